@@ -1,0 +1,38 @@
+"""Configuration shared by services. Frozen; "auto" is resolved before one is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Limits of one engine. Raises `ConfigError` for values that cannot work."""
+
+    page_size: int = 16
+    """Tokens per KV-cache page."""
+    num_pages: int = 1024
+    """Pages in the KV pool."""
+    max_num_seqs: int = 128
+    """Rows in a step at most."""
+    max_num_batched_tokens: int = 512
+    """Query tokens in a step at most: known tokens plus drafts."""
+    max_model_len: int = 2048
+    """Committed tokens a request can reach."""
+    max_waiting: int = 1024
+    """Requests that may wait for admission; more are refused with CapacityError."""
+    num_speculative_tokens: int = 4
+    """K: draft tokens verified per row and step at most, unless a request asks otherwise."""
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1.")
+        if self.num_pages * self.page_size < self.max_model_len:
+            raise ConfigError(
+                f"{self.num_pages} pages of {self.page_size} tokens cannot hold one request of "
+                f"{self.max_model_len} tokens: raise num_pages or lower max_model_len."
+            )

@@ -1,0 +1,111 @@
+"""The packed input of one forward: rows of different lengths side by side, no padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowSlice:
+    """A row's share of one step: `token_ids` at positions start, start + 1, ...
+
+    The row's page table must already cover start + len(token_ids) tokens. Logits are returned
+    for the last `num_logits` of the tokens.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    num_logits: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """Tensors of one forward, on the model's device."""
+
+    input_ids: Tensor  # int64 [num_tokens]
+    positions: Tensor  # int64 [num_tokens]
+    slot_mapping: Tensor  # int64 [num_tokens]: page * page_size + offset, where new KV is written
+    cu_seqlens_q: Tensor  # int32 [num_rows + 1]
+    seq_lens: Tensor  # int32 [num_rows]: tokens with KV after this forward (context + new)
+    block_table: Tensor  # int32 [num_rows, max_pages], padded with 0
+    logits_index: Tensor  # int64 [num_logits]: rows of the hidden state that reach the head
+    query_lens: tuple[int, ...]  # per row, on the host
+    context_lens: tuple[int, ...]  # per row, seq_lens on the host
+    page_size: int
+
+    @property
+    def max_query_len(self) -> int:
+        return max(self.query_lens)
+
+    @property
+    def max_context_len(self) -> int:
+        return max(self.context_lens)
+
+
+class Model(Protocol):
+    """A causal language model over a paged KV cache that it owns."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        """Writes the new keys and values and returns float32 logits [num_logits, vocab_size].
+
+        The tensor may be reused by the next call.
+        """
+        ...
+
+
+def pack(rows: Sequence[RowSlice], page_size: int, device: torch.device) -> PackedBatch:
+    """Packs rows into one batch; host work is vectorised over tokens."""
+    query_lens = np.fromiter((len(row.token_ids) for row in rows), np.int64, len(rows))
+    starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
+    num_logits = np.fromiter((row.num_logits for row in rows), np.int64, len(rows))
+    ends = np.cumsum(query_lens)
+    input_ids = np.concatenate([np.asarray(row.token_ids, np.int64) for row in rows])
+    row_of_token = np.repeat(np.arange(len(rows)), query_lens)
+    positions = np.arange(len(input_ids)) - np.repeat(ends - query_lens - starts, query_lens)
+    context_lens = starts + query_lens
+    block_table = np.zeros((len(rows), int(-(-context_lens.max() // page_size))), np.int32)
+    for i, row in enumerate(rows):
+        needed = int(-(-context_lens[i] // page_size))
+        block_table[i, :needed] = row.block_table[:needed]
+    slots = block_table[row_of_token, positions // page_size].astype(np.int64) * page_size
+    slots += positions % page_size
+    logit_starts = np.repeat(ends - np.cumsum(num_logits), num_logits)
+    logits_index = logit_starts + np.arange(int(num_logits.sum()))
+
+    def to_device(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    return PackedBatch(
+        input_ids=to_device(input_ids),
+        positions=to_device(positions),
+        slot_mapping=to_device(slots),
+        cu_seqlens_q=to_device(np.concatenate([[0], ends]).astype(np.int32)),
+        seq_lens=to_device(context_lens.astype(np.int32)),
+        block_table=to_device(block_table),
+        logits_index=to_device(logits_index),
+        query_lens=tuple(query_lens.tolist()),
+        context_lens=tuple(context_lens.tolist()),
+        page_size=page_size,
+    )

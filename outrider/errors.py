@@ -1,0 +1,108 @@
+"""The exception tree. Translated once at each boundary (rpc/status.py, gateway/openai_errors.py).
+
+OutriderError
+├── InvalidRequestError        a field is wrong; `param` names it
+│   └── PromptTooLongError
+├── ModelNotFoundError         a name nobody serves
+├── UnauthenticatedError
+├── CapacityError              queues are full; `retry_after_s` says when to try again
+├── UnavailableError           starting, draining or unreachable
+├── DeadlineError
+├── ProposerRefusedError       Hello does not fit; `reason` says why
+├── UnsupportedModelError      the model cannot be served exactly
+├── ConfigError                a flag, file or port is wrong
+└── InternalError              a bug
+"""
+
+from __future__ import annotations
+
+
+class OutriderError(Exception):
+    """Base of all errors that Outrider raises on purpose.
+
+    `reason` is stable and machine-readable (`ErrorInfo.reason`); `message` says what to do.
+    """
+
+    reason = "INTERNAL"
+
+    def __init__(self, message: str, *, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        if reason is not None:
+            self.reason = reason
+
+
+class InvalidRequestError(OutriderError):
+    """A field of the request is wrong. `param` is the field's name as the client wrote it."""
+
+    reason = "INVALID_REQUEST"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, reason: str | None = None
+    ) -> None:
+        super().__init__(message, reason=reason)
+        self.param = param
+
+
+class PromptTooLongError(InvalidRequestError):
+    """Prompt and requested tokens exceed the context length."""
+
+    reason = "PROMPT_TOO_LONG"
+
+
+class ModelNotFoundError(OutriderError):
+    """Nobody serves a model of that name."""
+
+    reason = "MODEL_NOT_FOUND"
+
+
+class UnauthenticatedError(OutriderError):
+    """No valid API key."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class CapacityError(OutriderError):
+    """A bounded queue is full. Try again after `retry_after_s` seconds."""
+
+    reason = "OVERLOADED"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class UnavailableError(OutriderError):
+    """The service is starting, draining or out of reach."""
+
+    reason = "UNAVAILABLE"
+
+
+class DeadlineError(OutriderError):
+    """The request's deadline passed."""
+
+    reason = "DEADLINE_EXCEEDED"
+
+
+class ProposerRefusedError(OutriderError):
+    """A proposer's Hello does not fit this scorer."""
+
+    reason = "PROPOSER_REFUSED"
+
+
+class UnsupportedModelError(OutriderError):
+    """The model cannot be served exactly by this engine; the message says why."""
+
+    reason = "UNSUPPORTED_MODEL"
+
+
+class ConfigError(OutriderError):
+    """A flag, file or port is wrong."""
+
+    reason = "BAD_CONFIG"
+
+
+class InternalError(OutriderError):
+    """A bug in Outrider."""
+
+    reason = "INTERNAL"

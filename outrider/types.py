@@ -1,0 +1,165 @@
+"""Frozen values that cross the boundaries between services, engine and proposers."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outrider.errors import InvalidRequestError
+
+TokenIds = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the target's next token is chosen; `temperature` 0 is greedy.
+
+    Raises `InvalidRequestError` for a value out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # uint64
+
+    def __post_init__(self) -> None:
+        _require(0.0 <= self.temperature <= 2.0, "temperature", "between 0 and 2")
+        _require(0 <= self.top_k < 2**31, "top_k", "0 (off) or a positive number")
+        _require(0.0 < self.top_p <= 1.0, "top_p", "greater than 0 and at most 1")
+        _require(0.0 <= self.min_p <= 1.0, "min_p", "between 0 and 1")
+        _require(0 <= self.seed < 2**64, "seed", "an unsigned 64-bit number")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StopParams:
+    """When a request ends. A stop token is not part of the output."""
+
+    max_tokens: int = 256
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.max_tokens < 2**31, "max_tokens", "at least 1")
+        _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationParams:
+    """Per-request control of speculation. `None` leaves the choice to the scorer."""
+
+    enabled: bool = True
+    method: str | None = None
+    num_speculative_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens is not None:
+            _require(
+                0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS,
+                "num_speculative_tokens",
+                f"between 0 and {MAX_SPECULATIVE_TOKENS}",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One decoding request as the engine takes it. Raises `InvalidRequestError`."""
+
+    session_id: int  # unique in the scorer's lifetime; the Draft stream's `session`
+    prompt_token_ids: TokenIds
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: StopParams = field(default_factory=StopParams)
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+
+    def __post_init__(self) -> None:
+        _require(len(self.prompt_token_ids) > 0, "prompt", "at least one token long")
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class TokenKind(enum.Enum):
+    """Where an output token came from; see the proto enum of the same name."""
+
+    PLAIN = "plain"
+    ACCEPTED = "accepted"
+    RECOVERED = "recovered"
+    BONUS = "bonus"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """What happened to one request in the engine; becomes `AuxInfo`. Times in milliseconds."""
+
+    prompt_tokens: int
+    output_tokens: int
+    iter_count: int
+    rounds: int
+    drafted: int
+    accepted: int
+    accepted_per_pos: tuple[int, ...]
+    k_histogram: tuple[int, ...]
+    hits: int
+    misses_late: int
+    misses_wrong: int
+    waits: int
+    wait_ms: float
+    fallback_rounds: int
+    queue_ms: float
+    prefill_ms: float
+    propose_ms: float
+    score_ms: float
+    network_ms: float
+    cached_prompt_tokens: int
+    proposer_ids: tuple[str, ...]
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What one engine step made true for one session.
+
+    `token_ids` is trimmed at a stop: it is empty only when the stop token came first.
+    `base_len` counts committed tokens (prompt included) before `token_ids`.
+    `num_draft_tokens` is what the policy wants drafted for the next round.
+    """
+
+    session_id: int
+    base_len: int
+    token_ids: TokenIds
+    kinds: tuple[TokenKind, ...]
+    num_draft_tokens: int
+    finish_reason: FinishReason | None = None
+    stats: RequestStats | None = None  # with finish_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request that the engine could not go on with."""
+
+    session_id: int
+    error: Exception
+
+
+MAX_SPECULATIVE_TOKENS = 128
+
+
+def _require(condition: bool, param: str, allowed: str) -> None:
+    if not condition:
+        raise InvalidRequestError(f"{param} must be {allowed}.", param=param)
+
+
+def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common prefix of two token sequences."""
+    n = min(len(a), len(b))
+    return next((i for i in range(n) if a[i] != b[i]), n)

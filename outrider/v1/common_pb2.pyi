@@ -1,0 +1,132 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable
+from typing import ClassVar as _ClassVar, Optional as _Optional
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_STOP: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+
+class TokenKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TOKEN_KIND_UNSPECIFIED: _ClassVar[TokenKind]
+    TOKEN_KIND_PLAIN: _ClassVar[TokenKind]
+    TOKEN_KIND_ACCEPTED: _ClassVar[TokenKind]
+    TOKEN_KIND_RECOVERED: _ClassVar[TokenKind]
+    TOKEN_KIND_BONUS: _ClassVar[TokenKind]
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_STOP: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+TOKEN_KIND_UNSPECIFIED: TokenKind
+TOKEN_KIND_PLAIN: TokenKind
+TOKEN_KIND_ACCEPTED: TokenKind
+TOKEN_KIND_RECOVERED: TokenKind
+TOKEN_KIND_BONUS: TokenKind
+
+class SamplingParams(_message.Message):
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class StopParams(_message.Message):
+    __slots__ = ("max_tokens", "stop_token_ids", "ignore_eos", "min_tokens")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    ignore_eos: bool
+    min_tokens: int
+    def __init__(self, max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., min_tokens: _Optional[int] = ...) -> None: ...
+
+class SpeculationParams(_message.Message):
+    __slots__ = ("enabled", "method", "num_speculative_tokens")
+    ENABLED_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    enabled: bool
+    method: str
+    num_speculative_tokens: int
+    def __init__(self, enabled: _Optional[bool] = ..., method: _Optional[str] = ..., num_speculative_tokens: _Optional[int] = ...) -> None: ...
+
+class Usage(_message.Message):
+    __slots__ = ("prompt_tokens", "completion_tokens", "cached_prompt_tokens")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: int
+    completion_tokens: int
+    cached_prompt_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ...) -> None: ...
+
+class AuxInfo(_message.Message):
+    __slots__ = ("cost_time", "output_len", "iter_count", "avg_tokens_per_iter", "rounds", "drafted", "accepted", "accepted_per_pos", "k_histogram", "hits", "misses_late", "misses_wrong", "waits", "wait_ms", "fallback_rounds", "queue_ms", "prefill_ms", "propose_ms", "score_ms", "network_ms", "cached_prompt_tokens", "proposer_ids", "scorer_id", "retries", "verification", "preemptions")
+    COST_TIME_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_LEN_FIELD_NUMBER: _ClassVar[int]
+    ITER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    AVG_TOKENS_PER_ITER_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_PER_POS_FIELD_NUMBER: _ClassVar[int]
+    K_HISTOGRAM_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_LATE_FIELD_NUMBER: _ClassVar[int]
+    MISSES_WRONG_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    FALLBACK_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSE_MS_FIELD_NUMBER: _ClassVar[int]
+    SCORE_MS_FIELD_NUMBER: _ClassVar[int]
+    NETWORK_MS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSER_IDS_FIELD_NUMBER: _ClassVar[int]
+    SCORER_ID_FIELD_NUMBER: _ClassVar[int]
+    RETRIES_FIELD_NUMBER: _ClassVar[int]
+    VERIFICATION_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    cost_time: float
+    output_len: int
+    iter_count: int
+    avg_tokens_per_iter: float
+    rounds: int
+    drafted: int
+    accepted: int
+    accepted_per_pos: _containers.RepeatedScalarFieldContainer[int]
+    k_histogram: _containers.RepeatedScalarFieldContainer[int]
+    hits: int
+    misses_late: int
+    misses_wrong: int
+    waits: int
+    wait_ms: float
+    fallback_rounds: int
+    queue_ms: float
+    prefill_ms: float
+    propose_ms: float
+    score_ms: float
+    network_ms: float
+    cached_prompt_tokens: int
+    proposer_ids: _containers.RepeatedScalarFieldContainer[str]
+    scorer_id: str
+    retries: int
+    verification: str
+    preemptions: int
+    def __init__(self, cost_time: _Optional[float] = ..., output_len: _Optional[int] = ..., iter_count: _Optional[int] = ..., avg_tokens_per_iter: _Optional[float] = ..., rounds: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., accepted_per_pos: _Optional[_Iterable[int]] = ..., k_histogram: _Optional[_Iterable[int]] = ..., hits: _Optional[int] = ..., misses_late: _Optional[int] = ..., misses_wrong: _Optional[int] = ..., waits: _Optional[int] = ..., wait_ms: _Optional[float] = ..., fallback_rounds: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., propose_ms: _Optional[float] = ..., score_ms: _Optional[float] = ..., network_ms: _Optional[float] = ..., cached_prompt_tokens: _Optional[int] = ..., proposer_ids: _Optional[_Iterable[str]] = ..., scorer_id: _Optional[str] = ..., retries: _Optional[int] = ..., verification: _Optional[str] = ..., preemptions: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,87 @@
+from outrider.v1 import common_pb2 as _common_pb2
+from outrider.v1 import draft_pb2 as _draft_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ScorerServiceGenerateRequest(_message.Message):
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "stop", "speculation")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _common_pb2.SamplingParams
+    stop: _common_pb2.StopParams
+    speculation: _common_pb2.SpeculationParams
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ...) -> None: ...
+
+class ScorerServiceGenerateResponse(_message.Message):
+    __slots__ = ("token_ids", "kinds", "finish_reason", "usage", "aux_info")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    KINDS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    AUX_INFO_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    kinds: _containers.RepeatedScalarFieldContainer[_common_pb2.TokenKind]
+    finish_reason: _common_pb2.FinishReason
+    usage: _common_pb2.Usage
+    aux_info: _common_pb2.AuxInfo
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., kinds: _Optional[_Iterable[_Union[_common_pb2.TokenKind, str]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., aux_info: _Optional[_Union[_common_pb2.AuxInfo, _Mapping]] = ...) -> None: ...
+
+class GetScorerInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetScorerInfoResponse(_message.Message):
+    __slots__ = ("scorer_id", "model", "served_model_name", "vocab_size", "tokenizer_hash", "max_model_len", "protocol_version", "eos_token_ids", "dtype", "running_requests", "waiting_requests", "total_pages", "free_pages", "proposers")
+    SCORER_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    SERVED_MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_HASH_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_PAGES_FIELD_NUMBER: _ClassVar[int]
+    FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    PROPOSERS_FIELD_NUMBER: _ClassVar[int]
+    scorer_id: str
+    model: str
+    served_model_name: str
+    vocab_size: int
+    tokenizer_hash: str
+    max_model_len: int
+    protocol_version: int
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    dtype: str
+    running_requests: int
+    waiting_requests: int
+    total_pages: int
+    free_pages: int
+    proposers: _containers.RepeatedCompositeFieldContainer[AttachedProposer]
+    def __init__(self, scorer_id: _Optional[str] = ..., model: _Optional[str] = ..., served_model_name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_model_len: _Optional[int] = ..., protocol_version: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., proposers: _Optional[_Iterable[_Union[AttachedProposer, _Mapping]]] = ...) -> None: ...
+
+class AttachedProposer(_message.Message):
+    __slots__ = ("proposer_id", "method", "model", "sessions", "set_aside")
+    PROPOSER_ID_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    SET_ASIDE_FIELD_NUMBER: _ClassVar[int]
+    proposer_id: str
+    method: str
+    model: str
+    sessions: int
+    set_aside: bool
+    def __init__(self, proposer_id: _Optional[str] = ..., method: _Optional[str] = ..., model: _Optional[str] = ..., sessions: _Optional[int] = ..., set_aside: _Optional[bool] = ...) -> None: ...
