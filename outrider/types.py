@@ -151,6 +151,28 @@ class Failure:
     error: Exception
 
 
+@dataclass(frozen=True, slots=True)
+class StepTimings:
+    """Where one engine step's time went, milliseconds, and how large it was."""
+
+    schedule_ms: float
+    forward_ms: float
+    verify_ms: float
+    commit_ms: float
+    idle_ms: float  # since the previous step ended: waiting for drafts or work
+    num_rows: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvents:
+    """All that one engine step brought about; one message to the RPC side per step."""
+
+    commits: tuple[Commit, ...]
+    failures: tuple[Failure, ...]
+    timings: StepTimings | None  # None: no forward ran (aborts, refusals)
+
+
 MAX_SPECULATIVE_TOKENS = 128
 
 
