@@ -1,0 +1,35 @@
+"""Client channels, and the limits that both ends share."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import grpc
+
+MAX_MESSAGE_BYTES: Final = 16 * 2**20
+"""A prompt of a million tokens fits; gRPC's default of 4 MiB would not hold it."""
+
+LIMITS: Final[tuple[tuple[str, int], ...]] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+
+_KEEPALIVE: Final[tuple[tuple[str, int], ...]] = (
+    # A peer that vanished without a FIN is noticed within 15 s, idle or not.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # gRPC's own back-off grows to 2 minutes: too long for a peer that restarts in seconds.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+
+
+def open_channel(target: str) -> grpc.aio.Channel:
+    """An insecure channel to `target` ("host:port", "dns:///...", "unix:/path").
+
+    Without compression: messages are a few token ids. Close it when done.
+    """
+    return grpc.aio.insecure_channel(target, options=(*LIMITS, *_KEEPALIVE))

@@ -1,0 +1,131 @@
+"""Between `OutriderError` and gRPC status: one table, used in both directions.
+
+A status carries `google.rpc.ErrorInfo{reason, domain: "outrider", metadata: {param}}` and, for
+capacity, `google.rpc.RetryInfo`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, Final, NoReturn
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from outrider import errors
+
+DOMAIN: Final = "outrider"
+_DETAILS_KEY: Final = "grpc-status-details-bin"
+_log = logging.getLogger(__name__)
+
+# The nearest class of an error's ancestry counts. In the other direction the reason of ErrorInfo
+# decides, and, for a status without one (made by gRPC itself), the first class of that code.
+_TABLE: Final[tuple[tuple[type[errors.OutriderError], grpc.StatusCode], ...]] = (
+    (errors.InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.PromptTooLongError, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.ModelNotFoundError, grpc.StatusCode.NOT_FOUND),
+    (errors.UnauthenticatedError, grpc.StatusCode.UNAUTHENTICATED),
+    (errors.CapacityError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.UnavailableError, grpc.StatusCode.UNAVAILABLE),
+    (errors.UnavailableError, grpc.StatusCode.CANCELLED),
+    (errors.DeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (errors.ProposerRefusedError, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.UnsupportedModelError, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.InternalError, grpc.StatusCode.INTERNAL),
+)
+
+
+def _codes() -> dict[type[errors.OutriderError], grpc.StatusCode]:
+    codes: dict[type[errors.OutriderError], grpc.StatusCode] = {}
+    for error_class, code in _TABLE:
+        codes.setdefault(error_class, code)
+    return codes
+
+
+_CODE_OF: Final = _codes()
+
+
+def code_of(error: errors.OutriderError) -> grpc.StatusCode:
+    """The gRPC status code of an error."""
+    return next(
+        (_CODE_OF[cls] for cls in type(error).__mro__ if cls in _CODE_OF),
+        grpc.StatusCode.INTERNAL,
+    )
+
+
+def to_status(error: errors.OutriderError) -> status_pb2.Status:
+    """The full status message of an error, details included."""
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
+    if isinstance(error, errors.InvalidRequestError) and error.param is not None:
+        info.metadata["param"] = error.param
+    details = [_pack(info)]
+    if isinstance(error, errors.CapacityError):
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(round(error.retry_after_s * 1000))
+        details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
+    return status_pb2.Status(code=code_of(error).value[0], message=error.message, details=details)
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> NoReturn:
+    """Ends the RPC with the status of `error`; never returns.
+
+    An error that is not an `OutriderError` becomes INTERNAL: it is logged here, and the client
+    learns nothing of it. Cancellation is passed on.
+    """
+    if isinstance(error, asyncio.CancelledError):
+        raise error
+    if not isinstance(error, errors.OutriderError):
+        _log.error("unexpected error in an RPC", exc_info=error)
+        error = errors.InternalError("internal error; the server's log has the details")
+    status = to_status(error)
+    await context.abort(
+        code_of(error),
+        error.message,
+        trailing_metadata=((_DETAILS_KEY, status.SerializeToString()),),
+    )
+    raise AssertionError("abort returned")
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.OutriderError:
+    """The error that the peer meant; also for a status that gRPC itself made."""
+    info, retry = _details(error)
+    code, message = error.code(), error.details() or error.code().name
+    classes = [cls for cls, its_code in _TABLE if its_code is code] or [errors.InternalError]
+    reason = info.reason if info is not None else ""
+    error_class = next((cls for cls in classes if cls.reason == reason), classes[0])
+    if issubclass(error_class, errors.CapacityError):
+        delay_s = retry.retry_delay.ToMilliseconds() / 1000 if retry is not None else 1.0
+        return errors.CapacityError(message, retry_after_s=delay_s)
+    if issubclass(error_class, errors.InvalidRequestError):
+        param = info.metadata.get("param") if info is not None else None
+        return error_class(message, param=param, reason=reason or None)
+    return error_class(message, reason=reason or None)
+
+
+def _pack(message: Any) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
+
+
+def _details(
+    error: grpc.aio.AioRpcError,
+) -> tuple[error_details_pb2.ErrorInfo | None, error_details_pb2.RetryInfo | None]:
+    info: error_details_pb2.ErrorInfo | None = None
+    retry: error_details_pb2.RetryInfo | None = None
+    status = status_pb2.Status()
+    for key, value in error.trailing_metadata() or ():
+        if key == _DETAILS_KEY and isinstance(value, bytes):
+            status.ParseFromString(value)
+    for detail in status.details:
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            candidate = error_details_pb2.ErrorInfo()
+            detail.Unpack(candidate)
+            info = candidate if candidate.domain == DOMAIN else info
+        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            retry = error_details_pb2.RetryInfo()
+            detail.Unpack(retry)
+    return info, retry

@@ -1,0 +1,143 @@
+"""outrider/rpc/codec.py: defaults, round trips and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.errors import InvalidRequestError
+from outrider.rpc import codec
+from outrider.types import (
+    FinishReason,
+    RequestStats,
+    SamplingParams,
+    SpeculationParams,
+    StopParams,
+    TokenKind,
+)
+from outrider.v1 import common_pb2
+
+UNIT = st.floats(0, 1, width=32)
+SAMPLING = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 2, width=32),
+    top_k=st.integers(0, 2**31 - 1),
+    top_p=UNIT.filter(lambda value: value > 0),
+    min_p=UNIT,
+    seed=st.integers(0, 2**64 - 1),
+)
+SPECULATION = st.builds(
+    SpeculationParams,
+    enabled=st.booleans(),
+    method=st.sampled_from([None, "draft_model", "ngram"]),
+    num_speculative_tokens=st.none() | st.integers(0, 128),
+)
+
+
+@given(SAMPLING)
+def test_sampling_survives_the_wire(params: SamplingParams) -> None:
+    wire = codec.sampling_to_proto(params).SerializeToString()
+    assert codec.sampling_from_proto(common_pb2.SamplingParams.FromString(wire), seed=1) == params
+
+
+@given(SPECULATION)
+def test_speculation_survives_the_wire(params: SpeculationParams) -> None:
+    wire = codec.speculation_to_proto(params).SerializeToString()
+    assert codec.speculation_from_proto(common_pb2.SpeculationParams.FromString(wire)) == params
+
+
+@given(
+    st.integers(1, 2**31 - 1).flatmap(
+        lambda most: st.builds(
+            StopParams,
+            max_tokens=st.just(most),
+            stop_token_ids=st.frozensets(st.integers(0, 2**32 - 1)),
+            ignore_eos=st.booleans(),
+            min_tokens=st.integers(0, most),
+        )
+    )
+)
+def test_stop_survives_the_wire(params: StopParams) -> None:
+    wire = codec.stop_to_proto(params).SerializeToString()
+    message = common_pb2.StopParams.FromString(wire)
+    assert codec.stop_from_proto(message, default_max_tokens=7) == params
+
+
+def test_unset_is_the_default_and_zero_is_zero() -> None:
+    unset = codec.sampling_from_proto(common_pb2.SamplingParams(), seed=9)
+    assert unset == SamplingParams(seed=9)
+    zero = codec.sampling_from_proto(common_pb2.SamplingParams(temperature=0, seed=0), seed=9)
+    assert zero == SamplingParams(temperature=0, seed=0)
+    stop = codec.stop_from_proto(common_pb2.StopParams(), default_max_tokens=5)
+    assert stop == StopParams(max_tokens=5)
+    assert codec.speculation_from_proto(common_pb2.SpeculationParams()) == SpeculationParams()
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        (common_pb2.SamplingParams(temperature=-0.5), "temperature"),
+        (common_pb2.SamplingParams(temperature=float("nan")), "temperature"),
+        (common_pb2.SamplingParams(top_k=2**31), "top_k"),
+        (common_pb2.SamplingParams(top_p=0), "top_p"),
+        (common_pb2.SamplingParams(min_p=1.5), "min_p"),
+    ],
+)
+def test_a_value_out_of_range_names_its_field(
+    message: common_pb2.SamplingParams, param: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        codec.sampling_from_proto(message, seed=0)
+    assert caught.value.param == param
+
+
+def test_stop_and_speculation_refuse_what_cannot_be() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        codec.stop_from_proto(common_pb2.StopParams(max_tokens=0), default_max_tokens=1)
+    assert caught.value.param == "max_tokens"
+    with pytest.raises(InvalidRequestError) as caught:
+        codec.speculation_from_proto(common_pb2.SpeculationParams(num_speculative_tokens=129))
+    assert caught.value.param == "num_speculative_tokens"
+
+
+def test_method_names_resolve() -> None:
+    def resolve(method: str) -> SpeculationParams:
+        return codec.speculation_from_proto(common_pb2.SpeculationParams(method=method))
+
+    assert resolve("inference_with_reference").method == "ngram"
+    assert resolve("none") == SpeculationParams(enabled=False)
+    assert resolve("ngram") == SpeculationParams(method="ngram")
+
+
+def test_every_enum_value_has_its_counterpart() -> None:
+    assert set(codec.KIND_TO_PROTO) == set(TokenKind)
+    assert set(codec.KIND_FROM_PROTO) == set(common_pb2.TokenKind.values()) - {0}
+    assert set(codec.FINISH_TO_PROTO) == set(FinishReason)
+    assert set(codec.FINISH_FROM_PROTO) == set(common_pb2.FinishReason.values()) - {0}
+
+
+def test_aux_info_carries_every_statistic() -> None:
+    values: dict[str, object] = {}
+    for i, field in enumerate(dataclasses.fields(RequestStats), start=1):
+        values[field.name] = (str(i),) if field.name == "proposer_ids" else i
+    values["accepted_per_pos"], values["k_histogram"] = (3, 2), (1, 0, 4)
+    stats = RequestStats(**values)  # type: ignore[arg-type]
+    info = codec.aux_info(stats, cost_time_ms=12.5, scorer_id="s", retries=2)
+    renamed = {"output_tokens": "output_len", "prompt_tokens": None}
+    for field in dataclasses.fields(RequestStats):
+        name = renamed.get(field.name, field.name)
+        if name is not None:
+            ours, theirs = getattr(stats, field.name), getattr(info, name)
+            assert (tuple(theirs) if isinstance(ours, tuple) else theirs) == ours, name
+    assert info.avg_tokens_per_iter == stats.output_tokens / stats.iter_count
+    assert (info.cost_time, info.scorer_id, info.retries) == (12.5, "s", 2)
+    unset = [
+        f.name
+        for f in info.DESCRIPTOR.fields
+        if f.name not in {d.name for d, _ in info.ListFields()}
+    ]
+    assert unset == []
+    assert codec.usage(stats).prompt_tokens == stats.prompt_tokens

@@ -1,0 +1,127 @@
+"""outrider/rpc/status.py: each error crosses a real RPC and comes out as itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from outrider import errors
+from outrider.rpc import status
+from outrider.rpc.channel import open_channel
+from outrider.rpc.server import GrpcServer
+from outrider.v1 import scorer_pb2, scorer_pb2_grpc
+
+ERRORS = [
+    errors.InvalidRequestError("top_p must be ...", param="top_p"),
+    errors.InvalidRequestError("no param"),
+    errors.InvalidRequestError("bad", reason="BAD_BLOCKS"),
+    errors.PromptTooLongError("too long", param="prompt"),
+    errors.ModelNotFoundError("who?"),
+    errors.UnauthenticatedError("key?"),
+    errors.CapacityError("full", retry_after_s=2.5),
+    errors.UnavailableError("draining"),
+    errors.DeadlineError("late"),
+    errors.ProposerRefusedError("no", reason="VOCAB_MISMATCH"),
+    errors.UnsupportedModelError("moe"),
+    errors.ConfigError("flag"),
+    errors.InternalError("bug"),
+]
+
+
+class _Failing(scorer_pb2_grpc.ScorerServiceServicer):
+    error: BaseException = errors.InternalError("unset")
+
+    async def GetScorerInfo(  # noqa: N802
+        self, _request: scorer_pb2.GetScorerInfoRequest, context: Any
+    ) -> scorer_pb2.GetScorerInfoResponse:
+        await status.abort(context, self.error)
+
+
+@pytest.fixture
+async def failing() -> AsyncIterator[tuple[_Failing, scorer_pb2_grpc.ScorerServiceAsyncStub]]:
+    servicer = _Failing()
+
+    def register(server: grpc.aio.Server) -> None:
+        scorer_pb2_grpc.add_ScorerServiceServicer_to_server(servicer, server)
+
+    server = GrpcServer("127.0.0.1:0", register, ["outrider.v1.ScorerService"])
+    port = await server.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        yield servicer, scorer_pb2_grpc.ScorerServiceStub(channel)
+    await server.stop(0)
+
+
+async def _fail(stub: scorer_pb2_grpc.ScorerServiceAsyncStub) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.GetScorerInfo(scorer_pb2.GetScorerInfoRequest(), timeout=10)
+    return caught.value
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: f"{type(e).__name__}-{e.reason}")
+async def test_an_error_crosses_the_wire_unchanged(
+    failing: tuple[_Failing, scorer_pb2_grpc.ScorerServiceAsyncStub],
+    error: errors.OutriderError,
+) -> None:
+    servicer, stub = failing
+    servicer.error = error
+    rpc_error = await _fail(stub)
+    assert rpc_error.code() is status.code_of(error)
+    back = status.from_rpc_error(rpc_error)
+    assert type(back) is type(error)
+    assert (back.message, back.reason) == (error.message, error.reason)
+    assert getattr(back, "param", None) == getattr(error, "param", None)
+    assert getattr(back, "retry_after_s", None) == getattr(error, "retry_after_s", None)
+
+
+async def test_an_unknown_error_tells_the_client_nothing(
+    failing: tuple[_Failing, scorer_pb2_grpc.ScorerServiceAsyncStub],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    servicer, stub = failing
+    servicer.error = ZeroDivisionError("secret detail")
+    with caplog.at_level(logging.ERROR, logger="outrider.rpc.status"):
+        rpc_error = await _fail(stub)
+    assert rpc_error.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in (rpc_error.details() or "")
+    assert any("secret detail" in str(record.exc_info) for record in caplog.records)
+    assert isinstance(status.from_rpc_error(rpc_error), errors.InternalError)
+
+
+async def test_a_status_that_grpc_made_itself_is_understood() -> None:
+    async with open_channel("127.0.0.1:1") as channel:
+        stub = scorer_pb2_grpc.ScorerServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetScorerInfo(scorer_pb2.GetScorerInfoRequest(), timeout=5)
+    assert isinstance(status.from_rpc_error(caught.value), errors.UnavailableError)
+
+
+def test_every_error_class_has_a_code_of_its_own_choice() -> None:
+    def leaves(cls: type[errors.OutriderError]) -> list[type[errors.OutriderError]]:
+        return [cls, *(leaf for child in cls.__subclasses__() for leaf in leaves(child))]
+
+    assert set(leaves(errors.OutriderError)) - {errors.OutriderError} <= {
+        error_class for error_class, _ in status._TABLE
+    }
+
+
+async def test_a_taken_port_is_a_config_error_and_health_follows_the_service() -> None:
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    first = GrpcServer("127.0.0.1:0", lambda _: None, ["x.Y"])
+    port = await first.start()
+    second = GrpcServer(f"127.0.0.1:{port}", lambda _: None, [])
+    with pytest.raises(errors.ConfigError, match=str(port)):
+        await second.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for name in ("", "x.Y"):
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+            assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await first.set_serving(True)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service="x.Y"), timeout=5)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    await first.stop(0)
