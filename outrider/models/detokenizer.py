@@ -1,0 +1,102 @@
+"""Incremental detokenisation that never emits half a character.
+
+The pieces of a completion, with the flush at its end, join to exactly `decode(all tokens)`; the
+cost per token does not grow with the text.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Detokenizer(Protocol):
+    """Turns one completion's tokens into text, one by one."""
+
+    def push(self, token_id: int) -> str:
+        """What is certain now that `token_id` has come; empty while a character is incomplete."""
+
+    def flush(self) -> str:
+        """What was held back at the end of the completion; broken bytes become U+FFFD."""
+
+
+class ByteLevelDetokenizer:
+    """Byte-level BPE (GPT-2, Llama 3, Qwen, ...): a token is a string of bytes.
+
+    An incremental UTF-8 decoder over the bytes is exact, whatever the bytes are.
+    """
+
+    def __init__(
+        self, token: Callable[[int], str | None], _decode: Callable[[list[int]], str]
+    ) -> None:
+        self._token = token
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        token = self._token(token_id)
+        return "" if token is None else self._utf8.decode(_token_bytes(token))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """Any other decoder (SentencePiece, WordPiece, ...), through windows of tokens.
+
+    What a token adds depends on its neighbours (leading spaces, runs of byte tokens), so it is
+    the difference between decoding the previous window with it and without it, as in vLLM and
+    TGI. A run of byte tokens is valid or not as a whole: nothing of it is certain before it ends.
+    """
+
+    def __init__(
+        self, token: Callable[[int], str | None], decode: Callable[[list[int]], str]
+    ) -> None:
+        self._token = token
+        self._decode = decode
+        self._context: list[int] = []  # already emitted; decoding starts here
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        token = self._token(token_id)
+        if token is None:  # decodes to nothing, and must not become the start of a window
+            return ""
+        self._pending.append(token_id)
+        return "" if _BYTE_TOKEN.fullmatch(token) else self._emit()
+
+    def flush(self) -> str:
+        return self._emit() if self._pending else ""
+
+    def _emit(self) -> str:
+        before = self._decode(self._context) if self._context else ""
+        piece = self._decode(self._context + self._pending)[len(before) :]
+        if piece:
+            self._context, self._pending = self._pending, []
+        return piece
+
+
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte: Latin-1's printable ones are themselves, the
+    others follow from U+0100 on in order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {
+        **{chr(byte): byte for byte in printable},
+        **{chr(0x100 + n): byte for n, byte in enumerate(others)},
+    }
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _token_bytes(token: str) -> bytes:
+    """A token's bytes. An added token may hold characters outside the alphabet: it is literal."""
+    try:
+        return bytes([_BYTE_OF[char] for char in token])
+    except KeyError:
+        return token.encode()

@@ -1,0 +1,170 @@
+"""Text to token ids and back, from a model folder's tokenizer.json; imports no torch.
+
+`transformers.AutoTokenizer` would bring torch into the gateway and two seconds to its start, so
+this uses the `tokenizers` library itself, and renders chat templates as transformers does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as BackendTokenizer
+
+from outrider.errors import ConfigError, InvalidRequestError
+from outrider.models.chat_template import ChatTemplate, Message
+from outrider.models.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer
+
+
+class Tokenizer:
+    """A model's tokenizer. Safe to share between threads.
+
+    `vocab_size` counts added tokens; the model's own vocabulary may be padded beyond it.
+    """
+
+    def __init__(
+        self,
+        backend: BackendTokenizer,
+        *,
+        eos_token_ids: frozenset[int],
+        chat_template: ChatTemplate | None,
+        content_hash: str,
+    ) -> None:
+        self._backend = backend
+        self._chat_template = chat_template
+        self.eos_token_ids = eos_token_ids
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.hash = content_hash
+        self._special_ids = frozenset(
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self._byte_level = _is_byte_level(json.loads(backend.to_str())["decoder"])
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Reads a folder in Hugging Face layout. Raises `ConfigError` naming what is missing."""
+        content = _read_tokenizer_json(folder)
+        try:
+            backend = BackendTokenizer.from_str(content)
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(f"{folder / 'tokenizer.json'} cannot be loaded: {error}") from error
+        backend.no_truncation()
+        backend.no_padding()
+        config = _read_json(folder / "tokenizer_config.json")
+        return cls(
+            backend,
+            eos_token_ids=_eos_token_ids(folder, config, backend),
+            chat_template=ChatTemplate.load(folder, config),
+            content_hash=_canonical_hash(content),
+        )
+
+    def encode(self, text: str, *, param: str = "prompt") -> list[int]:
+        """Token ids of `text`, with the special tokens (BOS) that the post-processor adds.
+
+        Raises `InvalidRequestError` naming `param` for text that is not valid Unicode.
+        """
+        return self._encode(text, add_special_tokens=True, param=param)
+
+    def apply_chat_template(self, messages: list[Message]) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn.
+
+        Raises `InvalidRequestError` when the model has no template or the template refuses.
+        """
+        if self._chat_template is None:
+            raise InvalidRequestError(
+                "This model has no chat template. Use a plain completion instead.",
+                param="messages",
+                reason="NO_CHAT_TEMPLATE",
+            )
+        text = self._chat_template.render(messages)  # the template writes BOS itself
+        return self._encode(text, add_special_tokens=False, param="messages")
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of `token_ids`: special tokens left out, broken UTF-8 as U+FFFD."""
+        text: str = self._backend.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh incremental decoder for one completion."""
+        kind = ByteLevelDetokenizer if self._byte_level else WindowDetokenizer
+        return kind(self._token, self.decode)
+
+    def _token(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it; None if it is special or unknown."""
+        if token_id in self._special_ids:
+            return None
+        token: str | None = self._backend.id_to_token(token_id)
+        return token
+
+    def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # lone surrogates: "\ud800" is legal JSON
+            raise InvalidRequestError(f"{param} is not valid Unicode text.", param=param) from error
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+
+def tokenizer_hash(folder: Path) -> str:
+    """Hex SHA-256 of a folder's tokenizer.json, blind to formatting, padding and truncation.
+
+    Services whose hashes are equal number tokens alike. Raises `ConfigError`.
+    """
+    return _canonical_hash(_read_tokenizer_json(folder))
+
+
+def _canonical_hash(content: str) -> str:
+    fields = json.loads(content)
+    for runtime_setting in ("padding", "truncation"):
+        fields.pop(runtime_setting, None)
+    canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _read_tokenizer_json(folder: Path) -> str:
+    path = folder / "tokenizer.json"
+    try:
+        content = path.read_text(encoding="utf-8")
+        json.loads(content)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{path} does not exist. The model folder must hold a fast tokenizer (tokenizer.json); "
+            "convert an older one with transformers' AutoTokenizer.save_pretrained."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    return content
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`, {} if there is none."""
+    if not path.exists():
+        return {}
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    return fields if isinstance(fields, dict) else {}
+
+
+def _eos_token_ids(
+    folder: Path, tokenizer_config: dict[str, Any], backend: BackendTokenizer
+) -> frozenset[int]:
+    """generation_config.json decides, then config.json, then the tokenizer's own EOS."""
+    for name in ("generation_config.json", "config.json"):
+        eos = _read_json(folder / name).get("eos_token_id")
+        if eos is not None:
+            return frozenset(eos if isinstance(eos, list) else [eos])
+    token = tokenizer_config.get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    token_id = backend.token_to_id(token) if token else None
+    return frozenset() if token_id is None else frozenset([token_id])
+
+
+def _is_byte_level(decoder: dict[str, Any] | None) -> bool:
+    """Whether the tokenizer's whole decoder is byte-level BPE's."""
+    return decoder is not None and decoder["type"] == "ByteLevel"

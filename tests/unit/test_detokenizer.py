@@ -1,0 +1,93 @@
+"""Tokens to text, one by one: never half a character, and joined exactly decode's text."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as BackendTokenizer
+
+from outrider.models.tokenizer import Tokenizer
+from tests.support.tokenizers import byte_level_bpe, save, sentencepiece_bpe, word_piece
+
+KINDS: dict[str, Callable[[], BackendTokenizer]] = {
+    "byte_level": byte_level_bpe,
+    "sentencepiece": sentencepiece_bpe,
+    "word_piece": word_piece,
+}
+
+
+@cache
+def tokenizer(kind: str) -> Tokenizer:
+    with tempfile.TemporaryDirectory() as folder:
+        return Tokenizer.load(save(KINDS[kind](), Path(folder)))
+
+
+def pieces(kind: str, token_ids: list[int]) -> list[str]:
+    detokenizer = tokenizer(kind).detokenizer()
+    return [detokenizer.push(token_id) for token_id in token_ids] + [detokenizer.flush()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_pieces_of_random_tokens_join_to_decode(kind: str, data: st.DataObject) -> None:
+    vocab_size = tokenizer(kind).vocab_size
+    token_ids = data.draw(st.lists(st.integers(0, vocab_size + 3), max_size=40))
+    assert "".join(pieces(kind, token_ids)) == tokenizer(kind).decode(token_ids)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+@given(text=st.text(max_size=60))
+def test_text_survives_and_no_piece_is_broken(kind: str, text: str) -> None:
+    token_ids = tokenizer(kind).encode(text)
+    got = pieces(kind, token_ids)
+    assert "".join(got) == tokenizer(kind).decode(token_ids)
+    if kind == "byte_level":
+        assert "".join(got) == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in got)
+
+
+def test_a_character_split_over_tokens_appears_once_it_is_whole() -> None:
+    detokenizer = tokenizer("byte_level").detokenizer()
+    token_ids = tokenizer("byte_level").encode("🐎")[1:]
+    assert len(token_ids) > 1
+    assert [detokenizer.push(token_id) for token_id in token_ids] == [""] * (len(token_ids) - 1) + [
+        "🐎"
+    ]
+    assert detokenizer.flush() == ""
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+def test_an_unfinished_character_is_flushed_as_a_replacement(kind: str) -> None:
+    token_ids = tokenizer(kind).encode("ab🐎")[:-1]
+    *before, flushed = pieces(kind, token_ids)
+    assert "\ufffd" not in "".join(before)
+    assert "\ufffd" in flushed
+
+
+def test_sentencepiece_keeps_inner_spaces_after_special_tokens() -> None:
+    backend = tokenizer("sentencepiece")
+    a, eos, spaced_a = backend.encode("a")[0], 2, backend.encode(" a")[-1]
+    assert "".join(pieces("sentencepiece", [a, eos, eos, spaced_a])) == backend.decode(
+        [a, eos, eos, spaced_a]
+    )
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+def test_decoding_windows_stay_short(kind: str) -> None:
+    """The cost per token must not grow with the text."""
+    decoded: list[int] = []
+    real = tokenizer(kind)
+    detokenizer = type(real.detokenizer())(
+        lambda token_id: real._token(token_id),
+        lambda token_ids: decoded.append(len(token_ids)) or real.decode(token_ids),  # type: ignore[func-returns-value]
+    )
+    for token_id in real.encode("ab c. " * 300):
+        detokenizer.push(token_id)
+    assert max(decoded, default=0) <= 4

@@ -1,0 +1,113 @@
+"""The tokenizer: encoding, chat templates, end tokens, identity, and clear errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import ConfigError, InvalidRequestError
+from outrider.models.tokenizer import Tokenizer, tokenizer_hash
+from tests.support.tokenizers import byte_level_bpe, save
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save(byte_level_bpe(), tmp_path / "model")
+
+
+def test_encode_adds_bos_as_the_post_processor_says(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    token_ids = tokenizer.encode("hello world")
+    assert token_ids[0] == 0
+    assert tokenizer.decode(token_ids) == "hello world"
+    assert tokenizer.encode("") == [0]
+
+
+def test_chat_template_writes_its_own_bos(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    token_ids = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
+    assert token_ids.count(0) == 1
+    assert tokenizer.decode(token_ids) == "<|user|>hello\n<|assistant|>"
+
+
+def test_matches_transformers(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    ours = Tokenizer.load(folder)
+    messages = [{"role": "system", "content": "é日 <s>"}, {"role": "user", "content": "<b>&\n"}]
+    for source in (
+        None,
+        "{% generation %}{{ messages | tojson }}{% endgeneration %}{{ eos_token }}",
+    ):
+        if source is not None:
+            (folder / "chat_template.jinja").write_text(source)
+            reference.chat_template, ours = source, Tokenizer.load(folder)
+        expected = reference.apply_chat_template(messages, add_generation_prompt=True)
+        expected = getattr(expected, "input_ids", expected)
+        assert ours.apply_chat_template(messages) == expected
+    assert ours.encode("hello é日 world") == reference("hello é日 world").input_ids
+
+
+def test_a_template_may_refuse(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:
+        Tokenizer.load(folder).apply_chat_template([{"role": "user", "content": "x"}])
+    assert caught.value.param == "messages"
+
+
+def test_a_template_cannot_leave_the_sandbox(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(InvalidRequestError, match="unsafe"):
+        Tokenizer.load(folder).apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
+    folder = save(byte_level_bpe(), tmp_path, chat_template=None)
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        Tokenizer.load(folder).apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_eos_comes_from_the_generation_config_first(folder: Path) -> None:
+    assert Tokenizer.load(folder).eos_token_ids == {1}
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
+    assert Tokenizer.load(folder).eos_token_ids == {1, 7}
+    (folder / "generation_config.json").unlink()
+    (folder / "config.json").unlink()
+    assert Tokenizer.load(folder).eos_token_ids == {1}
+
+
+def test_lone_surrogates_are_an_invalid_request(folder: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="not valid Unicode") as caught:
+        Tokenizer.load(folder).encode("\ud800")
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"model": {}}'])
+def test_missing_or_broken_files_are_config_errors(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+
+
+def test_hash_is_blind_to_formatting_and_sees_the_vocabulary(tmp_path: Path) -> None:
+    tokenizer = byte_level_bpe()
+    first = save(tokenizer, tmp_path / "a")
+    tokenizer.enable_truncation(16)
+    second = save(tokenizer, tmp_path / "b")
+    fields = json.loads((second / "tokenizer.json").read_text())
+    (second / "tokenizer.json").write_text(json.dumps(fields, indent=4))
+    third = save(byte_level_bpe(vocab_size=400), tmp_path / "c")
+    assert tokenizer_hash(first) == tokenizer_hash(second) == Tokenizer.load(second).hash
+    assert tokenizer_hash(first) != tokenizer_hash(third)
+    assert len(tokenizer_hash(first)) == 64
+    assert len(Tokenizer.load(second).encode("hello world " * 50)) > 16
+
+
+def test_imports_no_torch() -> None:
+    code = "import sys, outrider.models.tokenizer; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
