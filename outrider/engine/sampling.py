@@ -1,0 +1,146 @@
+"""Coupled sampling: the token drawn at a position is a function of logits, seed and position only.
+
+    y = argmax(processed_logits / T + g(seed, position, token))
+
+with g standard Gumbel noise from a counter-based integer hash (docs/sampling.md gives it bit for
+bit). The Gumbel-max trick makes y an exact draw from softmax(processed_logits / T). Because a
+proposer can add the same g to its own logits, the two agree with probability at least
+(1 - TV) / (1 + TV) (Daliri et al., arXiv 2408.07978), and a draft can never change the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.types import SamplingParams
+
+_MASK = 0xFFFFFFFF
+_LANE = 0x9E3779B9  # makes the second half of the key differ from the first
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """Sampling parameters of n rows of logits, on the device of the logits."""
+
+    temperature: Tensor  # float32 [n]; 0: greedy
+    top_k: Tensor  # int64 [n]; 0: all tokens
+    top_p: Tensor  # float32 [n]
+    min_p: Tensor  # float32 [n]
+    seed: Tensor  # int64 [n]: the 64 bits of the seed, in two's complement
+    position: Tensor  # int64 [n]: absolute position of the token being drawn
+    all_greedy: bool
+    any_greedy: bool
+    any_sorted: bool  # some row cuts by top_k or top_p, which takes a sort
+    any_min_p: bool
+
+    @staticmethod
+    def build(
+        params: Sequence[SamplingParams],
+        positions: Sequence[int],
+        device: torch.device | str = "cpu",
+    ) -> SamplingBatch:
+        """One entry per row of logits; the token at absolute position `positions[i]` is drawn."""
+        assert len(params) == len(positions)
+
+        def column(values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+        greedy = [p.temperature == 0.0 for p in params]
+        return SamplingBatch(
+            temperature=column([p.temperature for p in params], torch.float32),
+            top_k=column([p.top_k for p in params], torch.int64),
+            top_p=column([p.top_p for p in params], torch.float32),
+            min_p=column([p.min_p for p in params], torch.float32),
+            seed=column([p.seed - ((p.seed >> 63) << 64) for p in params], torch.int64),
+            position=column(list(positions), torch.int64),
+            all_greedy=all(greedy),
+            any_greedy=any(greedy),
+            any_sorted=any(p.top_k > 0 or p.top_p < 1.0 for p in params),
+            any_min_p=any(p.min_p > 0.0 for p in params),
+        )
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """The token each row of `logits` [n, vocab] draws: int64 [n]. Rows do not affect each other."""
+    if batch.all_greedy:
+        return logits.argmax(dim=-1)
+    scores = gumbel_noise(batch.seed, batch.position, logits.shape[-1])
+    scores += process_logits(logits, batch)
+    drawn = scores.argmax(dim=-1)
+    if batch.any_greedy:
+        return torch.where(batch.temperature == 0.0, logits.argmax(dim=-1), drawn)
+    return drawn
+
+
+def process_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Logits over temperature, with the tokens cut by top_k, top_p and min_p at -inf.
+
+    [n, vocab] to float32 [n, vocab]. The cuts apply in that order, each to what the one before
+    left, at temperature T. Greedy rows (T = 0) are treated as T = 1; `sample` does not use them.
+    top_k keeps ties with the k-th token; top_p keeps the fewest likeliest tokens whose
+    probabilities reach top_p, and ties with the last of them. At least one token is always kept.
+    """
+    temperature = torch.where(batch.temperature == 0.0, 1.0, batch.temperature)
+    scaled = logits.float() / temperature[:, None]
+    if batch.any_sorted:
+        threshold = _sorted_threshold(scaled, batch)
+        scaled = scaled.masked_fill(scaled < threshold[:, None], -torch.inf)
+    if batch.any_min_p:
+        # prob < min_p * max prob  <=>  logit < max logit + log(min_p)
+        floor = scaled.amax(dim=-1) + batch.min_p.log()
+        scaled = scaled.masked_fill(scaled < floor[:, None], -torch.inf)
+    return scaled
+
+
+def _sorted_threshold(scaled: Tensor, batch: SamplingBatch) -> Tensor:
+    """The smallest logit that top_k and top_p keep: [n, vocab] to [n]."""
+    vocab_size = scaled.shape[-1]
+    descending = scaled.sort(dim=-1, descending=True).values
+    top_k = torch.where(batch.top_k == 0, vocab_size, batch.top_k).clamp(max=vocab_size)
+    kth = descending.gather(1, top_k[:, None] - 1)  # [n, 1]
+    # Ties with the k-th token stay, so that the cut does not depend on the order of a sort.
+    probs = descending.masked_fill(descending < kth, -torch.inf).softmax(dim=-1)
+    mass_before = probs.cumsum(dim=-1) - probs
+    kept = (mass_before < batch.top_p[:, None]) | (batch.top_p == 1.0)[:, None]
+    kept &= descending >= kth
+    last = kept.sum(dim=-1, keepdim=True).clamp(min=1) - 1
+    return descending.gather(1, last)[:, 0]
+
+
+def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise g(seed, position, token): int64 [n], int64 [n] to float64 [n, vocab].
+
+    g = -log(-log(u)) with u = (h + 0.5) / 2^32 and h the 32-bit hash of docs/sampling.md. The
+    hash is integer arithmetic, so h and u have the same bits on every device.
+    """
+    noise = _hash(seed, position, vocab_size).to(torch.float64)
+    noise += 0.5
+    noise *= 2.0**-32
+    return noise.log_().neg_().log_().neg_()
+
+
+def _hash(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """h(seed, position, token), uniform below 2^32: int64 [n, vocab]."""
+    low, high = seed & _MASK, (seed >> 32) & _MASK
+    first = _mix(_mix(_mix(low) ^ high) ^ position)
+    second = _mix(_mix(_mix(high ^ _LANE) ^ low) ^ position)
+    tokens = torch.arange(vocab_size, device=seed.device)
+    mixed = _mix(tokens ^ first[:, None])
+    return _mix(mixed.bitwise_xor_(second[:, None]))
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit integers with full avalanche, from Ellis and Wellons' hash-prospector.
+
+    Both factors are below 2^31: products of 32-bit values stay below 2^63, so int64 arithmetic
+    never overflows.
+    """
+    x = x ^ (x >> 16)
+    x.mul_(0x21F0AAAD).bitwise_and_(_MASK)
+    x.bitwise_xor_(x >> 15)
+    x.mul_(0x735A2D97).bitwise_and_(_MASK)
+    return x.bitwise_xor_(x >> 15)
