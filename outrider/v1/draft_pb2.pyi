@@ -76,20 +76,22 @@ class SessionBatch(_message.Message):
     def __init__(self, opens: _Optional[_Iterable[_Union[Open, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[Close, _Mapping]]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "epoch", "prefix", "sampling", "num_draft_tokens", "max_len")
+    __slots__ = ("session", "epoch", "prefix", "sampling", "num_draft_tokens", "max_len", "traceparent")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PREFIX_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_LEN_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     prefix: _containers.RepeatedScalarFieldContainer[int]
     sampling: _common_pb2.SamplingParams
     num_draft_tokens: int
     max_len: int
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., prefix: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., max_len: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., prefix: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., max_len: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("session", "epoch", "base_len", "tokens", "num_draft_tokens")

@@ -33,6 +33,11 @@ beyond what it committed, parent index not before its child, token outside the
 vocabulary, more nodes than max_block_tokens). After several it ends the stream
 with INVALID_ARGUMENT, reason BAD_BLOCKS.
 
+Other ends of the stream: DEADLINE_EXCEEDED (no Hello in time), RESOURCE_EXHAUSTED
+(the proposer does not read what it is sent; RetryInfo says when to redial),
+UNAVAILABLE (the scorer starts or drains, or the same proposer_id dialled anew),
+OK (after Goodbye, or the proposer closed its side).
+
 The stream may end at any time, by either side, with no harm. A proposer
 redials with backoff (0.1 s doubling to 5 s), with the same proposer_id and a
 new incarnation.
