@@ -76,6 +76,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: StopParams = field(default_factory=StopParams)
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    running_stats: bool = False  # stats with every Commit, not only the last
 
     def __post_init__(self) -> None:
         _require(len(self.prompt_token_ids) > 0, "prompt", "at least one token long")
@@ -140,7 +141,7 @@ class Commit:
     kinds: tuple[TokenKind, ...]
     num_draft_tokens: int
     finish_reason: FinishReason | None = None
-    stats: RequestStats | None = None  # with finish_reason
+    stats: RequestStats | None = None  # with finish_reason, or always if the request asks
 
 
 @dataclass(frozen=True, slots=True)
