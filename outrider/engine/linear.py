@@ -1,0 +1,69 @@
+"""Linear layers with weights packed once for oneDNN, for CPU.
+
+`F.linear` is slow here for the few rows of a decoding step: in float32 it goes to a library that
+is bad at them, in bfloat16 it re-packs the weight at every call.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_PACK_ROWS = 8  # rows of input the packed layout is made for: a few rows of K + 1 tokens
+
+
+def can_prepack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether oneDNN can hold packed weights of this dtype here."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype is torch.float32
+
+
+class PackedLinear(nn.Module):
+    """`F.linear` with a fixed weight [out, in]; packed where that is possible.
+
+    The weight is copied: the caller may drop its own.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._packed = can_prepack(weight.dtype, weight.device)
+        self._bias = None if bias is None else bias.detach()
+        weight = weight.detach().contiguous()
+        with torch.inference_mode():
+            self._weight = (
+                torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
+                if self._packed
+                else weight
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] to [..., out]."""
+        if self._packed:
+            return torch.ops.mkldnn._linear_pointwise(  # type: ignore[no-any-return]
+                x, self._weight, self._bias, "none", [], ""
+            )
+        return F.linear(x, self._weight, self._bias)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """`residual + self(x)` in one pass over the output."""
+        if self._packed:
+            return torch.ops.mkldnn._linear_pointwise.binary(  # type: ignore[no-any-return]
+                x, residual, self._weight, self._bias, "add"
+            )
+        return residual + F.linear(x, self._weight, self._bias)
+
+
+def prepack_linears(model: nn.Module) -> int:
+    """Replaces every plain `nn.Linear` of a loaded model in place; returns how many."""
+    count = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and can_prepack(child.weight.dtype, child.weight.device):
+                setattr(parent, name, PackedLinear(child.weight, child.bias))
+                count += 1
+    return count

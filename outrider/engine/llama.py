@@ -1,0 +1,143 @@
+"""A hand-fused step for the Llama family: few operations per layer, the same logits.
+
+For q = 1 on CPU a small model's time is the number of operations, a large one's is reading the
+weights once. So q, k and v come from one product and gate and up from another, the residual is
+added inside the product, rotation is done in place, and query heads are stored so that attention
+needs no copies: in the order (head within the group, key head) instead of the checkpoint's (key
+head, head within the group).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outrider.engine.attention import AttentionBackend, AttentionParams, StepContext
+from outrider.engine.batch import PackedBatch
+from outrider.engine.kv_cache import KVPools, LayerPool
+from outrider.engine.linear import PackedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: Tensor  # [hidden]
+    qkv: PackedLinear
+    o: PackedLinear
+    post_norm: Tensor  # [hidden]
+    gate_up: PackedLinear
+    down: PackedLinear
+    pool: LayerPool
+    params: AttentionParams
+
+
+_FITTING = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"}
+
+
+def fits(model: nn.Module) -> bool:
+    """Whether `FusedLlama` computes exactly this model."""
+    config: Any = model.config
+    rope: Any = config.rope_parameters if hasattr(config, "rope_parameters") else None
+    return (
+        type(model).__name__ in _FITTING
+        and config.hidden_act == "silu"
+        and rope is not None
+        and rope.get("rope_type") in {"default", "linear", "llama3"}
+        and rope.get("partial_rotary_factor", 1.0) == 1.0
+    )
+
+
+class FusedLlama:
+    """The layers of a loaded Llama, Mistral or Qwen2 model, over the pools it allocates."""
+
+    def __init__(
+        self, model: nn.Module, pools: KVPools, backend: AttentionBackend, max_model_len: int
+    ) -> None:
+        parts: Any = model
+        config = parts.config
+        base = parts.model
+        self._backend = backend
+        self._heads = config.num_attention_heads
+        self._kv_heads = config.num_key_value_heads
+        self._group = self._heads // self._kv_heads
+        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // self._heads
+        self._hidden = (config.hidden_size,)
+        self._eps = config.rms_norm_eps
+        self._embedding: Tensor = base.embed_tokens.weight.detach()
+        self._norm: Tensor = base.norm.weight.detach()
+        self._head = PackedLinear(parts.lm_head.weight, parts.lm_head.bias)
+        self._rope = self._rope_table(base.rotary_emb, max_model_len)
+        self._layers = [
+            self._layer(layer, pools.allocate(i, self._kv_heads, self._head_dim, self._head_dim))
+            for i, layer in enumerate(base.layers)
+        ]
+
+    def _layer(self, layer: Any, pool: LayerPool) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
+        weight = torch.cat((self._regroup(q.weight), k.weight, v.weight))
+        bias = None
+        if q.bias is not None:
+            bias = torch.cat((self._regroup(q.bias), k.bias, v.bias))
+        o_weight = self._regroup(attention.o_proj.weight.t()).t()
+        gate_up_bias = None
+        if mlp.gate_proj.bias is not None:
+            gate_up_bias = torch.cat((mlp.gate_proj.bias, mlp.up_proj.bias))
+        return _Layer(
+            input_norm=layer.input_layernorm.weight.detach(),
+            qkv=PackedLinear(weight, bias),
+            o=PackedLinear(o_weight, attention.o_proj.bias),
+            post_norm=layer.post_attention_layernorm.weight.detach(),
+            gate_up=PackedLinear(
+                torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)), gate_up_bias
+            ),
+            down=PackedLinear(mlp.down_proj.weight, mlp.down_proj.bias),
+            pool=pool,
+            params=AttentionParams(
+                scaling=attention.scaling,
+                sliding_window=getattr(attention, "sliding_window", None),
+            ),
+        )
+
+    def _regroup(self, rows: Tensor) -> Tensor:
+        """Query rows [heads * head_dim, ...] from (key head, group) to (group, key head) order."""
+        split = rows.reshape(self._kv_heads, self._group, self._head_dim, *rows.shape[1:])
+        return split.transpose(0, 1).reshape(rows.shape)
+
+    def _rope_table(self, rotary: nn.Module, max_model_len: int) -> Tensor:
+        """[positions, 2, 2, head_dim / 2]: cosines for both halves, then sines as -sin, sin."""
+        positions = torch.arange(max_model_len, device=self._embedding.device)[None]
+        with torch.inference_mode():
+            cos, sin = rotary(self._embedding[:1], positions)
+        half = self._head_dim // 2
+        cos, sin = cos[0].view(-1, 2, half), sin[0].view(-1, 2, half)
+        sin = torch.stack((-sin[:, 0], sin[:, 1]), dim=1)
+        return torch.stack((cos, sin), dim=1).contiguous()
+
+    def forward(self, batch: PackedBatch, context: StepContext) -> Tensor:
+        """Logits [num_logits, vocab_size] in the model's dtype."""
+        tokens = batch.input_ids.shape[0]
+        heads, kv_heads, dim = self._heads, self._kv_heads, self._head_dim
+        rotated = (heads + kv_heads) * dim  # q and k turn, v does not
+        x = F.embedding(batch.input_ids, self._embedding)
+        rope = self._rope.index_select(0, batch.positions)
+        cos, sin = rope[:, 0:1], rope[:, 1:2]  # [tokens, 1, 2, dim / 2]
+        for layer in self._layers:
+            qkv = layer.qkv(F.rms_norm(x, self._hidden, layer.input_norm, self._eps))
+            turning = qkv[:, :rotated].view(tokens, heads + kv_heads, 2, dim // 2)
+            swapped = turning.flip(2)
+            turning.mul_(cos).addcmul_(swapped, sin)
+            layer.pool.data.index_copy_(0, batch.slot_mapping, qkv[:, heads * dim :])
+            query = qkv[:, : heads * dim].view(tokens, self._group, kv_heads, dim)
+            out = self._backend.attend(query, layer.pool, context, layer.params)
+            x = layer.o.add(out.reshape(tokens, heads * dim), x)
+            y = layer.gate_up(F.rms_norm(x, self._hidden, layer.post_norm, self._eps))
+            gate, up = y.chunk(2, dim=-1)
+            x = layer.down.add(F.silu(gate).mul_(up), x)
+        if len(batch.logits_index) != tokens:
+            x = x.index_select(0, batch.logits_index)
+        x = F.rms_norm(x, self._hidden, self._norm, self._eps)
+        return self._head(x)  # type: ignore[no-any-return]

@@ -1,0 +1,129 @@
+"""Loads a checkpoint folder into a `PagedModel`."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from outrider.engine.attention import ATTENTION_NAME, SdpaBackend
+from outrider.engine.kv_cache import KVPools
+from outrider.engine.linear import prepack_linears
+from outrider.engine.llama import FusedLlama, fits
+from outrider.engine.paged_model import PagedModel, Step, TransformersStep
+from outrider.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+
+
+def load_model(
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    page_size: int,
+    num_pages: int,
+    max_model_len: int | None = None,
+    device: torch.device = CPU,
+    self_test: bool = True,
+) -> PagedModel:
+    """Reads a Hugging Face folder (config.json, safetensors) and makes it ready to run.
+
+    Raises `ConfigError` for files that are missing or broken and `UnsupportedModelError` for a
+    model that this engine would not run exactly.
+    """
+    model = _read(folder, dtype, device)
+    return build_paged_model(
+        model,
+        page_size=page_size,
+        num_pages=num_pages,
+        max_model_len=max_model_len,
+        self_test=self_test,
+        name=folder.name,
+    )
+
+
+def build_paged_model(
+    model: nn.Module,
+    *,
+    page_size: int,
+    num_pages: int,
+    max_model_len: int | None = None,
+    self_test: bool = True,
+    fused: bool = True,
+    name: str = "model",
+) -> PagedModel:
+    """Takes over a loaded `transformers` model; `model` must not be used afterwards."""
+    parts: Any = model.eval()
+    config = parts.config
+    limit = int(getattr(config, "max_position_embeddings", None) or 2048)
+    length = limit if max_model_len is None else min(max_model_len, limit)
+    pools = KVPools(num_pages, page_size, parts.dtype, parts.device)
+    step: Step
+    if fused and fits(model):
+        step = FusedLlama(model, pools, SdpaBackend(), length)
+    else:
+        prepack_linears(model)
+        parts.set_attn_implementation(ATTENTION_NAME)
+        step = TransformersStep(model, pools, SdpaBackend())
+    return PagedModel(
+        step,
+        pools,
+        name=name,
+        vocab_size=int(config.vocab_size),
+        max_model_len=length,
+        eos_token_ids=_eos_token_ids(parts),
+        dtype=parts.dtype,
+        device=parts.device,
+    )
+
+
+def _read(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} is not a model folder: it holds no config.json.")
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"{folder} holds no weights (*.safetensors).")
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"The model in {folder} cannot be read: {error}") from error
+    return model.to(device)
+
+
+def _eos_token_ids(model: Any) -> frozenset[int]:
+    """Ids that end a text, from generation_config.json where there is one, else config.json."""
+    found: set[int] = set()
+    for source in (getattr(model, "generation_config", None), model.config):
+        value = getattr(source, "eos_token_id", None)
+        if value is not None:
+            found.update([value] if isinstance(value, int) else value)
+    return frozenset(found)
+
+
+def kv_bytes_per_page(folder: Path, *, dtype: torch.dtype, page_size: int) -> int:
+    """Bytes of key/value memory per page over all layers, from config.json alone.
+
+    Lets a service turn a memory budget into `num_pages` before it loads the weights.
+    """
+    try:
+        config: Any = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"The config.json in {folder} cannot be read: {error}") from error
+    return page_size * _kv_width(config.get_text_config()) * dtype.itemsize
+
+
+def _kv_width(config: Any) -> int:
+    """Numbers kept per token, all layers together."""
+    layers = int(config.num_hidden_layers)
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return layers * int(config.kv_lora_rank + config.qk_rope_head_dim)
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return layers * 2 * kv_heads * head_dim

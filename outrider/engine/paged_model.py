@@ -1,0 +1,102 @@
+"""A loaded model that runs packed batches: `outrider.engine.batch.Model` made real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from outrider.engine.attention import (
+    ATTENTION_NAME,
+    AttentionBackend,
+    PagedStep,
+    StepContext,
+    paged_attention_forward,
+)
+from outrider.engine.batch import PackedBatch
+from outrider.engine.kv_cache import KVPools, PagedCache
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
+
+
+class Step(Protocol):
+    """One way to run the layers."""
+
+    def forward(self, batch: PackedBatch, context: StepContext) -> Tensor:
+        """Logits [num_logits, vocab_size] in the model's dtype."""
+        ...
+
+
+class TransformersStep:
+    """Runs the modules of `transformers` themselves, on packed rows and a paged cache.
+
+    `model` must have been loaded or set to the attention implementation `ATTENTION_NAME`.
+    """
+
+    def __init__(self, model: nn.Module, pools: KVPools, backend: AttentionBackend) -> None:
+        config: Any = model.config
+        self._model = model
+        self._backend = backend
+        latent = getattr(config, "kv_lora_rank", None) is not None
+        self._cache = PagedCache(pools, latent=latent)
+        self._pool_of = None if latent else pools.layer
+
+    def forward(self, batch: PackedBatch, context: StepContext) -> Tensor:
+        """Logits [num_logits, vocab_size] in the model's dtype."""
+        self._cache.begin(context)
+        output: Any = self._model(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.positions[None],
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=batch.logits_index,
+            paged=PagedStep(context, self._backend, self._pool_of),
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+
+class PagedModel:
+    """A causal language model over a paged KV cache that it owns; implements `Model`."""
+
+    def __init__(
+        self,
+        step: Step,
+        pools: KVPools,
+        *,
+        name: str,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        context: Callable[[PackedBatch], StepContext] = StepContext,
+    ) -> None:
+        self._step = step
+        self._pools = pools
+        self._context = context
+        self.name = name
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
+        self.dtype = dtype
+        self.device = device
+        self.page_size = pools.page_size
+        self.num_pages = pools.num_pages
+
+    @property
+    def kv_bytes_per_page(self) -> int:
+        """Bytes that one page takes over all layers."""
+        return self._pools.bytes_per_page
+
+    @torch.inference_mode()
+    def forward(self, batch: PackedBatch) -> Tensor:
+        """Writes the new keys and values and returns float32 logits [num_logits, vocab_size].
+
+        A float64 model returns float64: its near ties are the point.
+        """
+        logits = self._step.forward(batch, self._context(batch))
+        return logits if logits.dtype is torch.float64 else logits.float()

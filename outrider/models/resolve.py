@@ -1,0 +1,54 @@
+"""Where a model's files are. Knows nothing of torch."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Literal
+
+from outrider.errors import ConfigError
+
+EMBEDDED = "embedded"
+
+
+def resolve_model(name: str | None, role: Literal["target", "draft"]) -> Path:
+    """The folder of a model: the embedded one, a folder on disk, or a Hugging Face id.
+
+    None or "embedded" is the model that ships with Outrider for that role. Raises `ConfigError`
+    with what to do about it.
+    """
+    if name is None or name == EMBEDDED:
+        folder = Path(str(resources.files("outrider.models"))) / "data" / role
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"The embedded {role} model is missing ({folder}): reinstall Outrider, or name "
+                "a model folder or a Hugging Face id."
+            )
+        return folder
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{folder} is not a model folder: it holds no config.json.")
+        return folder
+    if folder.exists() or name.count("/") > 1 or name.startswith((".", "~", "/")):
+        raise ConfigError(f"There is no model folder {name}.")
+    return _download(name)
+
+
+def _download(name: str) -> Path:
+    # Imported here: a local folder needs no network library.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except HFValidationError as error:
+        raise ConfigError(f"{name} is neither a folder nor a Hugging Face id: {error}") from error
+    except HfHubHTTPError as error:
+        raise ConfigError(f"Hugging Face does not give out {name}: {error}") from error
+    except OSError as error:
+        raise ConfigError(
+            f"{name} is not a folder here and cannot be downloaded ({error}): check the name and "
+            "the network, or pass a folder."
+        ) from error
