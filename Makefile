@@ -1,0 +1,36 @@
+# One command per habit. The only thing needed beforehand is Python 3.11 or newer.
+PYTHON ?= $(firstword $(shell command -v python3.11 python3))
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench proto
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(STAMP) ## three services answer one prompt, with and without speculation
+	$(BIN)/outrider demo
+
+test: check ## every check, then every test
+	$(BIN)/pytest
+
+check: $(STAMP) ## lint, format, types, imports, protos
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	PYTHON=$(CURDIR)/$(BIN)/python BUF=$(CURDIR)/$(BIN)/buf protos/check.sh
+
+bench: $(STAMP) ## the embedded pair against transformers on this machine
+	$(BIN)/python -m benchmarks
+
+proto: $(STAMP) ## generate outrider/v1 from protos/
+	PYTHON=$(CURDIR)/$(BIN)/python protos/generate.sh .
+
+# constraints.txt pins everything, so that an environment made today and one made next year agree.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Outrider needs Python 3.11 or newer, not " + sys.version) if sys.version_info < (3, 11) else 0'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
