@@ -1,0 +1,1 @@
+"""Proposer methods: ways to guess a session's next tokens. Knows no wire."""

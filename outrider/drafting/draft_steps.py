@@ -1,0 +1,124 @@
+"""The forwards of one drafting round, with as little host work between them as possible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.engine.batch import Model, PackedBatch, RowSlice, pack
+from outrider.engine.sampling import SamplingBatch, sample
+from outrider.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyRow:
+    """A row whose catch-up tokens end its committed text of `length` tokens."""
+
+    length: int
+    wanted: int  # draft tokens, at least 1
+    sampling: SamplingParams
+
+
+def draft_chains(
+    model: Model, slices: Sequence[RowSlice], ready: Sequence[ReadyRow]
+) -> list[list[int]]:
+    """Feeds `slices`, then drafts a chain for each of `ready`, which are the first of them.
+
+    `ready` is ordered by `wanted`, largest first, and page tables must cover
+    length + wanted - 1 tokens. All tensors of the later forwards are made at once before the
+    first: a step only picks a row of each, and no token comes to the host before the end.
+    """
+    with torch.inference_mode():
+        batch = pack(slices, model.page_size, model.device)
+        steps = _Steps(model, slices[: len(ready)], ready) if ready else None
+        logits = model.forward(batch)
+        if steps is None:
+            return []
+        tokens = steps.draw(logits[: len(ready)], 0)
+        drawn = [tokens]
+        for step in range(1, ready[0].wanted):
+            tokens = steps.draw(model.forward(steps.batch(tokens, step)), step)
+            drawn.append(tokens)
+        flat = torch.cat(drawn).tolist()
+    chains: list[list[int]] = [[] for _ in ready]
+    start = 0
+    for part in drawn:
+        for chain, token in zip(chains, flat[start : start + len(part)], strict=False):
+            chain.append(token)
+        start += len(part)
+    return chains
+
+
+class _Steps:
+    """The inputs of the one-token forwards 1, 2, ... and of all draws."""
+
+    def __init__(self, model: Model, slices: Sequence[RowSlice], ready: Sequence[ReadyRow]) -> None:
+        self._page_size = page_size = model.page_size
+        lengths = [row.length for row in ready]
+        num_steps, num_rows = ready[0].wanted, len(ready)
+        # Rows that still draft at step j; they come first.
+        self._num_rows = [sum(row.wanted > step for row in ready) for step in range(num_steps)]
+        # Step j draws the token at length + j, having fed the one at length + j - 1.
+        drawn = np.asarray(lengths, np.int64) + np.arange(num_steps)[:, None]  # [steps, rows]
+        fed = drawn - 1
+        num_pages = -(-(max(lengths) + num_steps - 1) // page_size)
+        table = np.zeros((num_rows, num_pages), np.int32)
+        for i, row in enumerate(slices):
+            pages = row.block_table[:num_pages]
+            table[i, : len(pages)] = pages
+        slots = table[np.arange(num_rows), fed // page_size] * page_size + fed % page_size
+        device = model.device
+        # One transfer: [fed, slots, drawn] by step and row, 64-bit as an index must be.
+        moved = torch.from_numpy(np.stack((fed, slots, drawn))).to(device, non_blocking=True)
+        self._fed, self._slots, self._drawn = moved.unbind()
+        self._seq_lens = self._drawn.to(torch.int32)
+        self._table = torch.from_numpy(table).to(device, non_blocking=True)
+        self._cu_seqlens = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+        self._index = torch.arange(num_rows, device=device)
+        self._ones = (1,) * num_rows
+        self._lengths = lengths
+        self._sampling: SamplingBatch | None = None
+        if not all(row.sampling.greedy for row in ready):
+            self._sampling = SamplingBatch.build([row.sampling for row in ready], lengths, device)
+
+    def batch(self, tokens: Tensor, step: int) -> PackedBatch:
+        """Feeds the tokens [rows] that were drawn at `step` - 1."""
+        n = self._num_rows[step]
+        return PackedBatch(
+            input_ids=tokens[:n],
+            positions=self._fed[step, :n],
+            slot_mapping=self._slots[step, :n],
+            cu_seqlens_q=self._cu_seqlens[: n + 1],
+            seq_lens=self._seq_lens[step, :n],
+            block_table=self._table[:n],
+            logits_index=self._index[:n],
+            query_lens=self._ones[:n],
+            context_lens=tuple([length + step for length in self._lengths[:n]]),
+            page_size=self._page_size,
+        )
+
+    def draw(self, logits: Tensor, step: int) -> Tensor:
+        """The tokens [rows] at position length + `step`."""
+        if self._sampling is None:
+            return logits.argmax(dim=-1)
+        n = self._num_rows[step]
+        params = self._sampling
+        return sample(
+            logits,
+            SamplingBatch(
+                temperature=params.temperature[:n],
+                top_k=params.top_k[:n],
+                top_p=params.top_p[:n],
+                min_p=params.min_p[:n],
+                seed=params.seed[:n],
+                position=self._drawn[step, :n],
+                all_greedy=False,
+                any_greedy=params.any_greedy,
+                any_sorted=params.any_sorted,
+                any_min_p=params.any_min_p,
+            ),
+        )

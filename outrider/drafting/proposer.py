@@ -1,0 +1,138 @@
+"""What every proposer method implements, and the bookkeeping that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from outrider.draft_tree import DraftTree
+from outrider.types import SamplingParams
+
+SessionKey = int
+"""Names a session within one proposer process. Never used again after `close`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProposerTraits:
+    """What a method is and how much it can hold; becomes `Hello`."""
+
+    method: str
+    model: str  # empty for methods without one
+    vocab_size: int  # 0 for methods that copy tokens
+    max_sessions: int
+    max_draft_tokens: int  # per round
+    max_model_len: int  # sessions beyond it are followed, not drafted for
+    runs_ahead: bool  # can draft past tokens that are not verified yet
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRound:
+    """What one call of `Proposer.draft` brought about.
+
+    A session that was asked for is in exactly one of the three. An empty tree says "nothing to
+    guess": the scorer need not wait.
+    """
+
+    drafts: list[tuple[SessionKey, DraftTree]] = field(default_factory=list)
+    unfinished: list[SessionKey] = field(default_factory=list)  # prompt too long for one call
+    lost: list[SessionKey] = field(default_factory=list)  # also sessions that were not asked for
+    forward_s: float = 0.0  # time inside the model
+
+
+class Proposer(Protocol):
+    """A drafting method. Used from one thread; no method raises for what a scorer may send."""
+
+    @property
+    def traits(self) -> ProposerTraits: ...
+
+    @property
+    def num_sessions(self) -> int: ...
+
+    def open(
+        self,
+        session: SessionKey,
+        prefix: Sequence[int],
+        sampling: SamplingParams,
+        num_draft_tokens: int,
+        max_len: int,
+    ) -> None:
+        """A session begins with `prefix` committed. `max_len` is the length it can reach."""
+        ...
+
+    def commit(
+        self, session: SessionKey, base_len: int, tokens: Sequence[int], num_draft_tokens: int
+    ) -> None:
+        """`tokens` are true at positions base_len, base_len + 1, ...
+
+        Repeats and overlaps are harmless. A gap, or tokens that contradict earlier ones, lose the
+        session: the next `draft` says so. An unknown session is ignored.
+        """
+        ...
+
+    def close(self, session: SessionKey) -> None:
+        """Forgets a session, known or not."""
+        ...
+
+    def draft(self, sessions: Sequence[SessionKey]) -> DraftRound:
+        """Guesses what follows each of `sessions`, in one batch; unknown ones are left out."""
+        ...
+
+
+class Follower:
+    """The committed tokens of one session, moved by committed offset."""
+
+    __slots__ = ("max_len", "max_model_len", "num_draft_tokens", "sampling", "tokens", "vocab_size")
+
+    def __init__(
+        self,
+        prefix: Sequence[int],
+        sampling: SamplingParams,
+        num_draft_tokens: int,
+        max_len: int,
+        traits: ProposerTraits,
+    ) -> None:
+        self.tokens: list[int] = []
+        self.sampling = sampling
+        self.max_model_len = traits.max_model_len
+        self.max_len = min(max_len, traits.max_model_len)
+        self.vocab_size = traits.vocab_size or 2**32
+        self.num_draft_tokens = min(num_draft_tokens, traits.max_draft_tokens)
+        self._append(prefix)
+
+    def commit(self, base_len: int, tokens: Sequence[int]) -> bool:
+        """Appends what is new in `tokens`; False if they do not fit what is known."""
+        known = len(self.tokens)
+        if self.silent:
+            return True
+        if base_len > known:
+            return False
+        overlap = min(known - base_len, len(tokens))
+        if overlap and self.tokens[base_len : base_len + overlap] != list(tokens[:overlap]):
+            return False
+        self._append(tokens[overlap:])
+        return True
+
+    @property
+    def silent(self) -> bool:
+        """Nothing is kept or drafted any more: too long, or tokens outside the vocabulary."""
+        return self.max_len == 0
+
+    @property
+    def wanted(self) -> int:
+        """Draft tokens worth making now.
+
+        One less than what is left to commit: the target's own token after an accepted draft
+        always comes for free.
+        """
+        if not self.tokens:
+            return 0
+        return max(0, min(self.num_draft_tokens, self.max_len - len(self.tokens) - 1))
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        too_long = len(self.tokens) + len(tokens) > self.max_model_len
+        if too_long or (tokens and max(tokens) >= self.vocab_size):
+            self.max_len = 0
+            self.tokens.clear()
+        else:
+            self.tokens.extend(tokens)

@@ -1,0 +1,139 @@
+"""Prompt lookup against a brute-force definition, and the bookkeeping of committed tokens."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.drafting.ngram import NgramProposer
+from outrider.errors import ConfigError
+from outrider.types import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def reference(tokens: list[int], sizes: range, wanted: int) -> list[int]:
+    """The most recent earlier match of the longest suffix n-gram, copied on."""
+    for size in sizes:
+        for start in range(len(tokens) - size - 1, -1, -1):
+            if tokens[start : start + size] == tokens[len(tokens) - size :]:
+                text = list(tokens)
+                for i in range(wanted):
+                    text.append(text[start + size + i])
+                return text[len(tokens) :]
+    return []
+
+
+def draft(proposer: NgramProposer, session: int) -> tuple[int, list[int]]:
+    [(key, tree)] = proposer.draft([session]).drafts
+    assert key == session
+    assert tree.parents == tuple(range(-1, len(tree.token_ids) - 1))
+    return tree.base_len, list(tree.token_ids)
+
+
+@given(
+    prefix=st.lists(st.integers(0, 3), min_size=1, max_size=30),
+    commits=st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=8),
+    sizes=st.tuples(st.integers(1, 4), st.integers(0, 3)),
+    wanted=st.integers(1, 6),
+    overlap=st.integers(0, 5),
+)
+def test_guesses_equal_the_definition(
+    prefix: list[int],
+    commits: list[list[int]],
+    sizes: tuple[int, int],
+    wanted: int,
+    overlap: int,
+) -> None:
+    smallest, largest = sizes[0], sizes[0] + sizes[1]
+    proposer = NgramProposer(prompt_lookup_min=smallest, prompt_lookup_max=largest)
+    proposer.open(1, prefix, GREEDY, wanted, 1000)
+    text = list(prefix)
+    for tokens in commits:
+        expected = reference(text, range(largest, smallest - 1, -1), wanted)
+        assert draft(proposer, 1) == (len(text), expected)
+        base_len = max(0, len(text) - overlap)  # repeats some of what is known
+        proposer.commit(1, base_len, text[base_len:] + tokens, wanted)
+        proposer.commit(1, len(text), tokens, wanted)  # the same again
+        text += tokens
+
+
+def test_overlapping_copy_continues_a_period() -> None:
+    proposer = NgramProposer()
+    proposer.open(1, [5, 6, 5, 6, 5, 6], GREEDY, 7, 100)
+    assert draft(proposer, 1) == (6, [5, 6, 5, 6, 5, 6, 5])
+
+
+def test_no_match_is_an_empty_tree() -> None:
+    proposer = NgramProposer()
+    proposer.open(1, [1, 2, 3], GREEDY, 4, 100)
+    assert draft(proposer, 1) == (3, [])
+
+
+def test_never_guesses_past_the_end() -> None:
+    proposer = NgramProposer()
+    proposer.open(1, [1, 1, 1, 1, 1], GREEDY, 4, 8)
+    assert draft(proposer, 1) == (5, [1, 1])  # the third token comes with the verification
+    proposer.commit(1, 5, [1, 1], 4)
+    assert draft(proposer, 1) == (7, [])
+
+
+@pytest.mark.parametrize("base_len", [4, 2**32 - 1])
+def test_a_gap_loses_the_session(base_len: int) -> None:
+    proposer = NgramProposer()
+    proposer.open(1, [1, 2, 3], GREEDY, 4, 100)
+    proposer.commit(1, base_len, [4], 4)
+    done = proposer.draft([1])
+    assert (done.lost, done.drafts) == ([1], [])
+    assert proposer.num_sessions == 0
+    assert proposer.draft([1]).lost == []  # said once
+
+
+def test_contradicting_tokens_lose_the_session() -> None:
+    proposer = NgramProposer()
+    proposer.open(1, [1, 2, 3], GREEDY, 4, 100)
+    proposer.commit(1, 1, [9, 3, 4], 4)
+    assert proposer.draft([1]).lost == [1]
+
+
+def test_least_recently_drafted_session_is_evicted() -> None:
+    proposer = NgramProposer(max_sessions=2)
+    for session in (1, 2):
+        proposer.open(session, [1, 2], GREEDY, 4, 100)
+    proposer.draft([1])
+    proposer.open(3, [1, 2], GREEDY, 4, 100)
+    assert proposer.draft([]).lost == [2]
+    assert proposer.num_sessions == 2
+
+
+def test_memory_is_bounded_in_tokens() -> None:
+    proposer = NgramProposer(max_tokens=10)
+    proposer.open(1, [1] * 6, GREEDY, 4, 100)
+    proposer.open(2, [1] * 4, GREEDY, 4, 100)
+    assert proposer.draft([1, 2]).lost == []
+    proposer.commit(2, 4, [1], 4)
+    assert proposer.draft([]).lost == [1]
+
+
+def test_a_session_that_grows_too_long_falls_silent() -> None:
+    proposer = NgramProposer(max_model_len=6)
+    proposer.open(1, [1] * 5, GREEDY, 4, 100)
+    proposer.commit(1, 5, [1, 1], 4)
+    done = proposer.draft([1])
+    assert done.lost == []
+    assert [tree.token_ids for _, tree in done.drafts] == [()]
+    proposer.commit(1, 7, [1], 4)  # no gap: nothing is followed any more
+    assert proposer.draft([]).lost == []
+
+
+def test_unknown_sessions_are_ignored() -> None:
+    proposer = NgramProposer()
+    proposer.commit(7, 0, [1], 4)
+    proposer.close(7)
+    assert proposer.draft([7]).drafts == []
+
+
+def test_bad_limits_are_refused() -> None:
+    with pytest.raises(ConfigError, match="prompt_lookup_min"):
+        NgramProposer(prompt_lookup_min=3, prompt_lookup_max=2)
