@@ -26,6 +26,7 @@ from outrider.engine.linear import PackedLinear
 class _Layer:
     input_norm: Tensor  # [hidden]
     qkv: PackedLinear
+    qk_norm: Tensor | None  # [heads + kv_heads, head_dim]: Qwen3's norm of every q and k head
     o: PackedLinear
     post_norm: Tensor  # [hidden]
     gate_up: PackedLinear
@@ -34,7 +35,7 @@ class _Layer:
     params: AttentionParams
 
 
-_FITTING = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"}
+_FITTING = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 
 
 def fits(model: nn.Module) -> bool:
@@ -48,6 +49,13 @@ def fits(model: nn.Module) -> bool:
         and rope.get("rope_type") in {"default", "linear", "llama3"}
         and rope.get("partial_rotary_factor", 1.0) == 1.0
     )
+
+
+def _sliding_window(attention: Any) -> int | None:
+    """Mistral reads it from the config for every layer, the others keep it on the layer."""
+    holder = attention if hasattr(attention, "sliding_window") else attention.config
+    window: int | None = getattr(holder, "sliding_window", None)
+    return window
 
 
 class FusedLlama:
@@ -86,9 +94,18 @@ class FusedLlama:
         gate_up_bias = None
         if mlp.gate_proj.bias is not None:
             gate_up_bias = torch.cat((mlp.gate_proj.bias, mlp.up_proj.bias))
+        qk_norm = None
+        if hasattr(attention, "q_norm"):
+            qk_norm = torch.cat(
+                (
+                    attention.q_norm.weight.expand(self._heads, -1),
+                    attention.k_norm.weight.expand(self._kv_heads, -1),
+                )
+            ).detach()
         return _Layer(
             input_norm=layer.input_layernorm.weight.detach(),
             qkv=PackedLinear(weight, bias),
+            qk_norm=qk_norm,
             o=PackedLinear(o_weight, attention.o_proj.bias),
             post_norm=layer.post_attention_layernorm.weight.detach(),
             gate_up=PackedLinear(
@@ -98,7 +115,7 @@ class FusedLlama:
             pool=pool,
             params=AttentionParams(
                 scaling=attention.scaling,
-                sliding_window=getattr(attention, "sliding_window", None),
+                sliding_window=_sliding_window(attention),
             ),
         )
 
@@ -127,6 +144,9 @@ class FusedLlama:
         cos, sin = rope[:, 0:1], rope[:, 1:2]  # [tokens, 1, 2, dim / 2]
         for layer in self._layers:
             qkv = layer.qkv(F.rms_norm(x, self._hidden, layer.input_norm, self._eps))
+            if layer.qk_norm is not None:
+                qk = qkv[:, :rotated].view(tokens, heads + kv_heads, dim)
+                qk.copy_(F.rms_norm(qk, (dim,), None, self._eps).mul_(layer.qk_norm))
             turning = qkv[:, :rotated].view(tokens, heads + kv_heads, 2, dim // 2)
             swapped = turning.flip(2)
             turning.mul_(cos).addcmul_(swapped, sin)

@@ -11,10 +11,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.engine.attention import ATTENTION_NAME, SdpaBackend
+from outrider.engine.gate import check_supported, max_exact_len
 from outrider.engine.kv_cache import KVPools
 from outrider.engine.linear import prepack_linears
 from outrider.engine.llama import FusedLlama, fits
 from outrider.engine.paged_model import PagedModel, Step, TransformersStep
+from outrider.engine.selftest import check_against, eager_reference
 from outrider.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -60,9 +62,14 @@ def build_paged_model(
 ) -> PagedModel:
     """Takes over a loaded `transformers` model; `model` must not be used afterwards."""
     parts: Any = model.eval()
-    config = parts.config
-    limit = int(getattr(config, "max_position_embeddings", None) or 2048)
-    length = limit if max_model_len is None else min(max_model_len, limit)
+    check_supported(model)
+    length = max_exact_len(model) if max_model_len is None else max_model_len
+    length = min(length, max_exact_len(model))
+    reference = None
+    if self_test:
+        reference = eager_reference(
+            model, page_size=page_size, num_pages=num_pages, max_model_len=length
+        )
     pools = KVPools(num_pages, page_size, parts.dtype, parts.device)
     step: Step
     if fused and fits(model):
@@ -71,16 +78,19 @@ def build_paged_model(
         prepack_linears(model)
         parts.set_attn_implementation(ATTENTION_NAME)
         step = TransformersStep(model, pools, SdpaBackend())
-    return PagedModel(
+    paged = PagedModel(
         step,
         pools,
         name=name,
-        vocab_size=int(config.vocab_size),
+        vocab_size=int(parts.config.get_text_config(decoder=True).vocab_size),
         max_model_len=length,
         eos_token_ids=_eos_token_ids(parts),
         dtype=parts.dtype,
         device=parts.device,
     )
+    if reference is not None:
+        check_against(paged, reference)
+    return paged
 
 
 def _read(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
