@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from outrider.errors import InvalidRequestError
 from outrider.types import (
     FinishReason,
     RequestStats,
@@ -88,10 +89,13 @@ def stop_to_proto(params: StopParams) -> common_pb2.StopParams:
 def speculation_from_proto(msg: common_pb2.SpeculationParams) -> SpeculationParams:
     """An alias of a method becomes its name; method "none" becomes `enabled=False`.
 
-    Raises `InvalidRequestError` for a value out of range.
+    Raises `InvalidRequestError` for a value out of range and for a method that does not exist; a
+    method that no attached proposer offers is not an error: the request goes on without drafts.
     """
-    method = msg.method or None
-    method = METHOD_ALIASES.get(method, method) if method else None
+    method = METHOD_ALIASES.get(msg.method, msg.method) or None
+    if method not in (None, "none", *METHODS):
+        known = ", ".join((*METHODS, *METHOD_ALIASES, "none"))
+        raise InvalidRequestError(f"method must be one of {known}.", param="method")
     enabled = msg.enabled if msg.HasField("enabled") else True
     num_tokens = msg.num_speculative_tokens if msg.HasField("num_speculative_tokens") else None
     return SpeculationParams(

@@ -110,6 +110,9 @@ def test_method_names_resolve() -> None:
     assert resolve("inference_with_reference").method == "ngram"
     assert resolve("none") == SpeculationParams(enabled=False)
     assert resolve("ngram") == SpeculationParams(method="ngram")
+    with pytest.raises(InvalidRequestError, match="draft_model, ngram") as caught:
+        resolve("telepathy")
+    assert caught.value.param == "method"
 
 
 def test_every_enum_value_has_its_counterpart() -> None:

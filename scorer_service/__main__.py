@@ -1,0 +1,89 @@
+"""`python -m scorer_service`: serves one model replica. See --help."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Sequence
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags, with their defaults."""
+    p = argparse.ArgumentParser(
+        prog="scorer_service",
+        description="Verifies drafts for one model replica; owns its committed tokens.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    p.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    p.add_argument("--port", type=int, default=0, help="gRPC port; 0: a free one")
+    p.add_argument("--metrics-port", type=int, default=0, help="HTTP port of /metrics; 0: free")
+    p.add_argument("--model", default="embedded", help='"embedded", a folder, or a Hugging Face id')
+    p.add_argument("--served-model-name", default="default", help="the name clients ask for")
+    p.add_argument("--scorer-id", default=None, help="name in traces; default: host name and pid")
+    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    p.add_argument("--device", default="cpu", help='"cpu" or "cuda"')
+    p.add_argument("--threads", type=_positive, default=2, help="threads that torch uses")
+    p.add_argument(
+        "--num-speculative-tokens",
+        type=_draft_tokens,
+        default=4,
+        help="K: draft tokens verified per request and round; 0 switches speculation off",
+    )
+    p.add_argument("--max-num-seqs", type=_positive, default=128, help="requests in a batch")
+    p.add_argument(
+        "--max-num-batched-tokens", type=_positive, default=512, help="query tokens in a step"
+    )
+    p.add_argument(
+        "--max-model-len", type=_positive, default=None, help="context; default: the model's"
+    )
+    p.add_argument("--kv-cache-memory", type=_positive, default=512, help="MiB for keys and values")
+    p.add_argument(
+        "--page-size", type=_positive, default=16, help="tokens per page of the KV cache"
+    )
+    p.add_argument(
+        "--grace-period",
+        type=float,
+        default=1.0,
+        help="seconds that running requests have left after SIGTERM",
+    )
+    p.add_argument(
+        "--exit-with-parent", action="store_true", help="stop when the parent process is gone"
+    )
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs until a signal; returns the exit code."""
+    args = vars(parser().parse_args(argv))
+    exit_with_parent = args.pop("exit_with_parent")
+    args["scorer_id"] = args["scorer_id"] or f"{socket.gethostname()}-{os.getpid()}"
+    # Both are read when the libraries are loaded, so before the imports below.
+    os.environ["OMP_NUM_THREADS"] = str(args["threads"])
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # our own errors say it readably
+
+    from outrider.rpc import runtime
+
+    runtime.progress("scorer", "starting")
+    from scorer_service.app import NAME, Options, ScorerApp
+
+    return runtime.run(NAME, ScorerApp(Options(**args)), exit_with_parent=exit_with_parent)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _draft_tokens(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 128:
+        raise argparse.ArgumentTypeError("must be between 0 and 128")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""A scorer process: builds the engine on its own thread, then serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar, cast
+
+import grpc
+import torch
+
+from outrider.config import EngineConfig
+from outrider.engine.engine import Engine
+from outrider.engine.loader import kv_bytes_per_page, load_model
+from outrider.engine.worker import EngineWorker
+from outrider.errors import ConfigError, DeadlineError, InternalError
+from outrider.models.resolve import resolve_model
+from outrider.models.tokenizer import tokenizer_hash
+from outrider.rpc import runtime
+from outrider.rpc.server import GrpcServer
+from outrider.rpc.telemetry import Telemetry, configure
+from outrider.types import Request, SamplingParams, SpeculationParams, StepEvents, StopParams
+from outrider.v1 import scorer_pb2_grpc
+from scorer_service.config import DraftLimits, ServedModel
+from scorer_service.hub import Hub
+from scorer_service.metrics import ScorerMetrics
+from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving
+
+T = TypeVar("T")
+NAME: Final = "scorer"
+_LOAD_TIMEOUT_S = 600.0
+_STOP_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line, resolved. Every field is a flag of `python -m scorer_service`."""
+
+    host: str
+    port: int
+    metrics_port: int
+    model: str
+    served_model_name: str
+    scorer_id: str
+    dtype: str
+    device: str
+    threads: int
+    num_speculative_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
+    kv_cache_memory: int  # MiB
+    page_size: int
+    grace_period: float  # seconds
+
+
+class ScorerApp:
+    """Implements `outrider.rpc.runtime.Service`."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._telemetry: Telemetry = configure("outrider-scorer")
+        self._servicer = ScorerServicer(self._telemetry)
+        self._server = GrpcServer(f"{options.host}:{options.port}", self._register, [SERVICE_NAME])
+        self._worker: EngineWorker | None = None
+        self._hub: Hub | None = None
+
+    async def start(self) -> dict[str, str]:
+        """Listens at once (health says NOT_SERVING), loads the model, then serves."""
+        options = self._options
+        port = await self._server.start()
+        metrics_url = self._telemetry.serve_metrics(options.host, options.metrics_port)
+        folder = resolve_model(options.model, "target")
+        has_tokenizer = (folder / "tokenizer.json").is_file()
+        loop = asyncio.get_running_loop()
+        hubs: list[Hub] = []  # filled before the first request, so before the first event
+
+        def on_events(events: StepEvents) -> None:
+            loop.call_soon_threadsafe(hubs[0].on_events, events)
+
+        self._worker = worker = EngineWorker(lambda: build_engine(folder, options), on_events)
+        info = await _in_thread(lambda: worker.start(_LOAD_TIMEOUT_S))
+        served = ServedModel(
+            scorer_id=options.scorer_id,
+            model=options.model,
+            served_model_name=options.served_model_name,
+            tokenizer_hash=tokenizer_hash(folder) if has_tokenizer else "",
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            dtype=options.dtype,
+            eos_token_ids=info.eos_token_ids,
+            num_speculative_tokens=info.num_speculative_tokens,
+        )
+        metrics = ScorerMetrics(self._telemetry.registry, options.served_model_name)
+        _watch_engine(metrics, worker)
+        self._hub = hub = Hub(worker, served, DraftLimits(), metrics)
+        hubs.append(hub)
+        self._servicer.begin(Serving(worker, hub, served, DraftLimits()))
+        await self._server.set_serving(True)
+        address = f"{options.host}:{port}"
+        runtime.progress(NAME, f"serving {options.served_model_name} on {address}")
+        return {"grpc": address, "metrics": metrics_url}
+
+    async def stop(self) -> None:
+        """New requests are refused at once; running ones get the grace period."""
+        await self._server.set_serving(False)
+        await self._servicer.drain(self._options.grace_period)
+        await self._server.stop(_STOP_TIMEOUT_S)
+        worker = self._worker
+        if worker is not None:
+            # A model that is still loading cannot be interrupted; its thread is a daemon.
+            with contextlib.suppress(DeadlineError):
+                await _in_thread(lambda: worker.stop(_STOP_TIMEOUT_S))
+        self._telemetry.shutdown()
+
+    async def wait_failed(self) -> None:
+        """Returns once the engine fails step after step."""
+        assert self._hub is not None
+        await self._hub.failed.wait()
+
+    def _register(self, server: grpc.aio.Server) -> None:
+        scorer_pb2_grpc.add_ScorerServiceServicer_to_server(self._servicer, server)
+
+
+def build_engine(folder: Path, options: Options) -> Engine:
+    """Loads, checks and warms up. Runs on the engine's thread. Raises `OutriderError`s."""
+    began = time.perf_counter()
+    dtype = getattr(torch, options.dtype)
+    page_bytes = kv_bytes_per_page(folder, dtype=dtype, page_size=options.page_size)
+    num_pages = options.kv_cache_memory * 2**20 // page_bytes
+    if num_pages < 1:
+        raise ConfigError(f"--kv-cache-memory {options.kv_cache_memory} holds not even one page.")
+    runtime.progress(NAME, f"loading {options.model} as {options.dtype} on {options.device}")
+    model = load_model(
+        folder,
+        dtype=dtype,
+        page_size=options.page_size,
+        num_pages=num_pages,
+        max_model_len=options.max_model_len,
+        device=torch.device(options.device),
+    )
+    if num_pages * options.page_size < model.max_model_len:
+        needed = -(-model.max_model_len * page_bytes // options.page_size) // 2**20 + 1
+        raise ConfigError(
+            f"--kv-cache-memory {options.kv_cache_memory} holds {num_pages * options.page_size} "
+            f"tokens, less than one request of {model.max_model_len}: give at least {needed} MiB "
+            "or lower --max-model-len."
+        )
+    config = EngineConfig(
+        page_size=options.page_size,
+        num_pages=num_pages,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=model.max_model_len,
+        num_speculative_tokens=options.num_speculative_tokens,
+    )
+    engine = Engine(model, config, eos_token_ids=model.eos_token_ids)
+    loaded = time.perf_counter()
+    runtime.progress(
+        NAME,
+        f"loaded in {loaded - began:.1f} s; KV cache {options.kv_cache_memory} MiB = "
+        f"{num_pages * options.page_size} tokens; warming up",
+    )
+    _warm_up(engine, config)
+    runtime.progress(NAME, f"warmed up in {time.perf_counter() - loaded:.1f} s")
+    return engine
+
+
+def _warm_up(engine: Engine, config: EngineConfig) -> None:
+    """Runs each size of step that a single request meets, so that no client pays for the first.
+
+    Verification of k draft tokens and processing k + 1 prompt tokens are the same forward.
+    """
+    longest = min(config.max_num_batched_tokens, config.max_model_len - 2)
+    for length in (*range(1, config.num_speculative_tokens + 2), longest):
+        for temperature in (0.0, 1.0):
+            engine.submit(
+                Request(
+                    session_id=0,  # the hub's begin at 1
+                    prompt_token_ids=(0,) * min(length, longest),
+                    sampling=SamplingParams(temperature=temperature),
+                    stop=StopParams(max_tokens=2, ignore_eos=True),
+                    speculation=SpeculationParams(enabled=False),
+                )
+            )
+            while engine.snapshot().running or engine.snapshot().waiting:
+                events = engine.step()
+                if events is not None and events.failures:
+                    raise InternalError(f"warm-up failed: {events.failures[0].error}")
+
+
+def _watch_engine(metrics: ScorerMetrics, worker: EngineWorker) -> None:
+    def kv_usage() -> float:
+        snapshot = worker.snapshot()
+        return 1.0 - snapshot.free_pages / max(1, snapshot.total_pages)
+
+    metrics.watch(
+        "num_requests_running", "Requests in the batch.", lambda: worker.snapshot().running
+    )
+    metrics.watch(
+        "num_requests_waiting", "Requests in the queue.", lambda: worker.snapshot().waiting
+    )
+    metrics.watch("kv_cache_usage_perc", "Part of the KV cache in use, 0 to 1.", kv_usage)
+
+
+async def _in_thread(function: Callable[[], T]) -> T:
+    """Like `asyncio.to_thread`, on a daemon thread: an exit does not wait for it."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast("T", result))
+
+    def work() -> None:
+        result: T | None = None
+        failure: BaseException | None = None
+        try:
+            result = function()
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await future

@@ -1,0 +1,106 @@
+"""The Draft RPC: the conversation of draft.proto with one proposer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from outrider.errors import DeadlineError, InvalidRequestError, OutriderError
+from outrider.rpc import codec
+from outrider.v1 import draft_pb2
+from scorer_service.config import DraftLimits, ServedModel
+from scorer_service.hub import Hub
+from scorer_service.proposers import AttachedProposer
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+async def serve_proposer(
+    requests: AsyncIterator[draft_pb2.DraftRequest],
+    context: Context,
+    hub: Hub,
+    served: ServedModel,
+    limits: DraftLimits,
+) -> None:
+    """Runs one stream until either side ends it. Raises the error that it should end with."""
+    hello = await _read_hello(requests, limits.hello_timeout_s)
+    proposer = hub.attach(hello)
+    try:
+        await context.write(_welcome(served, limits))
+        await _converse(proposer, requests, context, hub)
+    finally:
+        hub.detach(proposer)
+
+
+async def _converse(
+    proposer: AttachedProposer,
+    requests: AsyncIterator[draft_pb2.DraftRequest],
+    context: Context,
+    hub: Hub,
+) -> None:
+    reader = asyncio.create_task(_read(proposer, requests, hub))
+    writer = asyncio.create_task(_write(proposer, context))
+    tasks = (reader, writer, proposer.detached)
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        reader.cancel()
+        writer.cancel()
+        results = await asyncio.gather(reader, writer, return_exceptions=True)
+    if proposer.detached.done():
+        error = proposer.detached.result()
+        if error is not None:
+            raise error
+    for result in results:
+        # A write to, or a read from, a stream that is gone fails in ways that gRPC chooses.
+        if isinstance(result, OutriderError):
+            raise result
+
+
+async def _read(
+    proposer: AttachedProposer, requests: AsyncIterator[draft_pb2.DraftRequest], hub: Hub
+) -> None:
+    """Until the proposer closes its side or goes away: grpc.aio cannot tell the two apart."""
+    async for request in requests:
+        match request.WhichOneof("message"):
+            case "blocks":
+                hub.on_blocks(proposer, request.blocks.blocks)
+            case "lost":
+                hub.on_lost(proposer, request.lost)
+            case "goodbye":
+                hub.on_goodbye(proposer)
+            case other:
+                hub.on_bad(proposer, f"{other or 'an empty message'} after Hello")
+
+
+async def _write(proposer: AttachedProposer, context: Context) -> None:
+    while True:
+        batch = await proposer.outbox.take()
+        await context.write(draft_pb2.DraftResponse(sessions=batch))
+
+
+async def _read_hello(
+    requests: AsyncIterator[draft_pb2.DraftRequest], timeout_s: float
+) -> draft_pb2.Hello:
+    try:
+        async with asyncio.timeout(timeout_s):
+            request = await anext(requests, None)
+    except TimeoutError:
+        raise DeadlineError(f"no Hello within {timeout_s:g} s") from None
+    if request is None or request.WhichOneof("message") != "hello":
+        raise InvalidRequestError("the first message of a Draft stream is Hello", param="hello")
+    return request.hello
+
+
+def _welcome(served: ServedModel, limits: DraftLimits) -> draft_pb2.DraftResponse:
+    return draft_pb2.DraftResponse(
+        welcome=draft_pb2.Welcome(
+            protocol_version=codec.PROTOCOL_VERSION,
+            scorer_id=served.scorer_id,
+            vocab_size=served.vocab_size,
+            max_block_tokens=limits.max_block_tokens,
+        )
+    )

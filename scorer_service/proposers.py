@@ -1,0 +1,146 @@
+"""An attached proposer: who it said it is, its sessions, and what waits to be sent to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from outrider.errors import CapacityError, InvalidRequestError, OutriderError, ProposerRefusedError
+from outrider.rpc import codec
+from outrider.v1 import draft_pb2
+from scorer_service.config import DraftLimits, ServedModel
+from scorer_service.sessions import Session
+
+_COPYING_METHODS = frozenset({"ngram"})  # need neither the vocabulary nor the tokenizer
+
+
+class Outbox:
+    """Messages for one proposer, merged while it is slow; bounded.
+
+    Whatever was put since the last `take` travels as one SessionBatch: one per engine step if the
+    proposer keeps up.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._batch = draft_pb2.SessionBatch()
+        self._size = 0
+        self._wake = asyncio.Event()
+
+    @property
+    def overflowed(self) -> bool:
+        return self._size > self._max_tokens
+
+    def open(self, session: Session) -> None:
+        self._batch.opens.add(
+            session=session.id,
+            epoch=session.epoch,
+            prefix=session.committed,
+            sampling=codec.sampling_to_proto(session.request.sampling),
+            num_draft_tokens=session.num_draft_tokens,
+            max_len=session.max_len,
+            traceparent=session.traceparent,
+        )
+        self._grow(len(session.committed))
+
+    def commit(self, session: Session, base_len: int, tokens: Sequence[int]) -> None:
+        self._batch.commits.add(
+            session=session.id,
+            epoch=session.epoch,
+            base_len=base_len,
+            tokens=tokens,
+            num_draft_tokens=session.num_draft_tokens,
+        )
+        self._grow(len(tokens))
+
+    def close(self, session: Session) -> None:
+        self._batch.closes.add(session=session.id, epoch=session.epoch)
+        self._grow(0)
+
+    async def take(self) -> draft_pb2.SessionBatch:
+        """Waits until something was put, and takes all of it."""
+        await self._wake.wait()
+        self._wake.clear()
+        batch, self._batch, self._size = self._batch, draft_pb2.SessionBatch(), 0
+        return batch
+
+    def _grow(self, tokens: int) -> None:
+        self._size += 1 + tokens
+        self._wake.set()
+
+
+class AttachedProposer:
+    """Only the hub writes it, on the event loop."""
+
+    def __init__(self, hello: draft_pb2.Hello, served: ServedModel, limits: DraftLimits) -> None:
+        self.id: str = hello.proposer_id
+        self.incarnation: int = hello.incarnation
+        self.method: str = hello.method
+        self.model: str = hello.model
+        self.max_sessions: int = hello.max_sessions
+        self.max_draft_tokens: int = hello.max_draft_tokens
+        self.max_model_len: int = hello.max_model_len or served.max_model_len
+        self.sessions: dict[int, Session] = {}
+        self.outbox = Outbox(limits.max_backlog_tokens)
+        self.draining = False  # said Goodbye
+        self.set_aside_until = 0.0  # loop time; until then others are preferred
+        self.bad_blocks = 0
+        self.detached: asyncio.Future[OutriderError | None] = (
+            asyncio.get_running_loop().create_future()
+        )
+        """Done once the hub has let go of it; the error that the stream should end with."""
+
+    @property
+    def load(self) -> float:
+        return len(self.sessions) / self.max_sessions
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.sessions) < self.max_sessions and not self.draining
+
+    def fits(self, session: Session) -> bool:
+        """Whether it may draft for the session, room aside."""
+        method = session.request.speculation.method
+        return (method is None or method == self.method) and (
+            len(session.committed) < self.max_model_len
+        )
+
+
+def check_hello(hello: draft_pb2.Hello, served: ServedModel) -> None:
+    """Raises `ProposerRefusedError` with the reasons of draft.proto, or `InvalidRequestError`."""
+    if hello.protocol_version != codec.PROTOCOL_VERSION:
+        raise ProposerRefusedError(
+            f"this scorer speaks version {codec.PROTOCOL_VERSION} of the Draft protocol, "
+            f"not {hello.protocol_version}",
+            reason="PROTOCOL_VERSION",
+        )
+    for name in ("proposer_id", "max_sessions", "max_draft_tokens"):
+        if not getattr(hello, name):
+            raise InvalidRequestError(f"Hello.{name} must be set", param=name)
+    if hello.method not in codec.METHODS:
+        raise ProposerRefusedError(
+            f"unknown method {hello.method!r}; this scorer knows {', '.join(codec.METHODS)}",
+            reason="UNKNOWN_METHOD",
+        )
+    copies = hello.method in _COPYING_METHODS
+    if hello.vocab_size != served.vocab_size and not (copies and hello.vocab_size == 0):
+        raise ProposerRefusedError(
+            f"the draft's vocabulary has {hello.vocab_size} tokens, the target's "
+            f"{served.vocab_size}: use a draft with the target's tokenizer",
+            reason="VOCAB_MISMATCH",
+        )
+    theirs, ours = hello.tokenizer_hash, served.tokenizer_hash
+    if ours and theirs != ours and not (copies and not theirs):
+        raise ProposerRefusedError(
+            f"the draft's tokenizer ({theirs[:12] or 'none'}) is not the target's ({ours[:12]}): "
+            "the same id would mean different text",
+            reason="TOKENIZER_MISMATCH",
+        )
+
+
+def overflow_error(limits: DraftLimits) -> CapacityError:
+    """What a proposer that does not read is told."""
+    return CapacityError(
+        f"more than {limits.max_backlog_tokens} tokens wait to be read: the proposer is too slow",
+        retry_after_s=limits.set_aside_s,
+    )

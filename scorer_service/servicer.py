@@ -1,0 +1,266 @@
+"""ScorerService: token ids in, token ids out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+from opentelemetry.trace import Span
+
+from outrider.engine.worker import EngineWorker
+from outrider.errors import DeadlineError, InvalidRequestError, UnavailableError
+from outrider.rpc import codec, status
+from outrider.rpc.telemetry import EventSampler, RequestTimes, Telemetry, inject
+from outrider.types import Commit, Request, TokenKind
+from outrider.v1 import draft_pb2, scorer_pb2, scorer_pb2_grpc
+from scorer_service.config import DraftLimits, ServedModel
+from scorer_service.draft_stream import serve_proposer
+from scorer_service.hub import Hub
+from scorer_service.sessions import Session
+
+SERVICE_NAME: Final = "outrider.v1.ScorerService"
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What answers RPCs once the engine is up."""
+
+    worker: EngineWorker
+    hub: Hub
+    served: ServedModel
+    limits: DraftLimits
+
+
+class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
+    """Answers UNAVAILABLE before `begin` and, to new requests, after `drain`."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        self._serving: Serving | None = None
+        self._draining = False
+
+    def begin(self, serving: Serving) -> None:
+        """From now on requests are taken."""
+        self._serving = serving
+
+    async def drain(self, grace_s: float) -> None:
+        """Takes no new request; the running ones end by themselves or, late, with UNAVAILABLE."""
+        self._draining = True
+        if self._serving is None:
+            return
+        hub, error = self._serving.hub, UnavailableError("the scorer is shutting down")
+        if not await hub.wait_idle(grace_s):
+            hub.abort_all(error)
+        hub.detach_all(error)
+
+    # Coroutines that write, not generators: a generator cancelled between two messages is closed
+    # whenever the garbage collector finds it, and the abort with it.
+
+    async def Generate(  # type: ignore[override]  # noqa: N802
+        self, request: scorer_pb2.ScorerServiceGenerateRequest, context: Context
+    ) -> None:
+        try:
+            with self._telemetry.server_span(
+                f"{SERVICE_NAME}/Generate",
+                context.invocation_metadata(),
+                {"outrider.request_id": request.request_id},
+            ) as span:
+                await self._generate(request, context, span)
+        except Exception as error:
+            await status.abort(context, error)
+
+    async def Draft(  # type: ignore[override]  # noqa: N802
+        self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: Context
+    ) -> None:
+        try:
+            serving = self._ready()
+            await serve_proposer(
+                request_iterator, context, serving.hub, serving.served, serving.limits
+            )
+        except Exception as error:
+            await status.abort(context, error)
+
+    async def GetScorerInfo(  # noqa: N802
+        self, _request: scorer_pb2.GetScorerInfoRequest, context: Context
+    ) -> scorer_pb2.GetScorerInfoResponse:
+        try:
+            return self._info(self._ready(even_draining=True))
+        except Exception as error:
+            await status.abort(context, error)
+
+    def _ready(self, *, even_draining: bool = False) -> Serving:
+        if self._serving is None:
+            raise UnavailableError("the scorer is starting")
+        if self._draining and not even_draining:
+            raise UnavailableError("the scorer is shutting down")
+        return self._serving
+
+    async def _generate(
+        self, message: scorer_pb2.ScorerServiceGenerateRequest, context: Context, span: Span
+    ) -> None:
+        started = time.perf_counter()
+        serving = self._ready()
+        hub = serving.hub
+        request = _request_from_proto(message, hub.next_session_id(), serving.served)
+        span.set_attributes(_request_attributes(request, serving.served))
+        session = hub.submit(request, dict(inject(span)).get("traceparent", ""))
+        call = _Call(self._telemetry, serving.served, request, EventSampler(span), started)
+        try:
+            async with asyncio.timeout(context.time_remaining()):
+                await self._stream(session, call, context)
+        except TimeoutError:
+            raise DeadlineError("the request's deadline passed") from None
+        finally:
+            hub.abort(session)
+        if session.stats is not None:
+            span.set_attributes(_aux_attributes(session))
+
+    async def _stream(self, session: Session, call: _Call, context: Context) -> None:
+        while True:
+            commits = await session.mailbox.take()
+            await context.write(call.response(commits))
+            if commits[-1].finish_reason is not None:
+                return
+
+    def _info(self, serving: Serving) -> scorer_pb2.GetScorerInfoResponse:
+        served, snapshot = serving.served, serving.worker.snapshot()
+        now = asyncio.get_running_loop().time()
+        return scorer_pb2.GetScorerInfoResponse(
+            scorer_id=served.scorer_id,
+            model=served.model,
+            served_model_name=served.served_model_name,
+            vocab_size=served.vocab_size,
+            tokenizer_hash=served.tokenizer_hash,
+            max_model_len=served.max_model_len,
+            protocol_version=codec.PROTOCOL_VERSION,
+            eos_token_ids=sorted(served.eos_token_ids),
+            dtype=served.dtype,
+            running_requests=snapshot.running,
+            waiting_requests=snapshot.waiting,
+            total_pages=snapshot.total_pages,
+            free_pages=snapshot.free_pages,
+            proposers=[
+                scorer_pb2.AttachedProposer(
+                    proposer_id=proposer.id,
+                    method=proposer.method,
+                    model=proposer.model,
+                    sessions=len(proposer.sessions),
+                    set_aside=proposer.set_aside_until > now,
+                )
+                for proposer in serving.hub.proposers
+            ],
+        )
+
+
+class _Call:
+    """Turns one request's commits into response messages, spans' events and metrics."""
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        served: ServedModel,
+        request: Request,
+        events: EventSampler,
+        started: float,
+    ) -> None:
+        self._telemetry = telemetry
+        self._served = served
+        self._request = request
+        self._events = events
+        self._started = started
+        self._first_token_s: float | None = None
+
+    def response(self, commits: Sequence[Commit]) -> scorer_pb2.ScorerServiceGenerateResponse:
+        """One message for all commits at hand: several when the client reads slowly."""
+        elapsed_s = time.perf_counter() - self._started
+        response = scorer_pb2.ScorerServiceGenerateResponse()
+        for commit in commits:
+            response.token_ids.extend(commit.token_ids)
+            response.kinds.extend(codec.KIND_TO_PROTO[kind] for kind in commit.kinds)
+            self._events.add(
+                "round",
+                {
+                    "outrider.base_len": commit.base_len,
+                    "outrider.tokens": len(commit.token_ids),
+                    "outrider.accepted": commit.kinds.count(TokenKind.ACCEPTED),
+                },
+            )
+        if self._first_token_s is None and response.token_ids:
+            self._first_token_s = elapsed_s
+        last = commits[-1]
+        if last.finish_reason is not None:
+            response.finish_reason = codec.FINISH_TO_PROTO[last.finish_reason]
+        if last.stats is not None:
+            response.usage.CopyFrom(codec.usage(last.stats))
+            response.aux_info.CopyFrom(
+                codec.aux_info(
+                    last.stats,
+                    cost_time_ms=elapsed_s * 1e3,
+                    scorer_id=self._served.scorer_id,
+                    retries=0,
+                )
+            )
+            if last.finish_reason is not None:
+                times = RequestTimes(elapsed_s, self._first_token_s, last.stats.output_tokens)
+                self._telemetry.record_request("generate", self._served.served_model_name, times)
+        return response
+
+
+def _request_from_proto(
+    message: scorer_pb2.ScorerServiceGenerateRequest, session_id: int, served: ServedModel
+) -> Request:
+    """Raises `InvalidRequestError`; whether the prompt fits is the engine's to say."""
+    sampling = codec.sampling_from_proto(message.sampling, seed=0)
+    if not sampling.greedy and not message.sampling.HasField("seed"):
+        raise InvalidRequestError("seed must be set if temperature is above 0.", param="seed")
+    prompt = tuple(message.prompt_token_ids)
+    room = max(1, served.max_model_len - len(prompt))
+    return Request(
+        session_id=session_id,
+        prompt_token_ids=prompt,
+        sampling=sampling,
+        stop=codec.stop_from_proto(message.stop, default_max_tokens=room),
+        speculation=codec.speculation_from_proto(message.speculation),
+        running_stats=message.running_stats,
+    )
+
+
+def _request_attributes(request: Request, served: ServedModel) -> dict[str, str | int | float]:
+    return {
+        "gen_ai.operation.name": "generate",
+        "gen_ai.provider.name": "outrider",
+        "gen_ai.request.model": served.served_model_name,
+        "gen_ai.request.max_tokens": request.stop.max_tokens,
+        "gen_ai.request.temperature": request.sampling.temperature,
+        "outrider.session": request.session_id,
+    }
+
+
+def _aux_attributes(session: Session) -> dict[str, str | int | float | tuple[str, ...]]:
+    stats = session.stats
+    assert stats is not None
+    return {
+        "gen_ai.usage.input_tokens": stats.prompt_tokens,
+        "gen_ai.usage.output_tokens": stats.output_tokens,
+        "outrider.rounds": stats.rounds,
+        "outrider.drafted": stats.drafted,
+        "outrider.accepted": stats.accepted,
+        "outrider.hits": stats.hits,
+        "outrider.misses_late": stats.misses_late,
+        "outrider.misses_wrong": stats.misses_wrong,
+        "outrider.fallback_rounds": stats.fallback_rounds,
+        "outrider.queue_ms": stats.queue_ms,
+        "outrider.prefill_ms": stats.prefill_ms,
+        "outrider.propose_ms": stats.propose_ms,
+        "outrider.score_ms": stats.score_ms,
+        "outrider.wait_ms": stats.wait_ms,
+        "outrider.network_ms": stats.network_ms,
+        "outrider.cached_prompt_tokens": stats.cached_prompt_tokens,
+        "outrider.proposer_ids": stats.proposer_ids,
+        "outrider.preemptions": stats.preemptions,
+    }

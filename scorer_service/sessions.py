@@ -1,0 +1,62 @@
+"""One running request as the RPC side sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from outrider.types import Commit, Request, RequestStats
+
+if TYPE_CHECKING:
+    from scorer_service.proposers import AttachedProposer
+
+
+class Mailbox:
+    """From the engine's events to one client's stream. Holds a request's output at most."""
+
+    def __init__(self) -> None:
+        self._commits: list[Commit] = []
+        self._error: Exception | None = None
+        self._wake = asyncio.Event()
+
+    def put(self, commit: Commit) -> None:
+        self._commits.append(commit)
+        self._wake.set()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the stream with `error`, after the commits that came before."""
+        self._error = error
+        self._wake.set()
+
+    async def take(self) -> list[Commit]:
+        """All commits since the last call, at least one; raises what `fail` was given."""
+        await self._wake.wait()
+        if not self._commits and self._error is not None:
+            raise self._error
+        if self._error is None:
+            self._wake.clear()
+        commits, self._commits = self._commits, []
+        return commits
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """Only the hub writes it, on the event loop."""
+
+    request: Request
+    traceparent: str
+    max_len: int  # committed tokens it can reach
+    num_speculative_tokens: int  # K of this request; 0: not drafted for
+    committed: list[int]
+    num_draft_tokens: int  # the policy's latest advice
+    mailbox: Mailbox = field(default_factory=Mailbox)
+    epoch: int = 0  # of the latest Open
+    proposer: AttachedProposer | None = None
+    losses: Counter[str] = field(default_factory=Counter)  # Lost messages by proposer
+    stats: RequestStats | None = None  # the latest that the engine told
+
+    @property
+    def id(self) -> int:
+        return self.request.session_id
