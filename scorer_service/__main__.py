@@ -43,6 +43,12 @@ def parser() -> argparse.ArgumentParser:
         "--page-size", type=_positive, default=16, help="tokens per page of the KV cache"
     )
     p.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="reuse keys and values of prompts seen before",
+    )
+    p.add_argument(
         "--grace-period",
         type=float,
         default=1.0,

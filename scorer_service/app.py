@@ -56,6 +56,7 @@ class Options:
     max_model_len: int | None
     kv_cache_memory: int  # MiB
     page_size: int
+    enable_prefix_caching: bool
     grace_period: float  # seconds
 
 
@@ -158,6 +159,7 @@ def build_engine(folder: Path, options: Options) -> Engine:
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=model.max_model_len,
         num_speculative_tokens=options.num_speculative_tokens,
+        enable_prefix_caching=options.enable_prefix_caching,
     )
     engine = Engine(model, config, eos_token_ids=model.eos_token_ids)
     loaded = time.perf_counter()
