@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outrider.errors import InvalidRequestError
+from outrider.errors import InvalidRequestError, PromptTooLongError
 
 TokenIds = tuple[int, ...]
 
@@ -171,7 +171,51 @@ class StepEvents:
 
     commits: tuple[Commit, ...]
     failures: tuple[Failure, ...]
-    timings: StepTimings | None  # None: no forward ran (aborts, refusals)
+    timings: StepTimings | None  # None: no forward was completed
+    set_aside: tuple[int, ...] = ()
+    """Sessions whose proposer missed several deadlines in a row and is not waited for any more,
+    for a while. Its blocks are still welcome: the next useful one brings it back."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine serves and its limits; constant once it has started."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    page_size: int
+    num_pages: int
+    max_num_seqs: int
+    max_waiting: int
+    num_speculative_tokens: int
+
+    def check(self, request: Request) -> None:
+        """Raises unless the request can be served at all.
+
+        `InvalidRequestError` for a token outside the vocabulary; `PromptTooLongError` for a
+        prompt that leaves no room for a token.
+        """
+        prompt = request.prompt_token_ids
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            raise InvalidRequestError(f"Token ids must be below {self.vocab_size}.", param="prompt")
+        if len(prompt) >= self.max_model_len:
+            raise PromptTooLongError(
+                f"The prompt has {len(prompt)} tokens; at most {self.max_model_len - 1} fit beside "
+                f"one generated token in this model's context of {self.max_model_len}.",
+                param="prompt",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """How full an engine is, as of its last step."""
+
+    running: int
+    waiting: int
+    free_pages: int
+    total_pages: int
+    dropped_blocks: int = 0  # for sessions that are gone, or on tokens never committed
 
 
 MAX_SPECULATIVE_TOKENS = 128

@@ -1,0 +1,154 @@
+"""The engine: schedule, run, commit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from outrider.config import EngineConfig
+from outrider.draft_tree import DraftTree
+from outrider.engine.batch import Model
+from outrider.engine.block_pool import BlockPool
+from outrider.engine.policy import Policy
+from outrider.engine.runner import Runner
+from outrider.engine.scheduler import Scheduler
+from outrider.engine.sequence import BlockFate
+from outrider.errors import ConfigError, InternalError
+from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEvents, StepTimings
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Decodes requests over one model. Lives in one thread; `EngineWorker` is its outside."""
+
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig,
+        *,
+        eos_token_ids: frozenset[int] = frozenset(),
+        policy: Policy | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if (model.page_size, model.num_pages) != (config.page_size, config.num_pages):
+            raise ConfigError("The model's KV cache and the engine's configuration differ in size.")
+        self.info = EngineInfo(
+            vocab_size=model.vocab_size,
+            max_model_len=min(model.max_model_len, config.max_model_len),
+            eos_token_ids=eos_token_ids,
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            max_num_seqs=config.max_num_seqs,
+            max_waiting=config.max_waiting,
+            num_speculative_tokens=config.num_speculative_tokens,
+        )
+        self._policy = policy or Policy(config.num_speculative_tokens)
+        self._pool = BlockPool(config.num_pages, enable_prefix_caching=config.enable_prefix_caching)
+        self._scheduler = Scheduler(config, self._policy, self._pool)
+        self._runner = Runner(model)
+        self._clock = clock
+        self._idle_since = clock()
+        self._dropped_blocks = 0
+
+    def step(self) -> StepEvents | None:
+        """One round of all ready rows; None if none is ready before `wake_at`."""
+        began = self._clock()
+        step = self._scheduler.schedule(began)
+        if step is None:
+            return None
+        scheduled = self._clock()
+        try:
+            result = self._runner.run(step)
+        except Exception as error:
+            log.exception("a forward failed")
+            failure = InternalError(f"The model's forward failed: {type(error).__name__}.")
+            return self._fail([row.seq.session_id for row in step.rows], failure)
+        ran = self._clock()
+        commits = self._scheduler.commit(step, result, ran - scheduled, ran)
+        done = self._clock()
+        timings = StepTimings(
+            schedule_ms=(scheduled - began) * 1e3,
+            forward_ms=result.forward_s * 1e3,
+            verify_ms=(ran - scheduled - result.forward_s) * 1e3,
+            commit_ms=(done - ran) * 1e3,
+            idle_ms=(began - self._idle_since) * 1e3,
+            num_rows=len(step.rows),
+            num_tokens=step.num_tokens,
+        )
+        self._idle_since = done
+        return StepEvents(tuple(commits), (), timings, step.set_aside)
+
+    @property
+    def wake_at(self) -> float:
+        """On the engine's clock: when `step` should be asked again if nothing happens before."""
+        return self._scheduler.wake_at
+
+    def submit(self, request: Request) -> None:
+        """Queues a request that `EngineInfo.check` accepted."""
+        stop = request.stop
+        prompt_len = len(request.prompt_token_ids)
+        eos = frozenset() if stop.ignore_eos else self.info.eos_token_ids
+        self._scheduler.add(
+            request,
+            max_len=min(prompt_len + stop.max_tokens, self.info.max_model_len),
+            stop_ids=stop.stop_token_ids | eos,
+            now=self._clock(),
+        )
+
+    def abort(self, session_id: int) -> None:
+        """Forgets a session; unknown ones too. No event follows."""
+        if session_id in self._scheduler.by_session:
+            self._scheduler.remove(session_id)
+
+    def set_drafting(self, session_id: int, proposer_id: str | None, max_draft_tokens: int) -> None:
+        """A proposer drafts for the session from now on; None: nobody does."""
+        seq = self._scheduler.by_session.get(session_id)
+        if seq is not None:
+            self._policy.attach(seq, proposer_id, max_draft_tokens, self._clock())
+
+    def post_block(
+        self, session_id: int, block: DraftTree, proposer_id: str, draft_us: int
+    ) -> BlockFate | None:
+        """Takes a validated block; None if the session is unknown or drafted for by another."""
+        seq = self._scheduler.by_session.get(session_id)
+        if seq is None or seq.drafting.proposer_id != proposer_id:
+            self._dropped_blocks += 1
+            return None
+        fate = seq.take_block(block)
+        if fate is BlockFate.INVALID:
+            self._dropped_blocks += 1
+            return fate
+        delay = self._policy.block_arrived(seq, block.base_len, fate, self._clock())
+        counters = seq.counters
+        counters.propose_s += draft_us * 1e-6
+        counters.network_s += max(0.0, delay - draft_us * 1e-6)
+        if proposer_id not in counters.proposer_ids:
+            counters.proposer_ids.append(proposer_id)
+        return fate
+
+    def fail_all(self, error: Exception) -> StepEvents:
+        """Ends every session with `error`; the engine can go on afterwards."""
+        return self._fail(list(self._scheduler.by_session), error)
+
+    def snapshot(self) -> EngineSnapshot:
+        """How full the engine is."""
+        return EngineSnapshot(
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            free_pages=self._pool.num_free,
+            total_pages=self.info.num_pages,
+            dropped_blocks=self._dropped_blocks,
+        )
+
+    def check_invariants(self) -> None:
+        """Raises `AssertionError` if the books do not agree. For tests."""
+        self._scheduler.check_invariants()
+
+    def _fail(self, session_ids: list[int], error: Exception) -> StepEvents:
+        failures = []
+        for session_id in session_ids:
+            self._scheduler.remove(session_id)
+            failures.append(Failure(session_id, error))
+        return StepEvents((), tuple(failures), None)

@@ -1,0 +1,157 @@
+"""When a row goes ahead without its draft, and how many tokens to draft: all of it is here.
+
+The scheduler asks which rows are ready (`split`) and how many draft tokens a row's next round
+takes (`Drafting.num_draft_tokens`), and reports what happened. `Policy` has a fixed K and a fixed
+patience; `AdaptivePolicy` (adaptive.py) overrides what it decides with what it measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+from outrider.engine.sequence import BlockFate, Drafting, Sequence
+from outrider.types import Request
+
+SET_ASIDE_AFTER = 3  # rounds in a row whose draft was waited for in vain
+FIRST_REST = 16  # rounds before it is waited for again; doubles up to MAX_REST
+MAX_REST = 256
+WAIT_FADE = 0.8  # per round, of the moving average of waits
+
+
+class Policy:
+    """Every round drafts K tokens and waits up to `max_wait_s` for them."""
+
+    def __init__(self, num_speculative_tokens: int, *, max_wait_s: float = 0.02) -> None:
+        self.num_speculative_tokens = num_speculative_tokens
+        self.max_wait_s = max_wait_s
+
+    # What a subclass may decide otherwise.
+
+    def choose_k(self, drafting: Drafting, limit: int) -> int:  # noqa: ARG002
+        """Draft tokens of a row's next round; `limit` is what request and proposer allow."""
+        return limit
+
+    def patience(self, seq: Sequence) -> float:  # noqa: ARG002
+        """Seconds after its last commit that a row waits for a draft at most."""
+        return self.max_wait_s
+
+    def hold(self, ready: int, waiting: Rows[Sequence], now: float) -> float:  # noqa: ARG002
+        """Until when `ready` rows hold back so that `waiting` ones can join them. `now`: go."""
+        return now
+
+    def observe_delay(self, drafting: Drafting, seconds: float) -> None:
+        """A block came this long after the commit that it answers."""
+
+    def observe_round(self, drafting: Drafting, drafted: int, accepted: int) -> None:
+        """A row's round verified `drafted` tokens, perhaps none."""
+
+    def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """A step of that size took this long, forward and verification."""
+
+    # The bookkeeping that every policy shares.
+
+    def drafting(self, request: Request) -> Drafting:
+        """The initial state of a request's row."""
+        speculation = request.speculation
+        limit = speculation.num_speculative_tokens
+        if limit is None:
+            limit = self.num_speculative_tokens
+        if not speculation.enabled or speculation.method == "none":
+            limit = 0
+        return Drafting(limit=limit)
+
+    def attach(self, seq: Sequence, proposer_id: str | None, limit: int, now: float) -> None:
+        """A proposer took the session on, or (None) left it."""
+        d = seq.drafting
+        if proposer_id != d.proposer_id:
+            d.misses = d.rest = d.next_rest = d.blocks = 0
+            d.commits.clear()
+            d.commits.append((len(seq.token_ids), now))
+        d.proposer_id, d.proposer_limit = proposer_id, limit
+        d.num_draft_tokens = self._k(d)
+
+    def block_arrived(self, seq: Sequence, base_len: int, fate: BlockFate, now: float) -> float:
+        """A block came. Returns the seconds since the commit it answers; 0 if it answers none."""
+        d = seq.drafting
+        d.blocks += 1
+        if fate is BlockFate.USEFUL:
+            d.misses = d.rest = 0
+        elif fate is BlockFate.WRONG:
+            d.wrong = True
+        for i, (length, when) in enumerate(d.commits):
+            if length == base_len:
+                del d.commits[i]  # a second block for the same commit measures nothing
+                self.observe_delay(d, now - when)
+                return now - when
+        return 0.0
+
+    def split(
+        self, rows: Rows[Sequence], others_ready: int, now: float
+    ) -> tuple[list[Sequence], float]:
+        """Of rows that lack only a draft: those to run now, and when to ask again at the latest.
+
+        `others_ready` counts rows that run in any case (prompt processing).
+        """
+        ready: list[Sequence] = []
+        waiting: list[Sequence] = []
+        for seq in rows:
+            d = seq.drafting
+            if d.looked_at is None:
+                d.looked_at, d.at_hand = now, seq.has_draft
+                d.deadline = d.committed_at + self.patience(seq)
+            hold = not seq.has_draft and waits(d) and now < d.deadline
+            (waiting if hold else ready).append(seq)
+        if not waiting:
+            return ready, now
+        wake_at = min(seq.drafting.deadline for seq in waiting)
+        if ready or others_ready:
+            go_at = self.hold(len(ready) + others_ready, waiting, now)
+            return ([], min(go_at, wake_at)) if go_at > now else (ready, now)
+        return ready, wake_at
+
+    def launch(self, seq: Sequence, drafted: int, now: float) -> bool:
+        """A row goes into a step with `drafted` tokens. True if its proposer is set aside by it."""
+        d, c = seq.drafting, seq.counters
+        if d.looked_at is None:  # prompt processing waits for nothing and misses nothing
+            c.hits += bool(drafted)
+            return False
+        waited = now - d.looked_at if waits(d) and not d.at_hand else 0.0
+        if waited > 0.0:
+            c.waits += 1
+            c.wait_s += waited
+        d.wait_s = WAIT_FADE * d.wait_s + (1 - WAIT_FADE) * waited
+        if drafted:
+            c.hits += d.at_hand
+            d.misses = d.next_rest = 0
+            return False
+        c.fallback_rounds += d.limit > 0
+        if d.rest:
+            d.rest -= 1
+        elif waits(d):
+            c.misses_wrong += d.wrong
+            c.misses_late += not d.wrong
+            d.misses += 1
+            if d.misses == SET_ASIDE_AFTER:
+                d.misses, d.next_rest = 0, min(2 * d.next_rest or FIRST_REST, MAX_REST)
+                d.rest = d.next_rest
+                return True
+        return False
+
+    def round_done(
+        self, seq: Sequence, drafted: int, accepted: int, wrong: bool, now: float
+    ) -> None:
+        """A row emitted tokens; `wrong` says that its draft fell off the committed path."""
+        d = seq.drafting
+        d.looked_at, d.wrong, d.committed_at = None, wrong, now
+        d.commits.append((len(seq.token_ids), now))
+        self.observe_round(d, drafted, accepted)
+        d.num_draft_tokens = self._k(d)
+
+    def _k(self, d: Drafting) -> int:
+        limit = min(d.limit, d.proposer_limit) if d.proposer_id is not None else 0
+        return min(self.choose_k(d, limit), limit) if limit else 0
+
+
+def waits(d: Drafting) -> bool:
+    """Whether a row waits for drafts at all."""
+    return d.proposer_id is not None and d.num_draft_tokens > 0 and d.rest == 0

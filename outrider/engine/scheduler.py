@@ -1,0 +1,259 @@
+"""Who runs in the next step, and what a step made true. The only writer of sequences.
+
+There is no prefill phase and no decode phase. Every sequence has known tokens and computed
+tokens; a step gives each ready row a share of the token budget until computed catches up with
+known + draft. Chunked prefill, decode and verification are the same case, in one batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from outrider.config import EngineConfig
+from outrider.engine.batch import RowSlice
+from outrider.engine.block_pool import BlockPool
+from outrider.engine.policy import Policy
+from outrider.engine.sequence import Sequence, token_kinds
+from outrider.types import Commit, Request, TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRow:
+    """A row's share of a step: known tokens that lack KV, then drafts to verify."""
+
+    seq: Sequence
+    slice: RowSlice
+    draft: TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The frozen input of one forward."""
+
+    rows: tuple[ScheduledRow, ...]
+    num_tokens: int
+    set_aside: tuple[int, ...]  # sessions whose proposer missed too often
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Per row of the step: what the target chose (empty in mid-prompt), and drafts accepted."""
+
+    choices: tuple[TokenIds, ...]
+    accepted: tuple[int, ...]
+    forward_s: float  # of the whole, packing and the model
+
+
+class Scheduler:
+    """FIFO admission, preemption by recompute (youngest first), one budget of tokens per step."""
+
+    def __init__(self, config: EngineConfig, policy: Policy, pool: BlockPool) -> None:
+        self.config = config
+        self.policy = policy
+        self.pool = pool
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # by admission: the oldest first
+        self.by_session: dict[int, Sequence] = {}
+        self.wake_at = 0.0  # when `schedule` returned None: ask again then at the latest
+
+    def add(self, request: Request, max_len: int, stop_ids: frozenset[int], now: float) -> None:
+        """Queues a request."""
+        seq = Sequence(
+            request,
+            max_len=max_len,
+            stop_ids=stop_ids,
+            drafting=self.policy.drafting(request),
+            submitted_at=now,
+        )
+        self.by_session[seq.session_id] = seq
+        self.waiting.append(seq)
+
+    def remove(self, session_id: int) -> None:
+        """Forgets a session, wherever it is; its pages are free at once."""
+        seq = self.by_session.pop(session_id)
+        (self.running if seq.admitted else self.waiting).remove(seq)
+        self.pool.release(seq.block_table)
+
+    def schedule(self, now: float) -> Step | None:
+        """The next step; None if no row is ready before `wake_at`."""
+        self._admit(now)
+        self.wake_at = float("inf")
+        decoding = [seq for seq in self.running if seq.caught_up]
+        prefilling = [seq for seq in self.running if not seq.caught_up]
+        if decoding:
+            decoding, self.wake_at = self.policy.split(decoding, len(prefilling), now)
+            if not decoding and self.wake_at > now:
+                return None
+        rows = self._fill(decoding, prefilling)
+        if not rows:
+            return None
+        self.wake_at = now
+        aside = [row for row in rows if self.policy.launch(row.seq, len(row.draft), now)]
+        for row in rows:
+            row.seq.counters.iter_count += 1
+        return Step(
+            rows=tuple(rows),
+            num_tokens=sum(len(row.slice.token_ids) for row in rows),
+            set_aside=tuple(row.seq.session_id for row in aside),
+        )
+
+    def commit(self, step: Step, result: StepResult, seconds: float, now: float) -> list[Commit]:
+        """Makes a step's result true. `seconds`: what forward and verification took."""
+        self.policy.observe_step(len(step.rows), step.num_tokens, seconds)
+        commits: list[Commit] = []
+        for row, choices, accepted in zip(step.rows, result.choices, result.accepted, strict=True):
+            seq = row.seq
+            # Rejected drafts need no undoing: their slots lie behind num_computed, in pages of
+            # this row's own, and are written again by the tokens that follow.
+            seq.num_computed += len(row.slice.token_ids) - len(row.draft) + accepted
+            commit = None
+            if choices:
+                commit = self._emit(row, choices[: accepted + 1], accepted, seconds, now)
+                commits.append(commit)
+            self._publish(seq)
+            if commit is not None and commit.finish_reason is not None:
+                self.remove(seq.session_id)
+        return commits
+
+    def _emit(
+        self, row: ScheduledRow, choices: TokenIds, accepted: int, seconds: float, now: float
+    ) -> Commit:
+        seq, drafted = row.seq, len(row.draft)
+        base_len = len(seq.token_ids)
+        first = base_len == seq.num_prompt_tokens
+        output, finish_reason = seq.trim(choices)
+        wrong = seq.commit(output)
+        counters = seq.counters
+        if output:
+            counters.count_round(drafted, min(accepted, len(output)))
+        if first:
+            counters.prefill_s = now - seq.admitted_at
+        else:
+            counters.score_s += seconds
+        self.policy.round_done(seq, drafted, accepted, wrong, now)
+        return Commit(
+            session_id=seq.session_id,
+            base_len=base_len,
+            token_ids=output,
+            kinds=token_kinds(drafted, accepted, len(output)),
+            num_draft_tokens=0 if finish_reason else seq.drafting.num_draft_tokens,
+            finish_reason=finish_reason,
+            stats=seq.stats() if finish_reason else None,
+        )
+
+    def _publish(self, seq: Sequence) -> None:
+        """Offers pages that this step filled with committed tokens to other sequences."""
+        page_size = self.config.page_size
+        full = min(seq.num_computed, len(seq.token_ids)) // page_size
+        if full > seq.num_published:
+            hashes = seq.hashes(full, page_size)
+            for i in range(seq.num_published, full):
+                self.pool.publish(seq.block_table[i], hashes[i])
+            seq.num_published = full
+
+    def _admit(self, now: float) -> None:
+        """Moves waiting requests to the running ones while rows and pages last, in order."""
+        if not self.waiting or len(self.running) >= self.config.max_num_seqs:
+            return
+        promised = sum(self._missing_pages(seq, len(seq.token_ids) + 1) for seq in self.running)
+        while self.waiting and len(self.running) < self.config.max_num_seqs:
+            seq = self.waiting[0]
+            length, page_size = len(seq.token_ids), self.config.page_size
+            shared: list[int] = []
+            if self.config.enable_prefix_caching:
+                # At least one token is left to compute: its forward yields the next one.
+                shared = self.pool.match(seq.hashes((length - 1) // page_size, page_size))
+            needed = self._missing_pages(seq, length + 1) - len(shared)
+            if needed + self.pool.num_unused(shared) + promised > self.pool.num_free:
+                return
+            promised += needed
+            self.waiting.popleft()
+            self.running.append(seq)
+            self.pool.share(shared)
+            seq.block_table = shared
+            seq.num_computed = len(shared) * page_size
+            seq.num_published = len(shared)
+            seq.admitted = True
+            if not seq.counters.preemptions:
+                seq.admitted_at = now
+                seq.counters.queue_s = now - seq.submitted_at
+                seq.counters.cached_prompt_tokens = seq.num_computed
+
+    def _fill(self, decoding: list[Sequence], prefilling: list[Sequence]) -> list[ScheduledRow]:
+        """Shares the token budget: a token for every decoding row, prompts, then drafts."""
+        budget = self.config.max_num_batched_tokens
+        # Drafts must not starve prompts, nor prompts each other's oldest.
+        reserve = min(sum(seq.num_uncomputed for seq in prefilling), max(1, budget // 4))
+        max_draft = (budget - reserve) // max(1, len(decoding)) - 1
+        rows: dict[int, ScheduledRow] = {}
+        for seq in (*decoding, *prefilling):
+            left = budget - reserve if seq.caught_up else budget
+            # Not admitted any more: preempted by a row before it.
+            if left > 0 and seq.admitted and (row := self._place(seq, left, max_draft, rows)):
+                rows[seq.session_id] = row
+                budget -= len(row.slice.token_ids)
+        return list(rows.values())
+
+    def _place(
+        self, seq: Sequence, left: int, max_draft: int, rows: dict[int, ScheduledRow]
+    ) -> ScheduledRow | None:
+        """A row of at most `left` tokens, with pages to hold them; None if there are none."""
+        start, length = seq.num_computed, len(seq.token_ids)
+        end = min(length, start + left)
+        draft: TokenIds = ()
+        if seq.draft is not None and end == length:
+            # The last token that a request can commit needs no draft, and no KV.
+            room = min(max_draft, left - (end - start), seq.max_len - length - 1)
+            draft = seq.draft.first_path(max(0, min(seq.drafting.num_draft_tokens, room)))
+            if self._missing_pages(seq, end + len(draft)) > self.pool.num_free:
+                draft = ()  # no draft is worth another row's pages
+        if not self._cover(seq, end + len(draft), rows):
+            return None
+        num_logits = len(draft) + 1 if end == length else 0
+        token_ids = (*seq.token_ids[start:end], *draft)
+        return ScheduledRow(seq, RowSlice(token_ids, start, seq.block_table, num_logits), draft)
+
+    def _cover(self, seq: Sequence, length: int, rows: dict[int, ScheduledRow]) -> bool:
+        """Gives a sequence pages for `length` tokens, preempting the youngest rows if need be.
+
+        False if the sequence itself was the youngest. The oldest row is never preempted for
+        another, and always fits: that is why there is no livelock.
+        """
+        missing = self._missing_pages(seq, length)
+        while missing > self.pool.num_free:
+            victim = self.running.pop()
+            rows.pop(victim.session_id, None)
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        seq.block_table += [self.pool.allocate() for _ in range(missing)]
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Takes a row's pages; it is recomputed when its turn in the queue comes."""
+        self.pool.release(seq.block_table)
+        seq.block_table = []
+        seq.num_computed = seq.num_published = 0
+        seq.admitted = False
+        seq.counters.preemptions += 1
+        self.waiting.appendleft(seq)
+
+    def _missing_pages(self, seq: Sequence, length: int) -> int:
+        return max(0, -(-length // self.config.page_size) - len(seq.block_table))
+
+    def check_invariants(self) -> None:
+        """Raises `AssertionError` unless sequences, queues and pages agree."""
+        sequences = list(self.by_session.values())
+        self.pool.check_invariants(seq.block_table for seq in sequences)
+        assert len(sequences) == len(self.running) + len(self.waiting)
+        assert {id(seq) for seq in sequences} == {id(s) for s in (*self.running, *self.waiting)}
+        assert len(self.running) <= self.config.max_num_seqs
+        for seq in sequences:
+            capacity = len(seq.block_table) * self.config.page_size
+            assert seq.num_computed <= min(len(seq.token_ids) - 1, capacity), "computed too far"
+            assert len(seq.token_ids) < seq.max_len, "should have ended"
+            assert seq.num_published <= len(seq.block_table)
+            assert seq.draft is None or seq.draft.base_len == len(seq.token_ids)
+            assert seq.admitted or not seq.block_table, "a waiting request holds pages"
+            assert seq.admitted == (seq in self.running)

@@ -1,0 +1,223 @@
+"""A request while the engine works on it. Only the scheduler changes a sequence."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+
+from outrider.draft_tree import DraftTree
+from outrider.engine.block_pool import ROOT_HASH, PageHash, page_hash
+from outrider.types import FinishReason, Request, RequestStats, TokenIds, TokenKind
+
+
+class BlockFate(enum.Enum):
+    """What became of a block when it was walked by the committed tokens."""
+
+    USEFUL = "useful"
+    LATE = "late"  # true so far, but nothing is left of it
+    WRONG = "wrong"  # the truth does not lie on it
+    INVALID = "invalid"  # it builds on tokens that were never committed
+
+
+@dataclass(slots=True)
+class Counters:
+    """What is summed up for `RequestStats`; seconds here, milliseconds there."""
+
+    iter_count: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_per_pos: list[int] = field(default_factory=list)
+    k_histogram: list[int] = field(default_factory=list)
+    hits: int = 0
+    misses_late: int = 0
+    misses_wrong: int = 0
+    waits: int = 0
+    wait_s: float = 0.0
+    fallback_rounds: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    propose_s: float = 0.0
+    score_s: float = 0.0
+    network_s: float = 0.0
+    cached_prompt_tokens: int = 0
+    proposer_ids: list[str] = field(default_factory=list)
+    preemptions: int = 0
+
+    def count_round(self, drafted: int, accepted: int) -> None:
+        """One round that emitted something; `accepted` after trimming."""
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        _grow(self.k_histogram, drafted + 1)[drafted] += 1
+        _grow(self.accepted_per_pos, accepted)
+        for i in range(accepted):
+            self.accepted_per_pos[i] += 1
+
+
+@dataclass(slots=True)
+class Drafting:
+    """What the policy knows about one row's proposer. Only the policy changes it."""
+
+    limit: int  # K at most, as the request and the configuration allow
+    proposer_id: str | None = None
+    proposer_limit: int = 0
+    num_draft_tokens: int = 0  # K of the next round
+    commits: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=8))
+    """(committed length, when) of the last rounds: a block's base_len says which it answers."""
+    committed_at: float = 0.0
+    looked_at: float | None = None  # when the present round was first considered
+    at_hand: bool = False  # a draft was there at that moment
+    deadline: float = 0.0  # the present round waits no longer than this
+    wrong: bool = False  # a guess for the present round did not lie on the committed path
+    misses: int = 0  # rounds in a row without a draft, waited for in vain
+    rest: int = 0  # rounds until a proposer that was set aside is waited for again
+    next_rest: int = 0
+    blocks: int = 0  # that came from the present proposer
+    successes: float = 0.0  # draft tokens accepted, fading
+    trials: float = 0.0  # draft tokens accepted or rejected, fading
+    wait_s: float = 0.0  # moving average of a round's wait
+
+
+def _grow(counts: list[int], length: int) -> list[int]:
+    counts.extend([0] * (length - len(counts)))
+    return counts
+
+
+class Sequence:
+    """Committed tokens, how many of them are computed, and the pages that hold their KV.
+
+    `token_ids` is the truth: prompt plus committed output. Positions below `num_computed` have
+    keys and values in the pages of `block_table`. A sequence that has caught up lacks exactly
+    one: its last token, whose forward yields the next.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        max_len: int,
+        stop_ids: frozenset[int],
+        drafting: Drafting,
+        submitted_at: float,
+    ) -> None:
+        self.request = request
+        self.session_id = request.session_id
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.max_len = max_len  # committed tokens it can reach
+        self.stop_ids = stop_ids
+        self.token_ids: list[int] = list(request.prompt_token_ids)
+        self.num_computed = 0
+        self.block_table: list[int] = []
+        self.page_hashes: list[PageHash] = []  # of full pages of token_ids, as far as needed
+        self.num_published = 0
+        self.draft: DraftTree | None = None  # rooted at len(token_ids)
+        self.draft_base = -1  # base_len of the block that `draft` came from
+        self.drafting = drafting
+        self.counters = Counters()
+        self.submitted_at = submitted_at
+        self.admitted = False
+        self.admitted_at = 0.0
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def caught_up(self) -> bool:
+        """Only the last token, which the previous step emitted, lacks KV."""
+        return self.num_uncomputed == 1 and self.num_output_tokens > 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def has_draft(self) -> bool:
+        return self.draft is not None and bool(self.draft.token_ids)
+
+    def hashes(self, num_pages: int, page_size: int) -> list[PageHash]:
+        """Chained hashes of the first `num_pages` pages of `token_ids`."""
+        known = self.page_hashes
+        while len(known) < num_pages:
+            start = len(known) * page_size
+            parent = known[-1] if known else ROOT_HASH
+            known.append(page_hash(parent, self.token_ids[start : start + page_size]))
+        return known[:num_pages]
+
+    def take_block(self, block: DraftTree) -> BlockFate:
+        """Walks a block by what was committed since, and keeps what is left as the draft.
+
+        A block from an older base than the present draft's does not replace it.
+        """
+        if not 0 <= block.base_len <= len(self.token_ids):
+            return BlockFate.INVALID
+        left = block.walk(self.token_ids[block.base_len :])
+        if left is None:
+            return BlockFate.WRONG
+        if not left.token_ids:
+            return BlockFate.LATE
+        if block.base_len >= self.draft_base or not self.has_draft:
+            self.draft, self.draft_base = left, block.base_len
+        return BlockFate.USEFUL
+
+    def commit(self, emitted: Tokens[int]) -> bool:
+        """Appends tokens and walks the draft by them. True if they fell off: a wrong guess."""
+        self.token_ids += emitted
+        if self.draft is None:
+            return False
+        self.draft = self.draft.walk(emitted)
+        return self.draft is None
+
+    def trim(self, choices: TokenIds) -> tuple[TokenIds, FinishReason | None]:
+        """What of `choices` is output, and whether the request ends with it.
+
+        Stop tokens first (the stop token itself is not output), then the length.
+        """
+        first = self.num_output_tokens
+        for i, token in enumerate(choices):
+            if token in self.stop_ids and first + i >= self.request.stop.min_tokens:
+                return choices[:i], FinishReason.STOP
+        room = self.max_len - len(self.token_ids)
+        if len(choices) >= room:
+            return choices[:room], FinishReason.LENGTH
+        return choices, None
+
+    def stats(self) -> RequestStats:
+        """The request's account so far."""
+        c = self.counters
+        return RequestStats(
+            prompt_tokens=self.num_prompt_tokens,
+            output_tokens=self.num_output_tokens,
+            iter_count=c.iter_count,
+            rounds=c.rounds,
+            drafted=c.drafted,
+            accepted=c.accepted,
+            accepted_per_pos=tuple(c.accepted_per_pos),
+            k_histogram=tuple(c.k_histogram),
+            hits=c.hits,
+            misses_late=c.misses_late,
+            misses_wrong=c.misses_wrong,
+            waits=c.waits,
+            wait_ms=c.wait_s * 1e3,
+            fallback_rounds=c.fallback_rounds,
+            queue_ms=c.queue_s * 1e3,
+            prefill_ms=c.prefill_s * 1e3,
+            propose_ms=c.propose_s * 1e3,
+            score_ms=c.score_s * 1e3,
+            network_ms=c.network_s * 1e3,
+            cached_prompt_tokens=c.cached_prompt_tokens,
+            proposer_ids=tuple(c.proposer_ids),
+            preemptions=c.preemptions,
+        )
+
+
+def token_kinds(drafted: int, accepted: int, emitted: int) -> tuple[TokenKind, ...]:
+    """Where each of `emitted` tokens of a round came from."""
+    if not drafted:
+        last = TokenKind.PLAIN
+    else:
+        last = TokenKind.BONUS if accepted == drafted else TokenKind.RECOVERED
+    return ((TokenKind.ACCEPTED,) * accepted + (last,))[:emitted]

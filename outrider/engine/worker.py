@@ -1,0 +1,201 @@
+"""The engine's thread: all torch work of the process happens here, and nothing else waits here."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from outrider.draft_tree import DraftTree
+from outrider.engine.engine import Engine
+from outrider.errors import (
+    CapacityError,
+    DeadlineError,
+    InternalError,
+    InvalidRequestError,
+    UnavailableError,
+)
+from outrider.types import EngineInfo, EngineSnapshot, Request, StepEvents
+
+log = logging.getLogger(__name__)
+
+MAX_BLOCKS_AT_ONCE = 4  # per session between two steps; the oldest is dropped beyond
+
+
+MAX_SLEEP_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    tree: DraftTree
+    proposer_id: str
+    draft_us: int
+
+
+class EngineWorker:
+    """Thread-safe outside of an `Engine`; its methods never wait for a step.
+
+    Commands queue up and are carried out between steps, as late as possible: a block that
+    arrives while a step runs is used by the next one.
+    """
+
+    def __init__(
+        self, build: Callable[[], Engine], on_events: Callable[[StepEvents], None]
+    ) -> None:
+        self._build = build
+        self._on_events = on_events
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._wakeup = threading.Condition()
+        # Under the condition's lock:
+        self._commands: deque[Callable[[Engine], None]] = deque()
+        self._blocks: dict[int, deque[_Block]] = {}
+        self._sessions: set[int] = set()  # submitted and not yet ended
+        self._submitted = 0  # submissions among the commands
+        self._stopping = False
+        self._snapshot = EngineSnapshot(0, 0, 0, 0)
+        self._info: EngineInfo | None = None
+        self._build_error: BaseException | None = None
+        self._started = threading.Event()
+
+    # Any thread.
+
+    def start(self, timeout_s: float) -> EngineInfo:
+        """Builds the engine on its thread. Raises what `build` raised, or `DeadlineError`."""
+        self._thread.start()
+        if not self._started.wait(timeout_s):
+            raise DeadlineError(f"The engine was not ready within {timeout_s:.0f} s.")
+        if self._info is None:
+            assert self._build_error is not None
+            raise self._build_error
+        return self._info
+
+    def submit(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises `InvalidRequestError`, `PromptTooLongError`, `CapacityError` when the queue is
+        full, or `UnavailableError` before `start` and after `stop`.
+        """
+        info = self._info
+        if info is None or self._stopping:
+            raise UnavailableError("The engine is not running.")
+        info.check(request)
+        with self._wakeup:
+            if self._stopping:
+                raise UnavailableError("The engine is not running.")
+            if request.session_id in self._sessions:
+                raise InvalidRequestError("This session exists already.", param="session_id")
+            snapshot = self._snapshot
+            free_rows = max(0, info.max_num_seqs - snapshot.running - snapshot.waiting)
+            if snapshot.waiting + self._submitted >= info.max_waiting + free_rows:
+                raise CapacityError("Too many requests wait already. Try again later.")
+            self._sessions.add(request.session_id)
+            self._submitted += 1
+            self._push(lambda engine: engine.submit(request))
+
+    def abort(self, session_id: int) -> None:
+        """Ends a session without further events. Unknown sessions are ignored."""
+        with self._wakeup:
+            if session_id in self._sessions:
+                self._sessions.discard(session_id)
+                self._blocks.pop(session_id, None)
+                self._push(lambda engine: engine.abort(session_id))
+
+    def set_drafting(self, session_id: int, proposer_id: str | None, max_draft_tokens: int) -> None:
+        """Says who drafts for a session; None: nobody, so its row never waits."""
+        with self._wakeup:
+            if session_id in self._sessions:
+                self._push(
+                    lambda engine: engine.set_drafting(session_id, proposer_id, max_draft_tokens)
+                )
+
+    def post_block(self, session_id: int, tree: DraftTree, proposer_id: str, draft_us: int) -> None:
+        """Hands over a validated block; wakes a step that waits for it."""
+        with self._wakeup:
+            if session_id in self._sessions:
+                queue = self._blocks.setdefault(session_id, deque(maxlen=MAX_BLOCKS_AT_ONCE))
+                queue.append(_Block(tree, proposer_id, draft_us))
+                self._wakeup.notify()
+
+    def snapshot(self) -> EngineSnapshot:
+        """How full the engine is; requests not yet taken over count as waiting."""
+        return self._snapshot
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends the thread after the step it is in; open sessions fail with `UnavailableError`.
+
+        Raises `DeadlineError` if the step takes longer than `timeout_s`.
+        """
+        with self._wakeup:
+            self._stopping = True
+            self._wakeup.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise DeadlineError(f"The engine did not stop within {timeout_s:.1f} s.")
+
+    def _push(self, command: Callable[[Engine], None]) -> None:
+        self._commands.append(command)
+        self._wakeup.notify()
+
+    # The engine's thread.
+
+    def _main(self) -> None:
+        try:
+            engine = self._build()
+        except BaseException as error:
+            self._build_error = error
+            self._started.set()
+            return
+        self._snapshot = engine.snapshot()
+        self._info = engine.info
+        self._started.set()
+        while not self._stopping:
+            try:
+                self._carry_out_commands(engine)
+                events = engine.step()
+            except Exception as error:
+                log.exception("a step failed")
+                events = engine.fail_all(InternalError(f"The engine failed: {error!r}."))
+            if events is not None:
+                self._publish(engine, events)
+        self._carry_out_commands(engine)
+        self._publish(engine, engine.fail_all(UnavailableError("The engine stops.")))
+
+    def _carry_out_commands(self, engine: Engine) -> None:
+        """Carries out what was queued, sleeping first if nothing was and no step could run."""
+        with self._wakeup:
+            delay = engine.wake_at - time.perf_counter()
+            if delay > 0 and not (self._commands or self._blocks or self._stopping):
+                self._wakeup.wait(min(delay, MAX_SLEEP_S))
+            commands, self._commands = self._commands, deque()
+            blocks, self._blocks = self._blocks, {}
+            submitted = self._submitted
+        for command in commands:
+            command(engine)
+        for session_id, queue in blocks.items():
+            for block in queue:
+                engine.post_block(session_id, block.tree, block.proposer_id, block.draft_us)
+        if commands:
+            with self._wakeup:
+                self._submitted -= submitted
+                self._snapshot = engine.snapshot()
+
+    def _publish(self, engine: Engine, events: StepEvents) -> None:
+        ended = [c.session_id for c in events.commits if c.finish_reason is not None]
+        ended += [failure.session_id for failure in events.failures]
+        with self._wakeup:
+            # An abort may have come during the step: its session gets no further event.
+            commits = tuple(c for c in events.commits if c.session_id in self._sessions)
+            failures = tuple(f for f in events.failures if f.session_id in self._sessions)
+            self._sessions.difference_update(ended)
+            for session_id in ended:
+                self._blocks.pop(session_id, None)
+            self._snapshot = engine.snapshot()
+        events = replace(events, commits=commits, failures=failures)
+        try:
+            self._on_events(events)
+        except Exception:
+            log.exception("the receiver of events failed")
