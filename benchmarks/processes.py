@@ -1,0 +1,150 @@
+"""Child processes with bounded waits: workers that speak JSON lines, services that say `ready`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_STOP_S = 10.0
+_TAIL_LINES = 15
+
+
+class ProcessError(Exception):
+    """A child ended, answered with an error, or did not answer in time."""
+
+
+class Child:
+    """One child process: its stdout as lines with a deadline, its stderr in a file.
+
+    The child leads a process group of its own, so that `stop` ends what it started too.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log_dir: Path,
+        *,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self.log = log_dir / f"{name}.log"
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                bufsize=1,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+            )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def line(self, timeout_s: float) -> str:
+        """The next line of stdout. Raises `ProcessError` at its end or after `timeout_s`."""
+        try:
+            line = self._lines.get(timeout=timeout_s)
+        except queue.Empty:
+            raise ProcessError(
+                f"{self.name} was silent for {timeout_s:.0f} s{self._tail()}"
+            ) from None
+        if line is None:
+            self._lines.put(None)
+            raise ProcessError(f"{self.name} ended{self._tail()}")
+        return line
+
+    def write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise ProcessError(f"{self.name} ended{self._tail()}") from None
+
+    def ready(self, timeout_s: float) -> dict[str, str]:
+        """Waits for a service's `ready {...}` line and returns what it says."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            line = self.line(max(0.1, deadline - time.monotonic()))
+            if line.startswith("ready "):
+                says: dict[str, str] = json.loads(line.removeprefix("ready "))
+                return says
+
+    def stop(self) -> None:
+        """Ends the process and what it started: SIGTERM, then SIGKILL after 10 s."""
+        with contextlib.suppress(OSError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+        for signum in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signum)
+            try:
+                self._process.wait(timeout=_STOP_S)
+            except subprocess.TimeoutExpired:
+                continue
+            break
+        # The leader may be gone and a child of it still there.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._reader.join(timeout=_STOP_S)
+
+    def cpu_seconds(self) -> float:
+        """User and system time of the process and its threads so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line.rstrip("\n"))
+        self._lines.put(None)
+
+    def _tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        return "; the end of its log:\n  " + "\n  ".join(lines) if lines else ""
+
+
+class Worker:
+    """A child that answers JSON lines (see worker_loop.py)."""
+
+    def __init__(self, child: Child, start_timeout_s: float) -> None:
+        self.child = child
+        self._answer(start_timeout_s)
+
+    def ask(self, request: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
+        """Sends a request and returns the answer. Raises `ProcessError`."""
+        self.child.write(json.dumps(request))
+        return self._answer(timeout_s)
+
+    def _answer(self, timeout_s: float) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(self.child.line(timeout_s))
+        if "error" in answer:
+            raise ProcessError(f"{self.child.name}: {answer['error']}")
+        return answer
+
+
+@contextlib.contextmanager
+def stopping(children: list[Child]) -> Iterator[list[Child]]:
+    """Stops every child in the list at the end, the last started first."""
+    try:
+        yield children
+    finally:
+        for child in reversed(children):
+            child.stop()

@@ -1,0 +1,79 @@
+"""What one system did with some prompts: the values that the report is made from."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+TokenIds = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One request's answer. Times in seconds from the request's start."""
+
+    token_ids: TokenIds
+    total_s: float
+    ttft_s: float | None = None  # None: the system does not tell
+    stats: dict[str, float] = field(default_factory=dict)
+    accepted_per_pos: tuple[int, ...] = ()
+    round_gaps_s: tuple[float, ...] = ()  # between the messages of consecutive rounds
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first."""
+        if self.ttft_s is None or len(self.token_ids) < 2:
+            return None
+        return (self.total_s - self.ttft_s) / (len(self.token_ids) - 1)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One system over one group of prompts. `wall_s` spans all of them."""
+
+    completions: tuple[Completion, ...]
+    wall_s: float
+    # Verification rounds and draft tokens, where the system counts them.
+    rounds: int | None = None
+    drafted: int | None = None
+    accepted: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(c.token_ids) for c in self.completions)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.wall_s
+
+
+class System(Protocol):
+    """Something that generates. `run` keeps `concurrency` requests in flight."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def concurrencies(self) -> frozenset[int]:
+        """The concurrencies at which this system is worth measuring."""
+        ...
+
+    def run(self, prompts: Sequence[TokenIds], max_tokens: int, concurrency: int) -> Run:
+        """Greedy, exactly `max_tokens` each. Raises `ProcessError`."""
+        ...
+
+
+def median(values: Sequence[float]) -> float | None:
+    """The median, or None where there are no values."""
+    return statistics.median(values) if values else None
+
+
+def first_divergence(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """The first index at which two token sequences differ; None if they are equal."""
+    n = min(len(a), len(b))
+    for i in range(n):
+        if a[i] != b[i]:
+            return i
+    return None if len(a) == len(b) else n

@@ -1,0 +1,100 @@
+"""vLLM as a worker process, in its own virtual environment, in process and without HTTP.
+
+That is its best case here: no server, no detokenisation, no engine process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from typing import Any
+
+from benchmarks.worker_loop import Handler, serve
+
+_ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+_COUNTERS = {
+    "vllm:spec_decode_num_drafts": "rounds",
+    "vllm:spec_decode_num_draft_tokens": "drafted",
+    "vllm:spec_decode_num_accepted_tokens": "accepted",
+}
+
+
+def build(args: argparse.Namespace) -> Handler:
+    """Loads the engine, with its `draft_model` method if there is a draft model."""
+    os.environ.update(_ENV)
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found, unused-ignore]
+
+    speculation = {
+        "method": "draft_model",
+        "model": args.draft_model,
+        "num_speculative_tokens": args.num_speculative_tokens,
+    }
+    llm: Any = LLM(
+        args.model,
+        dtype=args.dtype,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        enable_prefix_caching=False,  # the same prompts come again
+        disable_log_stats=False,  # its counters
+        **({"speculative_config": speculation} if args.draft_model else {}),
+    )
+
+    def counters() -> dict[str, int]:
+        return {_COUNTERS[m.name]: int(m.value) for m in llm.get_metrics() if m.name in _COUNTERS}
+
+    def handle(request: dict[str, Any]) -> dict[str, Any]:
+        sampling = SamplingParams(
+            temperature=0, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=False
+        )
+        before = counters()
+        completions = []
+        start = time.perf_counter()
+        prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
+        step = request["concurrency"]
+        for i in range(0, len(prompts), step):
+            begin = time.perf_counter()
+            outputs = llm.generate(prompts[i : i + step], sampling, use_tqdm=False)
+            total_s = time.perf_counter() - begin
+            for output in outputs:
+                metrics = output.metrics
+                ttft_s = metrics.first_token_latency
+                # Each request's own end, on the engine's clock.
+                own_s = ttft_s + metrics.last_token_ts - metrics.first_token_ts
+                completions.append(
+                    {
+                        "token_ids": list(output.outputs[0].token_ids),
+                        "total_s": min(own_s, total_s),
+                        "ttft_s": ttft_s,
+                    }
+                )
+        wall_s = time.perf_counter() - start
+        spent = {name: value - before.get(name, 0) for name, value in counters().items()}
+        return {"completions": completions, "wall_s": wall_s, **spent}
+
+    return handle
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--draft-model", default="", help="none: no speculation")
+    parser.add_argument("--num-speculative-tokens", type=int, required=True)
+    parser.add_argument("--dtype", required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--max-model-len", type=int, required=True)
+    parser.add_argument("--max-num-seqs", type=int, required=True)
+    args = parser.parse_args()
+    serve(lambda: build(args))
+
+
+if __name__ == "__main__":
+    main()
