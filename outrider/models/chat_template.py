@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,14 +41,14 @@ class ChatTemplate:
             source = next((t["template"] for t in source if t.get("name") == "default"), None)
         return cls(source, _special_tokens(tokenizer_config)) if source else None
 
-    def render(self, messages: list[Message]) -> str:
+    def render(self, messages: Sequence[Message]) -> str:
         """The conversation as text, up to where the assistant speaks.
 
         Raises `InvalidRequestError` when the template refuses the messages.
         """
         try:
             return self._template.render(
-                messages=messages,
+                messages=list(messages),
                 tools=None,
                 documents=None,
                 add_generation_prompt=True,

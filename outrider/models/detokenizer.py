@@ -21,6 +21,10 @@ class Detokenizer(Protocol):
     def flush(self) -> str:
         """What was held back at the end of the completion; broken bytes become U+FFFD."""
 
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is held back: `flush` would return nothing."""
+
 
 class ByteLevelDetokenizer:
     """Byte-level BPE (GPT-2, Llama 3, Qwen, ...): a token is a string of bytes.
@@ -40,6 +44,10 @@ class ByteLevelDetokenizer:
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
+
+    @property
+    def complete(self) -> bool:
+        return not self._utf8.getstate()[0]
 
 
 class WindowDetokenizer:
@@ -67,6 +75,10 @@ class WindowDetokenizer:
 
     def flush(self) -> str:
         return self._emit() if self._pending else ""
+
+    @property
+    def complete(self) -> bool:
+        return not self._pending
 
     def _emit(self) -> str:
         before = self._decode(self._context) if self._context else ""

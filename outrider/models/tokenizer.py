@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class Tokenizer:
         """
         return self._encode(text, add_special_tokens=True, param=param)
 
-    def apply_chat_template(self, messages: list[Message]) -> list[int]:
+    def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn.
 
         Raises `InvalidRequestError` when the model has no template or the template refuses.

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Protocol
 
 from outrider.errors import OutriderError
@@ -68,7 +69,13 @@ async def run_until_signal(name: str, service: Service, *, exit_with_parent: boo
         await service.stop()
 
 
-def run(name: str, service: Service, *, exit_with_parent: bool = False) -> int:
+def run(
+    name: str,
+    service: Service,
+    *,
+    exit_with_parent: bool = False,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> int:
     """`run_until_signal` in a new event loop; a start-up error becomes one line on stderr.
 
     Returns the exit code: 2 for an `OutriderError`.
@@ -77,7 +84,8 @@ def run(name: str, service: Service, *, exit_with_parent: bool = False) -> int:
         level=logging.INFO, stream=sys.stderr, format=f"{name} %(levelname)s %(message)s"
     )
     try:
-        return asyncio.run(run_until_signal(name, service, exit_with_parent=exit_with_parent))
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(run_until_signal(name, service, exit_with_parent=exit_with_parent))
     except OutriderError as error:
         print(f"{name}: {error.message}", file=sys.stderr, flush=True)
         return EXIT_CONFIG

@@ -1,0 +1,81 @@
+"""`python -m gateway`: the only place that reads flags."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+
+from gateway.config import GatewayConfig
+from outrider.errors import ConfigError
+from outrider.rpc.runtime import EXIT_CONFIG, run
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(GatewayConfig)}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a gateway until a signal; returns the exit code."""
+    flags = vars(_parser().parse_args(argv))
+    exit_with_parent = flags.pop("exit_with_parent")
+    flags["scorers"] = tuple(flags.pop("scorer").split(","))
+    try:
+        config = GatewayConfig(**flags)
+    except ConfigError as error:
+        print(f"gateway: {error.message}", file=sys.stderr, flush=True)
+        return EXIT_CONFIG
+
+    # Imported late: a wrong flag is answered at once.
+    import uvloop
+
+    from gateway.service import Gateway
+    from outrider.rpc.telemetry import configure
+
+    return run(
+        "gateway",
+        Gateway(config, configure("outrider-gateway")),
+        exit_with_parent=exit_with_parent,
+        loop_factory=uvloop.new_event_loop,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m gateway", description="Serves clients over OpenAI-compatible HTTP and gRPC."
+    )
+    parser.add_argument("--scorer", required=True, metavar="HOST:PORT[,...]", help="the scorers")
+    for name, kind, text in (
+        ("model", str, 'tokenizer: "embedded", a folder or a Hugging Face id'),
+        ("served_model_name", str, "the name clients ask for"),
+        ("host", str, "address to listen on"),
+        ("http_port", int, "0: any free port"),
+        ("grpc_port", int, "0: any free port"),
+        ("api_key_file", str, "one key per line; without it, anyone may ask"),
+        ("max_in_flight", int, "completions at once; more get 429"),
+        ("max_body_bytes", int, "larger bodies get 413"),
+        ("default_max_tokens", int, "for requests that set none"),
+    ):
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(
+            flag, type=kind, default=_DEFAULTS[name], help=f"{text} (default: %(default)s)"
+        )
+    for name, text in (
+        ("request_timeout", "every request is answered within this time"),
+        ("resume_timeout", "how long a request waits for a scorer to continue on"),
+        ("start_timeout", "how long the start waits for a scorer"),
+    ):
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            dest=f"{name}_s",
+            type=float,
+            metavar="SECONDS",
+            default=_DEFAULTS[f"{name}_s"],
+            help=f"{text} (default: %(default)s)",
+        )
+    parser.add_argument(
+        "--exit-with-parent", action="store_true", help="end when the starting process ends"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

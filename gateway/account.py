@@ -1,0 +1,94 @@
+"""What speculation did for one request, over all the scorers that served it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from outrider.types import TokenKind
+from outrider.v1 import common_pb2
+
+_SUMMED = (
+    *("iter_count", "rounds", "drafted", "accepted", "hits", "misses_late", "misses_wrong"),
+    *("waits", "wait_ms", "fallback_rounds", "queue_ms", "prefill_ms", "propose_ms", "score_ms"),
+    *("network_ms", "preemptions"),
+)
+
+
+class Account:
+    """Adds up the statistics of a request's segments: the stretches between changes of scorer.
+
+    The scorer's own account of a segment counts. A scorer that died left none: then what the
+    rounds showed stands in (rounds, iterations and accepted tokens; the drafts of a rejected
+    tail and the times are not known).
+    """
+
+    def __init__(self) -> None:
+        self._total = common_pb2.AuxInfo()
+        self._seen = common_pb2.AuxInfo()
+        self._reported: common_pb2.AuxInfo | None = None
+        self._positions: list[int] = []  # of every token: draft position if accepted, else -1
+        self._cached_prompt_tokens: int | None = None
+        self.retries = 0
+
+    def observe(self, kinds: Sequence[TokenKind]) -> None:
+        """One message of the scorer, with the kinds of its tokens."""
+        self._seen.iter_count += 1
+        if not kinds:
+            return
+        accepted = [n if kind is TokenKind.ACCEPTED else -1 for n, kind in enumerate(kinds)]
+        self._positions += accepted
+        self._seen.rounds += 1
+        hits = sum(position >= 0 for position in accepted)
+        self._seen.accepted += hits
+        self._seen.drafted += hits + (kinds[-1] is TokenKind.RECOVERED)
+        _add_elementwise(self._seen.accepted_per_pos, [1] * hits)
+
+    def report(self, usage: common_pb2.Usage, aux_info: common_pb2.AuxInfo) -> None:
+        """The scorer's own account of this segment as it stands."""
+        self._reported = aux_info
+        if self._cached_prompt_tokens is None:
+            self._cached_prompt_tokens = usage.cached_prompt_tokens
+
+    def end_segment(self) -> None:
+        """No more will come from this scorer."""
+        segment = self._seen if self._reported is None else self._reported
+        for name in _SUMMED:
+            setattr(self._total, name, getattr(self._total, name) + getattr(segment, name))
+        _add_elementwise(self._total.accepted_per_pos, segment.accepted_per_pos)
+        _add_elementwise(self._total.k_histogram, segment.k_histogram)
+        known = set(self._total.proposer_ids)
+        self._total.proposer_ids.extend(p for p in segment.proposer_ids if p not in known)
+        if segment.scorer_id:
+            self._total.scorer_id = segment.scorer_id
+            self._total.verification = segment.verification
+        self._seen, self._reported = common_pb2.AuxInfo(), None
+
+    @property
+    def cached_prompt_tokens(self) -> int:
+        """Of the client's prompt; what a resumed request finds cached is not the client's."""
+        return self._cached_prompt_tokens or 0
+
+    def close(self, *, output_len: int, cost_time_ms: float) -> common_pb2.AuxInfo:
+        """The public account, after `end_segment`, of which the first `output_len` tokens were
+        returned: accepted tokens behind a stop string do not count.
+        """
+        result = common_pb2.AuxInfo()
+        result.CopyFrom(self._total)
+        per_pos = result.accepted_per_pos
+        for position in self._positions[output_len:]:
+            if 0 <= position < len(per_pos) and per_pos[position]:
+                result.accepted -= 1
+                per_pos[position] -= 1
+        result.cost_time = cost_time_ms
+        result.output_len = output_len
+        result.avg_tokens_per_iter = output_len / max(1, result.iter_count)
+        result.cached_prompt_tokens = self.cached_prompt_tokens
+        result.retries = self.retries
+        return result
+
+
+def _add_elementwise(total: object, more: Sequence[int]) -> None:
+    """`total` is a repeated protobuf field; it grows to the longer of the two."""
+    sums = [a + b for a, b in zip_longest(total, more, fillvalue=0)]  # type: ignore[call-overload]
+    total[:] = sums  # type: ignore[index]

@@ -1,0 +1,46 @@
+"""What a gateway is told at its start. Frozen; only `__main__` builds one from flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """Raises `ConfigError` for values that cannot work."""
+
+    scorers: tuple[str, ...]
+    """gRPC addresses of the scorers, all serving the same model."""
+    model: str | None = None
+    """Where the tokenizer comes from: "embedded" (None), a folder or a Hugging Face id."""
+    served_model_name: str = "default"
+    """The name clients ask for."""
+    host: str = "127.0.0.1"
+    http_port: int = 0
+    grpc_port: int = 0
+    api_key_file: str | None = None
+    """One key per line. None: anyone may ask."""
+    max_in_flight: int = 256
+    """Completions at once; more are refused with CapacityError."""
+    max_body_bytes: int = 8 * 2**20
+    request_timeout_s: float = 600.0
+    """Every request has its answer, or a DeadlineError, within this time."""
+    resume_timeout_s: float = 15.0
+    """How long a request whose scorer died waits for one to continue on."""
+    start_timeout_s: float = 120.0
+    """How long the start waits for the first scorer to serve."""
+    default_max_tokens: int = 256
+    """For requests that set none; less where the context ends sooner."""
+
+    def __post_init__(self) -> None:
+        if not self.scorers or not all(self.scorers):
+            raise ConfigError("--scorer must name at least one scorer (HOST:PORT[,HOST:PORT...]).")
+        for name in ("max_in_flight", "max_body_bytes", "default_max_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1.")
+        for name in ("request_timeout_s", "resume_timeout_s", "start_timeout_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                flag = name.removesuffix("_s").replace("_", "-")
+                raise ConfigError(f"--{flag} must be a positive number of seconds.")

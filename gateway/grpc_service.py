@@ -1,0 +1,135 @@
+"""The gRPC face: outrider.v1.GenerationService."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from gateway.api_keys import ApiKeys
+from gateway.generation import (
+    Chunk,
+    GenerationRequest,
+    Generator,
+    Limits,
+    deadline_after,
+    draw_seed,
+    enforced,
+)
+from outrider.errors import InvalidRequestError
+from outrider.rpc.codec import (
+    FINISH_TO_PROTO,
+    KIND_TO_PROTO,
+    sampling_from_proto,
+    speculation_from_proto,
+)
+from outrider.rpc.status import abort
+from outrider.rpc.telemetry import Metadata
+from outrider.v1 import generation_pb2, generation_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """Text in, text out, over a started generator."""
+
+    def __init__(self, generator: Generator, api_keys: ApiKeys) -> None:
+        self._generator = generator
+        self._api_keys = api_keys
+
+    # Written with context.write, not as a generator: the deadline must also end a write that a
+    # client who does not read has blocked.
+    async def Generate(  # type: ignore[override]  # noqa: N802
+        self, request: generation_pb2.GenerateRequest, context: Context
+    ) -> None:
+        timeout_s = self._generator.config.request_timeout_s
+        client_s = context.time_remaining()
+        deadline = deadline_after(timeout_s if client_s is None else min(timeout_s, client_s))
+        try:
+            self._check_key(context)
+            self._generator.check_model(request.model)
+            work = await self._prepare(request)
+            with self._generator.admitted(1):
+                async with (
+                    enforced(deadline),
+                    aclosing(
+                        self._generator.generate(work, deadline, _metadata(context))
+                    ) as chunks,
+                ):
+                    async for chunk in chunks:
+                        await context.write(_response(work, chunk, aux_info=request.aux_info))
+        except Exception as error:
+            await abort(context, error)
+
+    async def ListModels(  # noqa: N802
+        self,
+        _request: generation_pb2.ListModelsRequest,
+        context: Context,
+    ) -> generation_pb2.ListModelsResponse:
+        try:
+            self._check_key(context)
+        except Exception as error:
+            await abort(context, error)
+        model = generation_pb2.Model(
+            id=self._generator.config.served_model_name,
+            max_model_len=self._generator.pool.max_model_len,
+            vocab_size=self._generator.pool.vocab_size,
+        )
+        return generation_pb2.ListModelsResponse(models=[model])
+
+    def _check_key(self, context: Context) -> None:
+        given = dict(_metadata(context)).get("authorization")
+        self._api_keys.check(given if isinstance(given, str) else None)
+
+    async def _prepare(self, request: generation_pb2.GenerateRequest) -> GenerationRequest:
+        operation, param = "text_completion", request.WhichOneof("prompt")
+        if param == "text":
+            token_ids = await self._generator.encode(request.text, param)
+        elif param == "tokens":
+            token_ids = list(request.tokens.token_ids)
+        elif param == "chat":
+            operation = "chat"
+            messages = [{"role": m.role, "content": m.content} for m in request.chat.messages]
+            token_ids = await self._generator.encode_chat(messages, param)
+        else:
+            raise InvalidRequestError("One of text, tokens and chat must be set.", param="prompt")
+        stop = request.stop
+        return self._generator.prepare(
+            token_ids,
+            operation=operation,
+            param=param,
+            sampling=sampling_from_proto(request.sampling, seed=draw_seed()),
+            limits=Limits(
+                max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
+                stop_token_ids=frozenset(stop.stop_token_ids),
+                ignore_eos=stop.ignore_eos,
+                min_tokens=stop.min_tokens,
+                stop_strings=tuple(request.stop_strings),
+            ),
+            speculation=speculation_from_proto(request.speculation),
+            request_id=request.request_id,
+        )
+
+
+def _metadata(context: Context) -> Metadata:
+    return [(str(key), value) for key, value in context.invocation_metadata() or ()]
+
+
+def _response(
+    request: GenerationRequest, chunk: Chunk, *, aux_info: bool
+) -> generation_pb2.GenerateResponse:
+    response = generation_pb2.GenerateResponse(
+        request_id=request.request_id,
+        text=chunk.text,
+        tokens=[
+            generation_pb2.OutputToken(id=token.id, kind=KIND_TO_PROTO[token.kind], text=token.text)
+            for token in chunk.tokens
+        ],
+    )
+    if chunk.ending is not None:
+        response.finish_reason = FINISH_TO_PROTO[chunk.ending.reason]
+        response.usage.CopyFrom(chunk.ending.usage)
+        if aux_info:
+            response.aux_info.CopyFrom(chunk.ending.aux_info)
+    return response

@@ -1,0 +1,297 @@
+"""The OpenAI-compatible HTTP face."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from gateway.api_keys import ApiKeys
+from gateway.generation import (
+    Chunk,
+    Ending,
+    GenerationRequest,
+    Generator,
+    deadline_after,
+    enforced,
+)
+from gateway.merge import merged
+from gateway.openai_errors import BodyTooLargeError, error_body, error_response, public_error
+from gateway.openai_models import ChatRequest, CompletionRequest, parse
+from gateway.openai_responses import Shaper, event
+from outrider.errors import InvalidRequestError, ModelNotFoundError
+
+_SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def create_app(generator: Generator, api_keys: ApiKeys) -> Starlette:
+    """The ASGI application over a started generator."""
+    return _OpenAI(generator, api_keys).app
+
+
+class _OpenAI:
+    def __init__(self, generator: Generator, api_keys: ApiKeys) -> None:
+        self._generator = generator
+        self._api_keys = api_keys
+        self._started = int(time.time())
+        self.app = Starlette(
+            routes=[
+                Route("/v1/completions", self._guarded(self._completions), methods=["POST"]),
+                Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+                Route("/v1/models", self._guarded(self._models)),
+                Route("/v1/models/{model:path}", self._guarded(self._model)),
+                Route("/health", self._health),
+                Route("/metrics", self._metrics),
+            ],
+            exception_handlers={HTTPException: _http_error},
+        )
+
+    def _guarded(
+        self, handler: Callable[[Request], Coroutine[Any, Any, Response]]
+    ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Checks the key; an error becomes OpenAI's error body."""
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                self._api_keys.check(request.headers.get("authorization"))
+                return await handler(request)
+            except Exception as error:
+                return error_response(public_error(error))
+
+        return endpoint
+
+    async def _completions(self, request: Request) -> Response:
+        deadline = deadline_after(self._generator.config.request_timeout_s)
+        async with enforced(deadline):
+            body = parse(CompletionRequest, await self._body(request))
+        self._generator.check_model(body.model)
+        request_id, limits = uuid.uuid4().hex, body.limits()
+        sampling, speculation = body.sampling(), body.speculation_params()
+        prompts = body.prompts()
+        if not prompts:
+            raise InvalidRequestError("prompt must not be empty.", param="prompt")
+        if len(prompts) > self._generator.config.max_in_flight:
+            raise InvalidRequestError("prompt holds too many prompts.", param="prompt")
+        work = [
+            self._generator.prepare(
+                await self._generator.encode(prompt, "prompt")
+                if isinstance(prompt, str)
+                else prompt,
+                operation="text_completion",
+                param="prompt",
+                sampling=sampling,
+                limits=limits,
+                speculation=speculation,
+                request_id=f"{request_id}-{number}" if len(prompts) > 1 else request_id,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        shaper = Shaper.create(
+            "text_completion",
+            request_id,
+            self._generator.config.served_model_name,
+            len(work),
+            aux_info=body.aux_info,
+            include_usage=body.include_usage,
+        )
+        return _Answer(self._generator, work, shaper, deadline, stream=bool(body.stream))
+
+    async def _chat(self, request: Request) -> Response:
+        deadline = deadline_after(self._generator.config.request_timeout_s)
+        async with enforced(deadline):
+            body = parse(ChatRequest, await self._body(request))
+        self._generator.check_model(body.model)
+        messages = [message.for_template() for message in body.messages]
+        work = self._generator.prepare(
+            await self._generator.encode_chat(messages, "messages"),
+            operation="chat",
+            param="messages",
+            sampling=body.sampling(),
+            limits=body.limits(),
+            speculation=body.speculation_params(),
+        )
+        shaper = Shaper.create(
+            "chat",
+            work.request_id,
+            self._generator.config.served_model_name,
+            1,
+            aux_info=body.aux_info,
+            include_usage=body.include_usage,
+        )
+        return _Answer(self._generator, [work], shaper, deadline, stream=bool(body.stream))
+
+    async def _models(self, _request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model_card()]})
+
+    async def _model(self, request: Request) -> Response:
+        self._generator.check_model(request.path_params["model"])
+        return JSONResponse(self._model_card())
+
+    def _model_card(self) -> dict[str, object]:
+        return {
+            "id": self._generator.config.served_model_name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "outrider",
+            "max_model_len": self._generator.pool.max_model_len,
+        }
+
+    async def _health(self, _request: Request) -> Response:
+        serving, known = len(self._generator.pool.serving), len(self._generator.pool.scorers)
+        body = {
+            "status": "ok" if serving else "unavailable",
+            "scorers_serving": serving,
+            "scorers": known,
+        }
+        return JSONResponse(body, 200 if serving else 503)
+
+    async def _metrics(self, _request: Request) -> Response:
+        text = self._generator.telemetry.metrics_text()
+        return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _body(self, request: Request) -> bytes:
+        """The body; raises `BodyTooLargeError` as soon as it is known to be too large."""
+        limit = self._generator.config.max_body_bytes
+        body = bytearray()
+        declared = request.headers.get("content-length", "")
+        too_large = declared.isdigit() and int(declared) > limit
+        if not too_large:
+            async for piece in request.stream():
+                body += piece
+                if too_large := len(body) > limit:
+                    break
+        if too_large:
+            raise BodyTooLargeError(f"The body is larger than {limit} bytes.")
+        return bytes(body)
+
+
+class _Answer(Response):
+    """Runs completions and sends them, whole or as events; a disconnect cancels the work."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        work: Sequence[GenerationRequest],
+        shaper: Shaper,
+        deadline: float,
+        *,
+        stream: bool,
+    ) -> None:
+        super().__init__()
+        self._generator = generator
+        self._work = work
+        self._shaper = shaper
+        self._deadline = deadline
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.create_task(self._run(scope, receive, send))
+        leaving = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (sending, leaving):
+                task.cancel()
+            await asyncio.gather(sending, leaving, return_exceptions=True)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def start_stream() -> None:
+            nonlocal started
+            started = True
+            await _start_stream(send)
+
+        try:
+            with self._generator.admitted(len(self._work)):
+                async with enforced(self._deadline):
+                    metadata = Request(scope).headers.items()
+                    chunks = merged(
+                        self._generator.generate(request, self._deadline, metadata)
+                        for request in self._work
+                    )
+                    async with aclosing(chunks):
+                        if self._stream:
+                            await self._send_events(chunks, send, start_stream)
+                            return
+                        response: Response = JSONResponse(await self._collect(chunks))
+        except Exception as error:
+            shown = public_error(error)
+            if started:  # the status is gone: an error event, and the end
+                await _send_piece(send, event(error_body(shown)), more=False)
+                return
+            response = error_response(shown)
+        await response(scope, receive, send)
+
+    async def _collect(self, chunks: AsyncGenerator[tuple[int, Chunk], None]) -> dict[str, Any]:
+        texts = [""] * len(self._work)
+        endings: dict[int, Ending] = {}
+        async for index, chunk in chunks:
+            texts[index] += chunk.text
+            if chunk.ending is not None:
+                endings[index] = chunk.ending
+        return self._shaper.whole(texts, [endings[index] for index in range(len(self._work))])
+
+    async def _send_events(
+        self,
+        chunks: AsyncGenerator[tuple[int, Chunk], None],
+        send: Send,
+        start: Callable[[], Coroutine[Any, Any, None]],
+    ) -> None:
+        """The status waits for the first chunk, so that early errors have their own."""
+        shaper = self._shaper
+        opened: set[int] = set()
+        endings: dict[int, Ending] = {}
+        async for index, chunk in chunks:
+            if not opened:
+                await start()
+            data = b""
+            if index not in opened:
+                opened.add(index)
+                data += shaper.opening(index)
+            if chunk.text:
+                data += shaper.piece(index, chunk.text)
+            if chunk.ending is not None:
+                endings[index] = chunk.ending
+                last = len(endings) == len(self._work)
+                ordered = [endings[n] for n in sorted(endings)]
+                data += shaper.end_of_choice(index, chunk.ending, ordered if last else None)
+                data += shaper.end(ordered) if last else b""
+            if data:
+                await _send_piece(send, data, more=True)
+        await _send_piece(send, b"", more=False)
+
+
+async def _start_stream(send: Send) -> None:
+    headers = {"Content-Type": "text/event-stream; charset=utf-8", **_SSE_HEADERS}
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": 200, "headers": raw})
+
+
+async def _send_piece(send: Send, data: bytes, *, more: bool) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _http_error(_request: Request, error: Exception) -> Response:
+    """Unknown routes and methods, in the same shape."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return error_response(ModelNotFoundError("There is no such path here."))
+    body = error_body(InvalidRequestError(str(error.detail)))
+    return JSONResponse(body, error.status_code, error.headers)

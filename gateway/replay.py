@@ -1,0 +1,201 @@
+"""One request on the scorers: if one dies mid-stream, another continues the same text.
+
+Sampling is coupled to the seed and the absolute position, so a scorer given the prompt and the
+tokens so far goes on exactly as the first one would have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import grpc
+from opentelemetry.trace import Span
+
+from gateway.account import Account
+from gateway.scorers import Scorer, ScorerPool
+from outrider.errors import CapacityError, OutriderError, UnavailableError
+from outrider.rpc.codec import (
+    FINISH_FROM_PROTO,
+    KIND_FROM_PROTO,
+    sampling_to_proto,
+    speculation_to_proto,
+    stop_to_proto,
+)
+from outrider.rpc.status import from_rpc_error
+from outrider.rpc.telemetry import Telemetry, inject
+from outrider.types import (
+    FinishReason,
+    SamplingParams,
+    SpeculationParams,
+    StopParams,
+    TokenIds,
+    TokenKind,
+)
+from outrider.v1 import common_pb2, scorer_pb2
+
+_MAX_FAILURES = 4
+"""Scorers in a row that may die under a request without adding a token: it might be the cause."""
+_FULL_RETRY_S = 0.1
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerRequest:
+    """A request in token ids. The seed is set."""
+
+    request_id: str
+    prompt_token_ids: TokenIds
+    sampling: SamplingParams
+    stop: StopParams
+    speculation: SpeculationParams
+    running_stats: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Tokens that one scorer message committed; `finish_reason` with the last."""
+
+    token_ids: TokenIds
+    kinds: tuple[TokenKind, ...]
+    finish_reason: FinishReason | None
+
+
+class Replayer:
+    """Streams requests from the pool's scorers."""
+
+    def __init__(self, pool: ScorerPool, telemetry: Telemetry, resume_timeout_s: float) -> None:
+        self._pool = pool
+        self._telemetry = telemetry
+        self._resume_timeout_s = resume_timeout_s
+
+    async def stream(
+        self, request: ScorerRequest, account: Account, parent: Span, deadline: float
+    ) -> AsyncGenerator[Round, None]:
+        """The request's rounds, whatever number of scorers it takes; `deadline` is loop time.
+
+        Raises what the scorer refuses the request with; `UnavailableError` if no scorer is left
+        to continue on; `DeadlineError`. Closing the generator cancels the RPC.
+        """
+        committed: list[int] = []
+        failures = 0
+        full: frozenset[Scorer] = frozenset()
+        give_up: float | None = None  # set by the first failure since the last token
+        while True:
+            patience = self._patience(deadline) if give_up is None else give_up
+            scorer = await self._pool.pick(request.prompt_token_ids, full, patience - _now())
+            message = _continuation(request, committed)
+            try:
+                async with aclosing(self._segment(scorer, message, account, parent, deadline)) as s:
+                    async for round_ in s:
+                        if round_.token_ids:
+                            committed += round_.token_ids
+                            failures, give_up, full = 0, None, frozenset()
+                        yield round_
+                        if round_.finish_reason is not None:
+                            return
+                raise UnavailableError("The scorer ended its answer early.")
+            except CapacityError:
+                # Another one may have room. A request under way waits rather than fails.
+                give_up = self._patience(deadline) if give_up is None else give_up
+                full |= {scorer}
+                if not set(self._pool.serving) - full:
+                    if not committed or _now() >= give_up:
+                        raise
+                    full = frozenset()
+                    await asyncio.sleep(_FULL_RETRY_S)
+            except UnavailableError as error:
+                give_up = self._patience(deadline) if give_up is None else give_up
+                self._pool.mark_down(scorer)
+                failures += 1
+                account.retries += 1
+                if failures >= _MAX_FAILURES or _now() >= give_up:
+                    raise
+                _log.warning(
+                    "request %s: scorer %s failed after %d tokens (%s); continuing elsewhere",
+                    *(request.request_id, scorer.target, len(committed), error.message),
+                )
+                if ended := self._ended(request, committed):
+                    yield ended
+                    return
+
+    async def _segment(
+        self,
+        scorer: Scorer,
+        message: scorer_pb2.ScorerServiceGenerateRequest,
+        account: Account,
+        parent: Span,
+        deadline: float,
+    ) -> AsyncGenerator[Round, None]:
+        """What one scorer adds."""
+        with self._telemetry.client_span(
+            "outrider.v1.ScorerService/Generate", parent, {"server.address": scorer.target}
+        ) as span:
+            responses = scorer.generate(message, inject(span), max(0.0, deadline - _now()))
+            try:
+                async with aclosing(responses) as stream:
+                    async for response in stream:
+                        round_ = _round(response)
+                        account.observe(round_.kinds)
+                        if response.HasField("aux_info"):
+                            account.report(response.usage, response.aux_info)
+                        yield round_
+            except grpc.aio.AioRpcError as error:
+                raise _scorer_error(error) from error
+            finally:
+                account.end_segment()
+
+    def _patience(self, deadline: float) -> float:
+        return min(deadline, _now() + self._resume_timeout_s)
+
+    def _ended(self, request: ScorerRequest, committed: list[int]) -> Round | None:
+        """The last round, if the scorer died between its last token and saying so."""
+        length = len(request.prompt_token_ids) + len(committed)
+        if len(committed) < request.stop.max_tokens and length < self._pool.max_model_len:
+            return None
+        return Round((), (), FinishReason.LENGTH)
+
+
+def _continuation(
+    request: ScorerRequest, committed: list[int]
+) -> scorer_pb2.ScorerServiceGenerateRequest:
+    done = len(committed)
+    stop = StopParams(
+        max_tokens=request.stop.max_tokens - done,
+        stop_token_ids=request.stop.stop_token_ids,
+        ignore_eos=request.stop.ignore_eos,
+        min_tokens=max(0, request.stop.min_tokens - done),
+    )
+    return scorer_pb2.ScorerServiceGenerateRequest(
+        request_id=request.request_id,
+        prompt_token_ids=[*request.prompt_token_ids, *committed],
+        sampling=sampling_to_proto(request.sampling),
+        stop=stop_to_proto(stop),
+        speculation=speculation_to_proto(request.speculation),
+        running_stats=request.running_stats,
+    )
+
+
+def _round(response: scorer_pb2.ScorerServiceGenerateResponse) -> Round:
+    finish = response.finish_reason
+    return Round(
+        token_ids=tuple(response.token_ids),
+        kinds=tuple(KIND_FROM_PROTO.get(kind, TokenKind.PLAIN) for kind in response.kinds),
+        finish_reason=(
+            None if finish == common_pb2.FINISH_REASON_UNSPECIFIED else FINISH_FROM_PROTO[finish]
+        ),
+    )
+
+
+def _scorer_error(error: grpc.aio.AioRpcError) -> OutriderError:
+    # A process that is killed can show as UNKNOWN from the transport, never from its own code.
+    if error.code() is grpc.StatusCode.UNKNOWN:
+        return UnavailableError(error.details() or "the scorer vanished")
+    return from_rpc_error(error)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,141 @@
+"""A gateway as a process runs it: tokenizer, scorers, both faces."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from gateway.api_keys import ApiKeys
+from gateway.config import GatewayConfig
+from gateway.generation import Generator
+from gateway.grpc_service import GenerationServicer
+from gateway.openai_http import create_app
+from gateway.scorers import ScorerPool
+from outrider.errors import ConfigError
+from outrider.models.resolve import resolve_model
+from outrider.models.tokenizer import Tokenizer
+from outrider.rpc.runtime import progress
+from outrider.rpc.server import GrpcServer
+from outrider.rpc.telemetry import Telemetry
+from outrider.v1 import generation_pb2_grpc, scorer_pb2
+
+_GRACE_S = 1.0
+_GRPC_SERVICE = "outrider.v1.GenerationService"
+
+
+class Gateway:
+    """`outrider.rpc.runtime.Service`."""
+
+    def __init__(self, config: GatewayConfig, telemetry: Telemetry) -> None:
+        self._config = config
+        self._telemetry = telemetry
+        self._pool: ScorerPool | None = None
+        self._grpc: GrpcServer | None = None
+        self._http: _HttpServer | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> dict[str, str]:
+        """Comes up; returns the addresses. Raises `ConfigError`."""
+        config = self._config
+        api_keys = ApiKeys.load(config.api_key_file)
+        tokenizer = Tokenizer.load(resolve_model(config.model, "target"))
+        http_socket = _bind(config.host, config.http_port)
+        progress("gateway", f"waiting for a scorer at {', '.join(config.scorers)}")
+        self._pool = ScorerPool(config.scorers, lambda info: check_scorer(info, tokenizer))
+        await self._pool.start(config.start_timeout_s)
+        generator = Generator(config, tokenizer, self._pool, self._telemetry)
+
+        servicer = GenerationServicer(generator, api_keys)
+        self._grpc = GrpcServer(
+            f"{config.host}:{config.grpc_port}",
+            lambda server: generation_pb2_grpc.add_GenerationServiceServicer_to_server(
+                servicer, server
+            ),
+            [_GRPC_SERVICE],
+        )
+        grpc_port = await self._grpc.start()
+        await self._grpc.set_serving(True)
+
+        self._http = _HttpServer(
+            uvicorn.Config(
+                create_app(generator, api_keys),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=max(1, round(_GRACE_S)),
+                h11_max_incomplete_event_size=64 * 2**10,
+            )
+        )
+        with _readable(config.host, config.http_port):
+            http_socket.listen(2048)  # from here on nobody is refused
+        self._serving = asyncio.create_task(self._http.serve([http_socket]))
+        http_port = http_socket.getsockname()[1]
+        return {
+            "http": f"http://{config.host}:{http_port}",
+            "grpc": f"{config.host}:{grpc_port}",
+        }
+
+    async def stop(self) -> None:
+        """Streams under way get a moment to end; then they are cut."""
+        if self._http is not None and self._serving is not None:
+            self._http.should_exit = True
+        stopping = [] if self._grpc is None else [self._grpc.stop(_GRACE_S)]
+        if self._serving is not None:
+            stopping.append(_settled(self._serving))
+        await asyncio.gather(*stopping)
+        if self._pool is not None:
+            await self._pool.stop()
+        self._telemetry.shutdown()
+
+    async def wait_failed(self) -> None:
+        assert self._serving is not None
+        await asyncio.shield(self._serving)
+
+
+def check_scorer(info: scorer_pb2.GetScorerInfoResponse, tokenizer: Tokenizer) -> None:
+    """Raises `ConfigError` for a scorer whose tokens would not mean what ours do."""
+    who = f"scorer {info.scorer_id} ({info.model})"
+    if info.tokenizer_hash != tokenizer.hash:
+        raise ConfigError(
+            f"{who} uses another tokenizer than this gateway: start both with the same --model."
+        )
+    if info.vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"{who} knows {info.vocab_size} tokens, the tokenizer has {tokenizer.vocab_size}."
+        )
+
+
+class _HttpServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals belong to the process, not to this server."""
+        yield
+
+
+async def _settled(task: asyncio.Task[None]) -> None:
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A listening socket's address, taken before anything slow. Raises `ConfigError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with _readable(host, port):
+        sock.bind((host, port))
+    return sock
+
+
+@contextlib.contextmanager
+def _readable(host: str, port: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}. "
+            "Choose another port, or 0 for a free one."
+        ) from error

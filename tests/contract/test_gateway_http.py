@@ -1,0 +1,539 @@
+"""The OpenAI face, through the official client, over a fake scorer on a real port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from outrider.errors import CapacityError, UnavailableError
+from outrider.v1 import common_pb2
+from tests.support.fake_scorer import Script
+from tests.support.gateway import MAX_MODEL_LEN, Running, running_gateway, tokens, until
+
+TEXT = "hello 🎉 world, naïve café 日本語"
+AUX_INFO = {field.name for field in common_pb2.AuxInfo.DESCRIPTOR.fields}
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[Running]:
+    async with running_gateway(Script(tokens(TEXT))) as running:
+        yield running
+
+
+async def post(running: Running, path: str, body: Any, **kwargs: Any) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=running.http) as client:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await client.post(path, content=content, **kwargs)
+
+
+# Answers
+
+
+async def test_completion(gateway: Running) -> None:
+    answer = await gateway.client.completions.create(model="default", prompt="def f(")
+    assert answer.choices[0].text == TEXT
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.object == "text_completion"
+    assert answer.id.startswith("cmpl-")
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(tokens("def f(")) + 1  # BOS
+    assert answer.usage.completion_tokens == len(tokens(TEXT))
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + len(tokens(TEXT))
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 1
+
+
+async def test_completion_streams_whole_characters(gateway: Running) -> None:
+    stream = await gateway.client.completions.create(
+        model="default", prompt="def f(", stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    pieces = [chunk.choices[0].text for chunk in chunks if chunk.choices]
+    assert "".join(pieces) == TEXT
+    assert len(pieces) > 5
+    assert not any("\ufffd" in piece for piece in pieces)
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
+    assert reasons == [None] * (len(reasons) - 1) + ["stop"]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == len(tokens(TEXT))
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_chat(gateway: Running) -> None:
+    answer = await gateway.client.chat.completions.create(
+        model="default",
+        messages=[
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+        ],
+    )
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content == TEXT
+    sent = gateway.scorer.requests[-1].prompt_token_ids
+    assert sent == [0, *tokens("<|system|>be brief\n<|user|>hello\n<|assistant|>")]
+
+
+async def test_chat_streams(gateway: Running) -> None:
+    stream = await gateway.client.chat.completions.create(
+        model="default", messages=[{"role": "user", "content": "hello"}], stream=True
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TEXT
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+async def test_an_assistants_answer_can_be_sent_back_as_it_came(gateway: Running) -> None:
+    ask: Any = [{"role": "user", "content": "hello"}]
+    answer = await gateway.client.chat.completions.create(model="default", messages=ask)
+    ask += [answer.choices[0].message.model_dump(), {"role": "user", "content": "go on"}]
+    again = await gateway.client.chat.completions.create(model="default", messages=ask)
+    assert again.choices[0].message.content == TEXT
+
+
+async def test_prompts_as_lists_and_tokens(gateway: Running) -> None:
+    prompts: list[Any] = [["one", "two", "three"], [5, 6, 7], [[5, 6], [7, 8]], ["one"]]
+    for prompt in prompts:
+        wanted = 1 if isinstance(prompt[0], int) else len(prompt)
+        answer = await gateway.client.completions.create(model="default", prompt=prompt)
+        assert [choice.index for choice in answer.choices] == list(range(wanted))
+        assert [choice.text for choice in answer.choices] == [TEXT] * wanted
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == wanted * len(tokens(TEXT))
+    assert [5, 6, 7] in [list(request.prompt_token_ids) for request in gateway.scorer.requests]
+    assert len({request.request_id for request in gateway.scorer.requests}) == 7
+
+
+async def test_several_prompts_stream_side_by_side(gateway: Running) -> None:
+    stream = await gateway.client.completions.create(
+        model="default",
+        prompt=["one", "two", "three"],
+        stream=True,
+        extra_body={"aux_info": True},
+    )
+    texts, reasons, chunk = ["", "", ""], [], None
+    async for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+        reasons += [chunk.choices[0].finish_reason] if chunk.choices[0].finish_reason else []
+    assert texts == [TEXT] * 3
+    assert reasons == ["stop"] * 3
+    assert chunk is not None
+    assert len(chunk.aux_info) == 3  # type: ignore[attr-defined]
+
+
+async def test_every_parameter_reaches_the_scorer(gateway: Running) -> None:
+    await gateway.client.completions.create(
+        model="default",
+        prompt="x",
+        max_tokens=7,
+        temperature=0.5,
+        top_p=0.25,
+        seed=-1,
+        user="someone",
+        n=1,
+        echo=False,
+        logprobs=None,
+        extra_body={
+            "top_k": 40,
+            "min_p": 0.125,
+            "stop_token_ids": [3, 4],
+            "ignore_eos": True,
+            "min_tokens": 2,
+            "speculation": {
+                "enabled": True,
+                "method": "inference_with_reference",
+                "num_speculative_tokens": 6,
+            },
+        },
+    )
+    sent = gateway.scorer.requests[-1]
+    assert (sent.sampling.temperature, sent.sampling.top_p) == (0.5, 0.25)
+    assert (sent.sampling.top_k, sent.sampling.min_p) == (40, 0.125)
+    assert sent.sampling.seed == 2**64 - 1
+    assert (sent.stop.max_tokens, sent.stop.min_tokens) == (7, 2)
+    assert list(sent.stop.stop_token_ids) == [3, 4]
+    assert sent.stop.ignore_eos
+    assert (sent.speculation.enabled, sent.speculation.method) == (True, "ngram")
+    assert sent.speculation.num_speculative_tokens == 6
+    assert not sent.running_stats
+
+
+async def test_max_completion_tokens_and_length(gateway: Running) -> None:
+    answer = await gateway.client.chat.completions.create(
+        model="default", messages=[{"role": "user", "content": "x"}], max_completion_tokens=3
+    )
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 3
+
+
+async def test_unset_max_tokens_stays_within_the_context(gateway: Running) -> None:
+    await gateway.client.completions.create(model="default", prompt=[5] * (MAX_MODEL_LEN - 10))
+    assert gateway.scorer.requests[-1].stop.max_tokens == 10
+
+
+async def test_a_seed_is_drawn_if_none_is_given(gateway: Running) -> None:
+    for _ in range(2):
+        await gateway.client.completions.create(model="default", prompt="x")
+    first, second = (request.sampling.seed for request in gateway.scorer.requests)
+    assert first != second
+
+
+# Stop strings
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_string_ends_before_itself_and_cancels_the_scorer(stream: bool) -> None:
+    script = Script(tokens("hello world STOP and much more" * 3), delay_s=0.01)
+    async with running_gateway(script) as gateway:
+        parameters: dict[str, Any] = {
+            "model": "default",
+            "prompt": "x",
+            "stop": ["###", "d STOP"],
+            "extra_body": {"aux_info": True},
+        }
+        if stream:
+            chunks = [
+                chunk
+                async for chunk in await gateway.client.completions.create(
+                    stream=True, stream_options={"include_usage": True}, **parameters
+                )
+            ]
+            text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+            reason, last = chunks[-2].choices[0].finish_reason, chunks[-1]
+        else:
+            last = await gateway.client.completions.create(**parameters)
+            text, reason = last.choices[0].text, last.choices[0].finish_reason
+        assert text == "hello worl"
+        assert reason == "stop"
+        aux_info = last.aux_info
+        assert last.usage.completion_tokens == aux_info["output_len"]
+        assert aux_info["output_len"] < len(tokens("hello world STOP"))
+        assert aux_info["iter_count"] == aux_info["rounds"] + 1  # the scorer's own account
+        assert aux_info["accepted"] <= aux_info["output_len"]
+        assert last.usage.prompt_tokens_details.cached_tokens == 1
+        await asyncio.sleep(0.1)
+        assert gateway.scorer.cancelled == 1
+        assert gateway.scorer.running == 0
+
+
+# aux_info
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+async def test_aux_info_has_every_field_and_comes_with_the_last_chunk(include_usage: bool) -> None:
+    async with running_gateway(Script(tokens(TEXT))) as gateway:
+        plain = await gateway.client.completions.create(model="default", prompt="x")
+        assert "aux_info" not in plain.model_dump()
+        whole = await gateway.client.completions.create(
+            model="default", prompt="x", extra_body={"aux_info": True}
+        )
+        options: Any = {"stream_options": {"include_usage": True}} if include_usage else {}
+        stream = await gateway.client.completions.create(
+            model="default", prompt="x", stream=True, extra_body={"aux_info": True}, **options
+        )
+        chunks = [chunk.model_dump() async for chunk in stream]
+    assert [("aux_info" in chunk) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    for aux_info in (whole.model_dump()["aux_info"], chunks[-1]["aux_info"]):
+        assert set(aux_info) == AUX_INFO
+        assert {"cost_time", "output_len", "iter_count", "avg_tokens_per_iter"} <= set(aux_info)
+        assert aux_info["output_len"] == len(tokens(TEXT))
+        assert aux_info["avg_tokens_per_iter"] == pytest.approx(
+            aux_info["output_len"] / aux_info["iter_count"]
+        )
+        assert aux_info["cost_time"] > 0
+        assert aux_info["retries"] == 0
+        assert aux_info["scorer_id"] == "scorer-a"
+        assert aux_info["proposer_ids"] == ["proposer-a"]
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "code"),
+    [
+        ({"temperature": 3}, "temperature", None),
+        ({"temperature": "hot"}, "temperature", None),
+        ({"top_p": 0}, "top_p", None),
+        ({"top_k": -2}, "top_k", None),
+        ({"min_p": 1.5}, "min_p", None),
+        ({"seed": 2**70}, "seed", None),
+        ({"max_tokens": 0}, "max_tokens", None),
+        ({"max_tokens": True}, "max_tokens", None),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", None),
+        ({"stop": ["a"] * 17}, "stop", None),
+        ({"stop": ""}, "stop", None),
+        ({"stop": [1]}, "stop", None),
+        ({"stop_token_ids": [-1]}, "stop_token_ids.0", None),
+        ({"n": 2}, "n", None),
+        ({"best_of": 3}, "best_of", None),
+        ({"echo": True}, "echo", None),
+        ({"logprobs": 5}, "logprobs", None),
+        ({"logit_bias": {"5": 1}}, "logit_bias", None),
+        ({"suffix": "x"}, "suffix", None),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", None),
+        ({"guided_json": {}}, "guided_json", None),
+        ({"stream_options": {"include_usage": True}}, "stream_options", None),
+        ({"speculation": {"method": "magic"}}, "speculation.method", None),
+        ({"speculation": {"k": 4}}, "speculation.k", None),
+        ({"speculation": {"num_speculative_tokens": 1000}}, "num_speculative_tokens", None),
+        ({"prompt": ""}, "prompt", None),
+        ({"prompt": []}, "prompt", None),
+        ({"prompt": [[]]}, "prompt", None),
+        ({"prompt": ["a", ""]}, "prompt", None),
+        ({"prompt": 5}, "prompt", None),
+        ({"prompt": [100_000]}, "prompt", None),
+        ({"prompt": "x" * 5000}, "prompt", "context_length_exceeded"),
+        ({"max_tokens": MAX_MODEL_LEN}, "prompt", "context_length_exceeded"),
+    ],
+)
+async def test_bad_parameters_are_named(
+    change: dict[str, Any], param: str, code: str | None
+) -> None:
+    async with running_gateway(Script(tokens(TEXT))) as gateway:
+        response = await post(
+            gateway, "/v1/completions", {"model": "default", "prompt": "x"} | change
+        )
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["type"] == "invalid_request_error"
+        assert (error["param"], error["code"]) == (param, code)
+        assert not gateway.scorer.requests
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logprobs": True}, "logprobs"),
+    ],
+)
+async def test_bad_chat_parameters_are_named(
+    gateway: Running, change: dict[str, Any], param: str | None
+) -> None:
+    body = {"model": "default", "messages": [{"role": "user", "content": "x"}]} | change
+    response = await post(gateway, "/v1/chat/completions", body)
+    assert response.status_code == 400, response.text
+    if param is not None:
+        assert response.json()["error"]["param"] == param
+
+
+async def test_values_that_ask_for_nothing_are_taken(gateway: Running) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        **{"n": 1, "tools": None, "response_format": {"type": "text"}, "logprobs": False},
+        **{"presence_penalty": 0.0, "metadata": {"a": "b"}, "user": "u", "stop": None},
+    }
+    response = await post(gateway, "/v1/chat/completions", body)
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b"\xff\xfe",
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "x", "temperature": NaN}',
+    ],
+)
+async def test_broken_bodies(gateway: Running, body: bytes) -> None:
+    response = await post(gateway, "/v1/completions", body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["message"]
+
+
+async def test_body_limit() -> None:
+    async def trickle() -> AsyncIterator[bytes]:
+        for _ in range(10):
+            yield b"x" * 1000
+
+    async with running_gateway(Script(tokens(TEXT)), max_body_bytes=4000) as gateway:
+        declared = await post(gateway, "/v1/completions", b"x" * 5000)
+        async with httpx.AsyncClient(base_url=gateway.http) as client:
+            chunked = await client.post("/v1/completions", content=trickle())
+        for response in (declared, chunked):
+            assert response.status_code == 413
+            assert response.json()["error"]["code"] == "request_too_large"
+
+
+async def test_unknown_models_and_paths(gateway: Running) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        await gateway.client.completions.create(model="gpt-99", prompt="x")
+    assert caught.value.code == "model_not_found"
+    assert caught.value.param == "model"
+    with pytest.raises(openai.NotFoundError):
+        await gateway.client.models.retrieve("gpt-99")
+    for method, path, status in (
+        ("GET", "/nothing", 404),
+        ("GET", "/v1/completions", 405),
+    ):
+        async with httpx.AsyncClient(base_url=gateway.http) as client:
+            response = await client.request(method, path)
+        assert response.status_code == status
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_models(gateway: Running) -> None:
+    models = [model async for model in gateway.client.models.list()]
+    assert [model.id for model in models] == ["default"]
+    assert (await gateway.client.models.retrieve("default")).owned_by == "outrider"
+
+
+async def test_api_keys(tmp_path: Any) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# comment\n\nsecret-1\nsecret-2\n")
+    async with running_gateway(
+        Script(tokens(TEXT)), api_key_file=str(keys), api_key="secret-2"
+    ) as gateway:
+        answer = await gateway.client.completions.create(model="default", prompt="x")
+        assert answer.choices[0].text == TEXT
+        for authorization in (None, "Bearer wrong", "secret-2", "Basic secret-2", "Bearer é"):
+            headers = {} if authorization is None else {"Authorization": authorization.encode()}
+            response = await post(gateway, "/v1/completions", {"prompt": "x"}, headers=headers)
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+        with pytest.raises(openai.AuthenticationError):
+            await gateway.client.with_options(api_key="wrong").models.list()
+        async with httpx.AsyncClient(base_url=gateway.http) as client:
+            assert (await client.get("/health")).status_code == 200
+
+
+async def test_a_full_scorer_is_429_with_retry_after() -> None:
+    script = Script(tokens(TEXT), refuse=CapacityError("full", retry_after_s=2.5))
+    async with running_gateway(script) as gateway:
+        for stream in (False, True):
+            with pytest.raises(openai.RateLimitError) as caught:
+                await gateway.client.completions.create(model="default", prompt="x", stream=stream)
+            assert caught.value.response.headers["retry-after"] == "3"
+
+
+async def test_too_many_requests_in_flight_are_429() -> None:
+    script = Script(tokens(TEXT), hang_after=2)
+    async with running_gateway(script, max_in_flight=2) as gateway:
+        tasks = [
+            asyncio.create_task(gateway.client.completions.create(model="default", prompt="x"))
+            for _ in range(2)
+        ]
+        await until(lambda: gateway.scorer.running == 2)
+        with pytest.raises(openai.RateLimitError):
+            await gateway.client.completions.create(model="default", prompt="x")
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_the_deadline_gives_504_or_an_error_event() -> None:
+    script = Script(tokens(TEXT), hang_after=4)
+    async with running_gateway(script, request_timeout_s=0.5) as gateway:
+        with pytest.raises(openai.InternalServerError) as caught:
+            await gateway.client.completions.create(model="default", prompt="x")
+        assert caught.value.status_code == 504
+        stream = await gateway.client.completions.create(model="default", prompt="x", stream=True)
+        text = ""
+        with pytest.raises(openai.APIError, match="too long"):  # noqa: PT012
+            async for chunk in stream:
+                text += chunk.choices[0].text
+        assert text
+        assert TEXT.startswith(text)
+        await asyncio.sleep(0.1)
+        assert gateway.scorer.running == 0
+
+
+async def test_no_scorer_is_503_and_unhealthy() -> None:
+    script = Script(tokens(TEXT), refuse=UnavailableError("draining"))
+    async with running_gateway(script, resume_timeout_s=0.3) as gateway:
+        with pytest.raises(openai.InternalServerError) as caught:
+            await gateway.client.completions.create(model="default", prompt="x")
+        assert caught.value.status_code == 503
+
+
+# Life
+
+
+async def test_health_and_metrics(gateway: Running) -> None:
+    await gateway.client.completions.create(model="default", prompt="x")
+    async with httpx.AsyncClient(base_url=gateway.http) as client:
+        health = await client.get("/health")
+        metrics = (await client.get("/metrics")).text
+    assert health.status_code == 200
+    assert health.json()["scorers_serving"] == 1
+    for name in (
+        "gen_ai_server_request_duration",
+        "gen_ai_server_time_to_first_token",
+        "gen_ai_server_time_per_output_token",
+        'outrider:gateway_requests_total{operation="text_completion",outcome="ok"} 1.0',
+        f"outrider:generation_tokens_total {len(tokens(TEXT))}.0",
+    ):
+        assert name in metrics
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_disconnect_cancels_the_scorer_at_once(stream: bool) -> None:
+    async with running_gateway(Script(tokens(TEXT), hang_after=2)) as gateway:
+        body = json.dumps({"prompt": "x", "stream": stream}).encode()
+        host, port = gateway.http.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+        )
+        writer.write(body)
+        await until(lambda: gateway.scorer.running == 1)
+        await asyncio.sleep(0.1)
+        writer.close()
+        await until(lambda: gateway.scorer.running == 0, timeout_s=1)
+        assert gateway.scorer.cancelled == 1
+
+
+async def test_64_streams_at_once() -> None:
+    async with running_gateway(Script(tokens(TEXT), delay_s=0.01)) as gateway:
+
+        async def one() -> str:
+            stream = await gateway.client.completions.create(
+                model="default", prompt="x", stream=True
+            )
+            return "".join([chunk.choices[0].text async for chunk in stream])
+
+        texts = await asyncio.gather(*(one() for _ in range(64)))
+        assert texts == [TEXT] * 64
+        assert gateway.scorer.most_running > 32
+
+
+async def test_one_trace_per_request() -> None:
+    exporter = InMemorySpanExporter()
+    async with running_gateway(Script(tokens(TEXT)), exporter=exporter) as gateway:
+        trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+        await post(
+            gateway,
+            "/v1/completions",
+            {"prompt": "x"},
+            headers={"traceparent": f"00-{trace}-{parent}-01"},
+        )
+        sent = gateway.scorer.metadata[-1]["traceparent"]
+    client, server = exporter.get_finished_spans()
+    assert f"{server.context.trace_id:032x}" == trace
+    assert f"{server.parent.span_id:016x}" == parent  # type: ignore[union-attr]
+    assert client.parent is not None
+    assert client.parent.span_id == server.context.span_id
+    assert sent == f"00-{trace}-{client.context.span_id:016x}-01"
+    assert server.attributes is not None
+    assert server.attributes["gen_ai.usage.output_tokens"] == len(tokens(TEXT))

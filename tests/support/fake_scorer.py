@@ -1,0 +1,144 @@
+"""A real ScorerService server over a table instead of a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from outrider.errors import OutriderError
+from outrider.rpc.server import GrpcServer
+from outrider.rpc.status import abort
+from outrider.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass
+class Script:
+    """How the fake answers: the completion of a prompt, and what goes wrong."""
+
+    completion: Sequence[int]  # what the model says after the prompt's first `prompt_len` tokens
+    prompt_len: int | None = None  # None: the whole prompt of each request
+    finish: common_pb2.FinishReason = common_pb2.FINISH_REASON_STOP
+    per_round: int = 2
+    delay_s: float = 0.0
+    refuse: OutriderError | None = None
+    die_after: int | None = None  # tokens sent before the stream breaks
+    hang_after: int | None = None  # tokens sent before nothing more comes
+
+
+@dataclass
+class FakeScorer(scorer_pb2_grpc.ScorerServiceServicer):
+    """Keeps what it was asked; `cancelled` counts requests whose client went away."""
+
+    script: Script
+    info: scorer_pb2.GetScorerInfoResponse
+    requests: list[scorer_pb2.ScorerServiceGenerateRequest] = field(default_factory=list)
+    metadata: list[dict[str, Any]] = field(default_factory=list)
+    cancelled: int = 0
+    running: int = 0
+    most_running: int = 0
+    target: str = ""
+
+    async def GetScorerInfo(  # noqa: N802
+        self, _request: scorer_pb2.GetScorerInfoRequest, _context: Context
+    ) -> scorer_pb2.GetScorerInfoResponse:
+        return self.info
+
+    async def Generate(  # noqa: N802
+        self, request: scorer_pb2.ScorerServiceGenerateRequest, context: Context
+    ) -> AsyncIterator[scorer_pb2.ScorerServiceGenerateResponse]:
+        self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata() or ()))
+        if self.script.refuse is not None:
+            await abort(context, self.script.refuse)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            async for response in self._rounds(request, context):
+                yield response
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+
+    async def _rounds(
+        self, request: scorer_pb2.ScorerServiceGenerateRequest, context: Context
+    ) -> AsyncIterator[scorer_pb2.ScorerServiceGenerateResponse]:
+        script = self.script
+        done = 0 if script.prompt_len is None else len(request.prompt_token_ids) - script.prompt_len
+        left = list(script.completion[done:])
+        cut = len(left) > request.stop.max_tokens
+        left = left[: request.stop.max_tokens]
+        sent = rounds = accepted = 0
+        last = False
+        while not last:
+            step = self._step(left, sent)
+            await asyncio.sleep(script.delay_s)
+            sent += len(step)
+            rounds += bool(step)
+            accepted += max(0, len(step) - 1)
+            last = sent == len(left)
+            kinds = [*[common_pb2.TOKEN_KIND_ACCEPTED] * (len(step) - 1)]
+            kinds += [common_pb2.TOKEN_KIND_BONUS] if step else []
+            response = scorer_pb2.ScorerServiceGenerateResponse(token_ids=step, kinds=kinds)
+            if last:
+                response.finish_reason = common_pb2.FINISH_REASON_LENGTH if cut else script.finish
+            if last or request.running_stats:
+                response.usage.CopyFrom(
+                    common_pb2.Usage(
+                        prompt_tokens=len(request.prompt_token_ids),
+                        completion_tokens=sent,
+                        cached_prompt_tokens=1,
+                    )
+                )
+                response.aux_info.CopyFrom(self._account(sent, rounds, accepted))
+            yield response
+            if script.die_after is not None and sent >= script.die_after:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+            if script.hang_after is not None and sent >= script.hang_after:
+                await asyncio.sleep(3600)
+
+    def _step(self, left: list[int], sent: int) -> list[int]:
+        step = left[sent : sent + self.script.per_round]
+        for limit in (self.script.die_after, self.script.hang_after):
+            if limit is not None:
+                step = step[: max(1, limit - sent)]
+        return step
+
+    def _account(self, sent: int, rounds: int, accepted: int) -> common_pb2.AuxInfo:
+        return common_pb2.AuxInfo(
+            output_len=sent,
+            iter_count=rounds + 1,
+            rounds=rounds,
+            drafted=accepted,
+            accepted=accepted,
+            accepted_per_pos=[rounds] * (self.script.per_round - 1),
+            k_histogram=[0] * (self.script.per_round - 1) + [rounds],
+            prefill_ms=5.0,
+            proposer_ids=["proposer-a"],
+            scorer_id=self.info.scorer_id,
+            verification="coupled",
+        )
+
+
+@asynccontextmanager
+async def serving(scorer: FakeScorer, port: int = 0) -> AsyncIterator[FakeScorer]:
+    """The fake on a real loopback port, `scorer.target`, healthy."""
+    server = GrpcServer(
+        f"127.0.0.1:{port}",
+        lambda s: scorer_pb2_grpc.add_ScorerServiceServicer_to_server(scorer, s),
+        ["outrider.v1.ScorerService"],
+    )
+    scorer.target = f"127.0.0.1:{await server.start()}"
+    await server.set_serving(True)
+    try:
+        yield scorer
+    finally:
+        await server.stop(0)

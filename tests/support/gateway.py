@@ -1,0 +1,112 @@
+"""A whole gateway on loopback ports over fake scorers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import openai
+from opentelemetry.sdk.trace.export import SpanExporter
+
+from gateway.config import GatewayConfig
+from gateway.service import Gateway
+from outrider.models.tokenizer import Tokenizer
+from outrider.rpc import telemetry
+from outrider.v1 import scorer_pb2
+from tests.support.fake_scorer import FakeScorer, Script, serving
+from tests.support.tokenizers import byte_level_bpe, save
+
+MAX_MODEL_LEN = 256
+
+
+@cache
+def _folder() -> tuple[TemporaryDirectory[str], Path]:
+    keep = TemporaryDirectory()
+    return keep, save(byte_level_bpe(), Path(keep.name))
+
+
+def model_folder() -> Path:
+    return _folder()[1]
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(model_folder())
+
+
+def tokens(text: str) -> list[int]:
+    """The tokens of a completion: no BOS."""
+    return tokenizer().encode(text)[1:]
+
+
+def fake_scorer(script: Script, name: str = "scorer-a", **info: Any) -> FakeScorer:
+    fields = {
+        "scorer_id": name,
+        "model": "tiny",
+        "vocab_size": tokenizer().vocab_size,
+        "tokenizer_hash": tokenizer().hash,
+        "max_model_len": MAX_MODEL_LEN,
+        "protocol_version": 1,
+        **info,
+    }
+    return FakeScorer(script, scorer_pb2.GetScorerInfoResponse(**fields))
+
+
+@dataclass
+class Running:
+    """A gateway under test."""
+
+    http: str
+    grpc: str
+    scorers: list[FakeScorer]
+    client: openai.AsyncOpenAI
+
+    @property
+    def scorer(self) -> FakeScorer:
+        return self.scorers[0]
+
+
+@asynccontextmanager
+async def running_gateway(
+    *scorers: FakeScorer | Script,
+    exporter: SpanExporter | None = None,
+    api_key: str = "unused",
+    **config: Any,
+) -> AsyncIterator[Running]:
+    fakes = [s if isinstance(s, FakeScorer) else fake_scorer(s) for s in scorers]
+    async with AsyncExitStack() as stack:
+        for fake in fakes:
+            if not fake.target:
+                await stack.enter_async_context(serving(fake))
+        gateway = Gateway(
+            GatewayConfig(
+                **{
+                    "scorers": tuple(fake.target for fake in fakes),
+                    "model": str(model_folder()),
+                    "start_timeout_s": 5.0,
+                    "request_timeout_s": 20.0,
+                    "resume_timeout_s": 3.0,
+                    **config,
+                }
+            ),
+            telemetry.configure("test", exporter=exporter),
+        )
+        stack.push_async_callback(gateway.stop)
+        addresses = await gateway.start()
+        client = await stack.enter_async_context(
+            openai.AsyncOpenAI(base_url=f"{addresses['http']}/v1", api_key=api_key, max_retries=0)
+        )
+        yield Running(addresses["http"], addresses["grpc"], fakes, client)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Waits for what other tasks bring about."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

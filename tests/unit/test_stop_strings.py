@@ -1,0 +1,151 @@
+"""Stop strings: the same result however the text is cut, and nothing leaks past a match."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.output import OutputAssembler, OutputToken
+from gateway.stop_strings import StopStringMatcher
+from outrider.types import TokenKind
+
+TEXT = st.text(alphabet="abc", max_size=30)
+STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=6), max_size=4)
+
+
+class Pieces:
+    """A detokeniser whose token n is the n-th piece; a piece "?" is a character still incomplete,
+    as is every "~" at the end of a piece until the next one comes.
+    """
+
+    def __init__(self, pieces: list[str]) -> None:
+        self._pieces = pieces
+        self._held = ""
+
+    def push(self, token_id: int) -> str:
+        text = self._held + self._pieces[token_id]
+        whole = text.rstrip("~")
+        self._held = text[len(whole) :]
+        return whole
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+    @property
+    def complete(self) -> bool:
+        return not self._held
+
+
+def search(text: str, stops: list[str], start: int = 0) -> str:
+    """The definition: cut before the stop string that ends first, the longest of those."""
+    found = [(text.find(stop, start), stop) for stop in stops if text.find(stop, start) >= 0]
+    if not found:
+        return text
+    _, begin = min((begin + len(stop), begin) for begin, stop in found)
+    return text[:begin]
+
+
+def cut(text: str, cuts: list[int]) -> list[str]:
+    bounds = [0, *sorted(min(c, len(text)) for c in cuts), len(text)]
+    return [text[a:b] for a, b in pairwise(bounds)]
+
+
+def run(
+    pieces: list[str], stops: list[str], min_tokens: int = 0
+) -> tuple[list[list[OutputToken]], OutputAssembler]:
+    assembler = OutputAssembler(Pieces(pieces), stops, min_tokens)
+    chunks = []
+    for number in range(len(pieces)):
+        chunks.append(assembler.push(number, TokenKind.PLAIN))
+        if assembler.stopped:
+            break
+    chunks.append(assembler.finish())
+    return chunks, assembler
+
+
+def text_of(chunks: list[list[OutputToken]]) -> str:
+    return "".join(token.text for chunk in chunks for token in chunk)
+
+
+@given(text=TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 30), max_size=12))
+def test_any_segmentation_equals_a_search_on_the_whole_text(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
+    chunks, _ = run(cut(text, cuts), stops)
+    assert text_of(chunks) == search(text, stops)
+
+
+@given(text=TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 30), max_size=12))
+def test_tokens_come_in_order_and_only_those_with_text_before_the_match(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
+    pieces = [piece for piece in cut(text, cuts) if piece]
+    chunks, assembler = run(pieces, stops)
+    tokens = [token for chunk in chunks for token in chunk]
+    assert [token.id for token in tokens] == list(range(len(tokens)))
+    assert assembler.released == len(tokens)
+    kept = len(search(text, stops))
+    if assembler.stopped:
+        begins = [sum(map(len, pieces[:n])) for n in range(len(pieces))]
+        assert len(tokens) == sum(begin < kept for begin in begins)
+    else:
+        assert len(tokens) == len(pieces)
+
+
+@given(text=TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 30), max_size=12))
+def test_what_is_shown_never_has_to_be_taken_back_and_is_not_held_longer_than_needed(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
+    pieces = cut(text, cuts)
+    assembler = OutputAssembler(Pieces(pieces), stops)
+    shown, fed = "", ""
+    for number, piece in enumerate(pieces):
+        fed += piece
+        shown += "".join(token.text for token in assembler.push(number, TokenKind.PLAIN))
+        assert search(text, stops).startswith(shown)
+        if assembler.stopped:
+            break
+        begins_a_stop = [
+            n for n in range(len(fed) + 1) if any(stop.startswith(fed[n:]) for stop in stops)
+        ]
+        safe = min(begins_a_stop, default=len(fed))
+        assert len(shown) > safe - max(map(len, pieces)) - 1
+
+
+@given(text=TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 30), max_size=12), n=st.integers(0, 8))
+def test_stop_strings_count_after_min_tokens(
+    text: str, stops: list[str], cuts: list[int], n: int
+) -> None:
+    pieces = cut(text, cuts)
+    chunks, assembler = run(pieces, stops, min_tokens=n)
+    assert text_of(chunks) == search(text, stops, start=len("".join(pieces[:n])))
+    assert assembler.released >= min(n, len(pieces))
+
+
+def test_an_incomplete_character_at_the_end_belongs_to_its_token() -> None:
+    chunks, _ = run(["ab", "c~", "~"], ["x"])
+    assert [[token.text for token in chunk] for chunk in chunks] == [["ab"], [], [], ["c", "~~"]]
+
+
+def test_the_flushed_end_may_complete_a_stop_string() -> None:
+    chunks, assembler = run(["ab", "c~"], ["c~"])
+    assert text_of(chunks) == "ab"
+    assert assembler.stopped
+
+
+def test_without_stop_strings_nothing_waits() -> None:
+    chunks, _ = run(["a", "b", "c"], [])
+    assert [len(chunk) for chunk in chunks] == [1, 1, 1, 0]
+
+
+@given(text=TEXT, stop=st.text(alphabet="abc", min_size=1, max_size=6))
+def test_pending_is_the_longest_end_that_begins_the_stop_string(text: str, stop: str) -> None:
+    matcher = StopStringMatcher([stop])
+    if stop in text:
+        return
+    assert matcher.feed(text) is None
+    ends = [n for n in range(len(stop)) if text.endswith(stop[:n])]
+    assert matcher.pending == max(ends)
