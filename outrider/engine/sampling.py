@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -19,7 +20,10 @@ from torch import Tensor
 from outrider.types import SamplingParams
 
 _MASK = 0xFFFFFFFF
+_FACTOR_1 = 0x21F0AAAD
+_FACTOR_2 = 0x735A2D97
 _LANE = 0x9E3779B9  # makes the second half of the key differ from the first
+_FEW = 256  # of the likeliest tokens; they usually decide top_k and top_p without a sort
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,7 @@ class SamplingBatch:
     top_k: Tensor  # int64 [n]; 0: all tokens
     top_p: Tensor  # float32 [n]
     min_p: Tensor  # float32 [n]
-    seed: Tensor  # int64 [n]: the 64 bits of the seed, in two's complement
+    seed: Tensor  # int64 [n, 2]: the two keys that the hash derives from the seed
     position: Tensor  # int64 [n]: absolute position of the token being drawn
     all_greedy: bool
     any_greedy: bool
@@ -55,7 +59,7 @@ class SamplingBatch:
             top_k=column([p.top_k for p in params], torch.int64),
             top_p=column([p.top_p for p in params], torch.float32),
             min_p=column([p.min_p for p in params], torch.float32),
-            seed=column([p.seed - ((p.seed >> 63) << 64) for p in params], torch.int64),
+            seed=seed_keys([p.seed for p in params]).to(device, non_blocking=True),
             position=column(list(positions), torch.int64),
             all_greedy=all(greedy),
             any_greedy=any(greedy),
@@ -97,40 +101,51 @@ def process_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _sorted_threshold(scaled: Tensor, batch: SamplingBatch) -> Tensor:
-    """The smallest logit that top_k and top_p keep: [n, vocab] to [n]."""
+    """The smallest logit that top_k and top_p keep: [n, vocab] to [n].
+
+    Looks at the likeliest tokens first, and sorts all only where they do not decide. Both ways
+    give the same bits, so that a row does not depend on its neighbours.
+    """
     vocab_size = scaled.shape[-1]
-    descending = scaled.sort(dim=-1, descending=True).values
     top_k = torch.where(batch.top_k == 0, vocab_size, batch.top_k).clamp(max=vocab_size)
-    kth = descending.gather(1, top_k[:, None] - 1)  # [n, 1]
-    # Ties with the k-th token stay, so that the cut does not depend on the order of a sort.
-    probs = descending.masked_fill(descending < kth, -torch.inf).softmax(dim=-1)
-    mass_before = probs.cumsum(dim=-1) - probs
-    kept = (mass_before < batch.top_p[:, None]) | (batch.top_p == 1.0)[:, None]
-    kept &= descending >= kth
-    last = kept.sum(dim=-1, keepdim=True).clamp(min=1) - 1
-    return descending.gather(1, last)[:, 0]
+    for count in (min(_FEW, vocab_size), vocab_size):
+        descending = scaled.topk(count, dim=-1).values
+        cut_by_k = top_k <= count
+        kth = descending.gather(1, top_k.clamp(max=count)[:, None] - 1)
+        kth = torch.where(cut_by_k[:, None], kth, -torch.inf)  # [n, 1]
+        # Ties with the k-th token stay, so that the cut does not depend on the order of a sort.
+        weights = (scaled - descending[:, :1]).exp().masked_fill(scaled < kth, 0.0)
+        mass = weights.sum(dim=-1, dtype=torch.float64)  # [n]
+        reach = (descending - descending[:, :1]).exp().masked_fill(descending < kth, 0.0)
+        reach = reach.cumsum(dim=-1, dtype=torch.float64)
+        wanted = batch.top_p.double() * mass
+        num_kept = 1 + (reach < wanted[:, None]).sum(dim=-1)
+        cut_by_p = num_kept <= count
+        last = descending.gather(1, num_kept.clamp(max=count)[:, None] - 1)
+        pth = torch.where((cut_by_p & (batch.top_p < 1.0))[:, None], last, -torch.inf)
+        decided = (cut_by_k | (batch.top_k == 0)) & (cut_by_p | (batch.top_p == 1.0))
+        if count == vocab_size or bool(decided.all()):
+            break
+    return torch.maximum(kth, pth)[:, 0]
+
+
+def seed_keys(seeds: Sequence[int]) -> Tensor:
+    """The keys of uint64 seeds, as `SamplingBatch.seed` holds them: int64 [n, 2], on the host."""
+    return torch.tensor([_seed_keys(seed) for seed in seeds], dtype=torch.int64).view(-1, 2)
 
 
 def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise g(seed, position, token): int64 [n], int64 [n] to float64 [n, vocab].
+    """Standard Gumbel noise g(seed, position, token): int64 [n, 2], [n] to float64 [n, vocab].
 
     g = -log(-log(u)) with u = (h + 0.5) / 2^32 and h the 32-bit hash of docs/sampling.md. The
     hash is integer arithmetic, so h and u have the same bits on every device.
     """
-    noise = _hash(seed, position, vocab_size).to(torch.float64)
+    first, second = _mix(seed ^ position[:, None]).split(1, dim=-1)  # [n, 1] each
+    mixed = (_mixed_tokens(vocab_size, seed.device) ^ first).add_(second).bitwise_and_(_MASK)
+    noise = _mix(mixed).to(torch.float64)
     noise += 0.5
     noise *= 2.0**-32
     return noise.log_().neg_().log_().neg_()
-
-
-def _hash(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """h(seed, position, token), uniform below 2^32: int64 [n, vocab]."""
-    low, high = seed & _MASK, (seed >> 32) & _MASK
-    first = _mix(_mix(_mix(low) ^ high) ^ position)
-    second = _mix(_mix(_mix(high ^ _LANE) ^ low) ^ position)
-    tokens = torch.arange(vocab_size, device=seed.device)
-    mixed = _mix(tokens ^ first[:, None])
-    return _mix(mixed.bitwise_xor_(second[:, None]))
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -140,7 +155,27 @@ def _mix(x: Tensor) -> Tensor:
     never overflows.
     """
     x = x ^ (x >> 16)
-    x.mul_(0x21F0AAAD).bitwise_and_(_MASK)
+    x.mul_(_FACTOR_1).bitwise_and_(_MASK)
     x.bitwise_xor_(x >> 15)
-    x.mul_(0x735A2D97).bitwise_and_(_MASK)
+    x.mul_(_FACTOR_2).bitwise_and_(_MASK)
     return x.bitwise_xor_(x >> 15)
+
+
+def _mix_int(x: int) -> int:
+    """`_mix` of one number."""
+    x ^= x >> 16
+    x = x * _FACTOR_1 & _MASK
+    x ^= x >> 15
+    x = x * _FACTOR_2 & _MASK
+    return x ^ (x >> 15)
+
+
+@lru_cache(maxsize=4096)
+def _seed_keys(seed: int) -> tuple[int, int]:
+    low, high = seed & _MASK, seed >> 32
+    return _mix_int(_mix_int(low) ^ high), _mix_int(_mix_int(high ^ _LANE) ^ low)
+
+
+@lru_cache(maxsize=8)
+def _mixed_tokens(vocab_size: int, device: torch.device) -> Tensor:
+    return _mix(torch.arange(vocab_size, device=device))
