@@ -1,0 +1,84 @@
+"""`python -m proposer_service --scorer HOST:PORT --method draft_model|ngram`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from outrider.errors import OutriderError
+from proposer_service.config import DraftModelConfig, NgramConfig, ProposerConfig
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
+    """The configuration, and whether to exit with the parent. Raises `ConfigError`."""
+    ngram, draft = NgramConfig(), DraftModelConfig()
+    parser = argparse.ArgumentParser(
+        prog="proposer_service",
+        description="Drafts tokens for Outrider scorers, which it dials.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--scorer", required=True, metavar="HOST:PORT[,...]", help="scorers to dial")
+    add(
+        "--method",
+        choices=("draft_model", "ngram", "inference_with_reference"),
+        default="draft_model",
+        help="inference_with_reference is another name for ngram",
+    )
+    add("--host", default="127.0.0.1", help="address of ProposerService and metrics")
+    add("--port", type=int, default=0, help="port of ProposerService; 0: a free one")
+    add("--metrics-port", type=int, help="port of /metrics; 0: a free one; unset: none")
+    add("--proposer-id", help="unique in the pool; unset: host name, method and port")
+    add("--pool", default="default", help="name of the pool, for metrics")
+    add("--max-sessions", type=int, default=256, help="sessions held at once")
+    add("--max-draft-tokens", type=int, default=16, help="draft tokens per round at most")
+    add("--model", default=draft.model, help="draft_model: embedded, a folder, Hugging Face id")
+    add("--dtype", choices=("float32", "bfloat16"), default=draft.dtype, help="draft_model")
+    add("--threads", type=int, default=draft.threads, help="draft_model: CPU threads")
+    add("--kv-cache-memory", type=int, default=draft.kv_cache_memory, help="draft_model: MiB")
+    add("--max-model-len", type=int, help="draft_model: longest context drafted for")
+    add("--prompt-lookup-min", type=int, default=ngram.prompt_lookup_min, help="ngram")
+    add("--prompt-lookup-max", type=int, default=ngram.prompt_lookup_max, help="ngram")
+    add("--exit-with-parent", action="store_true", help="stop when the parent process is gone")
+    args = parser.parse_args(argv)
+    method: NgramConfig | DraftModelConfig
+    if args.method == "draft_model":
+        method = DraftModelConfig(
+            args.model, args.dtype, args.threads, args.kv_cache_memory, args.max_model_len
+        )
+    else:
+        method = NgramConfig(args.prompt_lookup_min, args.prompt_lookup_max)
+    config = ProposerConfig(
+        scorers=tuple(target.strip() for target in args.scorer.split(",") if target.strip()),
+        method=method,
+        proposer_id=args.proposer_id,
+        pool=args.pool,
+        host=args.host,
+        port=args.port,
+        metrics_port=args.metrics_port,
+        max_sessions=args.max_sessions,
+        max_draft_tokens=args.max_draft_tokens,
+    )
+    return config, args.exit_with_parent
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs until a signal; returns the exit code."""
+    try:
+        config, exit_with_parent = parse(argv)
+    except OutriderError as error:
+        print(f"proposer: {error.message}", file=sys.stderr)
+        return 2
+    if isinstance(config.method, DraftModelConfig):
+        # Read by OpenMP when torch is imported, which happens below.
+        os.environ["OMP_NUM_THREADS"] = str(config.method.threads)
+    from outrider.rpc.runtime import run
+    from proposer_service.service import ProposerService
+
+    return run("proposer", ProposerService(config), exit_with_parent=exit_with_parent)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""The proposer's stream to one scorer: dialled, kept up, dialled again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import grpc
+
+from outrider.errors import (
+    CapacityError,
+    InvalidRequestError,
+    OutriderError,
+    ProposerRefusedError,
+    UnavailableError,
+)
+from outrider.rpc.channel import open_channel
+from outrider.rpc.status import from_rpc_error
+from outrider.v1 import draft_pb2, proposer_pb2, scorer_pb2_grpc
+from proposer_service.config import LinkConfig
+from proposer_service.metrics import ProposerMetrics
+from proposer_service.worker import DraftWorker
+
+_log = logging.getLogger(__name__)
+
+_QUEUE_FULL_WAIT_S: Final = 0.002
+_STEADY_S: Final = 5.0  # a stream that lived this long starts the backoff afresh
+_link_ids = itertools.count(1)
+
+Call = grpc.aio.StreamStreamCall[Any, Any]
+
+
+class ScorerLink:
+    """Keeps one Draft stream to `target` from `run` until `drain` or cancellation.
+
+    `hello` makes a Hello with a new incarnation.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        hello: Callable[[], draft_pb2.Hello],
+        worker: DraftWorker,
+        config: LinkConfig,
+        metrics: ProposerMetrics,
+    ) -> None:
+        self.target = target
+        self._hello = hello
+        self._worker = worker
+        self._config = config
+        self._metrics = metrics
+        self._stream: _Stream | None = None
+        self._draining = False
+        self._last_error = "not connected yet"
+
+    def status(self) -> proposer_pb2.ScorerLink:
+        """For GetProposerInfo."""
+        stream = self._stream
+        return proposer_pb2.ScorerLink(
+            target=self.target,
+            connected=stream is not None,
+            sessions=0 if stream is None else stream.num_sessions,
+            last_error="" if stream is not None else self._last_error,
+        )
+
+    async def run(self) -> None:
+        """Dials until drained or cancelled; raises nothing of the network's."""
+        config, loop = self._config, asyncio.get_running_loop()
+        backoff = config.backoff_first_s
+        while not self._draining:
+            started = loop.time()
+            error = await self._dial()
+            if self._draining:
+                return
+            if loop.time() - started > _STEADY_S:
+                backoff = config.backoff_first_s
+            self._tell(error)
+            wait = backoff
+            if isinstance(error, ProposerRefusedError | InvalidRequestError):
+                wait = max(wait, config.refused_retry_s)
+            elif isinstance(error, CapacityError):
+                wait = max(wait, error.retry_after_s)
+            # Jitter: many proposers see a scorer die at the same moment.
+            await asyncio.sleep(wait * random.uniform(0.5, 1.0))
+            backoff = min(2 * backoff, config.backoff_max_s)
+
+    async def drain(self) -> None:
+        """Says Goodbye and waits, within a limit, for the scorer to close its sessions."""
+        self._draining = True
+        if self._stream is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._config.drain_timeout_s):
+                    await self._stream.say_goodbye()
+
+    def _tell(self, error: OutriderError) -> None:
+        """Logs what is news: not every failed dial of a scorer that is away."""
+        if error.message != self._last_error:
+            refused = isinstance(error, ProposerRefusedError | InvalidRequestError)
+            verb = "refused this proposer" if refused else "is not connected"
+            level = logging.ERROR if refused else logging.WARNING
+            _log.log(level, "scorer %s %s: %s (%s)", self.target, verb, error.message, error.reason)
+        self._last_error = error.message
+
+    async def _dial(self) -> OutriderError:
+        """One stream from Hello to its end; returns why it ended."""
+        # A channel per dial: none of gRPC's own backoff is left over from the last one.
+        async with open_channel(self.target) as channel:
+            call: Call = scorer_pb2_grpc.ScorerServiceStub(channel).Draft()
+            try:
+                async with asyncio.timeout(self._config.answer_timeout_s):
+                    await _write(call, draft_pb2.DraftRequest(hello=self._hello()))
+                    await self._read_welcome(call)
+                await self._serve(call)
+            except TimeoutError:
+                return UnavailableError("the scorer does not answer")
+            except grpc.aio.AioRpcError as error:
+                return from_rpc_error(error)
+            except OutriderError as error:
+                return error
+            finally:
+                call.cancel()
+        return UnavailableError("the scorer ended the stream")
+
+    async def _read_welcome(self, call: Call) -> None:
+        message: Any = await call.read()
+        if message is grpc.aio.EOF or not message.HasField("welcome"):
+            raise UnavailableError("the scorer did not answer Hello with Welcome")
+
+    async def _serve(self, call: Call) -> None:
+        link = next(_link_ids)
+        stream = _Stream(call, self._config)
+        self._worker.attach(link, stream.put)
+        writing = asyncio.create_task(stream.write_all())
+        self._stream, self._last_error = stream, ""
+        self._metrics.links.inc()
+        _log.info("scorer %s connected", self.target)
+        try:
+            reading = asyncio.create_task(self._read_all(link, stream))
+            try:
+                await asyncio.wait([reading, writing], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in (reading, writing):
+                    task.cancel()
+                results = await asyncio.gather(reading, writing, return_exceptions=True)
+            for result in results:
+                if isinstance(result, Exception):
+                    raise result
+        finally:
+            self._stream = None
+            self._metrics.links.dec()
+            self._worker.detach(link)
+            stream.ended.set()
+
+    async def _read_all(self, link: int, stream: _Stream) -> None:
+        message: Any
+        while (message := await stream.call.read()) is not grpc.aio.EOF:
+            if message.HasField("sessions"):
+                stream.note(message.sessions)
+                # A full queue holds back the reader, and gRPC's flow control the scorer.
+                while not self._worker.post(link, message.sessions):  # noqa: ASYNC110
+                    await asyncio.sleep(_QUEUE_FULL_WAIT_S)
+
+
+class _Stream:
+    """An established stream: what waits to be written, and which sessions are open on it."""
+
+    def __init__(self, call: Call, config: LinkConfig) -> None:
+        self.call = call
+        self.ended = asyncio.Event()
+        self._config = config
+        self._unsent: deque[draft_pb2.DraftRequest | None] = deque()  # None: nothing follows
+        self._wake = asyncio.Event()
+        self._open: dict[int, int] = {}  # session -> epoch
+        self._all_closed = asyncio.Event()
+        self._all_closed.set()
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._open)
+
+    def put(self, messages: list[draft_pb2.DraftRequest]) -> None:
+        """Queues messages; called on the loop."""
+        self._unsent.extend(messages)
+        self._wake.set()
+
+    async def write_all(self) -> None:
+        """Writes what is put, until cancelled. Raises for a scorer that does not read."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._unsent:
+                if len(self._unsent) > self._config.max_unsent:
+                    raise UnavailableError("the scorer does not read its blocks")
+                message = self._unsent.popleft()
+                if message is None:
+                    await self.call.done_writing()
+                    continue
+                async with asyncio.timeout(self._config.answer_timeout_s):
+                    await _write(self.call, message)
+
+    def note(self, batch: draft_pb2.SessionBatch) -> None:
+        """Keeps count of open sessions."""
+        for opened in batch.opens:
+            self._open[opened.session] = opened.epoch
+        for closed in batch.closes:
+            if self._open.get(closed.session) == closed.epoch:
+                del self._open[closed.session]
+        if self._open:
+            self._all_closed.clear()
+        else:
+            self._all_closed.set()
+
+    async def say_goodbye(self) -> None:
+        """Returns when every session was closed and the scorer has ended the stream."""
+        self.put([draft_pb2.DraftRequest(goodbye=draft_pb2.Goodbye())])
+        closed = asyncio.create_task(self._all_closed.wait())
+        ended = asyncio.create_task(self.ended.wait())
+        try:
+            await asyncio.wait([closed, ended], return_when=asyncio.FIRST_COMPLETED)
+            self._unsent.append(None)
+            self._wake.set()
+            await ended
+        finally:
+            closed.cancel()
+            ended.cancel()
+
+
+async def _write(call: Call, message: draft_pb2.DraftRequest) -> None:
+    try:
+        await call.write(message)
+    except asyncio.InvalidStateError as error:  # ended meanwhile: the status says why
+        if await call.code() is grpc.StatusCode.OK:
+            raise UnavailableError("the scorer ended the stream") from error
+        await call.read()  # raises the status
+        raise UnavailableError("the stream broke") from error

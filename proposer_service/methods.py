@@ -1,0 +1,83 @@
+"""Builds the drafting method that the configuration names."""
+
+from __future__ import annotations
+
+from outrider.drafting.ngram import NgramProposer
+from outrider.drafting.proposer import Proposer
+from outrider.errors import ConfigError
+from outrider.rpc.runtime import progress
+from outrider.types import SamplingParams
+from proposer_service.config import DraftModelConfig, NgramConfig, ProposerConfig
+
+_PAGE_SIZE = 16
+_MIB = 2**20
+
+
+def build_proposer(config: ProposerConfig) -> tuple[Proposer, str]:
+    """The method, warmed up, and its tokenizer's hash (empty if it has none).
+
+    Runs on the thread that will draft: all of torch's work stays on one thread. Raises
+    `ConfigError` and `UnsupportedModelError`.
+    """
+    method = config.method
+    if isinstance(method, NgramConfig):
+        ngram = NgramProposer(
+            prompt_lookup_min=method.prompt_lookup_min,
+            prompt_lookup_max=method.prompt_lookup_max,
+            max_sessions=config.max_sessions,
+            max_draft_tokens=config.max_draft_tokens,
+        )
+        return ngram, ""
+    return _build_draft_model(config, method)
+
+
+def _build_draft_model(config: ProposerConfig, method: DraftModelConfig) -> tuple[Proposer, str]:
+    # Imported here: prompt lookup starts without torch.
+    import torch
+
+    from outrider.drafting.draft_model import DraftModelProposer
+    from outrider.engine.loader import kv_bytes_per_page, load_model
+    from outrider.models.resolve import resolve_model
+    from outrider.models.tokenizer import tokenizer_hash
+
+    torch.set_num_threads(method.threads)
+    folder = resolve_model(method.model, "draft")
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[method.dtype]
+    progress("proposer", f"loading draft model {folder}")
+    per_page = kv_bytes_per_page(folder, dtype=dtype, page_size=_PAGE_SIZE)
+    num_pages = method.kv_cache_memory * _MIB // per_page
+    if num_pages < 1:
+        raise ConfigError(
+            f"--kv-cache-memory {method.kv_cache_memory} holds not one page of {per_page} bytes."
+        )
+    model = load_model(
+        folder,
+        dtype=dtype,
+        page_size=_PAGE_SIZE,
+        num_pages=num_pages,
+        max_model_len=method.max_model_len,
+    )
+    proposer = DraftModelProposer(
+        model,
+        name=method.model,
+        max_sessions=config.max_sessions,
+        max_draft_tokens=config.max_draft_tokens,
+    )
+    progress("proposer", "warming up")
+    _warm_up(proposer)
+    has_tokenizer = (folder / "tokenizer.json").is_file()
+    return proposer, tokenizer_hash(folder) if has_tokenizer else ""
+
+
+def _warm_up(proposer: Proposer) -> None:
+    """Drafts for made-up sessions, so that the first real one does not pay for lazy set-up."""
+    traits = proposer.traits
+    for sampling in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)):
+        for num_sessions in (1, 2):
+            keys = range(-num_sessions, 0)
+            for key in keys:
+                prefix = [1] * min(24, traits.max_model_len // 2)
+                proposer.open(key, prefix, sampling, 4, traits.max_model_len)
+            proposer.draft(keys)
+            for key in keys:
+                proposer.close(key)

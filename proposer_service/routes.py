@@ -1,0 +1,135 @@
+"""From a scorer's sessions to the method's, and back."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import dataclass
+
+from opentelemetry import trace
+
+from outrider.drafting.proposer import Proposer, SessionKey
+from outrider.errors import InvalidRequestError
+from outrider.rpc import codec
+from outrider.rpc.telemetry import Telemetry, extract
+from outrider.v1 import draft_pb2
+from proposer_service.metrics import ProposerMetrics
+
+_log = logging.getLogger(__name__)
+
+LinkId = int
+"""One stream. A redialled scorer is another link."""
+
+
+@dataclass(slots=True)
+class Route:
+    """One epoch of one session of one scorer."""
+
+    key: SessionKey
+    link: LinkId
+    session: int
+    epoch: int
+    span: trace.Span | None
+    rounds: int = 0
+
+
+class Routes:
+    """Applies SessionBatches to the method; drops what is stale. Used on the drafting thread.
+
+    A session's key is new with every Open, so sessions of several scorers, and epochs of one,
+    cannot be taken for one another.
+    """
+
+    def __init__(self, proposer: Proposer, metrics: ProposerMetrics, telemetry: Telemetry) -> None:
+        self._proposer = proposer
+        self._metrics = metrics
+        self._telemetry = telemetry
+        self._keys = itertools.count(1)
+        self._by_name: dict[tuple[LinkId, int], Route] = {}
+        self._by_key: dict[SessionKey, Route] = {}
+        self.wanting: dict[SessionKey, None] = {}
+        """Sessions that want a draft, in the order in which they asked."""
+
+    def new_key(self) -> SessionKey:
+        return next(self._keys)
+
+    def apply(self, link: LinkId, batch: draft_pb2.SessionBatch) -> None:
+        """Opens, then commits, then closes, as draft.proto says."""
+        for opened in batch.opens:
+            self._open(link, opened)
+        for commit in batch.commits:
+            route = self._by_name.get((link, commit.session))
+            if route is not None and route.epoch == commit.epoch:
+                wanted = commit.num_draft_tokens
+                self._proposer.commit(route.key, commit.base_len, list(commit.tokens), wanted)
+                self._want(route.key, wanted)
+        for closed in batch.closes:
+            route = self._by_name.get((link, closed.session))
+            if route is not None and route.epoch == closed.epoch:
+                self._close(route)
+
+    def answered(self, key: SessionKey) -> Route:
+        """The session of `key`, which has its draft now."""
+        del self.wanting[key]
+        route = self._by_key[key]
+        route.rounds += 1
+        return route
+
+    def lost(self, key: SessionKey) -> Route:
+        """Forgets the session of `key`, which the method has forgotten already."""
+        route = self._by_key[key]
+        self._forget(route)
+        return route
+
+    def drop_link(self, link: LinkId) -> None:
+        for route in [route for route in self._by_name.values() if route.link == link]:
+            self._close(route)
+
+    def _open(self, link: LinkId, opened: draft_pb2.Open) -> None:
+        former = self._by_name.get((link, opened.session))
+        if former is not None:
+            if former.epoch >= opened.epoch:
+                return
+            self._close(former)
+        try:
+            sampling = codec.sampling_from_proto(opened.sampling, seed=0)
+        except InvalidRequestError as error:
+            self._metrics.malformed.inc()
+            _log.warning("dropped an Open of session %d: %s", opened.session, error.message)
+            return
+        route = Route(
+            self.new_key(), link, opened.session, opened.epoch, self._span(opened.traceparent)
+        )
+        self._by_name[link, opened.session] = route
+        self._by_key[route.key] = route
+        self._proposer.open(
+            route.key, list(opened.prefix), sampling, opened.num_draft_tokens, opened.max_len
+        )
+        self._want(route.key, opened.num_draft_tokens)
+
+    def _want(self, key: SessionKey, num_draft_tokens: int) -> None:
+        if num_draft_tokens:
+            self.wanting[key] = None
+        else:
+            self.wanting.pop(key, None)
+
+    def _close(self, route: Route) -> None:
+        self._proposer.close(route.key)
+        self._forget(route)
+
+    def _forget(self, route: Route) -> None:
+        del self._by_name[route.link, route.session]
+        del self._by_key[route.key]
+        self.wanting.pop(route.key, None)
+        if route.span is not None:
+            route.span.set_attribute("outrider.rounds", route.rounds)
+            route.span.end()
+
+    def _span(self, traceparent: str) -> trace.Span | None:
+        if not traceparent:
+            return None
+        context = extract((("traceparent", traceparent),))
+        method = self._proposer.traits.method
+        return self._telemetry.tracer.start_span(
+            "proposer.session", context, attributes={"outrider.method": method}
+        )

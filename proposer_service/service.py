@@ -1,0 +1,125 @@
+"""A proposer process: one method, one drafting thread, a stream to each scorer."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import grpc
+
+from outrider.drafting.proposer import Proposer
+from outrider.rpc.codec import PROTOCOL_VERSION
+from outrider.rpc.server import GrpcServer
+from outrider.rpc.telemetry import Telemetry, configure
+from outrider.v1 import draft_pb2, proposer_pb2_grpc
+from proposer_service.config import NgramConfig, ProposerConfig
+from proposer_service.link import ScorerLink
+from proposer_service.methods import build_proposer
+from proposer_service.metrics import ProposerMetrics
+from proposer_service.servicer import ProposerServicer
+from proposer_service.worker import DraftWorker, MethodInfo
+
+SERVICE_NAME: Final = "outrider.v1.ProposerService"
+_BUILD_TIMEOUT_S: Final = 600.0
+_STOP_TIMEOUT_S: Final = 1.0
+_SERVER_GRACE_S: Final = 0.5
+
+
+class ProposerService:
+    """Implements `outrider.rpc.runtime.Service`. `build` runs on the drafting thread."""
+
+    def __init__(
+        self,
+        config: ProposerConfig,
+        build: Callable[[ProposerConfig], tuple[Proposer, str]] = build_proposer,
+        telemetry: Telemetry | None = None,
+    ) -> None:
+        self._config = config
+        self._build = build
+        self._telemetry = telemetry or configure("proposer")
+        self._metrics = ProposerMetrics(self._telemetry.registry)
+        self._proposer_id = config.proposer_id or ""
+        # Larger at each start of the process and at each dial.
+        self._incarnation = time.time_ns() // 1000
+        self._method: MethodInfo | None = None
+        self._worker: DraftWorker | None = None
+        self._server: GrpcServer | None = None
+        self._links: list[ScorerLink] = []
+        self._dialling: list[asyncio.Task[None]] = []
+        self._servicer: ProposerServicer | None = None
+
+    async def start(self) -> dict[str, str]:
+        """Binds, builds the method, dials. Scorers that are away are dialled again and again."""
+        config = self._config
+        worker = DraftWorker(
+            partial(self._build, config),
+            asyncio.get_running_loop(),
+            self._metrics,
+            self._telemetry,
+        )
+        self._links = [
+            ScorerLink(target, self._next_hello, worker, config.link, self._metrics)
+            for target in config.scorers
+        ]
+        self._servicer = ProposerServicer(worker, self._hello, self._links, self._telemetry)
+        self._server = GrpcServer(f"{config.host}:{config.port}", self._register, [SERVICE_NAME])
+        port = await self._server.start()
+        addresses = {"grpc": f"{config.host}:{port}"}
+        if config.metrics_port is not None:
+            addresses["metrics"] = self._telemetry.serve_metrics(config.host, config.metrics_port)
+        # Unique among the proposers of a host, and stable where the port is given.
+        method = "ngram" if isinstance(config.method, NgramConfig) else "draft_model"
+        self._proposer_id = self._proposer_id or f"{socket.gethostname()}-{method}-{port}"
+        self._worker = worker
+        self._method = self._servicer.method = await worker.start(_BUILD_TIMEOUT_S)
+        await self._server.set_serving(True)
+        self._dialling = [asyncio.create_task(link.run()) for link in self._links]
+        return addresses
+
+    async def stop(self) -> None:
+        """Says Goodbye to the scorers, waits for them within a limit, and ends."""
+        if self._servicer is not None:
+            self._servicer.method = None
+        await asyncio.gather(*(link.drain() for link in self._links))
+        for task in self._dialling:
+            task.cancel()
+        await asyncio.gather(*self._dialling, return_exceptions=True)
+        if self._server is not None:
+            await self._server.stop(_SERVER_GRACE_S)
+        if self._worker is not None:
+            await self._worker.stop(_STOP_TIMEOUT_S)
+        self._telemetry.shutdown()
+
+    async def wait_failed(self) -> None:
+        """Returns if the drafting thread ended by itself."""
+        assert self._worker is not None
+        await self._worker.ended.wait()
+
+    def _register(self, server: grpc.aio.Server) -> None:
+        assert self._servicer is not None
+        proposer_pb2_grpc.add_ProposerServiceServicer_to_server(self._servicer, server)
+
+    def _next_hello(self) -> draft_pb2.Hello:
+        self._incarnation += 1
+        return self._hello()
+
+    def _hello(self) -> draft_pb2.Hello:
+        assert self._method is not None
+        traits = self._method.traits
+        return draft_pb2.Hello(
+            protocol_version=PROTOCOL_VERSION,
+            proposer_id=self._proposer_id,
+            incarnation=self._incarnation,
+            method=traits.method,
+            model=traits.model,
+            vocab_size=traits.vocab_size,
+            tokenizer_hash=self._method.tokenizer_hash,
+            max_sessions=traits.max_sessions,
+            max_draft_tokens=traits.max_draft_tokens,
+            max_model_len=traits.max_model_len,
+            pool=self._config.pool,
+        )

@@ -1,0 +1,122 @@
+"""ProposerService: guesses for one prompt, and what this proposer is."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import grpc
+
+from outrider.errors import (
+    CapacityError,
+    InvalidRequestError,
+    OutriderError,
+    PromptTooLongError,
+    UnavailableError,
+)
+from outrider.rpc import codec, status
+from outrider.rpc.telemetry import Telemetry
+from outrider.v1 import draft_pb2, proposer_pb2, proposer_pb2_grpc
+from proposer_service.link import ScorerLink
+from proposer_service.worker import DraftWorker, MethodInfo, Proposal
+
+_DEFAULT_DRAFT_TOKENS: Final = 4
+_MAX_PROPOSALS: Final = 32  # at once; scorers come first
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ProposerServicer(proposer_pb2_grpc.ProposerServiceServicer):
+    """Answers UNAVAILABLE until `method` is set."""
+
+    def __init__(
+        self,
+        worker: DraftWorker,
+        hello: Callable[[], draft_pb2.Hello],
+        links: Sequence[ScorerLink],
+        telemetry: Telemetry,
+    ) -> None:
+        self.method: MethodInfo | None = None
+        self._worker = worker
+        self._hello = hello
+        self._links = links
+        self._telemetry = telemetry
+        self._num_proposals = 0
+
+    async def Propose(  # noqa: N802
+        self, request: proposer_pb2.ProposeRequest, context: Context
+    ) -> proposer_pb2.ProposeResponse:
+        try:
+            with self._telemetry.server_span("proposer.propose", context.invocation_metadata()):
+                proposal = await self._propose(request)
+        except OutriderError as error:
+            await status.abort(context, error)
+        return proposer_pb2.ProposeResponse(
+            token_ids=proposal.tree.token_ids,
+            parents=proposal.tree.parents,
+            draft_us=proposal.draft_us,
+        )
+
+    async def GetProposerInfo(  # noqa: N802
+        self,
+        request: proposer_pb2.GetProposerInfoRequest,  # noqa: ARG002
+        context: Context,
+    ) -> proposer_pb2.GetProposerInfoResponse:
+        if self.method is None:
+            await status.abort(context, _starting())
+        hello = self._hello()
+        return proposer_pb2.GetProposerInfoResponse(
+            proposer_id=hello.proposer_id,
+            incarnation=hello.incarnation,
+            method=hello.method,
+            model=hello.model,
+            vocab_size=hello.vocab_size,
+            tokenizer_hash=hello.tokenizer_hash,
+            max_sessions=hello.max_sessions,
+            max_draft_tokens=hello.max_draft_tokens,
+            max_model_len=hello.max_model_len,
+            protocol_version=hello.protocol_version,
+            sessions=self._worker.num_sessions,
+            scorers=[link.status() for link in self._links],
+        )
+
+    async def _propose(self, request: proposer_pb2.ProposeRequest) -> Proposal:
+        if self.method is None:
+            raise _starting()
+        traits = self.method.traits
+        wanted = (
+            request.num_draft_tokens
+            if request.HasField("num_draft_tokens")
+            else min(_DEFAULT_DRAFT_TOKENS, traits.max_draft_tokens)
+        )
+        if not 1 <= wanted <= traits.max_draft_tokens:
+            raise InvalidRequestError(
+                f"num_draft_tokens must be between 1 and {traits.max_draft_tokens}.",
+                param="num_draft_tokens",
+            )
+        token_ids = tuple(request.token_ids)
+        if not token_ids:
+            raise InvalidRequestError("token_ids must hold at least one token.", param="token_ids")
+        if traits.vocab_size and max(token_ids) >= traits.vocab_size:
+            raise InvalidRequestError(
+                f"token ids must be below {traits.vocab_size}.", param="token_ids"
+            )
+        if len(token_ids) + wanted >= traits.max_model_len:
+            raise PromptTooLongError(
+                f"{len(token_ids)} tokens and {wanted} more exceed what this proposer can draft "
+                f"for ({traits.max_model_len}).",
+                param="token_ids",
+            )
+        sampling = codec.sampling_from_proto(request.sampling, seed=secrets.randbits(64))
+        if self._num_proposals >= _MAX_PROPOSALS:
+            raise CapacityError(f"{_MAX_PROPOSALS} proposals are being made already")
+        self._num_proposals += 1
+        try:
+            return await self._worker.propose(token_ids, wanted, sampling)
+        finally:
+            self._num_proposals -= 1
+
+
+def _starting() -> UnavailableError:
+    return UnavailableError("the proposer is starting or draining")
