@@ -308,9 +308,11 @@ class Hub:
         self._undrafted.pop(session.id, None)
         session.proposer = proposer
         session.epoch += 1
+        session.num_draft_tokens = k = min(
+            session.num_speculative_tokens, proposer.max_draft_tokens
+        )
         proposer.sessions[session.id] = session
         proposer.outbox.open(session)
-        k = min(session.num_speculative_tokens, proposer.max_draft_tokens)
         self._worker.set_drafting(session.id, proposer.id, k)
 
     def _assign_undrafted(self) -> None:

@@ -1,0 +1,207 @@
+"""A whole scorer in this process: real RPC, real engine thread, a model without weights."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from outrider.config import EngineConfig
+from outrider.engine.batch import PackedBatch
+from outrider.engine.engine import Engine
+from outrider.engine.worker import EngineWorker
+from outrider.rpc.channel import open_channel
+from outrider.rpc.server import GrpcServer
+from outrider.rpc.telemetry import Telemetry, configure
+from outrider.types import StepEvents
+from outrider.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
+from scorer_service.config import DraftLimits, ServedModel
+from scorer_service.hub import Hub
+from scorer_service.metrics import ScorerMetrics
+from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving
+from tests.support.hash_model import HashModel
+
+VOCAB, MAX_LEN = 32, 160
+TOKENIZER_HASH = "ab" * 32
+
+
+class PacedModel(HashModel):
+    """Takes `pause_s` per forward, so that something can happen in the middle of a request."""
+
+    def __init__(self, pause_s: float = 0.0) -> None:
+        super().__init__(vocab_size=VOCAB, page_size=4, num_pages=512, max_model_len=MAX_LEN)
+        self.pause_s = pause_s
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        if self.pause_s:
+            time.sleep(self.pause_s)
+        return super().forward(batch)
+
+
+@dataclass
+class Output:
+    """What a client got."""
+
+    token_ids: list[int] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)
+    messages: int = 0
+    last: scorer_pb2.ScorerServiceGenerateResponse | None = None
+
+    @property
+    def aux_info(self) -> common_pb2.AuxInfo:
+        assert self.last is not None
+        return self.last.aux_info
+
+
+@dataclass
+class RunningScorer:
+    """Handles of a scorer under test."""
+
+    address: str
+    stub: scorer_pb2_grpc.ScorerServiceAsyncStub
+    model: PacedModel
+    servicer: ScorerServicer
+    hub: Hub
+    worker: EngineWorker
+    telemetry: Telemetry
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 40,
+        temperature: float = 0.0,
+        seed: int = 7,
+        enabled: bool = True,
+        method: str | None = None,
+        timeout_s: float = 30.0,
+        metadata: tuple[tuple[str, str], ...] = (),
+    ) -> Output:
+        request = generate_request(
+            prompt,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            enabled=enabled,
+            method=method,
+        )
+        output = Output()
+        async for response in self.stub.Generate(request, timeout=timeout_s, metadata=metadata):
+            output.token_ids += response.token_ids
+            output.kinds += response.kinds
+            output.messages += 1
+            output.last = response
+        return output
+
+    async def info(self) -> scorer_pb2.GetScorerInfoResponse:
+        return await self.stub.GetScorerInfo(scorer_pb2.GetScorerInfoRequest(), timeout=10)
+
+    async def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 10) -> None:
+        """Polls: for states that no event announces."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"never happened: {what}"
+            await asyncio.sleep(0.002)
+
+    def metric(self, name: str, **labels: str) -> float:
+        value = self.telemetry.registry.get_sample_value(
+            f"outrider:{name}", {"model_name": "default", **labels}
+        )
+        return value or 0.0
+
+
+def generate_request(
+    prompt: Sequence[int],
+    *,
+    max_tokens: int = 40,
+    temperature: float = 0.0,
+    seed: int = 7,
+    enabled: bool = True,
+    method: str | None = None,
+) -> scorer_pb2.ScorerServiceGenerateRequest:
+    return scorer_pb2.ScorerServiceGenerateRequest(
+        request_id="test",
+        prompt_token_ids=prompt,
+        sampling=common_pb2.SamplingParams(temperature=temperature, seed=seed),
+        stop=common_pb2.StopParams(max_tokens=max_tokens),
+        speculation=common_pb2.SpeculationParams(enabled=enabled, method=method),
+    )
+
+
+@asynccontextmanager
+async def running_scorer(
+    *,
+    pause_s: float = 0.0,
+    limits: DraftLimits | None = None,
+    telemetry: Telemetry | None = None,
+    num_speculative_tokens: int = 4,
+) -> AsyncIterator[RunningScorer]:
+    """Afterwards every page is free and the engine's books agree."""
+    loop = asyncio.get_running_loop()
+    limits = limits or DraftLimits()
+    telemetry = telemetry or configure("scorer-under-test")
+    model = PacedModel(pause_s)
+    engines: list[Engine] = []
+    hubs: list[Hub] = []
+
+    def build() -> Engine:
+        config = EngineConfig(
+            page_size=model.page_size,
+            num_pages=model.num_pages,
+            max_model_len=MAX_LEN,
+            max_num_batched_tokens=64,
+            num_speculative_tokens=num_speculative_tokens,
+        )
+        engines.append(Engine(model, config))
+        return engines[0]
+
+    def on_events(events: StepEvents) -> None:
+        loop.call_soon_threadsafe(hubs[0].on_events, events)
+
+    worker = EngineWorker(build, on_events)
+    info = worker.start(10)
+    served = ServedModel(
+        scorer_id="scorer-0",
+        model="hash",
+        served_model_name="default",
+        tokenizer_hash=TOKENIZER_HASH,
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        dtype="float32",
+        eos_token_ids=info.eos_token_ids,
+        num_speculative_tokens=num_speculative_tokens,
+    )
+    hub = Hub(worker, served, limits, ScorerMetrics(telemetry.registry, "default"))
+    hubs.append(hub)
+    servicer = ScorerServicer(telemetry)
+    servicer.begin(Serving(worker, hub, served, limits))
+    server = GrpcServer(
+        "127.0.0.1:0",
+        lambda grpc_server: scorer_pb2_grpc.add_ScorerServiceServicer_to_server(
+            servicer, grpc_server
+        ),
+        [SERVICE_NAME],
+    )
+    port = await server.start()
+    await server.set_serving(True)
+    address = f"127.0.0.1:{port}"
+    try:
+        async with open_channel(address) as channel:
+            stub = scorer_pb2_grpc.ScorerServiceStub(channel)
+            scorer = RunningScorer(address, stub, model, servicer, hub, worker, telemetry)
+            yield scorer
+            assert await hub.wait_idle(10), "a session outlived its request"
+            await scorer.until(
+                lambda: worker.snapshot().running + worker.snapshot().waiting == 0, "engine idle"
+            )
+    finally:
+        await server.stop(0)
+        await asyncio.to_thread(worker.stop, 10)
+        telemetry.shutdown()
+    engines[0].check_invariants()
+    snapshot = engines[0].snapshot()
+    assert snapshot.free_pages == snapshot.total_pages
