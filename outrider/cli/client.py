@@ -1,0 +1,82 @@
+"""A small gRPC client of the gateway, for the commands that show text in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+
+from outrider.errors import UnavailableError
+from outrider.rpc.channel import open_channel
+from outrider.rpc.status import from_rpc_error
+from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, scorer_pb2, scorer_pb2_grpc
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """A completion request as a person types it; `None` leaves the choice to the server."""
+
+    prompt: str
+    model: str = ""
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    speculation: bool = True
+    method: str | None = None
+    num_speculative_tokens: int | None = None
+    aux_info: bool = False
+
+    def to_proto(self) -> generation_pb2.GenerateRequest:
+        """The message for GenerationService.Generate."""
+        return generation_pb2.GenerateRequest(
+            model=self.model,
+            text=self.prompt,
+            sampling=common_pb2.SamplingParams(
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                min_p=self.min_p,
+                seed=self.seed,
+            ),
+            stop=common_pb2.StopParams(max_tokens=self.max_tokens, ignore_eos=self.ignore_eos),
+            stop_strings=self.stop,
+            speculation=common_pb2.SpeculationParams(
+                enabled=self.speculation,
+                method=self.method,
+                num_speculative_tokens=self.num_speculative_tokens,
+            ),
+            aux_info=self.aux_info,
+        )
+
+
+async def stream(
+    channel: grpc.aio.Channel, options: GenerateOptions, *, timeout_s: float
+) -> AsyncIterator[generation_pb2.GenerateResponse]:
+    """The pieces of one completion. Raises the `OutriderError` that the gateway meant."""
+    call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(
+        options.to_proto(), timeout=timeout_s
+    )
+    try:
+        async for response in call:
+            yield response
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    finally:
+        call.cancel()
+
+
+async def attached_proposers(scorer_address: str, *, timeout_s: float) -> int:
+    """How many proposers a scorer has. Raises `UnavailableError` if it does not answer."""
+    async with open_channel(scorer_address) as channel:
+        stub = scorer_pb2_grpc.ScorerServiceStub(channel)
+        try:
+            info = await stub.GetScorerInfo(scorer_pb2.GetScorerInfoRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise UnavailableError(f"no answer from the scorer: {error.details()}") from error
+    return len(info.proposers)

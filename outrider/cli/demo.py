@@ -1,0 +1,177 @@
+"""`outrider demo`: the same completion with and without speculation, before one's eyes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import grpc
+from rich.console import Console
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from outrider.cli.client import GenerateOptions, stream
+from outrider.cli.render import aux_table, legend, write_tokens
+from outrider.cli.stack import Stack
+from outrider.cli.up import relay, run_until_signal, stack_config
+from outrider.errors import InternalError
+from outrider.rpc.channel import open_channel
+from outrider.v1 import common_pb2
+
+_TIMEOUT_S = 300.0
+_WARM_UP_TOKENS = 24
+
+# Written for this demo, so in nobody's training data.
+DEFAULT_PROMPT = '''\
+"""Intervals on a line, and what they have in common."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A half-open interval [start, end)."""
+
+    start: int
+    end: int
+
+    def __post_init__(self):
+        if self.start > self.end:
+            raise ValueError("start must not be greater than end")
+
+    def __len__(self):
+        return self.end - self.start
+
+    def __contains__(self, point):
+        return self.start <= point < self.end
+
+    def overlaps(self, other):
+'''
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One streamed completion and what was measured on the client's side."""
+
+    text: str
+    num_tokens: int
+    kinds: Counter[int]
+    ttft_s: float  # until the first token
+    total_s: float
+    aux: common_pb2.AuxInfo
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.total_s
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    """Starts the stack, shows two runs, stops the stack. Returns 1 if the texts differ."""
+    return run_until_signal(_demo(args))
+
+
+async def _demo(args: argparse.Namespace) -> int:
+    console = Console(highlight=False)
+    config = stack_config(args)
+    console.print("Starting scorer, proposer and gateway on loopback ...", style="bold")
+    async with Stack(config, relay) as stack:
+        watch = asyncio.create_task(stack.supervise())
+        show = asyncio.create_task(_show(console, stack.endpoints.grpc, args, config.seed or 0))
+        try:
+            await asyncio.wait({watch, show}, return_when=asyncio.FIRST_COMPLETED)
+            if watch.done():
+                watch.result()
+            return show.result()
+        finally:
+            watch.cancel()
+            show.cancel()
+            await asyncio.gather(watch, show, return_exceptions=True)
+
+
+async def _show(console: Console, address: str, args: argparse.Namespace, seed: int) -> int:
+    drafted = GenerateOptions(
+        prompt=DEFAULT_PROMPT if args.prompt is None else args.prompt,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        seed=seed,
+        aux_info=True,
+    )
+    plain = replace(drafted, speculation=False)
+    async with open_channel(address) as channel:
+        # Both runs then find the prompt in the prefix cache, and everything warm.
+        for options in (drafted, plain):
+            await _run(None, channel, replace(options, max_tokens=_WARM_UP_TOKENS))
+        console.print(Rule("with speculation"))
+        console.print(legend())
+        console.print()
+        console.print(Text(drafted.prompt, style="dim"), end="", soft_wrap=True)
+        with_drafts = await _run(console, channel, drafted)
+        console.print(Rule("without: same request, speculation off"))
+        console.print(Text(plain.prompt, style="dim"), end="", soft_wrap=True)
+        without = await _run(console, channel, plain)
+    console.print(Rule("side by side"))
+    console.print(_comparison(with_drafts, without))
+    console.print()
+    console.print(aux_table({"with": with_drafts.aux, "without": without.aux}))
+    console.print()
+    console.print(legend(with_drafts.kinds))
+    console.print()
+    return _verdict(console, with_drafts, without)
+
+
+async def _run(console: Console | None, channel: grpc.aio.Channel, options: GenerateOptions) -> Run:
+    """Runs one request, showing it on `console` if there is one."""
+    pieces: list[str] = []
+    kinds: Counter[int] = Counter()
+    aux: common_pb2.AuxInfo | None = None
+    start = time.perf_counter()
+    first: float | None = None
+    async for response in stream(channel, options, timeout_s=_TIMEOUT_S):
+        if response.tokens and first is None:
+            first = time.perf_counter()
+        pieces.append(response.text)
+        kinds.update(token.kind for token in response.tokens)
+        if console is not None:
+            write_tokens(console, response.tokens)
+        if response.HasField("aux_info"):
+            aux = response.aux_info
+    end = time.perf_counter()
+    if console is not None:
+        console.print("\n")
+    if aux is None:
+        raise InternalError("the gateway sent no aux_info")
+    return Run(
+        text="".join(pieces),
+        num_tokens=kinds.total(),
+        kinds=kinds,
+        ttft_s=(first or end) - start,
+        total_s=end - start,
+        aux=aux,
+    )
+
+
+def _comparison(with_drafts: Run, without: Run) -> Table:
+    table = Table("", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for name in ("with", "without"):
+        table.add_column(name, justify="right")
+    runs = (with_drafts, without)
+    table.add_row("tokens", *(str(run.num_tokens) for run in runs))
+    table.add_row("seconds", *(f"{run.total_s:.2f}" for run in runs))
+    table.add_row("first token, ms", *(f"{run.ttft_s * 1000:.0f}" for run in runs))
+    table.add_row("tokens per second", *(f"{run.tokens_per_s:.1f}" for run in runs), style="bold")
+    return table
+
+
+def _verdict(console: Console, with_drafts: Run, without: Run) -> int:
+    speedup = with_drafts.tokens_per_s / without.tokens_per_s
+    if with_drafts.text != without.text:
+        console.print("The texts differ.", style="bold red")
+        return 1
+    console.print(
+        f"The text is identical, {speedup:.2f} times as fast with speculation.", style="bold green"
+    )
+    return 0

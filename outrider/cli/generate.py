@@ -1,0 +1,56 @@
+"""`outrider generate`: a completion from a running gateway."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rich.console import Console
+
+from outrider.cli.client import GenerateOptions, stream
+from outrider.cli.render import aux_table, write_tokens
+from outrider.cli.up import run_until_signal
+from outrider.errors import ConfigError
+from outrider.rpc.channel import open_channel
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    """Streams the completion to stdout; everything else goes to stderr."""
+    if args.prompt == "-":
+        if sys.stdin.isatty():
+            raise ConfigError("no prompt: give one as an argument or on stdin.")
+        args.prompt = sys.stdin.read()
+    return run_until_signal(_generate(args))
+
+
+async def _generate(args: argparse.Namespace) -> int:
+    options = GenerateOptions(
+        prompt=args.prompt,
+        model=args.model,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+        stop=tuple(args.stop),
+        ignore_eos=args.ignore_eos,
+        speculation=args.speculation == "on",
+        method=args.method,
+        num_speculative_tokens=args.num_speculative_tokens,
+        aux_info=args.aux_info,
+    )
+    console = Console()
+    async with open_channel(args.address) as channel:
+        async for response in stream(channel, options, timeout_s=args.timeout):
+            if console.is_terminal:
+                write_tokens(console, response.tokens)
+            else:
+                sys.stdout.write(response.text)
+                sys.stdout.flush()
+            if response.HasField("aux_info"):
+                sys.stdout.write("\n")
+                Console(stderr=True).print(aux_table({"": response.aux_info}))
+    if console.is_terminal:
+        print()
+    return 0

@@ -1,0 +1,183 @@
+"""Flags, and which command they belong to. Knows nothing of torch, nor of gRPC until needed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from outrider import __version__
+from outrider.errors import ConfigError, OutriderError
+
+SERVICES = {
+    "gateway": "gateway",
+    "scorer": "scorer_service",
+    "proposer": "proposer_service",
+}
+"""Name on the command line -> the package that `python -m` runs."""
+
+DEFAULT_HTTP_PORT = 8000
+DEFAULT_GRPC_PORT = 50051
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code: 0, 1 for a failed request, 2 for a wrong set-up."""
+    args = build_parser().parse_args(argv)
+    try:
+        match args.command:
+            case "demo":
+                from outrider.cli.demo import run_demo
+
+                return run_demo(args)
+            case "up":
+                from outrider.cli.up import run_up
+
+                return run_up(args)
+            case "generate":
+                from outrider.cli.generate import run_generate
+
+                return run_generate(args)
+            case _:
+                run_service(args.service, args.args)
+    except OutriderError as error:
+        print(f"outrider: {error.message}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def run_service(service: str, args: Sequence[str]) -> NoReturn:
+    """Becomes `python -m <service>`."""
+    # -P: a folder called gateway in the working directory is not our gateway.
+    os.execv(sys.executable, [sys.executable, "-P", "-m", SERVICES[service], *args])
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="outrider",
+        description="Speculative decoding for large language models as a distributed service.",
+    )
+    parser.add_argument("--version", action="version", version=f"outrider {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="watch one completion with and without speculation")
+    _add_stack_flags(demo)
+    demo.add_argument("--prompt", help="the text to complete (default: held-out Python code)")
+    demo.add_argument("--max-tokens", type=_positive, default=192, metavar="N")
+    demo.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
+
+    up = commands.add_parser("up", help="run scorer, proposer and gateway until Ctrl-C")
+    _add_stack_flags(up)
+    up.add_argument(
+        "--http-port",
+        type=_port,
+        metavar="PORT",
+        help=f"OpenAI-compatible HTTP; 0: any (default: {DEFAULT_HTTP_PORT} if free, else any)",
+    )
+    up.add_argument(
+        "--grpc-port",
+        type=_port,
+        metavar="PORT",
+        help=f"GenerationService; 0: any (default: {DEFAULT_GRPC_PORT} if free, else any)",
+    )
+    up.add_argument(
+        "--served-model-name", default="default", metavar="NAME", help="default: %(default)s"
+    )
+
+    _add_generate(commands.add_parser("generate", help="ask a running gateway for a completion"))
+
+    serve = commands.add_parser("serve", help="run one service; its flags follow its name")
+    serve.add_argument("service", choices=SERVICES)
+    serve.add_argument("args", nargs=argparse.REMAINDER, help="see `outrider serve scorer --help`")
+    return parser
+
+
+def _add_stack_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", metavar="NAME", help="target: Hugging Face id or folder (default: embedded)"
+    )
+    parser.add_argument(
+        "--draft-model", metavar="NAME", help="draft: Hugging Face id or folder, same tokenizer"
+    )
+    parser.add_argument(
+        "--method",
+        choices=("draft_model", "ngram", "none"),
+        help="who drafts (default: draft_model, but ngram for a --model without --draft-model)",
+    )
+    parser.add_argument(
+        "--num-speculative-tokens",
+        type=_speculative_tokens,
+        default=4,
+        metavar="K",
+        help="draft tokens per round at most (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="float32: text equal to the last bit with and without speculation; bfloat16: faster, "
+        "near ties may fall differently (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=_seed,
+        metavar="S",
+        help="seed of requests that give none (default: a new one for each request)",
+    )
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", default="-", help="the text to complete; -: stdin")
+    parser.add_argument(
+        "--address",
+        default=f"127.0.0.1:{DEFAULT_GRPC_PORT}",
+        metavar="HOST:PORT",
+        help="the gateway's gRPC (default: %(default)s)",
+    )
+    parser.add_argument("--model", default="", metavar="NAME", help="a served model's name")
+    parser.add_argument("--max-tokens", type=_positive, metavar="N")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    parser.add_argument("--top-k", type=int, metavar="N")
+    parser.add_argument("--top-p", type=float, metavar="P")
+    parser.add_argument("--min-p", type=float, metavar="P")
+    parser.add_argument("--seed", type=_seed, metavar="S")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="may be given several times"
+    )
+    parser.add_argument("--ignore-eos", action="store_true", help="go on past the model's end")
+    parser.add_argument("--speculation", choices=("on", "off"), default="on")
+    parser.add_argument("--method", metavar="NAME", help="draft_model, ngram or none")
+    parser.add_argument("--num-speculative-tokens", type=_speculative_tokens, metavar="K")
+    parser.add_argument(
+        "--aux-info", action="store_true", help="print what speculation did, on stderr"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="seconds (default: %(default)g)"
+    )
+
+
+def _port(text: str) -> int:
+    return _integer(text, 0, 65535)
+
+
+def _positive(text: str) -> int:
+    return _integer(text, 1, 2**31 - 1)
+
+
+def _seed(text: str) -> int:
+    return _integer(text, 0, 2**64 - 1)
+
+
+def _speculative_tokens(text: str) -> int:
+    return _integer(text, 0, 128)
+
+
+def _integer(text: str, low: int, high: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = low - 1
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+    return value

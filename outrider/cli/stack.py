@@ -1,0 +1,270 @@
+"""Scorer, proposer and gateway as child processes of one supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import NoReturn, Self, TypeVar
+
+from outrider.cli.process import Relay, ServiceProcess, ServiceSpec
+from outrider.errors import ConfigError, InternalError, OutriderError
+
+T = TypeVar("T")
+
+HOST = "127.0.0.1"
+
+# Children get this long between SIGTERM and SIGKILL: with it, Ctrl-C ends everything in under 2 s.
+_STOP_GRACE_S = 1.2
+# A model may have to be downloaded first.
+_START_DEADLINE_S = 900.0
+_RESTART_BACKOFF_S = 0.2
+_RESTART_BACKOFF_MAX_S = 10.0
+# A proposer that lived this long starts over with the shortest backoff.
+_HEALTHY_AFTER_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class StackConfig:
+    """What to serve; `None` for a model means the embedded one, 0 for a port a free one."""
+
+    http_port: int = 0
+    grpc_port: int = 0
+    model: str | None = None
+    draft_model: str | None = None
+    method: str = "draft_model"
+    num_speculative_tokens: int = 4
+    dtype: str = "float32"
+    seed: int | None = None
+    served_model_name: str = "default"
+
+    def __post_init__(self) -> None:
+        if self.method == "draft_model" and self.model is not None and self.draft_model is None:
+            raise ConfigError(
+                "--model without --draft-model: the embedded draft model has another tokenizer. "
+                "Name a --draft-model with the same tokenizer, or use --method ngram or none."
+            )
+        if self.method != "draft_model" and self.draft_model is not None:
+            raise ConfigError(f"--draft-model is of no use with --method {self.method}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Where a running stack answers."""
+
+    http: str  # http://host:port
+    grpc: str  # host:port
+    metrics: dict[str, str] = field(default_factory=dict)  # service name -> URL
+
+
+class Stack:
+    """The three services. An async context manager: leaving it stops them, whatever happened."""
+
+    def __init__(self, config: StackConfig, relay: Relay) -> None:
+        self._config = config
+        self._relay = relay
+        self._scorer_address = ""
+        self._essential: list[ServiceProcess] = []  # their end is the end of the stack
+        self._proposer: ServiceProcess | None = None
+        self._endpoints: Endpoints | None = None
+
+    @property
+    def endpoints(self) -> Endpoints:
+        assert self._endpoints is not None, "started"
+        return self._endpoints
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of the services that run."""
+        return {service.name: service.pid for service in self._services()}
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    async def supervise(self) -> NoReturn:
+        """Restarts the proposer when it ends. Raises `InternalError` when another service does."""
+        watches: list[Coroutine[object, object, NoReturn]] = [
+            _raise_at_end(service) for service in self._essential
+        ]
+        if self._proposer is not None:
+            watches.append(self._keep_proposer(self._proposer))
+        await _all_or_first_error(watches)
+        raise AssertionError("each watch ends with an exception")
+
+    async def stop(self) -> None:
+        """SIGTERM to all, SIGKILL by id to those that have not ended within the grace.
+
+        Cancelling it, as a second Ctrl-C does, ends the grace.
+        """
+        services = self._services()
+        ends = [asyncio.create_task(service.wait()) for service in services]
+        try:
+            for service in services:
+                service.terminate()
+            if ends:
+                await asyncio.wait(ends, timeout=_STOP_GRACE_S)
+        finally:
+            for service in services:
+                service.kill()
+        if ends:
+            await asyncio.wait(ends, timeout=_STOP_GRACE_S)
+        self._essential, self._proposer = [], None
+
+    def _services(self) -> list[ServiceProcess]:
+        known = [*self._essential, *([self._proposer] if self._proposer else [])]
+        return [service for service in known if service.started]
+
+    async def _start(self) -> None:
+        config = self._config
+        check_port(config.http_port, "--http-port")
+        check_port(config.grpc_port, "--grpc-port")
+        # Chosen here, so that all three can load at the same time.
+        scorer_port = free_port()
+        self._scorer_address = f"{HOST}:{scorer_port}"
+        scorer = ServiceProcess(scorer_spec(config, scorer_port), self._relay)
+        gateway = ServiceProcess(gateway_spec(config, self._scorer_address), self._relay)
+        self._essential = [scorer, gateway]
+        starts = [scorer.start(_START_DEADLINE_S), gateway.start(_START_DEADLINE_S)]
+        if config.method != "none":
+            self._proposer = self._new_proposer()
+            starts.append(self._proposer.start(_START_DEADLINE_S))
+        scorer_ready, gateway_ready, *proposer_ready = await _all_or_first_error(starts)
+        metrics = {"scorer": scorer_ready.get("metrics", "")}
+        if proposer_ready:
+            metrics["proposer"] = proposer_ready[0].get("metrics", "")
+        self._endpoints = Endpoints(gateway_ready["http"], gateway_ready["grpc"], metrics)
+
+    def _new_proposer(self) -> ServiceProcess:
+        return ServiceProcess(proposer_spec(self._config, self._scorer_address), self._relay)
+
+    async def _keep_proposer(self, proposer: ServiceProcess) -> NoReturn:
+        backoff_s = _RESTART_BACKOFF_S
+        started = time.monotonic()
+        while True:
+            code = await proposer.wait()
+            if time.monotonic() - started > _HEALTHY_AFTER_S:
+                backoff_s = _RESTART_BACKOFF_S
+            self._relay(
+                proposer.name,
+                f"ended with {describe_exit(code)}; requests go on without speculation; "
+                f"restarting it in {backoff_s:g} s",
+            )
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _RESTART_BACKOFF_MAX_S)
+            proposer = self._proposer = self._new_proposer()
+            started = time.monotonic()
+            try:
+                await proposer.start(_START_DEADLINE_S)
+            except OutriderError as error:
+                self._relay(proposer.name, error.message)
+                proposer.kill()
+            else:
+                self._relay(proposer.name, "is back")
+
+
+def scorer_spec(config: StackConfig, port: int) -> ServiceSpec:
+    """The scorer's command line; two OpenMP threads, one is left to the proposer's forward."""
+    return _spec(
+        "scorer",
+        "scorer_service",
+        *("--port", port, "--metrics-port", 0, "--model", config.model or "embedded"),
+        *("--served-model-name", config.served_model_name, "--dtype", config.dtype),
+        *("--num-speculative-tokens", config.num_speculative_tokens, "--threads", 2),
+    )
+
+
+def proposer_spec(config: StackConfig, scorer_address: str) -> ServiceSpec:
+    """The proposer's command line; more than one thread slows the scorer down."""
+    model = ("--model", config.draft_model or "embedded", "--dtype", config.dtype)
+    return _spec(
+        "proposer",
+        "proposer_service",
+        *("--scorer", scorer_address, "--method", config.method, "--port", 0),
+        *("--metrics-port", 0, "--threads", 1),
+        *(model if config.method == "draft_model" else ()),
+    )
+
+
+def gateway_spec(config: StackConfig, scorer_address: str) -> ServiceSpec:
+    """The gateway's command line."""
+    return _spec(
+        "gateway",
+        "gateway",
+        *("--scorer", scorer_address, "--http-port", config.http_port),
+        *("--grpc-port", config.grpc_port, "--model", config.model or "embedded"),
+        *("--served-model-name", config.served_model_name),
+        *(("--seed", config.seed) if config.seed is not None else ()),
+    )
+
+
+def _spec(name: str, module: str, *args: object) -> ServiceSpec:
+    # -P: a folder called gateway in the working directory is not our gateway.
+    python = (sys.executable, "-P", "-m", module, "--host", HOST, "--exit-with-parent")
+    return ServiceSpec(name, (*python, *map(str, args)))
+
+
+def check_port(port: int, flag: str) -> None:
+    """Raises `ConfigError` if a port that was asked for is taken. 0 always passes."""
+    if port and not _port_is_free(port):
+        raise ConfigError(f"port {port} on {HOST} is taken: choose another {flag}, or 0 for any.")
+
+
+def prefer_port(port: int) -> int:
+    """`port` if it is free, else 0 (any)."""
+    return port if _port_is_free(port) else 0
+
+
+def free_port() -> int:
+    """A port nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def describe_exit(code: int) -> str:
+    """An exit status in words."""
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _port_is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        # As servers do: a connection in TIME_WAIT does not count as taken.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+async def _raise_at_end(service: ServiceProcess) -> NoReturn:
+    code = await service.wait()
+    raise InternalError(f"the {service.name} ended with {describe_exit(code)}")
+
+
+async def _all_or_first_error(jobs: Sequence[Coroutine[object, object, T]]) -> list[T]:
+    """Results in order, or the first error as soon as there is one; none runs on after that."""
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,89 @@
+"""`outrider up`: the whole stack, kept running."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Coroutine
+
+from outrider.cli.main import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT
+from outrider.cli.stack import Stack, StackConfig, prefer_port
+
+
+def run_up(args: argparse.Namespace) -> int:
+    """Serves until SIGINT or SIGTERM; the one line on stdout says where."""
+    return run_until_signal(_up(args))
+
+
+async def _up(args: argparse.Namespace) -> int:
+    config = stack_config(
+        args,
+        http_port=_preferred(args.http_port, DEFAULT_HTTP_PORT),
+        grpc_port=_preferred(args.grpc_port, DEFAULT_GRPC_PORT),
+        served_model_name=args.served_model_name,
+    )
+    async with Stack(config, relay) as stack:
+        endpoints = stack.endpoints
+        for name, url in endpoints.metrics.items():
+            relay("outrider", f"metrics of the {name}: {url}")
+        relay("outrider", f"metrics of the gateway: {endpoints.http}/metrics")
+        print(f"ready {endpoints.http} grpc://{endpoints.grpc}", flush=True)
+        await stack.supervise()
+
+
+def stack_config(
+    args: argparse.Namespace,
+    *,
+    http_port: int = 0,
+    grpc_port: int = 0,
+    served_model_name: str = "default",
+) -> StackConfig:
+    """The flags that `up` and `demo` share, with "auto" resolved. May raise `ConfigError`."""
+    model = None if args.model == "embedded" else args.model
+    draft_model = None if args.draft_model == "embedded" else args.draft_model
+    method = args.method
+    if method is None:
+        method = "ngram" if model is not None and draft_model is None else "draft_model"
+        if method == "ngram":
+            relay("outrider", "no --draft-model: drafting by prompt lookup (--method ngram)")
+    return StackConfig(
+        http_port=http_port,
+        grpc_port=grpc_port,
+        model=model,
+        draft_model=draft_model,
+        method=method,
+        num_speculative_tokens=args.num_speculative_tokens,
+        dtype=args.dtype,
+        seed=args.seed,
+        served_model_name=served_model_name,
+    )
+
+
+def relay(name: str, line: str) -> None:
+    """Shows one line of a service on stderr."""
+    print(f"{name:<8} | {line}", file=sys.stderr, flush=True)
+
+
+def run_until_signal(command: Coroutine[object, object, int]) -> int:
+    """Runs a command; SIGINT, SIGTERM and SIGHUP cancel it, which stops what it started.
+
+    Returns its exit code, or 0 if a signal ended it: that is how these commands are stopped.
+    """
+
+    async def body() -> int:
+        loop = asyncio.get_running_loop()
+        task = asyncio.ensure_future(command)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, task.cancel)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            return 0
+
+    return asyncio.run(body())
+
+
+def _preferred(port: int | None, default: int) -> int:
+    return prefer_port(default) if port is None else port
