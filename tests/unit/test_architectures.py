@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.architectures import ARCHITECTURES, REFUSED, VOCAB_SIZE, random_model
 
 from outrider.engine.batch import Model, RowSlice, pack
 from outrider.engine.loader import build_paged_model
 from outrider.errors import UnsupportedModelError
+from tests.support.architectures import ARCHITECTURES, REFUSED, VOCAB_SIZE, random_model
 
 PAGE_SIZE = 4
 NUM_PAGES = 64
