@@ -43,7 +43,7 @@ class LinkConfig:
     """For the connection and Welcome, and for a write to be taken."""
     max_unsent: int = 1024
     """Messages waiting to be sent; beyond, the stream is given up and dialled anew."""
-    drain_timeout_s: float = 2.0
+    drain_timeout_s: float = 0.8
     """For the scorer to close its sessions after Goodbye."""
 
 

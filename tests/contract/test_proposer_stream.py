@@ -1,0 +1,547 @@
+"""The proposer service against a scorer played by hand: draft.proto's conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import grpc
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from outrider.drafting.draft_model import DraftModelProposer
+from outrider.drafting.ngram import NgramProposer
+from outrider.drafting.proposer import DraftRound, Proposer
+from outrider.errors import CapacityError, ProposerRefusedError
+from outrider.rpc.channel import open_channel
+from outrider.rpc.status import from_rpc_error
+from outrider.rpc.telemetry import configure
+from outrider.v1 import common_pb2, draft_pb2, proposer_pb2, proposer_pb2_grpc
+from proposer_service.config import LinkConfig, NgramConfig, ProposerConfig
+from proposer_service.service import ProposerService
+from tests.support.draft_scorer import Conversation, DraftScorer, close, commit, open_
+from tests.support.hash_model import HashModel
+
+PERIOD = [5, 6, 7, 5, 6, 7, 5, 6]  # prompt lookup goes on with 7, 5, 6, 7
+LINK = LinkConfig(
+    backoff_first_s=0.01, backoff_max_s=0.1, refused_retry_s=0.2, drain_timeout_s=0.1
+)
+
+
+def ngram_config(*scorers: str) -> ProposerConfig:
+    return ProposerConfig(scorers=scorers, method=NgramConfig(), proposer_id="p", link=LINK)
+
+
+@asynccontextmanager
+async def running(
+    config: ProposerConfig,
+    build: Callable[[ProposerConfig], tuple[Proposer, str]] | None = None,
+    exporter: InMemorySpanExporter | None = None,
+) -> AsyncIterator[tuple[ProposerService, proposer_pb2_grpc.ProposerServiceAsyncStub]]:
+    telemetry = configure("proposer", exporter=exporter)
+    service = (
+        ProposerService(config, telemetry=telemetry)
+        if build is None
+        else ProposerService(config, build, telemetry)
+    )
+    try:
+        addresses = await service.start()
+        async with open_channel(addresses["grpc"]) as channel:
+            yield service, proposer_pb2_grpc.ProposerServiceStub(channel)
+    finally:
+        await service.stop()
+
+
+@pytest.fixture
+async def scorer() -> AsyncIterator[DraftScorer]:
+    scorer = DraftScorer()
+    yield scorer
+    await scorer.stop()
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(10):
+        while not await condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def hash_model_proposer(
+    num_pages: int = 64, **kwargs: int
+) -> Callable[[ProposerConfig], tuple[Proposer, str]]:
+    model = HashModel(num_pages=num_pages)
+    return lambda _: (DraftModelProposer(model, name="hash", **kwargs), "abc")
+
+
+async def test_hello_says_who_it_is(scorer: DraftScorer) -> None:
+    address = await scorer.start()
+    async with running(ngram_config(address)):
+        hello = (await scorer.attached()).hello
+    assert hello.protocol_version == 1
+    assert (hello.proposer_id, hello.method, hello.pool) == ("p", "ngram", "default")
+    assert (hello.vocab_size, hello.tokenizer_hash) == (0, "")
+    assert hello.incarnation > 0
+    assert hello.max_sessions == 256
+    assert hello.max_draft_tokens == 16
+
+
+async def test_drafts_from_open_to_close(scorer: DraftScorer) -> None:
+    address = await scorer.start()
+    async with running(ngram_config(address)) as (_, stub):
+        stream = await scorer.attached()
+        stream.send(opens=[open_(1, PERIOD)])
+        block = await stream.next_block()
+        assert (block.session, block.epoch, block.base_len) == (1, 1, 8)
+        assert list(block.token_ids) == [7, 5, 6, 7]
+        assert list(block.parents) == []  # a chain
+        stream.send(commits=[commit(1, 8, [7, 5, 9], k=2)])
+        block = await stream.next_block()
+        assert (block.base_len, list(block.token_ids)) == (11, [])  # nothing to guess
+        stream.send(commits=[commit(1, 11, [7, 5], k=3)])
+        block = await stream.next_block()
+        assert (block.base_len, list(block.token_ids)) == (13, [9, 7, 5])
+        stream.send(closes=[close(1)])
+
+        async def forgotten() -> bool:
+            info = await stub.GetProposerInfo(proposer_pb2.GetProposerInfoRequest())
+            return info.sessions == 0 and info.scorers[0].sessions == 0
+
+        await eventually(forgotten)
+
+
+async def test_repeated_and_overlapping_commits_are_harmless(scorer: DraftScorer) -> None:
+    address = await scorer.start()
+    async with running(ngram_config(address)):
+        stream = await scorer.attached()
+        stream.send(opens=[open_(1, PERIOD)])
+        await stream.next_block()
+        for base_len, tokens in ((8, [7, 5]), (8, [7, 5]), (9, [5, 6]), (6, [5, 6])):
+            stream.send(commits=[commit(1, base_len, tokens)])
+            block = await stream.next_block()
+        assert (block.base_len, list(block.token_ids)) == (11, [7, 5, 6, 7])
+
+
+async def test_k_zero_follows_without_drafting(scorer: DraftScorer) -> None:
+    address = await scorer.start()
+    async with running(ngram_config(address)):
+        stream = await scorer.attached()
+        stream.send(opens=[open_(1, PERIOD, k=0)])
+        stream.send(commits=[commit(1, 8, [7], k=0)])
+        await stream.silence()
+        stream.send(commits=[commit(1, 9, [5], k=1)])
+        block = await stream.next_block()
+        assert (block.base_len, list(block.token_ids)) == (10, [6])
+
+
+async def test_a_gap_is_answered_with_lost_and_a_new_epoch_starts_over(
+    scorer: DraftScorer,
+) -> None:
+    address = await scorer.start()
+    async with running(ngram_config(address)):
+        stream = await scorer.attached()
+        stream.send(opens=[open_(1, PERIOD)])
+        await stream.next_block()
+        stream.send(commits=[commit(1, 20, [7])])
+        lost = await stream.next_lost()
+        assert (lost.session, lost.epoch) == (1, 1)
+        stream.send(opens=[open_(1, PERIOD, epoch=2)])
+        assert (await stream.next_block()).epoch == 2
+
+
+async def test_messages_of_another_epoch_are_dropped(scorer: DraftScorer) -> None:
+    address = await scorer.start()
+    async with running(ngram_config(address)):
+        stream = await scorer.attached()
+        stream.send(opens=[open_(1, PERIOD, epoch=3)])
+        await stream.next_block()
+        stream.send(
+            opens=[open_(1, [1, 2], epoch=2), open_(1, [1, 2], epoch=3)],
+            commits=[commit(1, 8, [7], epoch=2), commit(1, 8, [9], epoch=4)],
+            closes=[close(1, epoch=2)],
+        )
+        await stream.silence()
+        stream.send(commits=[commit(1, 8, [7], epoch=3, k=1)])
+        assert list((await stream.next_block()).token_ids) == [5]
+
+
+async def test_close_and_reopen_in_one_batch(scorer: DraftScorer) -> None:
+    """A merged batch holds the Close of the old epoch beside the Open of the new."""
+    address = await scorer.start()
+    async with running(ngram_config(address)):
+        stream = await scorer.attached()
+        stream.send(opens=[open_(1, PERIOD)])
+        await stream.next_block()
+        stream.send(
+            opens=[open_(1, [*PERIOD, 7], epoch=2)],
+            commits=[commit(1, 8, [9]), commit(1, 9, [5], epoch=2)],
+            closes=[close(1)],
+        )
+        block = await stream.next_block()
+        assert (block.epoch, block.base_len) == (2, 10)
+
+
+async def test_sessions_of_several_scorers_do_not_collide(scorer: DraftScorer) -> None:
+    other = DraftScorer()
+    addresses = [await scorer.start(), await other.start()]
+    try:
+        async with running(ngram_config(*addresses)):
+            first, second = await scorer.attached(), await other.attached()
+            first.send(opens=[open_(1, PERIOD)])
+            second.send(opens=[open_(1, [8, 9, 8, 9])])
+            assert list((await first.next_block()).token_ids) == [7, 5, 6, 7]
+            assert list((await second.next_block()).token_ids) == [8, 9, 8, 9]
+            second.send(closes=[close(1)])
+            first.send(commits=[commit(1, 8, [7], k=1)])
+            assert list((await first.next_block()).token_ids) == [5]
+    finally:
+        await other.stop()
+
+
+class SlowProposer(NgramProposer):
+    """Holds a cycle up until told to go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[list[int]] = []
+        self.loop = asyncio.get_running_loop()
+        self.begun = asyncio.Semaphore(0)
+        self.go = asyncio.Semaphore(0)
+
+    def draft(self, sessions: object) -> DraftRound:
+        assert isinstance(sessions, list)
+        if sessions:
+            self.asked.append(sessions)
+            asyncio.run_coroutine_threadsafe(self._pass(), self.loop).result(10)
+        return super().draft(sessions)
+
+    async def _pass(self) -> None:
+        self.begun.release()
+        await self.go.acquire()
+
+
+async def test_only_the_newest_state_is_drafted_for(scorer: DraftScorer) -> None:
+    address = await scorer.start()
+    slow = SlowProposer()
+    async with running(ngram_config(address), lambda _: (slow, "")):
+        stream = await scorer.attached()
+        stream.send(opens=[open_(1, PERIOD)])
+        await slow.begun.acquire()
+        # While the first draft is being made, much happens.
+        stream.send(commits=[commit(1, 8, [7])])
+        stream.send(commits=[commit(1, 9, [5])])
+        stream.send(opens=[open_(2, PERIOD)], commits=[commit(1, 10, [6])])
+        await asyncio.sleep(0.2)
+        slow.go.release()
+        assert (await stream.next_block()).base_len == 8
+        await slow.begun.acquire()
+        slow.go.release()
+        blocks = await stream.next_blocks()  # one message for both
+        assert [(b.session, b.base_len) for b in blocks] == [(1, 11), (2, 8)]
+        await stream.silence()
+    assert len(slow.asked) == 2
+
+
+async def test_redials_after_the_scorer_died(scorer: DraftScorer) -> None:
+    address = await scorer.start()
+    async with running(ngram_config(address)) as (_, stub):
+        first = await scorer.attached()
+        first.send(opens=[open_(1, PERIOD)])
+        await first.next_block()
+        await scorer.stop()
+
+        async def gone() -> bool:
+            info = await stub.GetProposerInfo(proposer_pb2.GetProposerInfoRequest())
+            link = info.scorers[0]
+            return info.sessions == 0 and not link.connected and bool(link.last_error)
+
+        await eventually(gone)
+        await scorer.start(int(address.split(":")[1]))
+        second = await scorer.attached()
+        assert second.hello.proposer_id == first.hello.proposer_id
+        assert second.hello.incarnation > first.hello.incarnation
+        second.send(opens=[open_(1, PERIOD)])
+        assert (await second.next_block()).epoch == 1
+
+
+async def test_redials_after_the_scorer_hung_up(scorer: DraftScorer) -> None:
+    address = await scorer.start()
+    async with running(ngram_config(address)):
+        (await scorer.attached()).hang_up()
+        await scorer.attached()
+
+
+async def test_a_refusal_is_logged_and_retried_slowly(
+    scorer: DraftScorer, caplog: pytest.LogCaptureFixture
+) -> None:
+    scorer.refusal = ProposerRefusedError("use another draft", reason="VOCAB_MISMATCH")
+    address = await scorer.start()
+    async with running(ngram_config(address)) as (_, stub):
+
+        async def refused_twice() -> bool:
+            return scorer.refused >= 2
+
+        await eventually(refused_twice)
+        info = await stub.GetProposerInfo(proposer_pb2.GetProposerInfoRequest())
+        assert info.scorers[0].last_error == "use another draft"
+        assert scorer.refused <= 3
+        scorer.refusal = None
+        await scorer.attached()
+    refusals = [r for r in caplog.records if "refused this proposer" in r.message]
+    assert len(refusals) == 1  # said once, not at every dial
+    assert "use another draft (VOCAB_MISMATCH)" in refusals[0].message
+
+
+async def test_goodbye_waits_for_the_closes(scorer: DraftScorer) -> None:
+    address = await scorer.start()
+    config = ngram_config(address)
+    config = replace(config, link=replace(LINK, drain_timeout_s=5))
+    async with running(config) as (service, _):
+        stream = await scorer.attached()
+        stream.send(opens=[open_(1, PERIOD)])
+        await stream.next_block()
+        stopping = asyncio.create_task(service.stop())
+        assert (await stream.next()).HasField("goodbye")
+        await asyncio.sleep(0.1)
+        assert not stream.ended.is_set()
+        stream.send(closes=[close(1)])
+        async with asyncio.timeout(1):
+            await stream.ended.wait()
+            await stopping
+
+
+async def test_goodbye_does_not_wait_forever(scorer: DraftScorer) -> None:
+    address = await scorer.start()
+    async with running(ngram_config(address)) as (service, _):
+        stream = await scorer.attached()
+        stream.send(opens=[open_(1, PERIOD)])
+        await stream.next_block()
+        async with asyncio.timeout(1):
+            await service.stop()
+
+
+async def test_stops_while_the_scorer_is_away() -> None:
+    async with running(ngram_config("127.0.0.1:1")) as (service, _):
+        async with asyncio.timeout(5):
+            await service.stop()
+
+
+async def test_evicted_sessions_are_reported_lost(scorer: DraftScorer) -> None:
+    address = await scorer.start()
+    build = hash_model_proposer(num_pages=16)  # of 4 tokens: two sessions fit
+    async with running(ngram_config(address), build):
+        stream = await scorer.attached()
+        assert stream.hello.method == "draft_model"
+        assert (stream.hello.vocab_size, stream.hello.tokenizer_hash) == (32, "abc")
+        for session in (1, 2):
+            stream.send(opens=[open_(session, [session] * 24, max_len=60)])
+            assert (await stream.next_block()).base_len == 24
+        stream.send(opens=[open_(3, [3] * 24, max_len=60)])
+        message = await stream.next()
+        assert message.HasField("blocks")
+        assert [block.session for block in message.blocks.blocks] == [3]
+        lost = await stream.next_lost()
+        assert (lost.session, lost.epoch) == (1, 1)
+
+
+async def test_long_prompts_take_turns_with_drafts(scorer: DraftScorer) -> None:
+    address = await scorer.start()
+    async with running(ngram_config(address), hash_model_proposer(prefill_budget=18)):
+        stream = await scorer.attached()
+        stream.send(opens=[open_(1, [3] * 40, max_len=60), open_(2, [4], max_len=60)])
+        assert [b.session for b in await stream.next_blocks()] == [2]
+        block = await stream.next_block()
+        assert (block.session, block.base_len, len(block.token_ids)) == (1, 40, 4)
+
+
+async def test_drafting_that_fails_loses_the_sessions_not_the_process(scorer: DraftScorer) -> None:
+    address = await scorer.start()
+    model = HashModel()
+    async with running(
+        ngram_config(address), lambda _: (DraftModelProposer(model, name="hash"), "")
+    ):
+        stream = await scorer.attached()
+        model.fail_next = True
+        stream.send(opens=[open_(1, [1, 2, 3], max_len=60)])
+        assert (await stream.next_lost()).session == 1
+        stream.send(opens=[open_(1, [1, 2, 3], epoch=2, max_len=60)])
+        assert (await stream.next_block()).epoch == 2
+
+
+class BrokenProposer(NgramProposer):
+    def draft(self, sessions: object) -> DraftRound:
+        if sessions:
+            raise RuntimeError("the device is gone")
+        return DraftRound()
+
+
+async def test_drafting_that_keeps_failing_ends_the_process(scorer: DraftScorer) -> None:
+    address = await scorer.start()
+    async with running(ngram_config(address), lambda _: (BrokenProposer(), "")) as (service, _):
+        stream = await scorer.attached()
+        for epoch in range(1, 4):
+            stream.send(opens=[open_(1, [1, 2, 3], epoch=epoch)])
+            assert (await stream.next_lost()).epoch == epoch
+        async with asyncio.timeout(5):
+            await service.wait_failed()
+
+
+async def test_a_session_span_joins_the_trace(scorer: DraftScorer) -> None:
+    exporter = InMemorySpanExporter()
+    address = await scorer.start()
+    trace_id, span_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    async with running(ngram_config(address), exporter=exporter):
+        stream = await scorer.attached()
+        stream.send(opens=[open_(1, PERIOD, traceparent=f"00-{trace_id}-{span_id}-01")])
+        await stream.next_block()
+        stream.send(opens=[open_(2, PERIOD, traceparent="not a traceparent")], closes=[close(1)])
+        await stream.next_block()
+    spans = {span.context.trace_id: span for span in exporter.get_finished_spans()}
+    span = spans[int(trace_id, 16)]
+    assert span.parent is not None
+    assert span.parent.span_id == int(span_id, 16)
+    assert span.attributes == {"outrider.method": "ngram", "outrider.rounds": 1}
+
+
+async def test_a_build_that_fails_is_raised_by_start() -> None:
+    def build(_: ProposerConfig) -> tuple[Proposer, str]:
+        raise CapacityError("no memory")
+
+    with pytest.raises(CapacityError, match="no memory"):
+        async with running(ngram_config("127.0.0.1:1"), build):
+            pass
+
+
+async def test_metrics_count(scorer: DraftScorer) -> None:
+    address = await scorer.start()
+    async with running(ngram_config(address)) as (service, _):
+        stream = await scorer.attached()
+        stream.send(opens=[open_(1, PERIOD)])
+        await stream.next_block()
+        text = service._telemetry.metrics_text().decode()
+    assert "outrider:proposer_draft_tokens_total 4.0" in text
+    assert "outrider:proposer_cycle_seconds_count 1.0" in text
+    assert "outrider:proposer_links 1.0" in text
+
+
+# ProposerService
+
+
+async def test_propose_and_info() -> None:
+    async with running(ngram_config(), hash_model_proposer()) as (_, stub):
+        sampling = common_pb2.SamplingParams(temperature=1.0, seed=3)
+        request = proposer_pb2.ProposeRequest(token_ids=[1, 2, 3], sampling=sampling)
+        answer = await stub.Propose(request)
+        assert len(answer.token_ids) == 4
+        assert list(answer.parents) == [-1, 0, 1, 2]
+        again = await asyncio.gather(*(stub.Propose(request) for _ in range(5)))
+        assert all(a.token_ids == answer.token_ids for a in again)
+        info = await stub.GetProposerInfo(proposer_pb2.GetProposerInfoRequest())
+        assert (info.method, info.model, info.vocab_size) == ("draft_model", "hash", 32)
+        assert info.protocol_version == 1
+        assert info.sessions == 0  # proposals leave nothing behind
+
+
+@pytest.mark.parametrize(
+    ("request_", "param"),
+    [
+        (proposer_pb2.ProposeRequest(), "token_ids"),
+        (proposer_pb2.ProposeRequest(token_ids=[32]), "token_ids"),
+        (proposer_pb2.ProposeRequest(token_ids=[1] * 64), "token_ids"),
+        (proposer_pb2.ProposeRequest(token_ids=[1], num_draft_tokens=0), "num_draft_tokens"),
+        (proposer_pb2.ProposeRequest(token_ids=[1], num_draft_tokens=17), "num_draft_tokens"),
+        (
+            proposer_pb2.ProposeRequest(
+                token_ids=[1], sampling=common_pb2.SamplingParams(temperature=-1)
+            ),
+            "temperature",
+        ),
+    ],
+)
+async def test_bad_proposals_are_refused(request_: proposer_pb2.ProposeRequest, param: str) -> None:
+    async with running(ngram_config(), hash_model_proposer()) as (_, stub):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Propose(request_)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert getattr(from_rpc_error(caught.value), "param", None) == param
+
+
+# Malformed input
+
+
+def random_batch(rng: random.Random) -> dict[str, list[object]]:
+    def number(*usual: int) -> int:
+        return rng.choice([*usual, 0, 1, 2**31, 2**32 - 1])
+
+    def tokens(limit: int) -> list[int]:
+        return [number(3, 4, 31, 32) for _ in range(rng.randrange(limit))]
+
+    opens = [
+        draft_pb2.Open(
+            session=number(1, 2, 3),
+            epoch=number(1, 2, 3),
+            prefix=tokens(90),
+            sampling=common_pb2.SamplingParams(
+                temperature=rng.choice([0.0, 1.0, -3.0, float("nan"), float("inf")]),
+                top_k=number(5),
+                top_p=rng.choice([0.5, 1.0, 0.0, float("nan")]),
+                min_p=rng.choice([0.0, 0.1, 1.0, 2.0]),
+                seed=number(7),
+            ),
+            num_draft_tokens=number(4),
+            max_len=number(60),
+            traceparent=rng.choice(["", "00-bad", "\x00"]),
+        )
+        for _ in range(rng.randrange(3))
+    ]
+    commits = [
+        draft_pb2.Commit(
+            session=number(1, 2, 3),
+            epoch=number(1, 2, 3),
+            base_len=number(1, 2, 40),
+            tokens=tokens(6),
+            num_draft_tokens=number(4),
+        )
+        for _ in range(rng.randrange(5))
+    ]
+    closes = [
+        draft_pb2.Close(session=number(1, 2, 3), epoch=number(1, 2, 3))
+        for _ in range(rng.randrange(2))
+    ]
+    return {"opens": opens, "commits": commits, "closes": closes}  # type: ignore[dict-item]
+
+
+async def drained(stream: Conversation) -> None:
+    while not stream.received.empty():
+        message = stream.received.get_nowait()
+        for block in message.blocks.blocks:
+            assert all(token < 32 for token in block.token_ids)
+            assert len(block.token_ids) <= 16
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_survives_malformed_batches(scorer: DraftScorer, seed: int) -> None:
+    address = await scorer.start()
+    model = HashModel()
+    proposer = DraftModelProposer(model, name="hash", max_sessions=3)
+    rng = random.Random(seed)
+    async with running(ngram_config(address), lambda _: (proposer, "")) as (service, _):
+        stream = await scorer.attached()
+        sessions = itertools.count(100)
+        for _ in range(60):
+            stream.send(**random_batch(rng))  # type: ignore[arg-type]
+            if rng.random() < 0.2:  # a well-behaved session is served all along
+                session = next(sessions)
+                stream.send(opens=[open_(session, [1, 2, 3], max_len=60)])
+                while True:
+                    message = await stream.next()
+                    if any(b.session == session for b in message.blocks.blocks):
+                        break
+                stream.send(closes=[close(session)])
+        await drained(stream)
+        assert service._worker is not None
+        assert not service._worker.ended.is_set()
+    proposer.check_invariants()
+    assert proposer.num_sessions == 0

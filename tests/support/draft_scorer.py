@@ -1,0 +1,171 @@
+"""A scorer's side of the Draft stream, played by hand over a real loopback server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from outrider.errors import OutriderError
+from outrider.rpc import status
+from outrider.rpc.server import GrpcServer
+from outrider.v1 import common_pb2, draft_pb2, scorer_pb2_grpc
+
+WAIT_S = 10.0
+
+
+class Conversation:
+    """One proposer's stream, from its Hello on."""
+
+    def __init__(self, hello: draft_pb2.Hello) -> None:
+        self.hello = hello
+        self.received: asyncio.Queue[draft_pb2.DraftRequest] = asyncio.Queue(10_000)
+        self.ended = asyncio.Event()  # the proposer closed its side, or is gone
+        self._outgoing: asyncio.Queue[draft_pb2.SessionBatch | None] = asyncio.Queue(10_000)
+
+    def send(
+        self,
+        *,
+        opens: list[draft_pb2.Open] | None = None,
+        commits: list[draft_pb2.Commit] | None = None,
+        closes: list[draft_pb2.Close] | None = None,
+    ) -> None:
+        batch = draft_pb2.SessionBatch(opens=opens, commits=commits, closes=closes)
+        self._outgoing.put_nowait(batch)
+
+    def hang_up(self) -> None:
+        """Ends the RPC with OK."""
+        self._outgoing.put_nowait(None)
+
+    async def next(self) -> draft_pb2.DraftRequest:
+        async with asyncio.timeout(WAIT_S):
+            return await self.received.get()
+
+    async def next_blocks(self) -> list[draft_pb2.Block]:
+        message = await self.next()
+        assert message.HasField("blocks"), message
+        return list(message.blocks.blocks)
+
+    async def next_block(self) -> draft_pb2.Block:
+        [block] = await self.next_blocks()
+        return block
+
+    async def next_lost(self) -> draft_pb2.Lost:
+        message = await self.next()
+        assert message.HasField("lost"), message
+        return message.lost
+
+    async def silence(self, seconds: float = 0.2) -> None:
+        """Passes if nothing comes for a while."""
+        await asyncio.sleep(seconds)
+        assert self.received.empty(), self.received.get_nowait()
+
+    async def outgoing(self) -> AsyncIterator[draft_pb2.DraftResponse]:
+        while (batch := await self._outgoing.get()) is not None:
+            yield draft_pb2.DraftResponse(sessions=batch)
+
+    async def read_from(self, requests: AsyncIterator[draft_pb2.DraftRequest]) -> None:
+        async for request in requests:
+            await self.received.put(request)
+        self.ended.set()
+
+
+class DraftScorer(scorer_pb2_grpc.ScorerServiceServicer):
+    """Welcomes proposers, or refuses them with `refusal`; tests hold the conversations."""
+
+    def __init__(self) -> None:
+        self.refusal: OutriderError | None = None
+        self.refused = 0
+        self.conversations: asyncio.Queue[Conversation] = asyncio.Queue(100)
+        self._server: GrpcServer | None = None
+
+    async def start(self, port: int = 0) -> str:
+        """Serves; returns "host:port"."""
+        self._server = GrpcServer(
+            f"127.0.0.1:{port}",
+            lambda server: scorer_pb2_grpc.add_ScorerServiceServicer_to_server(self, server),
+            [],
+        )
+        return f"127.0.0.1:{await self._server.start()}"
+
+    async def stop(self) -> None:
+        """Dies at once."""
+        if self._server is not None:
+            await self._server.stop(0)
+            self._server = None
+
+    async def attached(self) -> Conversation:
+        """The next proposer that said Hello."""
+        async with asyncio.timeout(WAIT_S):
+            return await self.conversations.get()
+
+    async def Draft(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[draft_pb2.DraftRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[draft_pb2.DraftResponse]:
+        first = await anext(request_iterator)
+        assert first.HasField("hello")
+        if self.refusal is not None:
+            self.refused += 1
+            await status.abort(context, self.refusal)
+        conversation = Conversation(first.hello)
+        yield draft_pb2.DraftResponse(
+            welcome=draft_pb2.Welcome(protocol_version=1, scorer_id="fake", max_block_tokens=512)
+        )
+        self.conversations.put_nowait(conversation)
+        reading = asyncio.create_task(conversation.read_from(request_iterator))
+        outgoing = conversation.outgoing()
+        try:
+            while True:
+                sending = asyncio.ensure_future(anext(outgoing, None))
+                await asyncio.wait([sending, reading], return_when=asyncio.FIRST_COMPLETED)
+                if not sending.done():  # the proposer closed its side
+                    sending.cancel()
+                    return
+                message = sending.result()
+                if message is None:
+                    return
+                yield message
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            conversation.ended.set()
+
+
+def open_(
+    session: int,
+    prefix: list[int],
+    *,
+    epoch: int = 1,
+    k: int = 4,
+    max_len: int = 1000,
+    temperature: float = 0.0,
+    seed: int = 0,
+    traceparent: str = "",
+) -> draft_pb2.Open:
+    return draft_pb2.Open(
+        session=session,
+        epoch=epoch,
+        prefix=prefix,
+        sampling=common_pb2.SamplingParams(
+            temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, seed=seed
+        ),
+        num_draft_tokens=k,
+        max_len=max_len,
+        traceparent=traceparent,
+    )
+
+
+def commit(
+    session: int, base_len: int, tokens: list[int], *, epoch: int = 1, k: int = 4
+) -> draft_pb2.Commit:
+    return draft_pb2.Commit(
+        session=session, epoch=epoch, base_len=base_len, tokens=tokens, num_draft_tokens=k
+    )
+
+
+def close(session: int, *, epoch: int = 1) -> draft_pb2.Close:
+    return draft_pb2.Close(session=session, epoch=epoch)
