@@ -140,8 +140,9 @@ def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     g = -log(-log(u)) with u = (h + 0.5) / 2^32 and h the 32-bit hash of docs/sampling.md. The
     hash is integer arithmetic, so h and u have the same bits on every device.
     """
-    first, second = _mix(seed ^ position[:, None]).split(1, dim=-1)  # [n, 1] each
-    mixed = (_mixed_tokens(vocab_size, seed.device) ^ first).add_(second).bitwise_and_(_MASK)
+    key = _mix(seed ^ position[:, None])  # [n, 2]
+    mixed = _mixed_tokens(vocab_size, seed.device) ^ key[:, :1]
+    mixed.add_(key[:, 1:]).bitwise_and_(_MASK)
     noise = _mix(mixed).to(torch.float64)
     noise += 0.5
     noise *= 2.0**-32

@@ -7,11 +7,17 @@ a stale page, a wrong slot, a bad rollback or a wrongly shared prefix changes th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.engine.batch import PackedBatch
+from outrider.engine.sampling import SamplingBatch, sample
+from outrider.types import FinishReason, Request, SamplingParams
+
+MASK = np.uint64(0xFFFFFFFF)
 
 
 class HashModel:
@@ -46,30 +52,66 @@ class HashModel:
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("the device fell over")
-        ends = batch.cu_seqlens_q[1:].tolist()
-        rows = np.searchsorted(ends, batch.logits_index.numpy(), side="right")
-        logits = [
-            self.logits_of(self._context(batch, int(row), int(index)))
-            for row, index in zip(rows, batch.logits_index, strict=True)
+        rows = torch.searchsorted(batch.cu_seqlens_q[1:].long(), batch.logits_index, right=True)
+        states = [
+            context_hash(self._context(batch, row, index))
+            for row, index in zip(rows.tolist(), batch.logits_index.tolist(), strict=True)
         ]
-        return torch.from_numpy(np.stack(logits)) if logits else torch.empty(0, self.vocab_size)
+        return torch.from_numpy(self._logits(np.array(states, np.uint64)))
 
     def _context(self, batch: PackedBatch, row: int, index: int) -> list[int]:
         """Tokens at positions 0 .. position of token `index`, as the pages hold them."""
-        length = int(batch.positions[index]) + 1
-        at = np.arange(length)
+        at = np.arange(int(batch.positions[index]) + 1)
         pages = batch.block_table[row].numpy()[at // self.page_size]
         slots = pages * self.page_size + at % self.page_size
         assert (self._positions[slots] == at).all(), "a slot holds another position"
         return self._slots[slots].tolist()  # type: ignore[no-any-return]
 
-    def logits_of(self, context: list[int]) -> np.ndarray:
-        """float32 [vocab_size] from a hash of the whole context."""
-        state = 0x811C9DC5
-        for token in context:
-            state = ((state ^ (token + 1)) * 0x01000193 + 0x9E3779B9) & 0xFFFFFFFF
-            state ^= state >> 15
-        x = (np.arange(self.vocab_size, dtype=np.uint64) * 0x9E3779B1 + state) & 0xFFFFFFFF
-        x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
-        x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
+    def _logits(self, states: np.ndarray) -> np.ndarray:
+        x = (np.arange(self.vocab_size, dtype=np.uint64) * 0x9E3779B1 + states[:, None]) & MASK
+        x = ((x ^ (x >> 16)) * 0x21F0AAAD) & MASK
+        x = ((x ^ (x >> 15)) * 0x735A2D97) & MASK
         return ((x ^ (x >> 15)) * (self.peak * 2.0**-31) - self.peak).astype(np.float32)
+
+    def logits_of(self, context: Sequence[int]) -> Tensor:
+        """float32 [1, vocab_size]: what a forward over just this context returns."""
+        return torch.from_numpy(self._logits(np.array([context_hash(context)], np.uint64)))
+
+
+def context_hash(context: Sequence[int]) -> int:
+    """32 bits that depend on every token and its place."""
+    state = 0x811C9DC5
+    for token in context:
+        state = ((state ^ (token + 1)) * 0x01000193 + 0x9E3779B9) & 0xFFFFFFFF
+        state ^= state >> 15
+    return state
+
+
+class Sequential:
+    """What a HashModel says to one request alone, one token at a time: the truth for tests."""
+
+    def __init__(self, model: HashModel) -> None:
+        self._model = model
+        self._streams: dict[tuple[tuple[int, ...], SamplingParams], list[int]] = {}
+
+    def tokens(self, prompt: tuple[int, ...], sampling: SamplingParams, count: int) -> list[int]:
+        """The first `count` tokens after `prompt`, ignoring any stop."""
+        stream = self._streams.setdefault((prompt, sampling), [])
+        while len(stream) < count:
+            context = [*prompt, *stream]
+            batch = SamplingBatch.build([sampling], [len(context)])
+            stream.append(int(sample(self._model.logits_of(context), batch)))
+        return stream[:count]
+
+    def output(
+        self, request: Request, max_model_len: int, eos: frozenset[int]
+    ) -> tuple[list[int], FinishReason]:
+        """What `request` must return."""
+        stop = request.stop
+        room = min(stop.max_tokens, max_model_len - len(request.prompt_token_ids))
+        stops = stop.stop_token_ids | (frozenset() if stop.ignore_eos else eos)
+        tokens = self.tokens(request.prompt_token_ids, request.sampling, room)
+        for i, token in enumerate(tokens):
+            if token in stops and i >= stop.min_tokens:
+                return tokens[:i], FinishReason.STOP
+        return tokens, FinishReason.LENGTH

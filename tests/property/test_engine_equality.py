@@ -1,0 +1,217 @@
+"""Whatever happens around a request, its text is the one it would have had alone.
+
+The model hashes the whole context that it reads back through the block tables, so any mistake in
+paging, rollback, prefix sharing or verification changes the output.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from outrider.config import EngineConfig
+from outrider.draft_tree import DraftTree
+from outrider.engine.engine import Engine
+from outrider.engine.policy import Policy
+from outrider.types import (
+    Commit,
+    FinishReason,
+    Request,
+    SamplingParams,
+    SpeculationParams,
+    StopParams,
+    TokenKind,
+)
+from tests.support.hash_model import HashModel, Sequential
+
+VOCAB = 24
+EOS = frozenset({3})
+MAX_LEN = 40
+TRUTH = Sequential(HashModel(VOCAB, num_pages=1))
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.0, seed=9),
+    SamplingParams(temperature=1.0, seed=5),
+    SamplingParams(temperature=0.7, seed=2**64 - 1, top_k=6, min_p=0.05),
+    SamplingParams(temperature=1.6, seed=77, top_p=0.8),
+)
+BASES = [tuple(random.Random(i).randrange(VOCAB) for _ in range(MAX_LEN)) for i in range(4)]
+
+
+@dataclass
+class Client:
+    """One request as its caller sees it."""
+
+    request: Request
+    tokens: list[int]
+    kinds: list[TokenKind]
+    last: Commit | None = None
+
+    @property
+    def committed(self) -> tuple[int, ...]:
+        return (*self.request.prompt_token_ids, *self.tokens)
+
+
+class Scenario:
+    """An engine, its clients and a clock, driven by one source of randomness."""
+
+    def __init__(self, rng: random.Random, config: EngineConfig, policy: Policy) -> None:
+        self.rng = rng
+        self.now = 0.0
+        model = HashModel(VOCAB, config.page_size, config.num_pages, MAX_LEN)
+        self.engine = Engine(
+            model, config, eos_token_ids=EOS, policy=policy, clock=lambda: self.now
+        )
+        self.clients: dict[int, Client] = {}
+        self.open: set[int] = set()
+
+    def submit(self) -> None:
+        rng = self.rng
+        base = rng.choice(BASES)
+        max_tokens = rng.randint(1, 16)
+        request = Request(
+            session_id=len(self.clients),
+            prompt_token_ids=base[: rng.randint(1, MAX_LEN - 1 if rng.random() < 0.1 else 20)],
+            sampling=rng.choice(SAMPLINGS),
+            stop=StopParams(
+                max_tokens=max_tokens,
+                stop_token_ids=frozenset(rng.sample(range(VOCAB), rng.randint(0, 1))),
+                ignore_eos=rng.random() < 0.5,
+                min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.3 else 0,
+            ),
+            speculation=SpeculationParams(
+                enabled=rng.random() < 0.95,
+                num_speculative_tokens=rng.choice((None, None, 0, 1, 4, 8)),
+            ),
+        )
+        self.engine.info.check(request)
+        self.engine.submit(request)
+        self.clients[request.session_id] = Client(request, [], [])
+        self.open.add(request.session_id)
+        if rng.random() < 0.9:
+            self.engine.set_drafting(request.session_id, "a", rng.choice((1, 4, 8)))
+
+    def draft(self) -> None:
+        """Posts a block that is right, partly right, wrong, late, from the future, or garbage."""
+        rng = self.rng
+        client = self.clients[rng.choice(sorted(self.clients))]
+        committed, prompt_len = client.committed, len(client.request.prompt_token_ids)
+        base = rng.choice((len(committed), len(committed), prompt_len, len(committed) + 2))
+        base = max(0, base - rng.choice((0, 0, 0, 1, 5)))
+        truth = TRUTH.tokens(client.request.prompt_token_ids, client.request.sampling, MAX_LEN)
+        future = [*client.request.prompt_token_ids, *truth][base : base + rng.randint(0, 12)]
+        path = [t if rng.random() < 0.9 else rng.randrange(VOCAB) for t in future]
+        tokens, parents = list(path), list(range(-1, len(path) - 1))
+        for _ in range(rng.choice((0, 0, 3, 10))):  # side branches, some of them garbage
+            parents.append(rng.randint(-1, len(tokens) - 1))
+            tokens.append(rng.randrange(VOCAB))
+        if rng.random() < 0.2:  # the right path is not the preferred one
+            tokens, parents = [1, *tokens], [-1, *(p + 1 if p >= 0 else -1 for p in parents)]
+        tree = DraftTree.validated(base, tokens, parents, vocab_size=VOCAB, max_nodes=64)
+        self.engine.post_block(client.request.session_id, tree, rng.choice("aaaab"), 100)
+
+    def step(self) -> bool:
+        events = self.engine.step()
+        if events is None:
+            return False
+        assert not events.failures
+        for commit in events.commits:
+            client = self.clients[commit.session_id]
+            assert commit.session_id in self.open, "an event after the last one"
+            assert commit.base_len == len(client.committed)
+            assert len(commit.kinds) == len(commit.token_ids)
+            client.tokens += commit.token_ids
+            client.kinds += commit.kinds
+            if commit.finish_reason is not None:
+                client.last = commit
+                self.open.discard(commit.session_id)
+        return True
+
+    def act(self) -> None:
+        chance = self.rng.random()
+        if chance < 0.1:
+            self.submit()
+        elif chance < 0.4 and self.clients:
+            self.draft()
+        elif chance < 0.42 and self.open:
+            self.engine.abort(session := self.rng.choice(sorted(self.open)))
+            self.open.discard(session)
+        elif chance < 0.45 and self.open:
+            who = self.rng.choice((None, "a", "b"))
+            self.engine.set_drafting(self.rng.choice(sorted(self.open)), who, 4)
+        elif chance < 0.6:
+            self.now += self.rng.choice((0.001, 0.01))
+        else:
+            self.step()
+        self.engine.check_invariants()
+
+    def finish(self) -> None:
+        """Runs everything to its end, and compares with the truth."""
+        for _ in range(5000):
+            if not self.open:
+                break
+            if self.rng.random() < 0.5:
+                self.draft()
+            if not self.step():
+                assert self.engine.wake_at < self.now + 1.0, "rows wait without a deadline"
+                self.now = max(self.now, self.engine.wake_at)
+        assert not self.open, "livelock"
+        self.engine.check_invariants()
+        snapshot = self.engine.snapshot()
+        assert (snapshot.running, snapshot.waiting) == (0, 0)
+        assert snapshot.free_pages == snapshot.total_pages
+        for client in self.clients.values():
+            tokens, reason = TRUTH.output(client.request, MAX_LEN, EOS)
+            assert client.tokens == tokens[: len(client.tokens)]
+            if client.last is not None:
+                assert client.tokens == tokens
+                self.check_stats(client, client.last, reason)
+
+    def check_stats(self, client: Client, last: Commit, reason: FinishReason) -> None:
+        stats = last.stats
+        assert stats is not None
+        assert last.finish_reason is reason
+        assert stats.output_tokens == len(client.tokens)
+        assert stats.accepted == client.kinds.count(TokenKind.ACCEPTED)
+        assert stats.accepted == sum(stats.accepted_per_pos)
+        assert stats.rounds == sum(stats.k_histogram)
+        assert stats.drafted == sum(k * n for k, n in enumerate(stats.k_histogram))
+        assert stats.rounds <= stats.iter_count
+        # Each round emits its accepted tokens and one more, which a stop may cut off.
+        assert stats.output_tokens - stats.accepted in (stats.rounds, stats.rounds - 1)
+        assert stats.hits + stats.misses_late + stats.misses_wrong <= stats.iter_count
+
+
+configs = st.builds(
+    lambda page_size, spare, budget, rows, caching: EngineConfig(
+        page_size=page_size,
+        num_pages=-(-MAX_LEN // page_size) + spare,
+        max_num_seqs=rows,
+        max_num_batched_tokens=budget,
+        max_model_len=MAX_LEN,
+        enable_prefix_caching=caching,
+    ),
+    page_size=st.sampled_from((1, 2, 4, 8)),
+    spare=st.sampled_from((0, 1, 3, 8, 40)),
+    budget=st.sampled_from((1, 2, 5, 16, 64)),
+    rows=st.sampled_from((1, 2, 3, 8)),
+    caching=st.booleans(),
+)
+
+
+def policies(k: int) -> st.SearchStrategy[Policy]:
+    return st.builds(Policy, st.just(k), max_wait_s=st.sampled_from((0.0, 0.002, 0.05)))
+
+
+@settings(
+    max_examples=1500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+@given(seed=st.integers(0, 2**32), config=configs, policy=st.integers(0, 8).flatmap(policies))
+def test_output_equals_sequential_decoding(seed: int, config: EngineConfig, policy: Policy) -> None:
+    scenario = Scenario(random.Random(seed), config, policy)
+    for _ in range(40):
+        scenario.act()
+    scenario.finish()
