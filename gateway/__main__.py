@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         ("max_in_flight", int, "completions at once; more get 429"),
         ("max_body_bytes", int, "larger bodies get 413"),
         ("default_max_tokens", int, "for requests that set none"),
+        ("seed", int, "for requests that give none; unset: a new one for each"),
     ):
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(

@@ -33,6 +33,8 @@ class GatewayConfig:
     """How long the start waits for the first scorer to serve."""
     default_max_tokens: int = 256
     """For requests that set none; less where the context ends sooner."""
+    seed: int | None = None
+    """For requests that give none. None: a new one is drawn for each."""
 
     def __post_init__(self) -> None:
         if not self.scorers or not all(self.scorers):
@@ -40,6 +42,8 @@ class GatewayConfig:
         for name in ("max_in_flight", "max_body_bytes", "default_max_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1.")
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            raise ConfigError("--seed must be an unsigned 64-bit number.")
         for name in ("request_timeout_s", "resume_timeout_s", "start_timeout_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 flag = name.removesuffix("_s").replace("_", "-")

@@ -28,7 +28,6 @@ from outrider.errors import (
 )
 from outrider.models.chat_template import Message
 from outrider.models.tokenizer import Tokenizer
-from outrider.rpc.codec import METHOD_ALIASES, METHODS
 from outrider.rpc.telemetry import Metadata, RequestTimes, Telemetry
 from outrider.types import FinishReason, SamplingParams, SpeculationParams, StopParams, TokenIds
 from outrider.v1 import common_pb2
@@ -106,6 +105,10 @@ class Generator:
                 f"The model {name!r} is not served here; {self.config.served_model_name!r} is."
             )
 
+    def default_seed(self) -> int:
+        """The seed of a request that has none; 63 bits, so that any client can send it back."""
+        return secrets.randbits(63) if self.config.seed is None else self.config.seed
+
     async def encode(self, text: str, param: str) -> list[int]:
         """A prompt's token ids, off the event loop: a long one takes a while.
 
@@ -158,7 +161,7 @@ class Generator:
                 min_tokens=limits.min_tokens,
             ),
             stop_strings=limits.stop_strings,
-            speculation=_check_method(speculation),
+            speculation=speculation,
         )
 
     def _max_tokens(self, prompt_len: int, limits: Limits, param: str) -> int:
@@ -289,11 +292,6 @@ async def enforced(deadline: float) -> AsyncGenerator[None, None]:
         )
 
 
-def draw_seed() -> int:
-    """A seed for a request that has none; 63 bits, so that any client can send it back."""
-    return secrets.randbits(63)
-
-
 def _ending(
     request: GenerationRequest,
     reason: FinishReason,
@@ -319,15 +317,6 @@ def _check_stop_strings(stop_strings: tuple[str, ...]) -> None:
         )
     if not all(stop_strings):
         raise InvalidRequestError("stop must not hold an empty string.", param="stop")
-
-
-def _check_method(speculation: SpeculationParams) -> SpeculationParams:
-    if speculation.method is not None and speculation.method not in METHODS:
-        known = ", ".join((*METHODS, *METHOD_ALIASES, "none"))
-        raise InvalidRequestError(
-            f"speculation.method must be one of: {known}.", param="speculation.method"
-        )
-    return speculation
 
 
 def _span_attributes(request: GenerationRequest, model: str) -> dict[str, str | int | float]:

@@ -14,7 +14,6 @@ from gateway.generation import (
     Generator,
     Limits,
     deadline_after,
-    draw_seed,
     enforced,
 )
 from outrider.errors import InvalidRequestError
@@ -99,7 +98,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             token_ids,
             operation=operation,
             param=param,
-            sampling=sampling_from_proto(request.sampling, seed=draw_seed()),
+            sampling=sampling_from_proto(request.sampling, seed=self._generator.default_seed()),
             limits=Limits(
                 max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
                 stop_token_ids=frozenset(stop.stop_token_ids),

@@ -77,7 +77,10 @@ class _OpenAI:
             body = parse(CompletionRequest, await self._body(request))
         self._generator.check_model(body.model)
         request_id, limits = uuid.uuid4().hex, body.limits()
-        sampling, speculation = body.sampling(), body.speculation_params()
+        sampling, speculation = (
+            body.sampling(self._generator.default_seed()),
+            body.speculation_params(),
+        )
         prompts = body.prompts()
         if not prompts:
             raise InvalidRequestError("prompt must not be empty.", param="prompt")
@@ -117,7 +120,7 @@ class _OpenAI:
             await self._generator.encode_chat(messages, "messages"),
             operation="chat",
             param="messages",
-            sampling=body.sampling(),
+            sampling=body.sampling(self._generator.default_seed()),
             limits=body.limits(),
             speculation=body.speculation_params(),
         )

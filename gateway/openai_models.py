@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gateway.generation import Limits, draw_seed
+from gateway.generation import Limits
 from outrider.errors import InvalidRequestError
-from outrider.rpc.codec import METHOD_ALIASES
+from outrider.rpc.codec import speculation_from_proto
 from outrider.types import SamplingParams, SpeculationParams
+from outrider.v1 import common_pb2
 
 _HARMLESS = frozenset(
     {
@@ -61,7 +62,7 @@ class Speculation(_Model):
 
     enabled: bool = True
     method: str | None = None
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: _UINT32 | None = None
 
 
 class _Request(_Model):
@@ -88,7 +89,7 @@ class _Request(_Model):
     def wanted_max_tokens(self) -> int | None:
         return self.max_tokens
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self, default_seed: int) -> SamplingParams:
         """Raises `InvalidRequestError` for a value out of range."""
         default = SamplingParams()
         top_k = default.top_k if self.top_k in (None, -1) else self.top_k  # -1: off, as in vLLM
@@ -99,7 +100,7 @@ class _Request(_Model):
             top_p=default.top_p if self.top_p is None else self.top_p,
             min_p=default.min_p if self.min_p is None else self.min_p,
             # OpenAI's seeds are signed; ours are the same 64 bits without a sign.
-            seed=draw_seed() if self.seed is None else _unsigned(self.seed),
+            seed=default_seed if self.seed is None else _unsigned(self.seed),
         )
 
     def limits(self) -> Limits:
@@ -116,7 +117,9 @@ class _Request(_Model):
         )
 
     def speculation_params(self) -> SpeculationParams:
-        return speculation_params(self.speculation or Speculation())
+        """Raises `InvalidRequestError` for an unknown method or a value out of range."""
+        asked = self.speculation or Speculation()
+        return speculation_from_proto(common_pb2.SpeculationParams(**asked.model_dump()))
 
     @property
     def include_usage(self) -> bool:
@@ -215,16 +218,6 @@ def _invalid(error: ValidationError) -> InvalidRequestError:
         return InvalidRequestError(f"{where[0]} must be {_ALLOWED[where[0]]}.", param=where[0])
     param = ".".join(where)
     return InvalidRequestError(f"{param}: {first['msg']}.", param=param)
-
-
-def speculation_params(asked: Speculation) -> SpeculationParams:
-    """Aliases resolved; method "none" switches speculation off. Raises `InvalidRequestError`."""
-    method = METHOD_ALIASES.get(asked.method or "", asked.method)
-    return SpeculationParams(
-        enabled=asked.enabled and method != "none",
-        method=None if method == "none" else method,
-        num_speculative_tokens=asked.num_speculative_tokens,
-    )
 
 
 def _unsigned(seed: int) -> int:

@@ -36,6 +36,7 @@ class Gateway:
         self._pool: ScorerPool | None = None
         self._grpc: GrpcServer | None = None
         self._http: _HttpServer | None = None
+        self._socket: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> dict[str, str]:
@@ -43,7 +44,7 @@ class Gateway:
         config = self._config
         api_keys = ApiKeys.load(config.api_key_file)
         tokenizer = Tokenizer.load(resolve_model(config.model, "target"))
-        http_socket = _bind(config.host, config.http_port)
+        self._socket = _bind(config.host, config.http_port)
         progress("gateway", f"waiting for a scorer at {', '.join(config.scorers)}")
         self._pool = ScorerPool(config.scorers, lambda info: check_scorer(info, tokenizer))
         await self._pool.start(config.start_timeout_s)
@@ -71,9 +72,9 @@ class Gateway:
             )
         )
         with _readable(config.host, config.http_port):
-            http_socket.listen(2048)  # from here on nobody is refused
-        self._serving = asyncio.create_task(self._http.serve([http_socket]))
-        http_port = http_socket.getsockname()[1]
+            self._socket.listen(2048)  # from here on nobody is refused
+        self._serving = asyncio.create_task(self._http.serve([self._socket]))
+        http_port = self._socket.getsockname()[1]
         return {
             "http": f"http://{config.host}:{http_port}",
             "grpc": f"{config.host}:{grpc_port}",
@@ -89,6 +90,8 @@ class Gateway:
         await asyncio.gather(*stopping)
         if self._pool is not None:
             await self._pool.stop()
+        if self._socket is not None:
+            self._socket.close()
         self._telemetry.shutdown()
 
     async def wait_failed(self) -> None:

@@ -285,7 +285,7 @@ async def test_aux_info_has_every_field_and_comes_with_the_last_chunk(include_us
         ({"frequency_penalty": 0.5}, "frequency_penalty", None),
         ({"guided_json": {}}, "guided_json", None),
         ({"stream_options": {"include_usage": True}}, "stream_options", None),
-        ({"speculation": {"method": "magic"}}, "speculation.method", None),
+        ({"speculation": {"method": "magic"}}, "method", None),
         ({"speculation": {"k": 4}}, "speculation.k", None),
         ({"speculation": {"num_speculative_tokens": 1000}}, "num_speculative_tokens", None),
         ({"prompt": ""}, "prompt", None),

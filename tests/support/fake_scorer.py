@@ -44,6 +44,7 @@ class FakeScorer(scorer_pb2_grpc.ScorerServiceServicer):
     running: int = 0
     most_running: int = 0
     target: str = ""
+    server: GrpcServer | None = None
 
     async def GetScorerInfo(  # noqa: N802
         self, _request: scorer_pb2.GetScorerInfoRequest, _context: Context
@@ -137,6 +138,7 @@ async def serving(scorer: FakeScorer, port: int = 0) -> AsyncIterator[FakeScorer
         ["outrider.v1.ScorerService"],
     )
     scorer.target = f"127.0.0.1:{await server.start()}"
+    scorer.server = server
     await server.set_serving(True)
     try:
         yield scorer

@@ -1,0 +1,208 @@
+"""The gRPC face: chunks, statuses with details, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider.errors import CapacityError, OutriderError
+from outrider.rpc.channel import open_channel
+from outrider.rpc.status import from_rpc_error
+from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from tests.support.fake_scorer import Script
+from tests.support.gateway import MAX_MODEL_LEN, Running, running_gateway, tokens, until
+
+TEXT = "hello 🎉 world, naïve café 日本語"
+
+
+@asynccontextmanager
+async def stub_of(gateway: Running) -> AsyncIterator[generation_pb2_grpc.GenerationServiceStub]:
+    async with open_channel(gateway.grpc) as channel:
+        yield generation_pb2_grpc.GenerationServiceStub(channel)
+
+
+async def generate(
+    gateway: Running, request: generation_pb2.GenerateRequest, key: str | None = None
+) -> list[generation_pb2.GenerateResponse]:
+    metadata = (("authorization", f"Bearer {key}"),) if key else None
+    async with stub_of(gateway) as stub:
+        return [response async for response in stub.Generate(request, metadata=metadata)]
+
+
+async def refusal(
+    gateway: Running, request: generation_pb2.GenerateRequest, key: str | None = None
+) -> tuple[grpc.StatusCode, OutriderError]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(gateway, request, key)
+    return caught.value.code(), from_rpc_error(caught.value)
+
+
+async def test_text_in_text_out() -> None:
+    async with running_gateway(Script(tokens(TEXT))) as gateway:
+        responses = await generate(
+            gateway, generation_pb2.GenerateRequest(text="x", aux_info=True, request_id="mine")
+        )
+    assert "".join(response.text for response in responses) == TEXT
+    for response in responses:
+        assert response.text == "".join(token.text for token in response.tokens)
+        assert "\ufffd" not in response.text
+        assert response.request_id == "mine"
+    assert [token.id for r in responses for token in r.tokens] == tokens(TEXT)
+    kinds = {token.kind for response in responses for token in response.tokens}
+    assert kinds == {common_pb2.TOKEN_KIND_ACCEPTED, common_pb2.TOKEN_KIND_BONUS}
+    *before, last = responses
+    assert not any(r.finish_reason or r.HasField("usage") or r.HasField("aux_info") for r in before)
+    assert last.finish_reason == common_pb2.FINISH_REASON_STOP
+    assert last.usage.completion_tokens == last.aux_info.output_len == len(tokens(TEXT))
+
+
+async def test_tokens_and_chat_prompts() -> None:
+    async with running_gateway(Script(tokens(TEXT))) as gateway:
+        prompt = generation_pb2.TokenPrompt(token_ids=[5, 6])
+        await generate(gateway, generation_pb2.GenerateRequest(tokens=prompt))
+        assert list(gateway.scorer.requests[-1].prompt_token_ids) == [5, 6]
+        turn = generation_pb2.ChatMessage(role="user", content="hello")
+        chat = generation_pb2.ChatPrompt(messages=[turn])
+        responses = await generate(gateway, generation_pb2.GenerateRequest(chat=chat))
+        assert not responses[-1].HasField("aux_info")
+        expected = [0, *tokens("<|user|>hello\n<|assistant|>")]
+        assert list(gateway.scorer.requests[-1].prompt_token_ids) == expected
+
+
+async def test_stop_strings_cut_tokens_with_their_text() -> None:
+    async with running_gateway(Script(tokens("hello world STOP more"))) as gateway:
+        responses = await generate(
+            gateway,
+            generation_pb2.GenerateRequest(text="x", stop_strings=["world STOP"], aux_info=True),
+        )
+    assert "".join(response.text for response in responses) == "hello "
+    returned = [token for response in responses for token in response.tokens]
+    assert responses[-1].usage.completion_tokens == len(returned)
+    assert responses[-1].finish_reason == common_pb2.FINISH_REASON_STOP
+    accepted = sum(token.kind == common_pb2.TOKEN_KIND_ACCEPTED for token in returned)
+    assert responses[-1].aux_info.accepted == accepted
+    assert list(responses[-1].aux_info.accepted_per_pos) == [accepted]
+
+
+async def test_sampling_defaults_are_resolved_and_a_seed_drawn() -> None:
+    async with running_gateway(Script(tokens(TEXT))) as gateway:
+        await generate(gateway, generation_pb2.GenerateRequest(text="x"))
+        sent = gateway.scorer.requests[-1]
+    assert sent.sampling.HasField("seed")
+    assert sent.sampling.temperature == 1.0
+    assert sent.stop.max_tokens == min(256, MAX_MODEL_LEN - len(sent.prompt_token_ids))
+
+
+@pytest.mark.parametrize(
+    ("request_", "param"),
+    [
+        (generation_pb2.GenerateRequest(), "prompt"),
+        (generation_pb2.GenerateRequest(text=""), "text"),
+        (generation_pb2.GenerateRequest(tokens=generation_pb2.TokenPrompt()), "tokens"),
+        (generation_pb2.GenerateRequest(chat=generation_pb2.ChatPrompt()), "chat"),
+        (generation_pb2.GenerateRequest(text="x" * 5000), "text"),
+        (
+            generation_pb2.GenerateRequest(
+                text="x", sampling=common_pb2.SamplingParams(temperature=float("nan"))
+            ),
+            "temperature",
+        ),
+        (generation_pb2.GenerateRequest(text="x", stop_strings=[""]), "stop"),
+        (
+            generation_pb2.GenerateRequest(
+                text="x", speculation=common_pb2.SpeculationParams(method="magic")
+            ),
+            "method",
+        ),
+    ],
+)
+async def test_bad_fields_are_named(request_: generation_pb2.GenerateRequest, param: str) -> None:
+    async with running_gateway(Script(tokens(TEXT))) as gateway:
+        code, error = await refusal(gateway, request_)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert getattr(error, "param", None) == param
+
+
+async def test_refusals_have_their_status() -> None:
+    full = Script(tokens(TEXT), refuse=CapacityError("full", retry_after_s=2.5))
+    async with running_gateway(full) as gateway:
+        code, error = await refusal(gateway, generation_pb2.GenerateRequest(text="x"))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert isinstance(error, CapacityError)
+        assert error.retry_after_s == 2.5
+        code, _ = await refusal(gateway, generation_pb2.GenerateRequest(text="x", model="gpt-99"))
+        assert code is grpc.StatusCode.NOT_FOUND
+    async with running_gateway(
+        Script(tokens(TEXT), hang_after=2), request_timeout_s=0.5
+    ) as gateway:
+        code, _ = await refusal(gateway, generation_pb2.GenerateRequest(text="x"))
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_api_keys(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    async with running_gateway(Script(tokens(TEXT)), api_key_file=str(keys)) as gateway:
+        request = generation_pb2.GenerateRequest(text="x")
+        assert (await refusal(gateway, request))[0] is grpc.StatusCode.UNAUTHENTICATED
+        assert (await refusal(gateway, request, "wrong"))[0] is grpc.StatusCode.UNAUTHENTICATED
+        assert await generate(gateway, request, "secret")
+
+
+async def test_cancelling_the_rpc_cancels_the_scorer() -> None:
+    async with (
+        running_gateway(Script(tokens(TEXT), hang_after=2)) as gateway,
+        stub_of(gateway) as stub,
+    ):
+        call = stub.Generate(generation_pb2.GenerateRequest(text="x"))
+        first = await call.read()
+        assert isinstance(first, generation_pb2.GenerateResponse)
+        call.cancel()
+        await until(lambda: gateway.scorer.running == 0, timeout_s=1)
+        assert gateway.scorer.cancelled == 1
+
+
+async def test_a_client_that_does_not_read_is_ended_by_the_deadline() -> None:
+    text = "hello world " * 8
+    async with (
+        running_gateway(
+            Script(tokens(text), per_round=1, delay_s=0.05), request_timeout_s=0.5
+        ) as gateway,
+        stub_of(gateway) as stub,
+    ):
+        call = stub.Generate(generation_pb2.GenerateRequest(text="x"))
+        await until(lambda: gateway.scorer.running == 1)
+        await until(lambda: gateway.scorer.running == 0, timeout_s=2)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_list_models_and_health() -> None:
+    async with running_gateway(Script(tokens(TEXT))) as gateway, stub_of(gateway) as stub:
+        models = (await stub.ListModels(generation_pb2.ListModelsRequest())).models
+        assert [(model.id, model.max_model_len) for model in models] == [("default", MAX_MODEL_LEN)]
+        async with open_channel(gateway.grpc) as channel:
+            check = health_pb2.HealthCheckRequest(service="outrider.v1.GenerationService")
+            answer = await health_pb2_grpc.HealthStub(channel).Check(check)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_64_streams_at_once() -> None:
+    async with (
+        running_gateway(Script(tokens(TEXT), delay_s=0.01)) as gateway,
+        stub_of(gateway) as stub,
+    ):
+
+        async def one() -> str:
+            request = generation_pb2.GenerateRequest(text="x")
+            return "".join([response.text async for response in stub.Generate(request)])
+
+        assert await asyncio.gather(*(one() for _ in range(64))) == [TEXT] * 64

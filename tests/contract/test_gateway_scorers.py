@@ -1,0 +1,159 @@
+"""The gateway and its scorers: resuming, routing, and scorers that do not fit."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import AsyncExitStack
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from outrider.errors import CapacityError, ConfigError, UnavailableError
+from tests.support.fake_scorer import FakeScorer, Script, serving
+from tests.support.gateway import Running, fake_scorer, running_gateway, tokens, until
+
+TEXT = "hello world, the quick brown fox jumps over the lazy dog; naïve café 日本語 🎉"
+PROMPT = [5, 6, 7]
+
+
+def scripted(**changes: Any) -> Script:
+    return Script(tokens(TEXT), prompt_len=len(PROMPT), **changes)
+
+
+async def complete(gateway: Running, **parameters: Any) -> Any:
+    return await gateway.client.completions.create(
+        model="default", prompt=PROMPT, extra_body={"aux_info": True}, **parameters
+    )
+
+
+def requests_of(scorers: list[FakeScorer]) -> list[Any]:
+    return [request for scorer in scorers for request in scorer.requests]
+
+
+async def test_another_scorer_continues_the_same_text() -> None:
+    # Whichever is asked first dies after 6 tokens; each dies only once.
+    scorers = [fake_scorer(scripted(die_after=6, delay_s=0.05), name) for name in ("a", "b")]
+    async with running_gateway(*scorers) as gateway:
+        task = asyncio.create_task(complete(gateway, seed=7, max_tokens=100))
+        await until(lambda: bool(requests_of(scorers)))
+        first, second = sorted(scorers, key=lambda scorer: not scorer.requests)
+        second.script.die_after = None
+        answer = await task
+    assert answer.choices[0].text == TEXT
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens == len(tokens(TEXT))
+    assert answer.usage.prompt_tokens == len(PROMPT)
+    (one,), (two,) = first.requests, second.requests
+    assert list(two.prompt_token_ids) == [*PROMPT, *tokens(TEXT)[:6]]
+    assert two.sampling == one.sampling
+    assert two.sampling.seed == 7
+    assert two.stop.max_tokens == one.stop.max_tokens - 6
+    aux_info = answer.aux_info
+    assert aux_info["retries"] == 1
+    assert aux_info["output_len"] == len(tokens(TEXT))
+    rest = len(tokens(TEXT)) - 6
+    assert aux_info["rounds"] == 3 + (rest + 1) // 2
+    assert aux_info["accepted"] == 3 + rest // 2
+    assert aux_info["scorer_id"] == second.info.scorer_id
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_only_scorer_comes_back(stream: bool) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    scorer = fake_scorer(scripted(delay_s=0.02))
+    async with AsyncExitStack() as life:
+        await life.enter_async_context(serving(scorer, port))
+        async with running_gateway(scorer) as gateway:
+
+            async def ask() -> str:
+                if not stream:
+                    return str((await complete(gateway)).choices[0].text)
+                chunks = await complete(gateway, stream=True)
+                return "".join([chunk.choices[0].text async for chunk in chunks])
+
+            task = asyncio.create_task(ask())
+            await until(lambda: scorer.running == 1)
+            await asyncio.sleep(0.1)
+            await life.aclose()  # all its connections break
+            await asyncio.sleep(0.5)
+            async with httpx.AsyncClient(base_url=gateway.http) as client:
+                assert (await client.get("/health")).status_code == 503
+            async with serving(scorer, port):
+                assert await task == TEXT
+            assert len(scorer.requests) == 2
+            assert len(scorer.requests[1].prompt_token_ids) > len(PROMPT)
+
+
+async def test_a_scorer_that_does_not_come_back_ends_the_stream_with_an_error() -> None:
+    scorer = fake_scorer(scripted(die_after=4))
+    async with running_gateway(scorer, resume_timeout_s=0.5) as gateway:
+        stream = await complete(gateway, stream=True)
+        scorer.script.refuse = UnavailableError("gone")
+        text = ""
+        with pytest.raises(openai.APIError):  # noqa: PT012
+            async for chunk in stream:
+                text += chunk.choices[0].text
+        assert text
+        assert TEXT.startswith(text)
+
+
+async def test_a_request_that_kills_every_scorer_is_given_up() -> None:
+    scorer = fake_scorer(scripted())
+    scorer.script.refuse = UnavailableError("gone")
+    async with running_gateway(scorer) as gateway:
+        with pytest.raises(openai.InternalServerError) as caught:
+            await complete(gateway)
+        assert caught.value.status_code == 503
+        assert len(scorer.requests) <= 4
+
+
+async def test_a_full_scorer_is_passed_over() -> None:
+    scorers = [fake_scorer(scripted(), name) for name in ("a", "b")]
+    async with running_gateway(*scorers) as gateway:
+        await complete(gateway)
+        first, second = sorted(scorers, key=lambda scorer: not scorer.requests)
+        first.script.refuse = CapacityError("full")
+        assert (await complete(gateway)).choices[0].text == TEXT
+        assert (len(first.requests), len(second.requests)) == (2, 1)
+        second.script.refuse = CapacityError("full")
+        with pytest.raises(openai.RateLimitError):
+            await complete(gateway)
+
+
+async def test_the_same_first_page_goes_to_the_same_scorer_until_it_is_busy() -> None:
+    scorers = [fake_scorer(scripted(), name) for name in ("a", "b", "c")]
+    async with running_gateway(*scorers) as gateway:
+        await asyncio.sleep(0.5)  # until all are known
+        async with httpx.AsyncClient(base_url=gateway.http) as client:
+            assert (await client.get("/health")).json()["scorers_serving"] == 3
+        for _ in range(6):
+            await complete(gateway)
+        assert sorted(len(scorer.requests) for scorer in scorers) == [0, 0, 6]
+        for scorer in scorers:
+            scorer.script.delay_s = 0.05
+        await asyncio.gather(*(complete(gateway) for _ in range(16)))
+        assert sorted(len(scorer.requests) for scorer in scorers)[1] >= 4
+
+
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [({"tokenizer_hash": "other"}, "another tokenizer"), ({"vocab_size": 5}, "knows 5 tokens")],
+)
+async def test_a_scorer_that_does_not_fit_fails_the_start(info: Any, message: str) -> None:
+    scorer = fake_scorer(scripted(), **info)
+    with pytest.raises(ConfigError, match=message):
+        async with running_gateway(scorer):
+            pass
+
+
+async def test_no_scorer_fails_the_start_in_time() -> None:
+    scorer = fake_scorer(scripted())
+    scorer.target = "127.0.0.1:1"
+    with pytest.raises(ConfigError, match=r"no scorer served within 0\.3 s at 127"):
+        async with running_gateway(scorer, start_timeout_s=0.3):
+            pass
