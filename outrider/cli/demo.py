@@ -79,6 +79,7 @@ async def _demo(args: argparse.Namespace) -> int:
     config = stack_config(args)
     console.print("Starting scorer, proposer and gateway on loopback ...", style="bold")
     async with Stack(config, relay) as stack:
+        await stack.wait_for_proposer()
         watch = asyncio.create_task(stack.supervise())
         show = asyncio.create_task(_show(console, stack.endpoints.grpc, args, config.seed or 0))
         try:

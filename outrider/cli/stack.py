@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NoReturn, Self, TypeVar
 
+from outrider.cli.client import attached_proposers
 from outrider.cli.process import Relay, ServiceProcess, ServiceSpec
 from outrider.errors import ConfigError, InternalError, OutriderError
 
@@ -22,6 +23,7 @@ HOST = "127.0.0.1"
 _STOP_GRACE_S = 1.2
 # A model may have to be downloaded first.
 _START_DEADLINE_S = 900.0
+_ATTACH_DEADLINE_S = 15.0
 _RESTART_BACKOFF_S = 0.2
 _RESTART_BACKOFF_MAX_S = 10.0
 # A proposer that lived this long starts over with the shortest backoff.
@@ -97,6 +99,19 @@ class Stack:
         trace: TracebackType | None,
     ) -> None:
         await self.stop()
+
+    async def wait_for_proposer(self) -> None:
+        """Returns once the scorer has its proposer, if there is to be one.
+
+        A bounded time, because requests are served without it, too.
+        """
+        deadline = time.monotonic() + _ATTACH_DEADLINE_S
+        while self._proposer is not None and time.monotonic() < deadline:
+            if await attached_proposers(self._scorer_address, timeout_s=_ATTACH_DEADLINE_S):
+                return
+            await asyncio.sleep(0.05)
+        if self._proposer is not None:
+            self._relay("outrider", "the proposer is not attached yet; serving without it")
 
     async def supervise(self) -> NoReturn:
         """Restarts the proposer when it ends. Raises `InternalError` when another service does."""
@@ -197,7 +212,8 @@ def proposer_spec(config: StackConfig, scorer_address: str) -> ServiceSpec:
         "proposer",
         "proposer_service",
         *("--scorer", scorer_address, "--method", config.method, "--port", 0),
-        *("--metrics-port", 0, "--threads", 1),
+        *("--metrics-port", 0, "--threads", 1, "--proposer-id", f"proposer-{config.method}"),
+        *("--max-draft-tokens", max(16, config.num_speculative_tokens)),
         *(model if config.method == "draft_model" else ()),
     )
 
@@ -210,6 +226,7 @@ def gateway_spec(config: StackConfig, scorer_address: str) -> ServiceSpec:
         *("--scorer", scorer_address, "--http-port", config.http_port),
         *("--grpc-port", config.grpc_port, "--model", config.model or "embedded"),
         *("--served-model-name", config.served_model_name),
+        *("--start-timeout", _START_DEADLINE_S),
         *(("--seed", config.seed) if config.seed is not None else ()),
     )
 

@@ -25,6 +25,7 @@ async def _up(args: argparse.Namespace) -> int:
         served_model_name=args.served_model_name,
     )
     async with Stack(config, relay) as stack:
+        await stack.wait_for_proposer()
         endpoints = stack.endpoints
         for name, url in endpoints.metrics.items():
             relay("outrider", f"metrics of the {name}: {url}")

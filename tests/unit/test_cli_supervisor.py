@@ -1,0 +1,215 @@
+"""The supervisor over small scripts in place of services: start, failure, restart, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from outrider.cli import stack as stack_module
+from outrider.cli.process import ServiceProcess, ServiceSpec
+from outrider.cli.stack import Stack, StackConfig, check_port, free_port, prefer_port
+from outrider.errors import ConfigError, InternalError, UnavailableError
+
+READY = """
+import json, sys, time
+print("loading", file=sys.stderr)
+print("ready " + json.dumps({"http": "http://h:1", "grpc": "h:2", "metrics": "http://h:3"}))
+"""
+SERVE = READY + "time.sleep(60)\n"
+STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVE
+FAIL = "import sys\nsys.exit('scorer: there is no model folder /nowhere')\n"
+
+
+class Lines(list[tuple[str, str]]):
+    """What a relay was given."""
+
+    def __call__(self, name: str, line: str) -> None:
+        self.append((name, line))
+
+
+def spec(code: str, name: str = "scorer") -> ServiceSpec:
+    return ServiceSpec(name, (sys.executable, "-c", code))
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_ready_line_and_relay() -> None:
+    lines = Lines()
+    process = ServiceProcess(spec(SERVE), lines)
+    try:
+        ready = await process.start(10)
+        assert ready == {"http": "http://h:1", "grpc": "h:2", "metrics": "http://h:3"}
+        assert ("scorer", "loading") in lines
+    finally:
+        process.kill()
+        assert await process.wait() == -signal.SIGKILL
+
+
+async def test_a_child_that_ends_at_start_says_why() -> None:
+    process = ServiceProcess(spec(FAIL), Lines())
+    with pytest.raises(ConfigError, match=r"exit code 1\): scorer: there is no model folder"):
+        await process.start(10)
+
+
+async def test_a_child_that_is_never_ready() -> None:
+    process = ServiceProcess(spec("import time\ntime.sleep(60)\n"), Lines())
+    try:
+        with pytest.raises(UnavailableError, match="not ready within"):
+            await process.start(0.3)
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def test_a_broken_ready_line_is_an_error_at_once() -> None:
+    process = ServiceProcess(spec("print('ready soon')\nimport time\ntime.sleep(60)\n"), Lines())
+    try:
+        with pytest.raises(InternalError, match="ready soon"):
+            await process.start(10)
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def test_a_line_without_end_comes_in_pieces() -> None:
+    lines = Lines()
+    code = "import sys\nsys.stderr.write('x' * 100_000)\nsys.stderr.flush()\n" + READY
+    process = ServiceProcess(spec(code), lines)
+    await process.start(10)
+    await process.wait()
+    assert sum(line.count("x") for _, line in lines) == 100_000
+    assert max(len(line) for _, line in lines) < 32_768
+
+
+@pytest.fixture
+def services(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Service name -> script; a test changes the scripts before it starts a stack."""
+    scripts = dict.fromkeys(("scorer", "proposer", "gateway"), SERVE)
+    for name in scripts:
+        monkeypatch.setattr(
+            stack_module, f"{name}_spec", lambda *_, name=name: spec(scripts[name], name)
+        )
+    return scripts
+
+
+async def test_a_stack_starts_and_stops(services: dict[str, str]) -> None:
+    async with Stack(StackConfig(), Lines()) as stack:
+        pids = stack.pids
+        assert set(pids) == set(services)
+        assert all(map(alive, pids.values()))
+        assert stack.endpoints.http == "http://h:1"
+        assert stack.endpoints.grpc == "h:2"
+    assert not any(map(alive, pids.values()))
+
+
+async def test_without_a_method_there_is_no_proposer(services: dict[str, str]) -> None:
+    del services["proposer"]
+    async with Stack(StackConfig(method="none"), Lines()) as stack:
+        assert set(stack.pids) == {"scorer", "gateway"}
+
+
+@pytest.mark.parametrize("name", ["scorer", "proposer", "gateway"])
+async def test_a_failing_start_stops_the_others(services: dict[str, str], name: str) -> None:
+    services[name] = FAIL
+    stack = Stack(StackConfig(), Lines())
+    with pytest.raises(ConfigError, match=f"the {name} could not start"):
+        async with stack:
+            raise AssertionError("the stack must not start")
+    assert stack.pids == {}
+
+
+async def test_children_that_ignore_sigterm_are_killed_in_time(services: dict[str, str]) -> None:
+    services.update(dict.fromkeys(services, STUBBORN))
+    async with Stack(StackConfig(), Lines()) as stack:
+        pids = stack.pids
+        started = time.monotonic()
+        await stack.stop()
+        assert time.monotonic() - started < 2.0
+    assert not any(map(alive, pids.values()))
+
+
+async def test_a_stop_that_is_cancelled_kills_at_once(services: dict[str, str]) -> None:
+    services.update(dict.fromkeys(services, STUBBORN))
+    async with Stack(StackConfig(), Lines()) as stack:
+        pids = stack.pids
+        stopping = asyncio.create_task(stack.stop())
+        await asyncio.sleep(0.1)
+        stopping.cancel()
+        await asyncio.gather(stopping, return_exceptions=True)
+        await until(lambda: not any(map(alive, pids.values())), timeout_s=1.0)
+
+
+@pytest.mark.usefixtures("services")
+async def test_a_dead_proposer_comes_back() -> None:
+    lines = Lines()
+    async with Stack(StackConfig(), lines) as stack:
+        watch = asyncio.create_task(stack.supervise())
+        first = stack.pids["proposer"]
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: ("proposer", "is back") in lines)
+        assert stack.pids["proposer"] != first
+        assert any("ended with signal 9" in line for _, line in lines)
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+
+
+async def test_a_proposer_that_cannot_come_back_ends_nothing(services: dict[str, str]) -> None:
+    lines = Lines()
+    async with Stack(StackConfig(), lines) as stack:
+        watch = asyncio.create_task(stack.supervise())
+        services["proposer"] = FAIL
+        os.kill(stack.pids["proposer"], signal.SIGKILL)
+        await until(lambda: sum("restarting it in" in line for _, line in lines) >= 2)
+        assert not watch.done()
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+
+
+@pytest.mark.usefixtures("services")
+@pytest.mark.parametrize("name", ["scorer", "gateway"])
+async def test_the_end_of_an_essential_service_is_reported(name: str) -> None:
+    async with Stack(StackConfig(), Lines()) as stack:
+        watch = asyncio.create_task(stack.supervise())
+        os.kill(stack.pids[name], signal.SIGKILL)
+        with pytest.raises(InternalError, match=f"the {name} ended with signal 9"):
+            await asyncio.wait_for(watch, 10)
+
+
+def test_ports() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {taken} .* --http-port"):
+            check_port(taken, "--http-port")
+        assert prefer_port(taken) == 0
+    free = free_port()
+    check_port(free, "--http-port")
+    check_port(0, "--http-port")
+    assert prefer_port(free) == free
+
+
+def test_a_target_without_a_draft_needs_another_method(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--draft-model"):
+        StackConfig(model=str(tmp_path))
+    with pytest.raises(ConfigError, match="of no use with --method ngram"):
+        StackConfig(draft_model=str(tmp_path), method="ngram")
+    assert StackConfig(model=str(tmp_path), method="ngram").draft_model is None
