@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
+from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.batch import Model
 from outrider.engine.block_pool import BlockPool
 from outrider.engine.policy import Policy
@@ -44,7 +45,7 @@ class Engine:
             max_waiting=config.max_waiting,
             num_speculative_tokens=config.num_speculative_tokens,
         )
-        self._policy = policy or Policy(config.num_speculative_tokens)
+        self._policy = policy or AdaptivePolicy(config.num_speculative_tokens)
         self._pool = BlockPool(config.num_pages, enable_prefix_caching=config.enable_prefix_caching)
         self._scheduler = Scheduler(config, self._policy, self._pool)
         self._runner = Runner(model)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
+from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.engine import Engine
 from outrider.engine.policy import Policy
 from outrider.types import (
@@ -63,10 +64,14 @@ class Scenario:
         self.now = 0.0
         model = HashModel(VOCAB, config.page_size, config.num_pages, MAX_LEN)
         self.engine = Engine(
-            model, config, eos_token_ids=EOS, policy=policy, clock=lambda: self.now
+            model, config, eos_token_ids=EOS, policy=policy, clock=self.clock
         )
         self.clients: dict[int, Client] = {}
         self.open: set[int] = set()
+
+    def clock(self) -> float:
+        self.now += self.rng.random() * 0.001
+        return self.now
 
     def submit(self) -> None:
         rng = self.rng
@@ -203,11 +208,12 @@ configs = st.builds(
 
 
 def policies(k: int) -> st.SearchStrategy[Policy]:
-    return st.builds(Policy, st.just(k), max_wait_s=st.sampled_from((0.0, 0.002, 0.05)))
+    patient = st.builds(Policy, st.just(k), max_wait_s=st.sampled_from((0.0, 0.002, 0.05)))
+    return patient | st.builds(AdaptivePolicy, st.just(k))
 
 
 @settings(
-    max_examples=1500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=1200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 @given(seed=st.integers(0, 2**32), config=configs, policy=st.integers(0, 8).flatmap(policies))
 def test_output_equals_sequential_decoding(seed: int, config: EngineConfig, policy: Policy) -> None:

@@ -1,0 +1,162 @@
+"""The policy that measures: K and patience from acceptance, step times and block delays.
+
+Everything maximises one estimate, committed tokens per second of a row:
+
+    goodput(k) = (1 + accepted(k)) / (step_time(rows * (1 + k)) + wait)
+
+`accepted(k)` = a + a^2 + ... + a^k with `a` the row's own moving average of acceptance; step
+times are measured by size; `wait` is the row's moving average, 0 without a draft. With k = 0 the
+row does not wait at all and its proposer merely follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+from outrider.engine.policy import Policy
+from outrider.engine.sequence import Drafting, Sequence
+from outrider.types import Request
+
+PRIOR_SUCCESSES, PRIOR_TRIALS = 3.0, 5.0  # acceptance of a proposer that nobody has seen yet
+FADE = 0.9  # per round, of what is known about a row's acceptance
+FORGET = 0.98  # per round without a draft: back to the prior, so that K = 0 is not for ever
+MIN_PATIENCE_S, MAX_PATIENCE_S = 0.002, 0.1
+FIRST_PATIENCE_S = 0.25  # a proposer must process the prompt before its first block
+STEPS_OF_PATIENCE = 3.0
+
+
+class Average:
+    """Moving mean and mean deviation, as RFC 6298 keeps them for round-trip times."""
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+        self.deviation = 0.0
+        self.count = 0
+
+    def add(self, value: float) -> None:
+        """Takes in one measurement."""
+        if self.count == 0:
+            self.mean, self.deviation = value, value / 2
+        else:
+            self.deviation += (abs(value - self.mean) - self.deviation) / 4
+            self.mean += (value - self.mean) / 8
+        self.count += 1
+
+
+class StepTimes:
+    """Seconds of a step by its number of tokens: moving averages per power of two."""
+
+    def __init__(self) -> None:
+        self._points: dict[int, tuple[float, float]] = {}  # bucket: mean tokens, mean seconds
+        self._sorted: list[tuple[float, float]] = []
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Takes in one step."""
+        bucket = (num_tokens - 1).bit_length()
+        tokens, mean = self._points.get(bucket, (num_tokens, seconds))
+        point = (tokens + (num_tokens - tokens) / 8, mean + (seconds - mean) / 8)
+        self._points[bucket] = point
+        self._sorted = sorted(self._points.values())
+
+    def estimate(self, num_tokens: int) -> float:
+        """Linear between the measured sizes; below the smallest as fast as that one.
+
+        Beyond the largest, its slope from the smallest goes on; 0 if nothing was measured.
+        """
+        points = self._sorted
+        if not points or num_tokens <= points[0][0]:
+            return points[0][1] if points else 0.0
+        if len(points) == 1:
+            return points[0][1]
+        low, high = points[0], points[-1]
+        if num_tokens <= high[0]:
+            i = next(i for i, point in enumerate(points) if num_tokens <= point[0])
+            low, high = points[i - 1], points[i]
+        slope = max(0.0, (high[1] - low[1]) / (high[0] - low[0]))
+        return low[1] + slope * (num_tokens - low[0])
+
+
+class AdaptivePolicy(Policy):
+    """Chooses K by expected goodput, and waits about as long as blocks usually take."""
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        super().__init__(num_speculative_tokens)
+        self._steps = StepTimes()
+        self._delays: dict[str, Average] = {}  # by proposer
+        self._num_rows = 1  # of the last step
+
+    def choose_k(self, drafting: Drafting, limit: int) -> int:
+        d = drafting
+        acceptance = d.successes / d.trials
+        rows = self._num_rows
+        plain = self._steps.estimate(rows)
+        best, best_rate = 0, 1.0 / plain if plain else 0.0
+        expected = power = 1.0
+        for k in range(1, limit + 1):
+            power *= acceptance
+            expected += power
+            seconds = self._steps.estimate(rows * (1 + k)) + d.wait_s
+            if not plain or expected / seconds > best_rate:
+                best, best_rate = k, expected / seconds if seconds else 0.0
+        return best
+
+    def patience(self, seq: Sequence) -> float:
+        """Blocks' mean delay plus four deviations, at most a few step times.
+
+        Until the session's first block came, a multiple of the time the prompt took.
+        """
+        d = seq.drafting
+        step = self._steps.estimate(self._num_rows * (1 + d.num_draft_tokens))
+        if not d.blocks:
+            return min(FIRST_PATIENCE_S, STEPS_OF_PATIENCE * step + seq.counters.prefill_s)
+        cap = min(MAX_PATIENCE_S, max(MIN_PATIENCE_S, STEPS_OF_PATIENCE * step))
+        delay = self._delays.get(d.proposer_id or "")
+        return cap if delay is None else min(cap, delay.mean + 4 * delay.deviation)
+
+    def hold(self, ready: int, waiting: Rows[Sequence], now: float) -> float:
+        """Waits for drafts that are due soon if that lets all rows finish earlier on average.
+
+        Going now, `ready` rows finish after t(ready) and the others a step later; holding them
+        back by `delay` until m more can join, all finish after delay + t(ready + m).
+        """
+        arrivals = sorted(self._due(seq, now) for seq in waiting)
+        per_row = 1 + max(seq.drafting.num_draft_tokens for seq in waiting)
+        now_time = self._steps.estimate(ready * per_row)
+        go_at, best_gain = now, 0.0
+        for joining, due in enumerate(arrivals, start=1):
+            later = self._steps.estimate(joining * per_row)
+            together = self._steps.estimate((ready + joining) * per_row)
+            apart = ready * now_time + joining * (now_time + later)
+            gain = apart - (ready + joining) * (due - now + together)
+            if gain > best_gain:
+                go_at, best_gain = due, gain
+        return go_at
+
+    def _due(self, seq: Sequence, now: float) -> float:
+        """When a row's draft is expected; its deadline if it is overdue."""
+        d = seq.drafting
+        delay = self._delays.get(d.proposer_id or "")
+        expected = d.committed_at + delay.mean if delay else d.deadline
+        return expected if now < expected < d.deadline else d.deadline
+
+    def drafting(self, request: Request) -> Drafting:
+        d = super().drafting(request)
+        d.successes, d.trials = PRIOR_SUCCESSES, PRIOR_TRIALS
+        return d
+
+    def observe_delay(self, drafting: Drafting, seconds: float) -> None:
+        self._delays.setdefault(drafting.proposer_id or "", Average()).add(seconds)
+
+    def observe_round(self, drafting: Drafting, drafted: int, accepted: int) -> None:
+        d = drafting
+        if drafted:
+            d.successes = FADE * d.successes + accepted
+            d.trials = FADE * d.trials + accepted + (accepted < drafted)
+        else:
+            d.wait_s *= FORGET
+            d.successes += (1 - FORGET) * (PRIOR_SUCCESSES - d.successes)
+            d.trials += (1 - FORGET) * (PRIOR_TRIALS - d.trials)
+
+    def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        self._num_rows = num_rows
+        self._steps.observe(num_tokens, seconds)
