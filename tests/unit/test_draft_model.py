@@ -1,0 +1,295 @@
+"""Drafts equal what the draft model itself would generate, whatever happened before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider.drafting.draft_model import DraftModelProposer
+from outrider.engine.loader import build_paged_model
+from outrider.engine.sampling import SamplingBatch, sample
+from outrider.errors import ConfigError
+from outrider.types import SamplingParams
+from tests.support.hash_model import HashModel
+
+GREEDY = SamplingParams(temperature=0.0)
+Logits = Callable[[Sequence[int]], torch.Tensor]  # of the token after a context: [1, vocab]
+
+
+def generate(logits: Logits, context: Sequence[int], sampling: SamplingParams, n: int) -> list[int]:
+    """The definition: one token after another, from the whole context each time."""
+    text = list(context)
+    for _ in range(n):
+        batch = SamplingBatch.build([sampling], [len(text)])
+        text.append(int(sample(logits(text), batch)))
+    return text[len(context) :]
+
+
+samplings = st.sampled_from(
+    [
+        GREEDY,
+        SamplingParams(temperature=1.0, seed=1),
+        SamplingParams(temperature=0.7, seed=2**64 - 1, top_k=5),
+        SamplingParams(temperature=1.3, seed=3, top_p=0.8, min_p=0.05),
+    ]
+)
+# Tokens 0 to 2 make shared prefixes likely; `accept` of the last draft come true, then `more`.
+events = st.one_of(
+    st.tuples(
+        st.just("open"),
+        st.lists(st.integers(0, 2), min_size=1, max_size=40),
+        samplings,
+        st.integers(0, 6),
+    ),
+    st.tuples(
+        st.just("commit"),
+        st.integers(0, 3),
+        st.tuples(st.integers(0, 6), st.lists(st.integers(0, 31), max_size=2), st.integers(0, 4)),
+        st.integers(0, 6),
+    ),
+    st.tuples(st.just("close"), st.integers(0, 3), st.none(), st.none()),
+    st.tuples(st.just("draft"), st.integers(1, 15), st.none(), st.none()),
+)
+
+
+class Bench:
+    """Sessions as a scorer sees them, beside the proposer."""
+
+    def __init__(self, num_pages: int, max_sessions: int, prefill_budget: int) -> None:
+        self.model = HashModel(num_pages=num_pages, max_model_len=60)
+        self.proposer = DraftModelProposer(
+            self.model, name="hash", max_sessions=max_sessions, prefill_budget=prefill_budget
+        )
+        self.text: dict[int, list[int]] = {}
+        self.sampling: dict[int, SamplingParams] = {}
+        self.wanted: dict[int, int] = {}
+        self.last: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self.next_key = 1
+
+    def open(self, prefix: list[int], sampling: SamplingParams, k: int) -> None:
+        key = self.next_key
+        self.next_key += 1
+        self.text[key], self.sampling[key], self.wanted[key] = list(prefix), sampling, k
+        self.proposer.open(key, prefix, sampling, k, 50)
+
+    def commit(self, which: int, accept: int, more: list[int], overlap: int, k: int) -> None:
+        key = list(self.text)[which % len(self.text)]
+        text = self.text[key]
+        base_len, draft = self.last.pop(key, (len(text), ()))
+        tokens = [*draft[:accept], *more] if base_len == len(text) else more
+        if len(text) + len(tokens) > 50:
+            return
+        start = max(0, len(text) - overlap)
+        text += tokens
+        self.wanted[key] = k
+        self.proposer.commit(key, start, text[start:], k)
+
+    def close(self, which: int) -> None:
+        key = list(self.text)[which % len(self.text)]
+        self.proposer.close(key)
+        self.forget(key)
+
+    def forget(self, key: int) -> None:
+        for mapping in (self.text, self.sampling, self.wanted, self.last):
+            mapping.pop(key, None)
+
+    def draft(self, mask: int) -> None:
+        keys = [key for i, key in enumerate(self.text) if mask >> (i % 4) & 1]
+        waiting = list(keys)
+        rounds = 0
+        while waiting:
+            done = self.proposer.draft(waiting)
+            self.proposer.check_invariants()
+            for key in done.lost:
+                self.forget(key)
+            for key, tree in done.drafts:
+                text = self.text[key]
+                wanted = min(self.wanted[key], 50 - len(text) - 1)
+                expected = generate(self.model.logits_of, text, self.sampling[key], max(0, wanted))
+                assert tree.base_len == len(text)
+                assert list(tree.token_ids) == expected
+                self.last[key] = (len(text), tree.token_ids)
+            answered = {key for key, _ in done.drafts} | set(done.lost)
+            assert set(done.unfinished) == set(waiting) - answered
+            waiting = done.unfinished
+            rounds += 1
+            assert rounds < 100, "no progress"
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    history=st.lists(events, max_size=30),
+    num_pages=st.sampled_from([16, 24, 64]),
+    max_sessions=st.integers(1, 5),
+    prefill_budget=st.sampled_from([1, 5, 17, 256]),
+)
+def test_drafts_equal_generate_under_any_history(
+    history: list[tuple[str, object, object, object]],
+    num_pages: int,
+    max_sessions: int,
+    prefill_budget: int,
+) -> None:
+    """Any accept lengths, batches, re-opens, shared prefixes, evictions and chunked prompts."""
+    bench = Bench(num_pages, max_sessions, prefill_budget)
+    for kind, a, b, c in history:
+        match kind, a, b, c:
+            case "open", list(prefix), SamplingParams() as sampling, int(k):
+                bench.open(prefix, sampling, k)
+            case "commit", int(which), (accept, more, overlap), int(k) if bench.text:
+                bench.commit(which, accept, more, overlap, k)
+            case "close", int(which), _, _ if bench.text:
+                bench.close(which)
+            case "draft", int(mask), _, _:
+                bench.draft(mask)
+        bench.proposer.check_invariants()
+    for key in list(bench.text):
+        bench.proposer.close(key)
+    bench.proposer.check_invariants()
+    assert bench.proposer.num_sessions == 0
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[LlamaForCausalLM, DraftModelProposer]:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    reference, model = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config)
+    model.load_state_dict(reference.state_dict())
+    paged = build_paged_model(model, page_size=8, num_pages=64, self_test=False)
+    return reference, DraftModelProposer(paged, name="llama", prefill_budget=40)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_equals_transformers_generate(
+    llama: tuple[LlamaForCausalLM, DraftModelProposer], temperature: float
+) -> None:
+    """A real model in float32: rounds of every accept length, two sessions in one batch."""
+    reference, proposer = llama
+
+    def logits(context: Sequence[int]) -> torch.Tensor:
+        with torch.no_grad():
+            return reference(torch.tensor([list(context)])).logits[:, -1]
+
+    texts = {1: list(range(1, 60)), 2: [7, 8, 9]}
+    params = {key: SamplingParams(temperature=temperature, seed=key) for key in texts}
+    for key, text in texts.items():
+        proposer.open(key, text, params[key], 4, 200)
+    for accepted in (4, 0, 1, 4, 4, 2, 3, 4, 0):
+        drafts = dict(proposer.draft([1, 2]).drafts)
+        while len(drafts) < 2:
+            drafts |= dict(proposer.draft([key for key in texts if key not in drafts]).drafts)
+        for key, text in texts.items():
+            expected = generate(logits, text, params[key], 4)
+            assert list(drafts[key].token_ids) == expected
+            tokens = [
+                *expected[:accepted],
+                5 if accepted < 4 else generate(logits, text + expected, params[key], 1)[0],
+            ]
+            proposer.commit(key, len(text), tokens, 4)
+            text += tokens
+    if temperature == 0.0:
+        output = reference.generate(
+            torch.tensor([texts[1]]),
+            max_new_tokens=4,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+        [(_, tree)] = proposer.draft([1]).drafts
+        assert list(tree.token_ids) == output[0, len(texts[1]) :].tolist()
+    for key in texts:
+        proposer.close(key)
+    proposer.check_invariants()
+
+
+def test_a_reopened_session_finds_its_prefix_in_the_cache() -> None:
+    model = HashModel()
+    proposer = DraftModelProposer(model, name="hash", prefill_budget=20)
+    prefix = [i % 32 for i in range(45)]
+    proposer.open(1, prefix, GREEDY, 2, 60)
+    assert proposer.draft([1]).unfinished == [1]
+    assert proposer.draft([1]).unfinished == [1]
+    assert len(proposer.draft([1]).drafts) == 1
+    proposer.close(1)
+    proposer.open(2, prefix, GREEDY, 2, 60)
+    assert len(proposer.draft([2]).drafts) == 1  # within one prefill budget
+    proposer.check_invariants()
+
+
+def test_full_acceptance_feeds_the_last_draft_again_in_one_forward() -> None:
+    model = HashModel()
+    proposer = DraftModelProposer(model, name="hash")
+    proposer.open(1, [1, 2, 3], GREEDY, 4, 60)
+    [(_, tree)] = proposer.draft([1]).drafts
+    before = model.forwards
+    proposer.commit(1, 3, [*tree.token_ids, 9], 4)
+    proposer.draft([1])
+    assert model.forwards - before == 4  # one that catches up two tokens, three of one
+
+
+def test_when_pages_run_out_the_least_recently_drafted_is_lost() -> None:
+    proposer = DraftModelProposer(HashModel(num_pages=16), name="hash")
+    for session in (1, 2):
+        proposer.open(session, [session] * 24, GREEDY, 4, 60)
+    proposer.draft([1, 2])
+    proposer.draft([1])
+    proposer.open(3, [3] * 24, GREEDY, 4, 60)
+    done = proposer.draft([3])
+    assert done.lost == [2]
+    assert [key for key, _ in done.drafts] == [3]
+    assert proposer.num_sessions == 2
+
+
+def test_too_many_sessions_lose_the_least_recently_drafted() -> None:
+    proposer = DraftModelProposer(HashModel(), name="hash", max_sessions=2)
+    for session in (1, 2, 3):
+        proposer.open(session, [1], GREEDY, 4, 60)
+    done = proposer.draft([1, 2, 3])
+    assert done.lost == [1]
+    assert [key for key, _ in done.drafts] == [2, 3]
+
+
+@pytest.mark.parametrize("prefix", [[1] * 65, [1, 32], []])
+def test_unusable_prefixes_are_followed_in_silence(prefix: list[int]) -> None:
+    """Too long, outside the vocabulary, empty: no draft, no Lost that would be opened again."""
+    proposer = DraftModelProposer(HashModel(), name="hash")
+    proposer.open(1, prefix, GREEDY, 4, 1000)
+    done = proposer.draft([1])
+    assert [tree.token_ids for _, tree in done.drafts] == [()]
+    assert done.lost == []
+    proposer.check_invariants()
+
+
+def test_a_token_outside_the_vocabulary_frees_the_pages() -> None:
+    proposer = DraftModelProposer(HashModel(), name="hash")
+    proposer.open(1, [1, 2, 3], GREEDY, 4, 60)
+    proposer.draft([1])
+    proposer.commit(1, 3, [32], 4)
+    proposer.check_invariants()
+    assert [tree.token_ids for _, tree in proposer.draft([1]).drafts] == [()]
+
+
+def test_drafts_stay_within_the_model_length() -> None:
+    proposer = DraftModelProposer(HashModel(max_model_len=16), name="hash")
+    proposer.open(1, [1] * 13, GREEDY, 8, 1000)
+    [(_, tree)] = proposer.draft([1]).drafts
+    assert len(tree.token_ids) == 2
+    proposer.commit(1, 13, [1, 1, 1], 8)
+    assert proposer.draft([1]).drafts[0][1].token_ids == ()
+
+
+def test_a_pool_too_small_is_refused() -> None:
+    with pytest.raises(ConfigError, match="KV-cache memory"):
+        DraftModelProposer(HashModel(num_pages=1, max_model_len=64), name="hash")
