@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 
 from gateway.config import GatewayConfig
@@ -24,6 +25,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"gateway: {error.message}", file=sys.stderr, flush=True)
         return EXIT_CONFIG
 
+    # Before grpc is imported: its C core logs in its own way what we report in ours.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # Imported late: a wrong flag is answered at once.
     import uvloop
 

@@ -25,6 +25,7 @@ from outrider.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     PromptTooLongError,
+    UnavailableError,
 )
 from outrider.models.chat_template import Message
 from outrider.models.tokenizer import Tokenizer
@@ -97,6 +98,8 @@ class Generator:
         self._replayer = Replayer(pool, telemetry, config.resume_timeout_s)
         self._metrics = GatewayMetrics(telemetry.registry)
         self._in_flight = 0
+        self._running: set[asyncio.Timeout] = set()
+        self._draining = False
 
     def check_model(self, name: str | None) -> None:
         """Raises `ModelNotFoundError`; no name is the default model."""
@@ -181,6 +184,8 @@ class Generator:
     @contextlib.contextmanager
     def admitted(self, completions: int) -> Iterator[None]:
         """Holds places for a number of completions; raises `CapacityError` if there are none."""
+        if self._draining:
+            raise UnavailableError("This gateway is shutting down. Try another.")
         limit = self.config.max_in_flight
         if completions > limit:
             raise InvalidRequestError(f"At most {limit} prompts per request.", param="prompt")
@@ -192,6 +197,33 @@ class Generator:
             yield
         finally:
             self._set_in_flight(self._in_flight - completions)
+
+    @contextlib.asynccontextmanager
+    async def until(self, deadline: float) -> AsyncGenerator[None, None]:
+        """Ends its body when the deadline (loop time) passes, a client that does not read
+        included: raises `DeadlineError`, or `UnavailableError` while draining.
+        """
+        try:
+            async with asyncio.timeout_at(deadline) as timeout:
+                self._running.add(timeout)
+                try:
+                    yield
+                finally:
+                    self._running.discard(timeout)
+        except TimeoutError as error:
+            if self._draining:
+                raise UnavailableError("This gateway is shutting down. Try again.") from error
+            raise DeadlineError(
+                "The request took too long. What was streamed so far is valid."
+            ) from error
+
+    def drain(self, grace_s: float) -> None:
+        """No new requests from now on; those under way have `grace_s` seconds to end."""
+        self._draining = True
+        end = deadline_after(grace_s)
+        for timeout in self._running:
+            deadline = timeout.when()
+            timeout.reschedule(end if deadline is None else min(deadline, end))
 
     def _set_in_flight(self, number: int) -> None:
         self._in_flight = number
@@ -278,18 +310,6 @@ class Generator:
 def deadline_after(timeout_s: float) -> float:
     """Loop time `timeout_s` from now."""
     return asyncio.get_running_loop().time() + timeout_s
-
-
-@contextlib.asynccontextmanager
-async def enforced(deadline: float) -> AsyncGenerator[None, None]:
-    """Raises `DeadlineError` in its body when the deadline passes, a stuck client included."""
-    try:
-        async with asyncio.timeout_at(deadline):
-            yield
-    except TimeoutError as error:
-        raise DeadlineError("The request took too long. What was streamed so far is valid.") from (
-            error
-        )
 
 
 def _ending(

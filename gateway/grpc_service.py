@@ -14,7 +14,6 @@ from gateway.generation import (
     Generator,
     Limits,
     deadline_after,
-    enforced,
 )
 from outrider.errors import InvalidRequestError
 from outrider.rpc.codec import (
@@ -51,7 +50,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             work = await self._prepare(request)
             with self._generator.admitted(1):
                 async with (
-                    enforced(deadline),
+                    self._generator.until(deadline),
                     aclosing(
                         self._generator.generate(work, deadline, _metadata(context))
                     ) as chunks,

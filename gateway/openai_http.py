@@ -24,7 +24,6 @@ from gateway.generation import (
     GenerationRequest,
     Generator,
     deadline_after,
-    enforced,
 )
 from gateway.merge import merged
 from gateway.openai_errors import BodyTooLargeError, error_body, error_response, public_error
@@ -73,7 +72,7 @@ class _OpenAI:
 
     async def _completions(self, request: Request) -> Response:
         deadline = deadline_after(self._generator.config.request_timeout_s)
-        async with enforced(deadline):
+        async with self._generator.until(deadline):
             body = parse(CompletionRequest, await self._body(request))
         self._generator.check_model(body.model)
         request_id, limits = uuid.uuid4().hex, body.limits()
@@ -112,7 +111,7 @@ class _OpenAI:
 
     async def _chat(self, request: Request) -> Response:
         deadline = deadline_after(self._generator.config.request_timeout_s)
-        async with enforced(deadline):
+        async with self._generator.until(deadline):
             body = parse(ChatRequest, await self._body(request))
         self._generator.check_model(body.model)
         messages = [message.for_template() for message in body.messages]
@@ -218,7 +217,7 @@ class _Answer(Response):
 
         try:
             with self._generator.admitted(len(self._work)):
-                async with enforced(self._deadline):
+                async with self._generator.until(self._deadline):
                     metadata = Request(scope).headers.items()
                     chunks = merged(
                         self._generator.generate(request, self._deadline, metadata)

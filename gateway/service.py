@@ -23,7 +23,8 @@ from outrider.rpc.server import GrpcServer
 from outrider.rpc.telemetry import Telemetry
 from outrider.v1 import generation_pb2_grpc, scorer_pb2
 
-_GRACE_S = 1.0
+_GRACE_S = 0.5
+_FORCE_S = 1  # whole seconds: uvicorn's type
 _GRPC_SERVICE = "outrider.v1.GenerationService"
 
 
@@ -34,6 +35,7 @@ class Gateway:
         self._config = config
         self._telemetry = telemetry
         self._pool: ScorerPool | None = None
+        self._generator: Generator | None = None
         self._grpc: GrpcServer | None = None
         self._http: _HttpServer | None = None
         self._socket: socket.socket | None = None
@@ -48,7 +50,7 @@ class Gateway:
         progress("gateway", f"waiting for a scorer at {', '.join(config.scorers)}")
         self._pool = ScorerPool(config.scorers, lambda info: check_scorer(info, tokenizer))
         await self._pool.start(config.start_timeout_s)
-        generator = Generator(config, tokenizer, self._pool, self._telemetry)
+        self._generator = generator = Generator(config, tokenizer, self._pool, self._telemetry)
 
         servicer = GenerationServicer(generator, api_keys)
         self._grpc = GrpcServer(
@@ -67,7 +69,7 @@ class Gateway:
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                timeout_graceful_shutdown=max(1, round(_GRACE_S)),
+                timeout_graceful_shutdown=_FORCE_S,
                 h11_max_incomplete_event_size=64 * 2**10,
             )
         )
@@ -81,10 +83,12 @@ class Gateway:
         }
 
     async def stop(self) -> None:
-        """Streams under way get a moment to end; then they are cut."""
+        """Streams under way get a moment to end; then they are ended with an error."""
+        if self._generator is not None:
+            self._generator.drain(_GRACE_S)
         if self._http is not None and self._serving is not None:
             self._http.should_exit = True
-        stopping = [] if self._grpc is None else [self._grpc.stop(_GRACE_S)]
+        stopping = [] if self._grpc is None else [self._grpc.stop(_FORCE_S)]
         if self._serving is not None:
             stopping.append(_settled(self._serving))
         await asyncio.gather(*stopping)

@@ -1,0 +1,92 @@
+"""`python -m gateway` as its users start it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from tests.support.fake_scorer import Script, serving
+from tests.support.gateway import fake_scorer, model_folder, tokens, until
+
+
+@asynccontextmanager
+async def gateway_process(*flags: str) -> AsyncIterator[Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "gateway", *flags), stdout=PIPE, stderr=PIPE
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def ready_line(process: Process) -> dict[str, str]:
+    assert process.stdout is not None
+    line = (await asyncio.wait_for(process.stdout.readline(), 20)).decode()
+    assert line.startswith("ready ")
+    fields: dict[str, str] = json.loads(line.removeprefix("ready "))
+    return fields
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+async def test_ready_then_a_quick_stop_with_a_stream_under_way(signum: signal.Signals) -> None:
+    async with serving(fake_scorer(Script(tokens("hello world"), hang_after=2))) as scorer:
+        flags = ("--scorer", scorer.target, "--model", str(model_folder()))
+        async with gateway_process(*flags) as process:
+            ready = await ready_line(process)
+            assert ready["service"] == "gateway"
+            async with httpx.AsyncClient(base_url=ready["http"]) as client:
+                assert (await client.get("/health")).status_code == 200
+                stream = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
+                await until(lambda: scorer.running == 1)
+                begun = time.perf_counter()
+                process.send_signal(signum)
+                _, errors = await asyncio.wait_for(process.communicate(), 10)
+                assert time.perf_counter() - begun < 2
+                assert process.returncode == 0
+                assert b"Traceback" not in errors
+                answer = await stream
+                assert answer.status_code == 503
+                assert "shutting down" in answer.json()["error"]["message"]
+        await until(lambda: scorer.running == 0)
+
+
+async def refused(*flags: str) -> str:
+    """The one line on stderr of a gateway that does not start."""
+    async with gateway_process(*flags) as process:
+        out, errors = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 2
+    assert out == b""
+    progress = ("gateway: waiting for", "gateway INFO")
+    lines = [line for line in errors.decode().splitlines() if not line.startswith(progress)]
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+async def test_start_up_errors_are_one_readable_line(tmp_path: object) -> None:
+    model = ("--model", str(model_folder()))
+    async with serving(fake_scorer(Script([]))) as scorer:
+        flags = ("--scorer", scorer.target)
+        assert "must be at least 1" in await refused(*flags, *model, "--max-in-flight", "0")
+        assert "no model folder" in await refused(*flags, "--model", f"{tmp_path}/none")
+        assert "API key file" in await refused(*flags, *model, "--api-key-file", f"{tmp_path}/none")
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = str(taken.getsockname()[1])
+            assert "cannot listen" in await refused(*flags, *model, "--http-port", port)
+            assert "cannot listen" in await refused(*flags, *model, "--grpc-port", port)
+    nobody = ("--scorer", "127.0.0.1:1", "--start-timeout", "0.3")
+    assert "no scorer served" in await refused(*nobody, *model)
