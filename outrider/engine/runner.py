@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 
 import torch
+from torch import Tensor
 
 from outrider.engine.batch import Model, pack
 from outrider.engine.sampling import SamplingBatch, sample
 from outrider.engine.scheduler import ScheduledRow, Step, StepResult
-from outrider.engine.verifier import verify
-from outrider.types import SamplingParams
+from outrider.engine.verifier import verify_rows
+from outrider.types import SamplingParams, TokenIds
 
 
 class Runner:
@@ -28,19 +29,39 @@ class Runner:
         forward_s = time.perf_counter() - began
         if not len(logits):
             return StepResult(((),) * len(step.rows), (0,) * len(step.rows), forward_s)
-        if all(row.seq.request.sampling.greedy for row in step.rows):
-            drawn = logits.argmax(dim=-1).tolist()
-        else:
-            drawn = sample(logits, self._sampling(step.rows)).tolist()
-        choices, accepted, at = [], [], 0
+        ends = [row for row in step.rows if row.slice.num_logits]
+        verified = iter(self._verify(ends, self._draw(logits, ends)))
+        choices: list[TokenIds] = []
+        accepted: list[int] = []
         for row in step.rows:
-            chosen = tuple(drawn[at : at + row.slice.num_logits])
-            at += row.slice.num_logits
-            choices.append(chosen)
-            accepted.append(verify(row.draft, chosen) if chosen else 0)
+            count, *chosen = next(verified) if row.slice.num_logits else (0,)
+            choices.append(tuple(chosen[: row.slice.num_logits]))
+            accepted.append(count)
         return StepResult(tuple(choices), tuple(accepted), forward_s)
 
-    def _sampling(self, rows: tuple[ScheduledRow, ...]) -> SamplingBatch:
+    def _draw(self, logits: Tensor, rows: list[ScheduledRow]) -> Tensor:
+        """What the target chooses from each row of logits: int64 [num_logits]."""
+        if all(row.seq.request.sampling.greedy for row in rows):
+            return logits.argmax(dim=-1)
+        return sample(logits, self._sampling(rows))
+
+    def _verify(self, rows: list[ScheduledRow], drawn: Tensor) -> list[list[int]]:
+        """Per row: drafts accepted, then its choices, padded. The step's one copy to the host."""
+        counts = [row.slice.num_logits for row in rows]
+        width = max(counts)
+        if width == 1:
+            return [[0, token] for token in drawn.tolist()]
+        padding = (-1,) * (width - 1)
+        drafts = torch.tensor([(row.draft + padding)[: width - 1] for row in rows])
+        if min(counts) < width:
+            starts = torch.tensor(counts).cumsum(0) - torch.tensor(counts)
+            at = (starts[:, None] + torch.arange(width)).clamp(max=len(drawn) - 1)
+            drawn = drawn[at.to(drawn.device, non_blocking=True)]
+        choices = drawn.view(len(rows), width)
+        accepted = verify_rows(drafts.to(drawn.device, non_blocking=True), choices)
+        return torch.cat((accepted[:, None], choices), dim=1).tolist()
+
+    def _sampling(self, rows: list[ScheduledRow]) -> SamplingBatch:
         """The token after each of a row's last `num_logits` tokens is drawn."""
         params: list[SamplingParams] = []
         positions: list[int] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 
@@ -25,21 +24,10 @@ def verify(draft_tokens: Sequence[int], target_choices: Sequence[int]) -> int:
     return accepted
 
 
-def verify_packed(input_ids: Tensor, logits_index: Tensor, choices: Tensor, row: Tensor) -> Tensor:
-    """`verify` for all rows of a packed batch at once, on the device.
+def verify_rows(drafts: Tensor, choices: Tensor) -> Tensor:
+    """`verify` for many rows at once, where the tensors are.
 
-    input_ids [num_tokens]; logits_index, choices, row [num_logits]: where each row of logits sits
-    in the batch, what was drawn from it, and whose it is (0, 1, ... in order, each with at least
-    one). Returns int64 [num_rows].
+    drafts int64 [n, k], rows shorter than k padded with -1, which no token equals; choices int64
+    [n, k + 1], padded with anything. Returns int64 [n].
     """
-    is_last = torch.ones_like(row, dtype=torch.bool)
-    is_last[:-1] = row[1:] != row[:-1]
-    # The token after a logits position is the draft to compare; a row's last has none.
-    following = input_ids[(logits_index + 1).clamp(max=len(input_ids) - 1)]
-    mismatches = ((following != choices) | is_last).cumsum(0)
-    # Each row has at least one mismatch (its last), so rows are told apart by what came before.
-    num_rows = int(row[-1]) + 1 if len(row) else 0
-    before = torch.zeros(num_rows, dtype=torch.int64, device=row.device)
-    before[1:] = mismatches[is_last][:-1]
-    accepted = torch.zeros_like(before)
-    return accepted.index_add_(0, row, (mismatches == before[row]).to(torch.int64))
+    return (drafts == choices[:, :-1]).cumprod(dim=1).sum(dim=1)
