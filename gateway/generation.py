@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from opentelemetry.trace import Span
 
 from gateway.account import Account
+from gateway.admission import Admission
 from gateway.config import GatewayConfig
 from gateway.metrics import GatewayMetrics
 from gateway.output import OutputAssembler, OutputToken
 from gateway.replay import Replayer, ScorerRequest
 from gateway.scorers import ScorerPool
 from outrider.errors import (
-    CapacityError,
-    DeadlineError,
     InvalidRequestError,
     ModelNotFoundError,
     PromptTooLongError,
-    UnavailableError,
 )
 from outrider.models.chat_template import Message
 from outrider.models.tokenizer import Tokenizer
@@ -97,9 +94,7 @@ class Generator:
         self.telemetry = telemetry
         self._replayer = Replayer(pool, telemetry, config.resume_timeout_s)
         self._metrics = GatewayMetrics(telemetry.registry)
-        self._in_flight = 0
-        self._running: set[asyncio.Timeout] = set()
-        self._draining = False
+        self.admission = Admission(config.max_in_flight, self._metrics)
 
     def check_model(self, name: str | None) -> None:
         """Raises `ModelNotFoundError`; no name is the default model."""
@@ -119,6 +114,14 @@ class Generator:
         """
         if not text:
             raise InvalidRequestError(f"{param} must not be empty.", param=param)
+        # Normalisation may shorten a text, threefold at the worst (NFC): well within the 4.
+        longest = 4 * self.pool.max_model_len * self.tokenizer.max_token_chars
+        if len(text) > longest:
+            raise PromptTooLongError(
+                f"This model's context holds {self.pool.max_model_len} tokens; {param} has "
+                f"{len(text)} characters.",
+                param=param,
+            )
         return await asyncio.to_thread(self.tokenizer.encode, text, param=param)
 
     async def encode_chat(self, messages: Sequence[Message], param: str) -> list[int]:
@@ -180,54 +183,6 @@ class Generator:
         if wanted is not None:
             return wanted
         return max(min(self.config.default_max_tokens, room), min(limits.min_tokens, room))
-
-    @contextlib.contextmanager
-    def admitted(self, completions: int) -> Iterator[None]:
-        """Holds places for a number of completions; raises `CapacityError` if there are none."""
-        if self._draining:
-            raise UnavailableError("This gateway is shutting down. Try another.")
-        limit = self.config.max_in_flight
-        if completions > limit:
-            raise InvalidRequestError(f"At most {limit} prompts per request.", param="prompt")
-        if self._in_flight + completions > limit:
-            self._metrics.refused.inc()
-            raise CapacityError("Too many requests are under way. Try again soon.")
-        self._set_in_flight(self._in_flight + completions)
-        try:
-            yield
-        finally:
-            self._set_in_flight(self._in_flight - completions)
-
-    @contextlib.asynccontextmanager
-    async def until(self, deadline: float) -> AsyncGenerator[None, None]:
-        """Ends its body when the deadline (loop time) passes, a client that does not read
-        included: raises `DeadlineError`, or `UnavailableError` while draining.
-        """
-        try:
-            async with asyncio.timeout_at(deadline) as timeout:
-                self._running.add(timeout)
-                try:
-                    yield
-                finally:
-                    self._running.discard(timeout)
-        except TimeoutError as error:
-            if self._draining:
-                raise UnavailableError("This gateway is shutting down. Try again.") from error
-            raise DeadlineError(
-                "The request took too long. What was streamed so far is valid."
-            ) from error
-
-    def drain(self, grace_s: float) -> None:
-        """No new requests from now on; those under way have `grace_s` seconds to end."""
-        self._draining = True
-        end = deadline_after(grace_s)
-        for timeout in self._running:
-            deadline = timeout.when()
-            timeout.reschedule(end if deadline is None else min(deadline, end))
-
-    def _set_in_flight(self, number: int) -> None:
-        self._in_flight = number
-        self._metrics.in_flight.set(number)
 
     async def generate(
         self, request: GenerationRequest, deadline: float, metadata: Metadata | None = None
@@ -305,11 +260,6 @@ class Generator:
         times = RequestTimes(cost_s, time_to_first_token_s, usage.completion_tokens)
         self.telemetry.record_request(request.operation, self.config.served_model_name, times)
         self._metrics.completed(usage, ending.aux_info)
-
-
-def deadline_after(timeout_s: float) -> float:
-    """Loop time `timeout_s` from now."""
-    return asyncio.get_running_loop().time() + timeout_s
 
 
 def _ending(

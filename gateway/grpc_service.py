@@ -7,13 +7,13 @@ from typing import Any
 
 import grpc
 
+from gateway.admission import deadline_after
 from gateway.api_keys import ApiKeys
 from gateway.generation import (
     Chunk,
     GenerationRequest,
     Generator,
     Limits,
-    deadline_after,
 )
 from outrider.errors import InvalidRequestError
 from outrider.rpc.codec import (
@@ -48,9 +48,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             self._check_key(context)
             self._generator.check_model(request.model)
             work = await self._prepare(request)
-            with self._generator.admitted(1):
+            with self._generator.admission.admitted(1):
                 async with (
-                    self._generator.until(deadline),
+                    self._generator.admission.until(deadline),
                     aclosing(
                         self._generator.generate(work, deadline, _metadata(context))
                     ) as chunks,

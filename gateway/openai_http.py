@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -15,20 +13,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
+from gateway.admission import deadline_after
 from gateway.api_keys import ApiKeys
-from gateway.generation import (
-    Chunk,
-    Ending,
-    GenerationRequest,
-    Generator,
-    deadline_after,
-)
-from gateway.merge import merged
+from gateway.generation import Generator
+from gateway.openai_answer import Answer
 from gateway.openai_errors import BodyTooLargeError, error_body, error_response, public_error
 from gateway.openai_models import ChatRequest, CompletionRequest, parse
-from gateway.openai_responses import Shaper, event
+from gateway.openai_responses import Shaper
 from outrider.errors import InvalidRequestError, ModelNotFoundError
 
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -72,19 +64,15 @@ class _OpenAI:
 
     async def _completions(self, request: Request) -> Response:
         deadline = deadline_after(self._generator.config.request_timeout_s)
-        async with self._generator.until(deadline):
+        async with self._generator.admission.until(deadline):
             body = parse(CompletionRequest, await self._body(request))
         self._generator.check_model(body.model)
         request_id, limits = uuid.uuid4().hex, body.limits()
-        sampling, speculation = (
-            body.sampling(self._generator.default_seed()),
-            body.speculation_params(),
-        )
+        speculation = body.speculation_params()
         prompts = body.prompts()
         if not prompts:
             raise InvalidRequestError("prompt must not be empty.", param="prompt")
-        if len(prompts) > self._generator.config.max_in_flight:
-            raise InvalidRequestError("prompt holds too many prompts.", param="prompt")
+        self._generator.admission.check_size(len(prompts))
         work = [
             self._generator.prepare(
                 await self._generator.encode(prompt, "prompt")
@@ -92,7 +80,7 @@ class _OpenAI:
                 else prompt,
                 operation="text_completion",
                 param="prompt",
-                sampling=sampling,
+                sampling=body.sampling(self._generator.default_seed()),
                 limits=limits,
                 speculation=speculation,
                 request_id=f"{request_id}-{number}" if len(prompts) > 1 else request_id,
@@ -107,11 +95,11 @@ class _OpenAI:
             aux_info=body.aux_info,
             include_usage=body.include_usage,
         )
-        return _Answer(self._generator, work, shaper, deadline, stream=bool(body.stream))
+        return Answer(self._generator, work, shaper, deadline, stream=bool(body.stream))
 
     async def _chat(self, request: Request) -> Response:
         deadline = deadline_after(self._generator.config.request_timeout_s)
-        async with self._generator.until(deadline):
+        async with self._generator.admission.until(deadline):
             body = parse(ChatRequest, await self._body(request))
         self._generator.check_model(body.model)
         messages = [message.for_template() for message in body.messages]
@@ -131,7 +119,7 @@ class _OpenAI:
             aux_info=body.aux_info,
             include_usage=body.include_usage,
         )
-        return _Answer(self._generator, [work], shaper, deadline, stream=bool(body.stream))
+        return Answer(self._generator, [work], shaper, deadline, stream=bool(body.stream))
 
     async def _models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_card()]})
@@ -176,118 +164,6 @@ class _OpenAI:
         if too_large:
             raise BodyTooLargeError(f"The body is larger than {limit} bytes.")
         return bytes(body)
-
-
-class _Answer(Response):
-    """Runs completions and sends them, whole or as events; a disconnect cancels the work."""
-
-    def __init__(
-        self,
-        generator: Generator,
-        work: Sequence[GenerationRequest],
-        shaper: Shaper,
-        deadline: float,
-        *,
-        stream: bool,
-    ) -> None:
-        super().__init__()
-        self._generator = generator
-        self._work = work
-        self._shaper = shaper
-        self._deadline = deadline
-        self._stream = stream
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.create_task(self._run(scope, receive, send))
-        leaving = asyncio.create_task(_disconnected(receive))
-        try:
-            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (sending, leaving):
-                task.cancel()
-            await asyncio.gather(sending, leaving, return_exceptions=True)
-
-    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-
-        async def start_stream() -> None:
-            nonlocal started
-            started = True
-            await _start_stream(send)
-
-        try:
-            with self._generator.admitted(len(self._work)):
-                async with self._generator.until(self._deadline):
-                    metadata = Request(scope).headers.items()
-                    chunks = merged(
-                        self._generator.generate(request, self._deadline, metadata)
-                        for request in self._work
-                    )
-                    async with aclosing(chunks):
-                        if self._stream:
-                            await self._send_events(chunks, send, start_stream)
-                            return
-                        response: Response = JSONResponse(await self._collect(chunks))
-        except Exception as error:
-            shown = public_error(error)
-            if started:  # the status is gone: an error event, and the end
-                await _send_piece(send, event(error_body(shown)), more=False)
-                return
-            response = error_response(shown)
-        await response(scope, receive, send)
-
-    async def _collect(self, chunks: AsyncGenerator[tuple[int, Chunk], None]) -> dict[str, Any]:
-        texts = [""] * len(self._work)
-        endings: dict[int, Ending] = {}
-        async for index, chunk in chunks:
-            texts[index] += chunk.text
-            if chunk.ending is not None:
-                endings[index] = chunk.ending
-        return self._shaper.whole(texts, [endings[index] for index in range(len(self._work))])
-
-    async def _send_events(
-        self,
-        chunks: AsyncGenerator[tuple[int, Chunk], None],
-        send: Send,
-        start: Callable[[], Coroutine[Any, Any, None]],
-    ) -> None:
-        """The status waits for the first chunk, so that early errors have their own."""
-        shaper = self._shaper
-        opened: set[int] = set()
-        endings: dict[int, Ending] = {}
-        async for index, chunk in chunks:
-            if not opened:
-                await start()
-            data = b""
-            if index not in opened:
-                opened.add(index)
-                data += shaper.opening(index)
-            if chunk.text:
-                data += shaper.piece(index, chunk.text)
-            if chunk.ending is not None:
-                endings[index] = chunk.ending
-                last = len(endings) == len(self._work)
-                ordered = [endings[n] for n in sorted(endings)]
-                data += shaper.end_of_choice(index, chunk.ending, ordered if last else None)
-                data += shaper.end(ordered) if last else b""
-            if data:
-                await _send_piece(send, data, more=True)
-        await _send_piece(send, b"", more=False)
-
-
-async def _start_stream(send: Send) -> None:
-    headers = {"Content-Type": "text/event-stream; charset=utf-8", **_SSE_HEADERS}
-    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": 200, "headers": raw})
-
-
-async def _send_piece(send: Send, data: bytes, *, more: bool) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": more})
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _http_error(_request: Request, error: Exception) -> Response:

@@ -67,6 +67,7 @@ class Gateway:
             uvicorn.Config(
                 create_app(generator, api_keys),
                 log_config=None,
+                log_level="warning",
                 access_log=False,
                 lifespan="off",
                 timeout_graceful_shutdown=_FORCE_S,
@@ -85,7 +86,7 @@ class Gateway:
     async def stop(self) -> None:
         """Streams under way get a moment to end; then they are ended with an error."""
         if self._generator is not None:
-            self._generator.drain(_GRACE_S)
+            self._generator.admission.drain(_GRACE_S)
         if self._http is not None and self._serving is not None:
             self._http.should_exit = True
         stopping = [] if self._grpc is None else [self._grpc.stop(_FORCE_S)]

@@ -23,6 +23,7 @@ class Tokenizer:
     """A model's tokenizer. Safe to share between threads.
 
     `vocab_size` counts added tokens; the model's own vocabulary may be padded beyond it.
+    `max_token_chars` bounds from above how much (normalised) text a token can stand for.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Tokenizer:
         self._chat_template = chat_template
         self.eos_token_ids = eos_token_ids
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.max_token_chars = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         self.hash = content_hash
         self._special_ids = frozenset(
             token_id
@@ -106,7 +108,9 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:  # lone surrogates: "\ud800" is legal JSON
             raise InvalidRequestError(f"{param} is not valid Unicode text.", param=param) from error
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # The fast variant leaves out character offsets: half the time. It releases the GIL.
+        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = batch[0].ids
         return ids
 
 

@@ -185,8 +185,8 @@ async def test_unset_max_tokens_stays_within_the_context(gateway: Running) -> No
 async def test_a_seed_is_drawn_if_none_is_given(gateway: Running) -> None:
     for _ in range(2):
         await gateway.client.completions.create(model="default", prompt="x")
-    first, second = (request.sampling.seed for request in gateway.scorer.requests)
-    assert first != second
+    await gateway.client.completions.create(model="default", prompt=["x", "x"])
+    assert len({request.sampling.seed for request in gateway.scorer.requests}) == 4
 
 
 # Stop strings
@@ -295,6 +295,8 @@ async def test_aux_info_has_every_field_and_comes_with_the_last_chunk(include_us
         ({"prompt": 5}, "prompt", None),
         ({"prompt": [100_000]}, "prompt", None),
         ({"prompt": "x" * 5000}, "prompt", "context_length_exceeded"),
+        ({"prompt": "x" * 1_000_000}, "prompt", "context_length_exceeded"),
+        ({"prompt": ["x"] * 1000}, "prompt", None),
         ({"max_tokens": MAX_MODEL_LEN}, "prompt", "context_length_exceeded"),
     ],
 )

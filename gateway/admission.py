@@ -1,0 +1,80 @@
+"""How many completions run at once, for how long, and the end of it all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Iterator
+
+from gateway.metrics import GatewayMetrics
+from outrider.errors import CapacityError, DeadlineError, InvalidRequestError, UnavailableError
+
+
+class Admission:
+    """Places for completions, their deadlines, and draining."""
+
+    def __init__(self, max_in_flight: int, metrics: GatewayMetrics) -> None:
+        self.max_in_flight = max_in_flight
+        self._metrics = metrics
+        self._in_flight = 0
+        self._running: set[asyncio.Timeout] = set()
+        self._draining = False
+
+    def check_size(self, completions: int) -> None:
+        """Raises `InvalidRequestError` for more completions than could ever run."""
+        if completions > self.max_in_flight:
+            raise InvalidRequestError(
+                f"prompt must hold at most {self.max_in_flight} prompts.", param="prompt"
+            )
+
+    @contextlib.contextmanager
+    def admitted(self, completions: int) -> Iterator[None]:
+        """Holds places for a number of completions; raises `CapacityError` if there are none."""
+        if self._draining:
+            raise UnavailableError("This gateway is shutting down. Try another.")
+        limit = self.max_in_flight
+        self.check_size(completions)
+        if self._in_flight + completions > limit:
+            self._metrics.refused.inc()
+            raise CapacityError("Too many requests are under way. Try again soon.")
+        self._set_in_flight(self._in_flight + completions)
+        try:
+            yield
+        finally:
+            self._set_in_flight(self._in_flight - completions)
+
+    @contextlib.asynccontextmanager
+    async def until(self, deadline: float) -> AsyncGenerator[None, None]:
+        """Ends its body when the deadline (loop time) passes, a client that does not read
+        included: raises `DeadlineError`, or `UnavailableError` while draining.
+        """
+        try:
+            async with asyncio.timeout_at(deadline) as timeout:
+                self._running.add(timeout)
+                try:
+                    yield
+                finally:
+                    self._running.discard(timeout)
+        except TimeoutError as error:
+            if self._draining:
+                raise UnavailableError("This gateway is shutting down. Try again.") from error
+            raise DeadlineError(
+                "The request took too long. What was streamed so far is valid."
+            ) from error
+
+    def drain(self, grace_s: float) -> None:
+        """No new requests from now on; those under way have `grace_s` seconds to end."""
+        self._draining = True
+        end = deadline_after(grace_s)
+        for timeout in self._running:
+            deadline = timeout.when()
+            timeout.reschedule(end if deadline is None else min(deadline, end))
+
+    def _set_in_flight(self, number: int) -> None:
+        self._in_flight = number
+        self._metrics.in_flight.set(number)
+
+
+def deadline_after(timeout_s: float) -> float:
+    """Loop time `timeout_s` from now."""
+    return asyncio.get_running_loop().time() + timeout_s

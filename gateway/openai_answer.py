@@ -1,0 +1,131 @@
+"""Sending an answer: whole or as events, until it is done or the client is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.generation import Chunk, Ending, GenerationRequest, Generator
+from gateway.merge import merged
+from gateway.openai_errors import error_body, error_response, public_error
+from gateway.openai_responses import Shaper, event
+
+_SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+class Answer(Response):
+    """Runs completions and sends them, whole or as events; a disconnect cancels the work."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        work: Sequence[GenerationRequest],
+        shaper: Shaper,
+        deadline: float,
+        *,
+        stream: bool,
+    ) -> None:
+        super().__init__()
+        self._generator = generator
+        self._work = work
+        self._shaper = shaper
+        self._deadline = deadline
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.create_task(self._run(scope, receive, send))
+        leaving = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (sending, leaving):
+                task.cancel()
+            await asyncio.gather(sending, leaving, return_exceptions=True)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def start_stream() -> None:
+            nonlocal started
+            started = True
+            await _start_stream(send)
+
+        try:
+            with self._generator.admission.admitted(len(self._work)):
+                async with self._generator.admission.until(self._deadline):
+                    metadata = Request(scope).headers.items()
+                    chunks = merged(
+                        self._generator.generate(request, self._deadline, metadata)
+                        for request in self._work
+                    )
+                    async with aclosing(chunks):
+                        if self._stream:
+                            await self._send_events(chunks, send, start_stream)
+                            return
+                        response: Response = JSONResponse(await self._collect(chunks))
+        except Exception as error:
+            shown = public_error(error)
+            if started:  # the status is gone: an error event, and the end
+                await _send_piece(send, event(error_body(shown)), more=False)
+                return
+            response = error_response(shown)
+        await response(scope, receive, send)
+
+    async def _collect(self, chunks: AsyncGenerator[tuple[int, Chunk], None]) -> dict[str, Any]:
+        texts = [""] * len(self._work)
+        endings: dict[int, Ending] = {}
+        async for index, chunk in chunks:
+            texts[index] += chunk.text
+            if chunk.ending is not None:
+                endings[index] = chunk.ending
+        return self._shaper.whole(texts, [endings[index] for index in range(len(self._work))])
+
+    async def _send_events(
+        self,
+        chunks: AsyncGenerator[tuple[int, Chunk], None],
+        send: Send,
+        start: Callable[[], Coroutine[Any, Any, None]],
+    ) -> None:
+        """The status waits for the first chunk, so that early errors have their own."""
+        shaper = self._shaper
+        opened: set[int] = set()
+        endings: dict[int, Ending] = {}
+        async for index, chunk in chunks:
+            if not opened:
+                await start()
+            data = b""
+            if index not in opened:
+                opened.add(index)
+                data += shaper.opening(index)
+            if chunk.text:
+                data += shaper.piece(index, chunk.text)
+            if chunk.ending is not None:
+                endings[index] = chunk.ending
+                last = len(endings) == len(self._work)
+                ordered = [endings[n] for n in sorted(endings)]
+                data += shaper.end_of_choice(index, chunk.ending, ordered if last else None)
+                data += shaper.end(ordered) if last else b""
+            if data:
+                await _send_piece(send, data, more=True)
+        await _send_piece(send, b"", more=False)
+
+
+async def _start_stream(send: Send) -> None:
+    headers = {"Content-Type": "text/event-stream; charset=utf-8", **_SSE_HEADERS}
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": 200, "headers": raw})
+
+
+async def _send_piece(send: Send, data: bytes, *, more: bool) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

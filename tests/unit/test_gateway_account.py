@@ -1,0 +1,67 @@
+"""The account of a request, whoever served it and wherever it was cut."""
+
+from __future__ import annotations
+
+from gateway.account import Account
+from outrider.types import TokenKind
+from outrider.v1 import common_pb2
+
+ACCEPTED, BONUS = TokenKind.ACCEPTED, TokenKind.BONUS
+RECOVERED, PLAIN = TokenKind.RECOVERED, TokenKind.PLAIN
+
+
+def test_the_scorers_account_counts() -> None:
+    account = Account()
+    account.observe([ACCEPTED, ACCEPTED, BONUS])
+    reported = common_pb2.AuxInfo(
+        **{"iter_count": 4, "rounds": 1, "drafted": 3, "accepted": 2, "accepted_per_pos": [1, 1]},
+        **{
+            "k_histogram": [0, 0, 0, 1],
+            "score_ms": 2.5,
+            "scorer_id": "s",
+            "verification": "coupled",
+        },
+    )
+    account.report(common_pb2.Usage(cached_prompt_tokens=16), reported)
+    account.end_segment()
+    result = account.close(output_len=3, cost_time_ms=10)
+    assert (result.iter_count, result.drafted, result.score_ms) == (4, 3, 2.5)
+    assert (result.output_len, result.avg_tokens_per_iter) == (3, 0.75)
+    assert (result.cost_time, result.cached_prompt_tokens, result.scorer_id) == (10, 16, "s")
+
+
+def test_segments_add_up_and_a_dead_scorer_leaves_what_was_seen() -> None:
+    account = Account()
+    account.observe([ACCEPTED, RECOVERED])
+    account.observe([PLAIN])
+    account.end_segment()
+    account.retries += 1
+    account.observe([ACCEPTED, ACCEPTED, BONUS])
+    reported = common_pb2.AuxInfo(
+        **{"iter_count": 2, "rounds": 1, "drafted": 2, "accepted": 2, "accepted_per_pos": [1, 1]},
+        **{"proposer_ids": ["a"], "scorer_id": "second"},
+    )
+    account.report(common_pb2.Usage(cached_prompt_tokens=48), reported)
+    account.end_segment()
+    result = account.close(output_len=6, cost_time_ms=1)
+    assert (result.iter_count, result.rounds, result.retries) == (4, 3, 1)
+    assert (result.drafted, result.accepted) == (4, 3)
+    assert list(result.accepted_per_pos) == [2, 1]
+    assert (list(result.proposer_ids), result.scorer_id) == (["a"], "second")
+
+
+def test_accepted_tokens_behind_the_cut_do_not_count() -> None:
+    account = Account()
+    account.observe([ACCEPTED, ACCEPTED, BONUS])
+    account.observe([ACCEPTED, ACCEPTED, RECOVERED])
+    account.end_segment()
+    result = account.close(output_len=4, cost_time_ms=1)
+    assert result.accepted == 3
+    assert list(result.accepted_per_pos) == [2, 1]
+    assert result.output_len == 4
+
+
+def test_nothing_returned() -> None:
+    account = Account()
+    account.end_segment()
+    assert account.close(output_len=0, cost_time_ms=1).avg_tokens_per_iter == 0
