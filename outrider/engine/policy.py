@@ -131,7 +131,8 @@ class Policy:
             c.misses_wrong += d.wrong
             c.misses_late += not d.wrong
             d.misses += 1
-            if d.misses == SET_ASIDE_AFTER:
+            # Tried again after a rest, it gets one chance.
+            if d.misses == (1 if d.next_rest else SET_ASIDE_AFTER):
                 d.misses, d.next_rest = 0, min(2 * d.next_rest or FIRST_REST, MAX_REST)
                 d.rest = d.next_rest
                 return True

@@ -1,0 +1,231 @@
+"""Readiness and K, driven by recorded numbers and a simulated clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from outrider.config import EngineConfig
+from outrider.draft_tree import DraftTree
+from outrider.engine.adaptive import AdaptivePolicy, StepTimes
+from outrider.engine.engine import Engine
+from outrider.engine.policy import FIRST_REST, Policy
+from outrider.types import (
+    Commit,
+    Request,
+    RequestStats,
+    SamplingParams,
+    SpeculationParams,
+    StopParams,
+)
+from tests.support.hash_model import HashModel, Sequential
+
+CONFIG = EngineConfig(page_size=4, num_pages=4096, max_model_len=2048)
+# Seconds of a 62 M model's step at 1, 4, 8, 16 tokens: engine-notes' measurements, fused.
+STEP_S = ((1, 0.0075), (4, 0.0078), (8, 0.0089), (16, 0.0110), (64, 0.0260), (640, 0.2))
+
+
+def step_times() -> StepTimes:
+    times = StepTimes()
+    for num_tokens, seconds in STEP_S:
+        times.observe(num_tokens, seconds)
+    return times
+
+
+@dataclass
+class Bench:
+    """An engine whose forwards take the recorded time, and a proposer with a given delay."""
+
+    policy: Policy
+    requests: int = 1
+    delay_s: float = 0.003
+    agreement: float = 1.0  # share of rounds whose block is right
+    dead: set[int] = field(default_factory=set)  # sessions whose proposer is silent
+    max_tokens: int = 200
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+
+    def __post_init__(self) -> None:
+        self.now = 0.0
+        self.model = HashModel(32, 4, 4096, 2048)
+        self.truth = Sequential(self.model)
+        times = step_times()
+        forward = self.model.forward
+
+        def timed(batch):  # type: ignore[no-untyped-def]
+            self.now += times.estimate(len(batch.input_ids))
+            return forward(batch)
+
+        self.model.forward = timed  # type: ignore[method-assign]
+        self.engine = Engine(self.model, CONFIG, policy=self.policy, clock=lambda: self.now)
+        self.commits: list[list[Commit]] = [[] for _ in range(self.requests)]
+        self.rows_per_step: list[int] = []
+        self._due: list[tuple[float, int, DraftTree]] = []
+        self._rounds = 0
+        for i in range(self.requests):
+            self.engine.submit(self._request(i))
+            self.engine.set_drafting(i, "a", 4)
+            self._answer(i, 2, 4)
+
+    def _request(self, i: int) -> Request:
+        return Request(
+            i,
+            (i % 32, i // 32),
+            SamplingParams(temperature=0.0),
+            StopParams(max_tokens=self.max_tokens),
+            self.speculation,
+        )
+
+    def _answer(self, session: int, base: int, count: int) -> None:
+        if session in self.dead or not count:
+            return
+        self._rounds += 1
+        right = self._rounds % 100 < 100 * self.agreement
+        tokens = self.truth.tokens(
+            self._request(session).prompt_token_ids, SamplingParams(temperature=0.0), base + 6
+        )[base - 2 : base - 2 + count]
+        tree = DraftTree.chain(base, tokens if right else [(t + 1) % 32 for t in tokens])
+        self._due.append((self.now + self.delay_s, session, tree))
+
+    def run(self) -> list[RequestStats]:
+        done: dict[int, RequestStats] = {}
+        while len(done) < self.requests:
+            self._due.sort(key=lambda item: item[0])
+            while self._due and self._due[0][0] <= self.now:
+                _, session, tree = self._due.pop(0)
+                self.engine.post_block(session, tree, "a", 1000)
+            events = self.engine.step()
+            if events is None:
+                arrival = self._due[0][0] if self._due else float("inf")
+                assert min(arrival, self.engine.wake_at) < self.now + 1.0, "an unbounded wait"
+                self.now = max(self.now, min(arrival, self.engine.wake_at))
+                continue
+            assert events.timings is not None
+            self.rows_per_step.append(events.timings.num_rows)
+            for commit in events.commits:
+                self.commits[commit.session_id].append(commit)
+                if commit.stats is not None:
+                    done[commit.session_id] = commit.stats
+                else:
+                    base = commit.base_len + len(commit.token_ids)
+                    self._answer(commit.session_id, base, commit.num_draft_tokens)
+        return [done[i] for i in range(self.requests)]
+
+
+def test_a_good_proposer_is_waited_for_and_used() -> None:
+    bench = Bench(AdaptivePolicy(4))
+    (stats,) = bench.run()
+    assert stats.accepted / stats.drafted == 1.0
+    assert stats.output_tokens / stats.rounds > 4.0
+    assert stats.misses_late <= 2
+    assert bench.now < 0.6 * stats.output_tokens * STEP_S[0][1]
+
+
+def test_a_useless_proposer_costs_little() -> None:
+    bench = Bench(AdaptivePolicy(4), agreement=0.0)
+    (stats,) = bench.run()
+    assert stats.accepted == 0
+    assert stats.drafted < 0.25 * 4 * stats.rounds, "K shrinks to 0 where nothing is accepted"
+    assert stats.drafted > 4, "but it is tried again"
+    assert bench.now < 1.2 * stats.output_tokens * STEP_S[0][1]
+
+
+def test_a_silent_proposer_is_set_aside_after_three_misses_and_tried_again() -> None:
+    bench = Bench(AdaptivePolicy(4), dead={0})
+    (stats,) = bench.run()
+    # The prompt's round, 3 misses, 16 at rest, a miss, 32 at rest, a miss, 64, a miss, 128.
+    assert stats.misses_late == 6
+    assert stats.waits == 6
+    assert stats.fallback_rounds == stats.rounds - 1, "the first round processed the prompt"
+    assert stats.wait_ms < 250
+
+
+def test_a_late_proposer_is_not_waited_for_in_vain() -> None:
+    bench = Bench(AdaptivePolicy(4), delay_s=0.4)
+    (stats,) = bench.run()
+    assert stats.wait_ms < 600
+    assert stats.output_tokens == 200
+
+
+def test_a_useful_block_brings_a_proposer_back_at_once() -> None:
+    policy = Policy(4, max_wait_s=0.01)
+    bench = Bench(policy, dead={0}, max_tokens=60)
+    while not any(bench.engine.step() is None for _ in range(2)):
+        pass
+    for _ in range(3):
+        bench.now += 0.02
+        events = bench.engine.step()
+    assert events is not None
+    assert events.set_aside == (0,)
+    assert all(bench.engine.step() is not None for _ in range(FIRST_REST - 1)), "no waiting"
+    seq = bench.engine._scheduler.by_session[0]
+    prompt = bench._request(0).prompt_token_ids
+    truth = bench.truth.tokens(prompt, SamplingParams(temperature=0.0), 80)
+    at = len(seq.token_ids)
+    bench.engine.post_block(0, DraftTree.chain(at, truth[at - 2 : at]), "a", 10)
+    events = bench.engine.step()
+    assert events is not None
+    assert len(events.commits[0].token_ids) == 3
+    assert bench.engine.step() is None, "it is waited for again"
+
+
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        SpeculationParams(enabled=False),
+        SpeculationParams(method="none"),
+        SpeculationParams(num_speculative_tokens=0),
+    ],
+)
+def test_without_speculation_nothing_waits_or_counts(speculation: SpeculationParams) -> None:
+    (stats,) = Bench(AdaptivePolicy(4), speculation=speculation).run()
+    assert (stats.waits, stats.drafted, stats.fallback_rounds, stats.hits) == (0, 0, 0, 0)
+
+
+def test_a_request_may_ask_for_another_k() -> None:
+    speculation = SpeculationParams(num_speculative_tokens=2)
+    (stats,) = Bench(Policy(4, max_wait_s=0.1), speculation=speculation).run()
+    assert len(stats.k_histogram) == 3
+
+
+def test_ready_rows_do_not_wait_for_a_row_whose_proposer_is_silent() -> None:
+    """No barrier: seven rows go on while the eighth waits for its own deadline."""
+    bench = Bench(Policy(4, max_wait_s=0.3), requests=8, dead={3}, max_tokens=100)
+    stats = bench.run()
+    others = [stats[i] for i in range(8) if i != 3]
+    assert all(s.wait_ms < 200 for s in others)
+    assert stats[3].wait_ms > 900
+
+
+def test_rows_are_gathered_where_that_pays() -> None:
+    """Two rows half a step apart settle into common steps: two steps cost twice one."""
+    bench = Bench(AdaptivePolicy(4), requests=2, max_tokens=300)
+    bench.run()
+    together = sum(rows == 2 for rows in bench.rows_per_step)
+    assert together > 0.7 * len(bench.rows_per_step)
+
+
+def chosen(policy: AdaptivePolicy, rows: int, *, agreement: float) -> int:
+    drafting = policy.drafting(Request(1, (1,)))
+    drafting.successes, drafting.trials = agreement, 1.0
+    for num_tokens, seconds in STEP_S:
+        policy.observe_step(rows, num_tokens, seconds)
+    return policy.choose_k(drafting, 8)
+
+
+def test_k_grows_with_agreement_and_shrinks_with_load() -> None:
+    by_agreement = [chosen(AdaptivePolicy(8), 1, agreement=a) for a in (0.0, 0.3, 0.6, 0.95)]
+    assert by_agreement == sorted(by_agreement)
+    assert by_agreement[0] == 0
+    assert by_agreement[-1] == 8
+    by_rows = [chosen(AdaptivePolicy(8), rows, agreement=0.7) for rows in (1, 4, 16, 64)]
+    assert by_rows == sorted(by_rows, reverse=True)
+    assert by_rows[0] > by_rows[-1]
+
+
+def test_step_times_interpolate_between_what_was_measured() -> None:
+    times = step_times()
+    assert times.estimate(1) == pytest.approx(0.0075)
+    assert times.estimate(12) == pytest.approx((0.0089 + 0.0110) / 2)
+    assert times.estimate(2000) > times.estimate(640)
+    assert StepTimes().estimate(5) == 0.0

@@ -1,0 +1,289 @@
+"""The engine's thread: concurrency, failures, stopping. Nothing may hang."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from outrider.config import EngineConfig
+from outrider.draft_tree import DraftTree
+from outrider.engine.batch import PackedBatch
+from outrider.engine.engine import Engine
+from outrider.engine.policy import Policy
+from outrider.engine.worker import EngineWorker
+from outrider.errors import (
+    CapacityError,
+    ConfigError,
+    DeadlineError,
+    InternalError,
+    InvalidRequestError,
+    PromptTooLongError,
+    UnavailableError,
+)
+from outrider.types import (
+    Commit,
+    FinishReason,
+    Request,
+    SamplingParams,
+    StepEvents,
+    StopParams,
+)
+from tests.support.hash_model import HashModel, Sequential
+
+CONFIG = EngineConfig(page_size=4, num_pages=512, max_model_len=64, max_num_batched_tokens=256)
+GREEDY = SamplingParams(temperature=0.0)
+BOUND_S = 20.0
+
+
+class Gate(HashModel):
+    """Its forward waits while the gate is closed, and fails while told to."""
+
+    def __init__(self, config: EngineConfig = CONFIG) -> None:
+        super().__init__(32, config.page_size, config.num_pages, config.max_model_len)
+        self.open = threading.Event()
+        self.open.set()
+        self.entered = threading.Event()
+        self.failures = 0
+
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
+        self.entered.set()
+        assert self.open.wait(BOUND_S)
+        if self.failures:
+            self.failures -= 1
+            super().forward(batch)  # what it wrote must not be believed
+            raise RuntimeError("the device fell over")
+        return super().forward(batch)
+
+
+class Inbox:
+    """Collects events; `wait` blocks until sessions have ended."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.ended: dict[int, FinishReason | Exception] = {}
+        self.steps: list[StepEvents] = []
+        self._news = threading.Condition()
+
+    def __call__(self, events: StepEvents) -> None:
+        with self._news:
+            self.steps.append(events)
+            for commit in events.commits:
+                assert commit.session_id not in self.ended
+                self.tokens[commit.session_id] += commit.token_ids
+                if commit.finish_reason is not None:
+                    self.ended[commit.session_id] = commit.finish_reason
+            for failure in events.failures:
+                assert failure.session_id not in self.ended
+                self.ended[failure.session_id] = failure.error
+            self._news.notify_all()
+
+    def wait(self, done: Callable[[Inbox], bool]) -> None:
+        with self._news:
+            assert self._news.wait_for(lambda: done(self), BOUND_S), "nothing came in time"
+
+    def commits(self, session_id: int) -> list[Commit]:
+        return [c for events in self.steps for c in events.commits if c.session_id == session_id]
+
+
+@contextmanager
+def running(
+    model: HashModel, config: EngineConfig = CONFIG, policy: Policy | None = None
+) -> Iterator[tuple[EngineWorker, Inbox, Engine]]:
+    inbox = Inbox()
+    engines: list[Engine] = []
+
+    def build() -> Engine:
+        engines.append(Engine(model, config, policy=policy))
+        return engines[0]
+
+    worker = EngineWorker(build, inbox)
+    worker.start(BOUND_S)
+    try:
+        yield worker, inbox, engines[0]
+    finally:
+        worker.stop(BOUND_S)
+        engines[0].check_invariants()
+        assert engines[0].snapshot().free_pages == config.num_pages
+
+
+def request(session_id: int, max_tokens: int = 12, **sampling: object) -> Request:
+    prompt = tuple((session_id * 7 + i * i) % 32 for i in range(1 + session_id % 23))
+    params = SamplingParams(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
+    return Request(session_id, prompt, params, StopParams(max_tokens=max_tokens))
+
+
+def submit_until_refused(worker: EngineWorker, session_ids: range) -> int:
+    for count, session_id in enumerate(session_ids):
+        try:
+            worker.submit(request(session_id))
+        except CapacityError:
+            return count
+    raise AssertionError("never refused")
+
+
+def test_200_requests_at_once() -> None:
+    model = Gate()
+    truth = Sequential(model)
+    with running(model) as (worker, inbox, _):
+        requests = [request(i, temperature=i % 2, seed=i) for i in range(200)]
+        for r in requests:
+            worker.submit(r)
+        inbox.wait(lambda box: len(box.ended) == 200)
+        assert max(s.timings.num_rows for s in inbox.steps if s.timings) == 128
+        for r in requests:
+            assert inbox.tokens[r.session_id] == truth.output(r, 64, frozenset())[0]
+
+
+def test_a_failing_forward_fails_its_requests_and_no_others() -> None:
+    model = Gate()
+    with running(model) as (worker, inbox, _):
+        model.failures = 1
+        worker.submit(request(1))
+        inbox.wait(lambda box: 1 in box.ended)
+        assert isinstance(inbox.ended[1], InternalError)
+        worker.submit(again := request(24))  # shares its first pages with nothing believed
+        inbox.wait(lambda box: 24 in box.ended)
+        assert inbox.tokens[24] == Sequential(model).output(again, 64, frozenset())[0]
+
+
+def test_build_errors_reach_the_caller() -> None:
+    def build() -> Engine:
+        raise ConfigError("no such model")
+
+    worker = EngineWorker(build, Inbox())
+    with pytest.raises(ConfigError, match="no such model"):
+        worker.start(BOUND_S)
+    worker.stop(BOUND_S)
+    with pytest.raises(UnavailableError):
+        worker.submit(request(1))
+
+
+def test_a_build_that_takes_too_long() -> None:
+    release = threading.Event()
+
+    def build() -> Engine:
+        assert release.wait(BOUND_S)
+        return Engine(HashModel(num_pages=512), CONFIG)
+
+    worker = EngineWorker(build, Inbox())
+    with pytest.raises(DeadlineError):
+        worker.start(0.01)
+    release.set()
+    worker.stop(BOUND_S)
+
+
+def test_stop_while_a_row_waits_for_its_draft() -> None:
+    with running(Gate(), policy=Policy(4, max_wait_s=3600)) as (worker, inbox, _):
+        worker.submit(request(1))
+        worker.set_drafting(1, "a", 4)
+        inbox.wait(lambda box: len(box.tokens[1]) == 1)
+        began = time.monotonic()
+        worker.stop(BOUND_S)
+        assert time.monotonic() - began < 1.0
+        assert isinstance(inbox.ended[1], UnavailableError)
+        with pytest.raises(UnavailableError):
+            worker.submit(request(2))
+
+
+def test_stop_gives_up_on_a_forward_that_hangs() -> None:
+    model = Gate()
+    with running(model) as (worker, _, _):
+        model.open.clear()
+        worker.submit(request(1))
+        assert model.entered.wait(BOUND_S)
+        with pytest.raises(DeadlineError):
+            worker.stop(0.02)
+        model.open.set()
+
+
+def test_a_block_wakes_the_row_that_waits_for_it() -> None:
+    model = Gate()
+    with running(model, policy=Policy(4, max_wait_s=3600)) as (worker, inbox, _):
+        r = request(5, max_tokens=4)
+        truth = Sequential(model).output(r, 64, frozenset())[0]
+        worker.submit(r)
+        worker.set_drafting(5, "a", 4)
+        inbox.wait(lambda box: len(box.tokens[5]) == 1)
+        base = len(r.prompt_token_ids)
+        worker.post_block(5, DraftTree.chain(base, truth), "a", 100)
+        inbox.wait(lambda box: 5 in box.ended)
+        assert inbox.tokens[5] == truth
+        stats = inbox.commits(5)[-1].stats
+        assert stats is not None
+        assert (stats.rounds, stats.accepted, stats.waits, stats.hits) == (2, 2, 1, 0)
+        assert stats.wait_ms > 0
+        assert stats.proposer_ids == ("a",)
+
+
+def test_a_proposer_that_leaves_releases_the_row() -> None:
+    with running(Gate(), policy=Policy(4, max_wait_s=3600)) as (worker, inbox, _):
+        worker.submit(request(5))
+        worker.set_drafting(5, "a", 4)
+        inbox.wait(lambda box: len(box.tokens[5]) == 1)
+        worker.set_drafting(5, None, 0)
+        inbox.wait(lambda box: 5 in box.ended)
+        assert inbox.ended[5] is FinishReason.LENGTH
+
+
+def test_a_full_queue_refuses_and_frees_up_again() -> None:
+    config = EngineConfig(
+        page_size=4, num_pages=64, max_model_len=64, max_num_seqs=2, max_waiting=3
+    )
+    model = Gate(config)
+    with running(model, config) as (worker, inbox, _):
+        model.open.clear()
+        worker.submit(request(0))
+        assert model.entered.wait(BOUND_S)
+        accepted = 1 + submit_until_refused(worker, range(1, 20))
+        assert 4 <= accepted <= 6
+        model.open.set()
+        inbox.wait(lambda box: len(box.ended) == accepted)
+        worker.submit(request(99))
+        inbox.wait(lambda box: 99 in box.ended)
+
+
+def test_an_abort_storm_leaves_nothing_behind() -> None:
+    with running(Gate()) as (worker, inbox, _):
+        for i in range(300):
+            worker.submit(request(i, max_tokens=40))
+            worker.set_drafting(i, "a", 4)
+            worker.post_block(i, DraftTree.chain(1, (1, 2, 3)), "a", 10)
+            worker.abort(i - i % 3)
+            worker.abort(10_000 + i)
+        kept = {i for i in range(300) if i % 3}
+        inbox.wait(lambda box: kept <= box.ended.keys())
+        assert all(inbox.ended[i] is FinishReason.LENGTH for i in kept)
+
+
+def test_requests_that_can_never_work_are_refused() -> None:
+    with running(Gate()) as (worker, _, _):
+        with pytest.raises(InvalidRequestError, match="below 32"):
+            worker.submit(Request(1, (5, 32), GREEDY))
+        with pytest.raises(InvalidRequestError, match="below 32"):
+            worker.submit(Request(1, (-1,), GREEDY))
+        with pytest.raises(PromptTooLongError, match="at most 63"):
+            worker.submit(Request(1, (1,) * 64, GREEDY))
+        worker.submit(request(2, max_tokens=40))
+        with pytest.raises(InvalidRequestError, match="already"):
+            worker.submit(request(2))
+
+
+def test_a_receiver_that_raises_does_not_stop_the_engine() -> None:
+    ended = threading.Event()
+
+    def receive(events: StepEvents) -> None:
+        if any(commit.finish_reason for commit in events.commits):
+            ended.set()
+        raise RuntimeError("the loop is closed")
+
+    worker = EngineWorker(lambda: Engine(HashModel(num_pages=512), CONFIG), receive)
+    worker.start(BOUND_S)
+    worker.submit(request(1))
+    assert ended.wait(BOUND_S)
+    worker.stop(BOUND_S)
