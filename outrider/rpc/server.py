@@ -16,7 +16,7 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     # Two servers on one port would share its connections by chance: refuse the second instead.
     ("grpc.so_reuseport", 0),
     # Accept the keepalive of `open_channel`; the default calls it abuse and hangs up.
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
 
