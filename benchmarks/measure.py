@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.outrider_stack import OutriderSystem
-from benchmarks.processes import Child
+from benchmarks.processes import Child, ProcessError
 from benchmarks.prompts import Prompts
 from benchmarks.records import Run, System
 
@@ -65,6 +65,11 @@ def measure(
                 f"{plan.concurrency:>2} concurrent, round {r + 1}/{plan.rounds}: "
                 f"{system.name}: {run.tokens_per_s:.1f} tok/s"
             )
+    for system, cell in zip(chosen, cells, strict=True):
+        # With many requests the policy may rightly choose not to draft; alone it may not.
+        speculates = isinstance(system, OutriderSystem) and system.method != "none"
+        if speculates and plan.concurrency == 1 and not any(run.drafted for run in cell.runs):
+            raise ProcessError(f"{system.name}: nothing was drafted; the proposer does not work")
     return cells
 
 

@@ -206,8 +206,6 @@ class OutriderSystem:
             int(sum(c.stats[name] for c in completions))
             for name in ("rounds", "drafted", "accepted")
         )
-        if self.method != "none" and drafted == 0:
-            raise ProcessError(f"{self.name}: nothing was drafted; the proposer does not work")
         return Run(completions, wall_s, rounds, drafted, accepted)
 
 
