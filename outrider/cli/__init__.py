@@ -1,5 +1,5 @@
 """The `outrider` command."""
 
-from outrider.cli.main import main
+from outrider.cli.command_line import main
 
 __all__ = ["main"]

@@ -64,7 +64,8 @@ class ServiceProcess:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            # Progress bars redraw a line; a relay has none to redraw.
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"},
             process_group=0,  # Ctrl-C reaches the parent alone; it decides who stops and when
         )
         assert self._process.stdout is not None

@@ -20,7 +20,7 @@ T = TypeVar("T")
 HOST = "127.0.0.1"
 
 # Children get this long between SIGTERM and SIGKILL: with it, Ctrl-C ends everything in under 2 s.
-_STOP_GRACE_S = 1.2
+_STOP_GRACE_S = 1.0
 # A model may have to be downloaded first.
 _START_DEADLINE_S = 900.0
 _ATTACH_DEADLINE_S = 15.0

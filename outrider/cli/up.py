@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Coroutine
 
-from outrider.cli.main import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT
+from outrider.cli.command_line import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT
 from outrider.cli.stack import Stack, StackConfig, prefer_port
 
 
@@ -64,6 +64,7 @@ def stack_config(
 
 def relay(name: str, line: str) -> None:
     """Shows one line of a service on stderr."""
+    line = line.removeprefix(name).removeprefix(":").lstrip()  # it says its name itself
     print(f"{name:<8} | {line}", file=sys.stderr, flush=True)
 
 

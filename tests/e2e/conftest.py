@@ -1,0 +1,32 @@
+"""Whole stacks, started once: real processes, real gRPC, a tiny random pair, float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny_pair import save_pair
+from tests.support.up import Up, running
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Target and draft that differ often enough for every kind of token to occur."""
+    return save_pair(tmp_path_factory.mktemp("pair"), eps=0.15)
+
+
+@pytest.fixture(scope="session")
+def draft_model_stack(pair: tuple[Path, Path]) -> Iterator[Up]:
+    """The stack with a draft model."""
+    target, draft = pair
+    with running("--model", target, "--draft-model", draft, "--seed", 11) as up:
+        yield up
+
+
+@pytest.fixture(scope="session")
+def ngram_stack(pair: tuple[Path, Path]) -> Iterator[Up]:
+    """The stack with prompt lookup."""
+    with running("--model", pair[0], "--method", "ngram") as up:
+        yield up

@@ -1,0 +1,173 @@
+"""What the commands do when processes die, are stopped, or cannot start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from outrider.cli.client import GenerateOptions
+from tests.support.up import (
+    Up,
+    alive,
+    complete,
+    run_outrider,
+    running,
+    until_attached,
+    until_idle,
+    wait_until,
+)
+
+pytestmark = pytest.mark.timeout(400)
+
+PROMPT = "The quick brown fox jumps over the lazy dog; "
+
+
+def long_request(**changes: object) -> GenerateOptions:
+    return GenerateOptions(
+        **{"prompt": PROMPT, "max_tokens": 300, "temperature": 0.9, "seed": 4, **changes},
+        ignore_eos=True,
+        aux_info=True,
+    )
+
+
+async def test_a_proposer_killed_mid_stream(draft_model_stack: Up) -> None:
+    stack = draft_model_stack
+    plain = await complete(stack.grpc, long_request(speculation=False), timeout_s=120)
+    victim = stack.services["proposer_service"]
+
+    def kill_midway(num_tokens: int) -> None:
+        if num_tokens > 30 and alive(victim):
+            os.kill(victim, signal.SIGKILL)
+
+    # Others are under way at the same time, and must not notice either.
+    hit, *others = await asyncio.gather(
+        complete(stack.grpc, long_request(), timeout_s=200, on_tokens=kill_midway),
+        *(complete(stack.grpc, long_request(), timeout_s=200) for _ in range(3)),
+    )
+    assert not alive(victim)
+    assert {done.text for done in (hit, *others)} == {plain.text}
+
+    await until_attached(stack.scorer, timeout_s=120)
+    again = await complete(stack.grpc, long_request(), timeout_s=120)
+    assert again.text == plain.text
+    assert again.aux.accepted > 0, "speculation has resumed"
+    assert stack.services["proposer_service"] != victim
+    info = await until_idle(stack.scorer)
+    assert info.free_pages == info.total_pages
+
+
+async def test_a_client_that_goes_away_leaves_nothing_behind(draft_model_stack: Up) -> None:
+    first_tokens = asyncio.Event()
+    call = asyncio.create_task(
+        complete(
+            draft_model_stack.grpc, long_request(), on_tokens=lambda n: n and first_tokens.set()
+        )
+    )
+    await asyncio.wait_for(first_tokens.wait(), 60)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    info = await until_idle(draft_model_stack.scorer)
+    assert info.free_pages == info.total_pages
+
+
+async def test_ctrl_c_stops_everything_in_two_seconds(pair: tuple[Path, Path]) -> None:
+    with running("--model", pair[0], "--draft-model", pair[1]) as up:
+        assert set(up.services) == {"scorer_service", "proposer_service", "gateway"}
+        call = asyncio.create_task(complete(up.grpc, long_request()))  # not idle either
+        await asyncio.sleep(0.3)
+        seconds = await asyncio.to_thread(up.stop)
+        await asyncio.gather(call, return_exceptions=True)
+        assert up.process.returncode == 0
+        assert up.process.stdout is not None
+        assert up.process.stdout.read() == "", "one line on stdout: ready"
+    assert seconds < 2.0
+
+
+def test_services_end_with_a_killed_parent(pair: tuple[Path, Path]) -> None:
+    with running("--model", pair[0], "--method", "none") as up:
+        pids = list(up.services.values())
+        assert len(pids) == 2
+        up.process.kill()
+        up.process.wait(10)
+        wait_until(lambda: not any(map(alive, pids)), 10, "orphans to end")
+
+
+@pytest.mark.parametrize("flag", ["--http-port", "--grpc-port"])
+def test_a_taken_port_is_named_at_once(flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        started = time.monotonic()
+        done = run_outrider("up", flag, port)
+    assert time.monotonic() - started < 10, "before any model is loaded"
+    assert done.returncode == 2
+    assert str(port) in done.stderr
+    assert flag in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("flags", [("--model", "/nowhere/model"), ("--model", "./nothing-here")])
+def test_a_missing_model_is_named(flags: tuple[str, ...]) -> None:
+    done = run_outrider("up", "--method", "none", "--http-port", 0, "--grpc-port", 0, *flags)
+    assert done.returncode == 2
+    assert flags[1] in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_missing_draft_model_is_named(pair: tuple[Path, Path]) -> None:
+    done = run_outrider(
+        *("up", "--http-port", 0, "--grpc-port", 0),
+        *("--model", pair[0], "--draft-model", "/nowhere/draft"),
+        timeout_s=180,
+    )
+    assert done.returncode == 2
+    assert "/nowhere/draft" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_help_does_not_load_the_engine() -> None:
+    code = "import sys, outrider.cli.command_line as m; m.build_parser(); print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout == "False\n"
+    for service in ("scorer", "proposer", "gateway"):
+        done = run_outrider("serve", service, "--help")
+        assert done.returncode == 0
+        assert "--host" in done.stdout
+
+
+def test_demo(pair: tuple[Path, Path]) -> None:
+    done = run_outrider(
+        *("demo", "--model", pair[0], "--draft-model", pair[1]),
+        *("--prompt", "hello world ", "--max-tokens", 32),
+        timeout_s=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "The text is identical" in done.stdout
+    for word in ("accepted", "recovered", "bonus", "tokens per second", "avg_tokens_per_iter"):
+        assert word in done.stdout
+
+
+def test_generate(draft_model_stack: Up) -> None:
+    flags = ("--address", draft_model_stack.grpc, "--max-tokens", 16, "--temperature", 0)
+    plain = run_outrider("generate", "hello world", *flags, "--speculation", "off")
+    drafted = run_outrider("generate", "hello world", *flags, "--aux-info")
+    assert (plain.returncode, drafted.returncode) == (0, 0)
+    assert plain.stdout
+    assert drafted.stdout.removesuffix("\n") == plain.stdout.removesuffix("\n")
+    assert "avg_tokens_per_iter" in drafted.stderr
+
+    wrong = run_outrider("generate", "hello", *flags, "--top-p", 7)
+    assert wrong.returncode == 1
+    assert "top_p" in wrong.stderr
+    assert "Traceback" not in wrong.stderr

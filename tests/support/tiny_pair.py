@@ -1,0 +1,58 @@
+"""A random Llama pair that agrees as often as a test wants, with no training.
+
+The target is the draft's layers plus more layers whose output projections are scaled by `eps`:
+at 0 both say the same, and the larger it is the more often they differ.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.support.tokenizers import byte_level_bpe, save
+
+_VOCAB_SIZE = 512
+_DRAFT_LAYERS, _TARGET_LAYERS = 1, 3
+
+
+def save_pair(folder: Path, *, eps: float, max_model_len: int = 512) -> tuple[Path, Path]:
+    """Writes `folder`/target and `folder`/draft with one tokenizer; returns both."""
+    tokenizer = byte_level_bpe(_VOCAB_SIZE)
+    torch.manual_seed(7)
+    target = _model(tokenizer.get_vocab_size(), _TARGET_LAYERS, max_model_len)
+    with torch.no_grad():
+        for parameter in target.parameters():
+            if parameter.dim() == 2:
+                # Wide enough for clear winners and varied text; the default is nearly uniform.
+                parameter.normal_(0.0, 0.12)
+        for layer in target.model.layers[_DRAFT_LAYERS:]:
+            layer.self_attn.o_proj.weight.mul_(eps)
+            layer.mlp.down_proj.weight.mul_(eps)
+    draft = _model(tokenizer.get_vocab_size(), _DRAFT_LAYERS, max_model_len)
+    draft.load_state_dict(target.state_dict(), strict=False)
+    for name, model in (("target", target), ("draft", draft)):
+        save(tokenizer, folder / name)
+        model.save_pretrained(folder / name)
+        path = folder / name / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 1}))
+    return folder / "target", folder / "draft"
+
+
+def _model(vocab_size: int, num_layers: int, max_model_len: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=max_model_len,
+        bos_token_id=0,
+        eos_token_id=1,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config).eval()

@@ -1,0 +1,198 @@
+"""`outrider up` as a child of the tests, and what a client does with it. Every wait is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from outrider.cli.client import GenerateOptions, stream
+from outrider.rpc.channel import open_channel
+from outrider.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
+
+START_DEADLINE_S = 180.0  # a cold machine that also runs something else
+OUTRIDER = (sys.executable, "-m", "outrider.cli")
+
+
+@dataclass
+class Up:
+    """A running stack."""
+
+    process: subprocess.Popen[str]
+    http: str  # http://host:port
+    grpc: str  # host:port
+    log: list[str] = field(default_factory=list)
+
+    @property
+    def services(self) -> dict[str, int]:
+        """Package of each running service -> its process id."""
+        found = {}
+        for pid in children(self.process.pid):
+            argv = command_line(pid)
+            if "-m" in argv:
+                found[argv[argv.index("-m") + 1]] = pid
+        return found
+
+    @property
+    def scorer(self) -> str:
+        """The scorer's gRPC address."""
+        argv = command_line(self.services["scorer_service"])
+        return f"127.0.0.1:{argv[argv.index('--port') + 1]}"
+
+    def stop(self) -> float:
+        """SIGINT to the parent; returns the seconds until it and its children have ended."""
+        pids = list(self.services.values())
+        started = time.monotonic()
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(20)
+        wait_until(lambda: not any(map(alive, pids)), 20, "the services to end")
+        return time.monotonic() - started
+
+
+@contextlib.contextmanager
+def running(*flags: object) -> Iterator[Up]:
+    """`outrider up` on free ports, from its ready line on; ended with all its children."""
+    ports = ("--http-port", 0, "--grpc-port", 0)
+    process = subprocess.Popen(
+        [*OUTRIDER, "up", *map(str, (*ports, *flags))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    log: list[str] = []
+    reader = threading.Thread(target=log.extend, args=(process.stderr,), daemon=True)
+    reader.start()
+    watchdog = threading.Timer(START_DEADLINE_S, process.kill)
+    watchdog.start()
+    try:
+        ready = process.stdout.readline().split()
+        watchdog.cancel()
+        assert ready[:1] == ["ready"], f"not ready: {ready}\n{''.join(log)}"
+        yield Up(process, ready[1], ready[2].removeprefix("grpc://"), log)
+    finally:
+        watchdog.cancel()
+        pids = children(process.pid) if process.poll() is None else []
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+        for pid in (*pids, *([process.pid] if process.poll() is None else [])):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait(10)
+        reader.join(10)
+        process.stdout.close()
+        process.stderr.close()
+
+
+def run_outrider(*args: object, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """Runs one command to its end."""
+    return subprocess.run(
+        [*OUTRIDER, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What came back."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    kinds: tuple[int, ...]
+    finish_reason: int
+    usage: common_pb2.Usage
+    aux: common_pb2.AuxInfo
+
+
+async def complete(
+    address: str,
+    options: GenerateOptions,
+    *,
+    timeout_s: float = 60.0,
+    on_tokens: Callable[[int], None] = lambda _: None,
+) -> Completion:
+    """One completion over gRPC; `on_tokens` hears the number of tokens so far."""
+    text, ids, kinds = "", [], []
+    async with open_channel(address) as channel:
+        async for response in stream(channel, options, timeout_s=timeout_s):
+            text += response.text
+            ids += [token.id for token in response.tokens]
+            kinds += [token.kind for token in response.tokens]
+            on_tokens(len(ids))
+    return Completion(
+        text, tuple(ids), tuple(kinds), response.finish_reason, response.usage, response.aux_info
+    )
+
+
+async def scorer_info(address: str) -> scorer_pb2.GetScorerInfoResponse:
+    """What a scorer says about itself."""
+    async with open_channel(address) as channel:
+        stub = scorer_pb2_grpc.ScorerServiceStub(channel)
+        return await stub.GetScorerInfo(scorer_pb2.GetScorerInfoRequest(), timeout=10)
+
+
+async def until_idle(address: str, timeout_s: float = 20.0) -> scorer_pb2.GetScorerInfoResponse:
+    """Waits until a scorer has nothing to do."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            info = await scorer_info(address)
+            if info.running_requests + info.waiting_requests == 0:
+                return info
+            await asyncio.sleep(0.05)
+
+
+async def until_attached(address: str, timeout_s: float) -> None:
+    """Waits until a scorer has a proposer."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            if (await scorer_info(address)).proposers:
+                return
+            await asyncio.sleep(0.1)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Polls. Fails the test when the time has passed."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+        time.sleep(0.02)
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of a process's children, however many threads started them."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                found += [int(child) for child in (task / "children").read_text().split()]
+    return found
+
+
+def command_line(pid: int) -> Sequence[str]:
+    """A process's argv; empty once it has ended."""
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return ()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process still runs."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
