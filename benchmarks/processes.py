@@ -38,7 +38,7 @@ class Child:
     ) -> None:
         self.name = name
         self.log = log_dir / f"{name}.log"
-        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._lines: queue.Queue[str | None] = queue.Queue(maxsize=10_000)
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
                 list(command),
