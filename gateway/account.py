@@ -32,17 +32,21 @@ class Account:
         self.retries = 0
 
     def observe(self, kinds: Sequence[TokenKind]) -> None:
-        """One message of the scorer, with the kinds of its tokens."""
-        self._seen.iter_count += 1
-        if not kinds:
-            return
-        accepted = [n if kind is TokenKind.ACCEPTED else -1 for n, kind in enumerate(kinds)]
-        self._positions += accepted
-        self._seen.rounds += 1
-        hits = sum(position >= 0 for position in accepted)
-        self._seen.accepted += hits
-        self._seen.drafted += hits + (kinds[-1] is TokenKind.RECOVERED)
-        _add_elementwise(self._seen.accepted_per_pos, [1] * hits)
+        """One message of the scorer, with the kinds of its tokens: one round or several."""
+        position = 0
+        for kind in kinds:
+            accepted = kind is TokenKind.ACCEPTED
+            self._positions.append(position if accepted else -1)
+            if position == 0:
+                self._seen.rounds += 1
+                self._seen.iter_count += 1
+            if accepted:
+                if position == len(self._seen.accepted_per_pos):
+                    self._seen.accepted_per_pos.append(0)
+                self._seen.accepted_per_pos[position] += 1
+                self._seen.accepted += 1
+            self._seen.drafted += accepted or kind is TokenKind.RECOVERED
+            position = position + 1 if accepted else 0  # any other kind ends a round
 
     def report(self, usage: common_pb2.Usage, aux_info: common_pb2.AuxInfo) -> None:
         """The scorer's own account of this segment as it stands."""

@@ -139,7 +139,7 @@ class Scheduler:
             kinds=token_kinds(drafted, accepted, len(output)),
             num_draft_tokens=0 if finish_reason else seq.drafting.num_draft_tokens,
             finish_reason=finish_reason,
-            stats=seq.stats() if finish_reason else None,
+            stats=seq.stats() if finish_reason or seq.request.running_stats else None,
         )
 
     def _publish(self, seq: Sequence) -> None:

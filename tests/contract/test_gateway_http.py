@@ -260,59 +260,56 @@ async def test_aux_info_has_every_field_and_comes_with_the_last_chunk(include_us
 # Errors
 
 
-@pytest.mark.parametrize(
-    ("change", "param", "code"),
-    [
-        ({"temperature": 3}, "temperature", None),
-        ({"temperature": "hot"}, "temperature", None),
-        ({"top_p": 0}, "top_p", None),
-        ({"top_k": -2}, "top_k", None),
-        ({"min_p": 1.5}, "min_p", None),
-        ({"seed": 2**70}, "seed", None),
-        ({"max_tokens": 0}, "max_tokens", None),
-        ({"max_tokens": True}, "max_tokens", None),
-        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", None),
-        ({"stop": ["a"] * 17}, "stop", None),
-        ({"stop": ""}, "stop", None),
-        ({"stop": [1]}, "stop", None),
-        ({"stop_token_ids": [-1]}, "stop_token_ids.0", None),
-        ({"n": 2}, "n", None),
-        ({"best_of": 3}, "best_of", None),
-        ({"echo": True}, "echo", None),
-        ({"logprobs": 5}, "logprobs", None),
-        ({"logit_bias": {"5": 1}}, "logit_bias", None),
-        ({"suffix": "x"}, "suffix", None),
-        ({"frequency_penalty": 0.5}, "frequency_penalty", None),
-        ({"guided_json": {}}, "guided_json", None),
-        ({"stream_options": {"include_usage": True}}, "stream_options", None),
-        ({"speculation": {"method": "magic"}}, "method", None),
-        ({"speculation": {"k": 4}}, "speculation.k", None),
-        ({"speculation": {"num_speculative_tokens": 1000}}, "num_speculative_tokens", None),
-        ({"prompt": ""}, "prompt", None),
-        ({"prompt": []}, "prompt", None),
-        ({"prompt": [[]]}, "prompt", None),
-        ({"prompt": ["a", ""]}, "prompt", None),
-        ({"prompt": 5}, "prompt", None),
-        ({"prompt": [100_000]}, "prompt", None),
-        ({"prompt": "x" * 5000}, "prompt", "context_length_exceeded"),
-        ({"prompt": "x" * 1_000_000}, "prompt", "context_length_exceeded"),
-        ({"prompt": ["x"] * 1000}, "prompt", None),
-        ({"max_tokens": MAX_MODEL_LEN}, "prompt", "context_length_exceeded"),
-    ],
-)
-async def test_bad_parameters_are_named(
-    change: dict[str, Any], param: str, code: str | None
-) -> None:
-    async with running_gateway(Script(tokens(TEXT))) as gateway:
-        response = await post(
-            gateway, "/v1/completions", {"model": "default", "prompt": "x"} | change
-        )
-        assert response.status_code == 400, response.text
-        error = response.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"}
-        assert error["type"] == "invalid_request_error"
-        assert (error["param"], error["code"]) == (param, code)
-        assert not gateway.scorer.requests
+BAD_PARAMETERS: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"temperature": 3}, "temperature", None),
+    ({"temperature": "hot"}, "temperature", None),
+    ({"top_p": 0}, "top_p", None),
+    ({"top_k": -2}, "top_k", None),
+    ({"min_p": 1.5}, "min_p", None),
+    ({"seed": 2**70}, "seed", None),
+    ({"max_tokens": 0}, "max_tokens", None),
+    ({"max_tokens": True}, "max_tokens", None),
+    ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", None),
+    ({"stop": ["a"] * 17}, "stop", None),
+    ({"stop": ""}, "stop", None),
+    ({"stop": [1]}, "stop", None),
+    ({"stop_token_ids": [-1]}, "stop_token_ids.0", None),
+    ({"n": 2}, "n", None),
+    ({"best_of": 3}, "best_of", None),
+    ({"echo": True}, "echo", None),
+    ({"logprobs": 5}, "logprobs", None),
+    ({"logit_bias": {"5": 1}}, "logit_bias", None),
+    ({"suffix": "x"}, "suffix", None),
+    ({"frequency_penalty": 0.5}, "frequency_penalty", None),
+    ({"guided_json": {}}, "guided_json", None),
+    ({"stream_options": {"include_usage": True}}, "stream_options", None),
+    ({"speculation": {"method": "magic"}}, "method", None),
+    ({"speculation": {"k": 4}}, "speculation.k", None),
+    ({"speculation": {"num_speculative_tokens": 1000}}, "num_speculative_tokens", None),
+    ({"prompt": ""}, "prompt", None),
+    ({"prompt": []}, "prompt", None),
+    ({"prompt": [[]]}, "prompt", None),
+    ({"prompt": ["a", ""]}, "prompt", None),
+    ({"prompt": 5}, "prompt", None),
+    ({"prompt": [100_000]}, "prompt", None),
+    ({"prompt": "x" * 5000}, "prompt", "context_length_exceeded"),
+    ({"prompt": "x" * 1_000_000}, "prompt", "context_length_exceeded"),
+    ({"prompt": ["x"] * 1000}, "prompt", None),
+    ({"max_tokens": MAX_MODEL_LEN}, "prompt", "context_length_exceeded"),
+]
+
+
+async def test_bad_parameters_are_named(gateway: Running, subtests: pytest.Subtests) -> None:
+    for change, param, code in BAD_PARAMETERS:
+        with subtests.test(change=str(change)[:80]):
+            body = {"model": "default", "prompt": "x"} | change
+            response = await post(gateway, "/v1/completions", body)
+            assert response.status_code == 400, response.text
+            error = response.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert error["type"] == "invalid_request_error"
+            assert (error["param"], error["code"]) == (param, code)
+    assert not gateway.scorer.requests
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ def test_the_scorers_account_counts() -> None:
 
 def test_segments_add_up_and_a_dead_scorer_leaves_what_was_seen() -> None:
     account = Account()
-    account.observe([ACCEPTED, RECOVERED])
-    account.observe([PLAIN])
+    account.observe([ACCEPTED, RECOVERED, PLAIN])  # two rounds in one message
+    account.observe([])
     account.end_segment()
     account.retries += 1
     account.observe([ACCEPTED, ACCEPTED, BONUS])
