@@ -82,6 +82,7 @@ class ServiceProcess:
                 return self._ready.result()
             if ended.done():
                 cause = self._last_lines[-1] if self._last_lines else "it said nothing"
+                cause = cause.removeprefix(f"{self.name}: ")
                 code = ended.result()
                 raise ConfigError(f"the {self.name} could not start (exit code {code}): {cause}")
             raise UnavailableError(f"the {self.name} was not ready within {deadline_s:g} s")

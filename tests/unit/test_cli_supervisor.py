@@ -67,7 +67,7 @@ async def test_ready_line_and_relay() -> None:
 
 async def test_a_child_that_ends_at_start_says_why() -> None:
     process = ServiceProcess(spec(FAIL), Lines())
-    with pytest.raises(ConfigError, match=r"exit code 1\): scorer: there is no model folder"):
+    with pytest.raises(ConfigError, match=r"exit code 1\): there is no model folder"):
         await process.start(10)
 
 
