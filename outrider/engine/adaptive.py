@@ -19,7 +19,7 @@ from outrider.types import Request
 
 PRIOR_SUCCESSES, PRIOR_TRIALS = 3.0, 5.0  # acceptance of a proposer that nobody has seen yet
 FADE = 0.9  # per round, of what is known about a row's acceptance
-FORGET = 0.98  # per round without a draft: back to the prior, so that K = 0 is not for ever
+PROBE_EVERY = 32  # rounds with K = 0 before one with drafts renews what was measured
 MIN_PATIENCE_S, MAX_PATIENCE_S = 0.002, 0.1
 FIRST_PATIENCE_S = 0.25  # a proposer must process the prompt before its first block
 STEPS_OF_PATIENCE = 3.0
@@ -44,7 +44,10 @@ class Average:
 
 
 class StepTimes:
-    """Seconds of a step by its number of tokens: moving averages per power of two."""
+    """Seconds of a step by its number of tokens: moving averages per power of two.
+
+    They follow improvements faster than delays: noise comes in bursts that only ever add time.
+    """
 
     def __init__(self) -> None:
         self._points: dict[int, tuple[float, float]] = {}  # bucket: mean tokens, mean seconds
@@ -54,7 +57,8 @@ class StepTimes:
         """Takes in one step."""
         bucket = (num_tokens - 1).bit_length()
         tokens, mean = self._points.get(bucket, (num_tokens, seconds))
-        point = (tokens + (num_tokens - tokens) / 8, mean + (seconds - mean) / 8)
+        gain = 1 / 4 if seconds < mean else 1 / 16
+        point = (tokens + (num_tokens - tokens) / 8, mean + (seconds - mean) * gain)
         self._points[bucket] = point
         self._sorted = sorted(self._points.values())
 
@@ -87,6 +91,9 @@ class AdaptivePolicy(Policy):
 
     def choose_k(self, drafting: Drafting, limit: int) -> int:
         d = drafting
+        if d.plain_rounds == PROBE_EVERY:
+            d.plain_rounds = 0
+            return limit
         acceptance = d.successes / d.trials
         rows = self._num_rows
         plain = self._steps.estimate(rows)
@@ -152,10 +159,8 @@ class AdaptivePolicy(Policy):
         if drafted:
             d.successes = FADE * d.successes + accepted
             d.trials = FADE * d.trials + accepted + (accepted < drafted)
-        else:
-            d.wait_s *= FORGET
-            d.successes += (1 - FORGET) * (PRIOR_SUCCESSES - d.successes)
-            d.trials += (1 - FORGET) * (PRIOR_TRIALS - d.trials)
+        if d.num_draft_tokens == 0:
+            d.plain_rounds += 1
 
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         self._num_rows = num_rows

@@ -78,6 +78,7 @@ class Drafting:
     blocks: int = 0  # that came from the present proposer
     successes: float = 0.0  # draft tokens accepted, fading
     trials: float = 0.0  # draft tokens accepted or rejected, fading
+    plain_rounds: int = 0  # with K = 0, since drafts were last tried
     wait_s: float = 0.0  # moving average of a round's wait
 
 

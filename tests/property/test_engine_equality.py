@@ -17,6 +17,7 @@ from outrider.draft_tree import DraftTree
 from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.engine import Engine
 from outrider.engine.policy import Policy
+from outrider.errors import InternalError
 from outrider.types import (
     Commit,
     FinishReason,
@@ -62,10 +63,8 @@ class Scenario:
     def __init__(self, rng: random.Random, config: EngineConfig, policy: Policy) -> None:
         self.rng = rng
         self.now = 0.0
-        model = HashModel(VOCAB, config.page_size, config.num_pages, MAX_LEN)
-        self.engine = Engine(
-            model, config, eos_token_ids=EOS, policy=policy, clock=self.clock
-        )
+        self.model = HashModel(VOCAB, config.page_size, config.num_pages, MAX_LEN)
+        self.engine = Engine(self.model, config, eos_token_ids=EOS, policy=policy, clock=self.clock)
         self.clients: dict[int, Client] = {}
         self.open: set[int] = set()
 
@@ -118,6 +117,24 @@ class Scenario:
         tree = DraftTree.validated(base, tokens, parents, vocab_size=VOCAB, max_nodes=64)
         self.engine.post_block(client.request.session_id, tree, rng.choice("aaaab"), 100)
 
+    def abort(self) -> None:
+        session = self.rng.choice(sorted(self.open))
+        self.engine.abort(session)
+        self.open.discard(session)
+
+    def attach(self, proposer_id: str | None) -> None:
+        self.engine.set_drafting(self.rng.choice(sorted(self.open)), proposer_id, 4)
+
+    def fail_a_forward(self) -> None:
+        """The model raises after it wrote; the step's requests end, and nothing it wrote stays."""
+        self.model.fail_next = True
+        events = self.engine.step()
+        self.model.fail_next = False
+        if events is not None:
+            assert events.failures
+            assert all(isinstance(failure.error, InternalError) for failure in events.failures)
+            self.open.difference_update(failure.session_id for failure in events.failures)
+
     def step(self) -> bool:
         events = self.engine.step()
         if events is None:
@@ -142,11 +159,9 @@ class Scenario:
         elif chance < 0.4 and self.clients:
             self.draft()
         elif chance < 0.42 and self.open:
-            self.engine.abort(session := self.rng.choice(sorted(self.open)))
-            self.open.discard(session)
+            self.abort()
         elif chance < 0.45 and self.open:
-            who = self.rng.choice((None, "a", "b"))
-            self.engine.set_drafting(self.rng.choice(sorted(self.open)), who, 4)
+            self.attach(self.rng.choice((None, "a", "b")))
         elif chance < 0.6:
             self.now += self.rng.choice((0.001, 0.01))
         else:
@@ -213,7 +228,7 @@ def policies(k: int) -> st.SearchStrategy[Policy]:
 
 
 @settings(
-    max_examples=1200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=1000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 @given(seed=st.integers(0, 2**32), config=configs, policy=st.integers(0, 8).flatmap(policies))
 def test_output_equals_sequential_decoding(seed: int, config: EngineConfig, policy: Policy) -> None:

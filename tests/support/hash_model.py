@@ -73,9 +73,9 @@ class HashModel:
         x = ((x ^ (x >> 15)) * 0x735A2D97) & MASK
         return ((x ^ (x >> 15)) * (self.peak * 2.0**-31) - self.peak).astype(np.float32)
 
-    def logits_of(self, context: Sequence[int]) -> Tensor:
-        """float32 [1, vocab_size]: what a forward over just this context returns."""
-        return torch.from_numpy(self._logits(np.array([context_hash(context)], np.uint64)))
+    def logits_of(self, context: Sequence[int]) -> np.ndarray:
+        """float32 [vocab_size]: what a forward over just this context returns."""
+        return self._logits(np.array([context_hash(context)], np.uint64))[0]
 
 
 def context_hash(context: Sequence[int]) -> int:
@@ -100,7 +100,8 @@ class Sequential:
         while len(stream) < count:
             context = [*prompt, *stream]
             batch = SamplingBatch.build([sampling], [len(context)])
-            stream.append(int(sample(self._model.logits_of(context), batch)))
+            logits = torch.from_numpy(self._model.logits_of(context))[None]
+            stream.append(int(sample(logits, batch)))
         return stream[:count]
 
     def output(
