@@ -69,11 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = str(args["threads"])
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # our own errors say it readably
 
-    from outrider.rpc import runtime
+    try:
+        from outrider.rpc import runtime
 
-    runtime.progress("scorer", "starting")
-    from scorer_service.app import NAME, Options, ScorerApp
-
+        runtime.progress("scorer", "starting")
+        from scorer_service.app import NAME, Options, ScorerApp
+    except KeyboardInterrupt:  # torch takes seconds to import; afterwards the loop has the signal
+        return 130
     return runtime.run(NAME, ScorerApp(Options(**args)), exit_with_parent=exit_with_parent)
 
 
@@ -92,4 +94,9 @@ def _draft_tokens(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is released by now. Tearing down the interpreter under an engine thread that is
+    # still loading a model would abort.
+    os._exit(exit_code)

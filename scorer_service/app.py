@@ -13,6 +13,7 @@ from typing import Final, TypeVar, cast
 
 import grpc
 import torch
+import transformers
 
 from outrider.config import EngineConfig
 from outrider.engine.engine import Engine
@@ -136,6 +137,7 @@ def build_engine(folder: Path, options: Options) -> Engine:
     num_pages = options.kv_cache_memory * 2**20 // page_bytes
     if num_pages < 1:
         raise ConfigError(f"--kv-cache-memory {options.kv_cache_memory} holds not even one page.")
+    transformers.utils.logging.disable_progress_bar()  # our own lines say it
     runtime.progress(NAME, f"loading {options.model} as {options.dtype} on {options.device}")
     model = load_model(
         folder,

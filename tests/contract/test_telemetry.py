@@ -1,0 +1,114 @@
+"""One trace per request across services, and the metrics that a dashboard reads."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from outrider.errors import ConfigError
+from outrider.rpc.telemetry import EventSampler, configure, extract, inject
+from tests.contract.test_scorer import PROMPT, greedy_truth
+from tests.support.scorer import running_scorer
+from tests.support.scripted_proposer import ScriptedProposer, follow, proposing
+
+
+async def test_one_trace_from_the_client_through_the_scorer_to_the_proposer() -> None:
+    client_spans, scorer_spans = InMemorySpanExporter(), InMemorySpanExporter()
+    client = configure("client", exporter=client_spans)
+    scorer_telemetry = configure("scorer", exporter=scorer_spans)
+    async with running_scorer(telemetry=scorer_telemetry) as scorer:
+        proposer = ScriptedProposer(scorer.stub, follow(greedy_truth))
+        async with proposing(proposer):
+            with client.client_span("outrider.v1.ScorerService/Generate") as span:
+                output = await scorer.generate(PROMPT, metadata=inject(span))
+    client.shutdown()
+    (theirs,), (ours,) = client_spans.get_finished_spans(), scorer_spans.get_finished_spans()
+    assert ours.context.trace_id == theirs.context.trace_id
+    assert ours.parent is not None
+    assert ours.parent.span_id == theirs.context.span_id
+    assert (theirs.kind, ours.kind) == (trace.SpanKind.CLIENT, trace.SpanKind.SERVER)
+    assert ours.attributes is not None
+    assert ours.attributes["gen_ai.usage.output_tokens"] == 40
+    assert ours.attributes["outrider.accepted"] == output.aux_info.accepted
+    rounds = [event for event in ours.events if event.name == "round"]
+    assert 8 <= len(rounds) <= output.aux_info.rounds
+    opened = trace.get_current_span(
+        extract((("traceparent", proposer.opens[0].traceparent),))
+    ).get_span_context()
+    assert opened.trace_id == ours.context.trace_id
+    assert opened.span_id == ours.context.span_id
+
+
+async def test_a_failed_request_is_an_error_span() -> None:
+    spans = InMemorySpanExporter()
+    async with running_scorer(telemetry=configure("scorer", exporter=spans)) as scorer:
+        with pytest.raises(Exception, match="at least one token"):
+            await scorer.generate([])
+    (span,) = spans.get_finished_spans()
+    assert span.status.status_code is trace.StatusCode.ERROR
+
+
+async def test_without_an_exporter_a_callers_trace_passes_through() -> None:
+    async with running_scorer() as scorer:
+        proposer = ScriptedProposer(scorer.stub, follow(greedy_truth))
+        async with proposing(proposer):
+            parent = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+            await scorer.generate(PROMPT, metadata=(("traceparent", parent),))
+            assert proposer.opens[0].traceparent == parent
+            await scorer.generate(PROMPT, metadata=(("traceparent", "garbage"),))
+            assert proposer.opens[1].traceparent == ""
+
+
+def test_round_events_are_sampled() -> None:
+    spans = InMemorySpanExporter()
+    telemetry = configure("service", exporter=spans)
+    with telemetry.server_span("request", None) as span:
+        sampler = EventSampler(span)
+        for i in range(5000):
+            sampler.add("round", {"i": i})
+    telemetry.shutdown()
+    numbers = [event.attributes["i"] for event in spans.get_finished_spans()[0].events]  # type: ignore[index]
+    assert numbers[:10] == [*range(8), 16, 32]
+    assert len(numbers) == 64
+
+
+def fetch(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
+async def test_metrics_are_served_with_vllms_names_and_descriptions() -> None:
+    telemetry = configure("scorer")
+    url = telemetry.serve_metrics("127.0.0.1", 0)
+    second = configure("second")
+    with pytest.raises(ConfigError, match="port"):
+        second.serve_metrics("127.0.0.1", int(url.split(":")[2].split("/")[0]))
+    second.shutdown()
+    async with running_scorer(telemetry=telemetry) as scorer:
+        proposer = ScriptedProposer(scorer.stub, follow(greedy_truth))
+        async with proposing(proposer):
+            output = await scorer.generate(PROMPT)
+            text = await asyncio.to_thread(fetch, url)
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    label = '{model_name="default"}'
+    accepted = float(lines[f"outrider:spec_decode_num_accepted_tokens_total{label}"])
+    assert accepted == output.aux_info.accepted > 0
+    assert float(lines[f"outrider:generation_tokens_total{label}"]) == 40
+    assert float(lines['outrider:proposers_attached{method="draft_model"}']) == 1
+    steps = float(lines['outrider:step_time_seconds_count{model_name="default",part="forward"}'])
+    assert steps == output.aux_info.iter_count
+    names = {line.split("{")[0] for line in lines}
+    for histogram in ("request_duration", "time_to_first_token", "time_per_output_token"):
+        assert f"gen_ai_server_{histogram}_seconds_count" in names
+    described = {line.split()[2] for line in text.splitlines() if line.startswith("# HELP")}
+    undescribed = {
+        name
+        for name in names
+        if not any(name.startswith(known.removesuffix("_total")) for known in described)
+    }
+    assert undescribed == set()

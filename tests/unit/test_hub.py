@@ -1,0 +1,234 @@
+"""Who drafts for whom: the hub's decisions, without RPC and engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from outrider.draft_tree import DraftTree
+from outrider.errors import CapacityError, InternalError, UnavailableError
+from outrider.types import (
+    Commit,
+    Failure,
+    FinishReason,
+    Request,
+    SamplingParams,
+    SpeculationParams,
+    StepEvents,
+    StepTimings,
+    TokenKind,
+)
+from outrider.v1 import draft_pb2
+from scorer_service.config import DraftLimits, ServedModel
+from scorer_service.hub import Hub
+from scorer_service.metrics import ScorerMetrics
+from scorer_service.proposers import AttachedProposer
+from scorer_service.sessions import Mailbox, Session
+from tests.support.scorer import TOKENIZER_HASH, VOCAB
+from tests.support.scripted_proposer import hello
+
+SERVED = ServedModel("s", "hash", "default", TOKENIZER_HASH, VOCAB, 1000, "float32", frozenset(), 4)
+TIMINGS = StepTimings(0.1, 1.0, 0.1, 0.1, 0.0, 1, 1)
+
+
+class RecordingWorker:
+    """The part of `EngineWorker` that the hub uses; writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.drafting: dict[int, tuple[str | None, int]] = {}
+        self.blocks: list[tuple[int, DraftTree, str]] = []
+        self.aborted: list[int] = []
+        self.refuse: Exception | None = None
+
+    def submit(self, _request: Request) -> None:
+        if self.refuse is not None:
+            raise self.refuse
+
+    def abort(self, session_id: int) -> None:
+        self.aborted.append(session_id)
+
+    def set_drafting(self, session_id: int, proposer_id: str | None, k: int) -> None:
+        self.drafting[session_id] = (proposer_id, k)
+
+    def post_block(self, session_id: int, tree: DraftTree, proposer_id: str, _us: int) -> None:
+        self.blocks.append((session_id, tree, proposer_id))
+
+
+class Bench:
+    """A hub and its recording worker."""
+
+    def __init__(self, limits: DraftLimits | None = None) -> None:
+        self.worker = RecordingWorker()
+        metrics = ScorerMetrics(CollectorRegistry(), "default")
+        self.hub = Hub(self.worker, SERVED, limits or DraftLimits(), metrics)  # type: ignore[arg-type]
+
+    def attach(self, proposer_id: str, **fields: object) -> AttachedProposer:
+        return self.hub.attach(hello(proposer_id=proposer_id, **fields))
+
+    def submit(
+        self,
+        prompt: tuple[int, ...] = (1, 2, 3),
+        speculation: SpeculationParams | None = None,
+    ) -> Session:
+        request = Request(
+            self.hub.next_session_id(),
+            prompt,
+            SamplingParams(temperature=0),
+            speculation=speculation or SpeculationParams(),
+        )
+        return self.hub.submit(request, "")
+
+    def step(self, *commits: Commit, set_aside: tuple[int, ...] = ()) -> None:
+        self.hub.on_events(StepEvents(commits, (), TIMINGS, set_aside))
+
+
+def commit(session: Session, *tokens: int, finish: FinishReason | None = None) -> Commit:
+    return Commit(
+        session.id, len(session.committed), tokens, (TokenKind.PLAIN,) * len(tokens), 3, finish
+    )
+
+
+async def sent(proposer: AttachedProposer) -> draft_pb2.SessionBatch:
+    async with asyncio.timeout(5):
+        return await proposer.outbox.take()
+
+
+async def test_events_of_one_step_travel_in_one_message() -> None:
+    bench = Bench()
+    proposer = bench.attach("a")
+    sessions = [bench.submit() for _ in range(3)]
+    batch = await sent(proposer)
+    assert [o.session for o in batch.opens] == [s.id for s in sessions]
+    assert all(o.num_draft_tokens == 4 and o.max_len == 3 + 256 for o in batch.opens)
+    bench.step(commit(sessions[0], 5), commit(sessions[1], 6, 7), commit(sessions[2], 8))
+    batch = await sent(proposer)
+    assert [(c.base_len, list(c.tokens)) for c in batch.commits] == [
+        (3, [5]),
+        (3, [6, 7]),
+        (3, [8]),
+    ]
+    assert all(c.num_draft_tokens == 3 for c in batch.commits)
+    bench.step(commit(sessions[0], 9, finish=FinishReason.LENGTH), commit(sessions[1], 1))
+    batch = await sent(proposer)
+    assert [c.session for c in batch.closes] == [sessions[0].id]
+    assert [c.session for c in batch.commits] == [sessions[1].id]
+
+
+async def test_load_is_shared_and_the_rest_wait_for_room() -> None:
+    bench = Bench()
+    a, b = bench.attach("a", max_sessions=2), bench.attach("b", max_sessions=1)
+    sessions = [bench.submit() for _ in range(4)]
+    assert [s.proposer.id if s.proposer else None for s in sessions] == ["a", "b", "a", None]
+    assert sessions[3].id not in bench.worker.drafting, "never waits"
+    bench.step(commit(sessions[1], 1, finish=FinishReason.STOP))
+    assert sessions[3].proposer is b
+    assert bench.worker.drafting[sessions[3].id] == ("b", 4)
+    assert a.load == b.load == 1.0
+
+
+async def test_limits_of_request_and_proposer_both_count() -> None:
+    bench = Bench()
+    bench.attach("a", max_draft_tokens=3)
+    assert bench.worker.drafting[bench.submit().id] == ("a", 3)
+    two = bench.submit(speculation=SpeculationParams(num_speculative_tokens=2))
+    assert bench.worker.drafting[two.id] == ("a", 2)
+    for off in (
+        SpeculationParams(enabled=False),
+        SpeculationParams(num_speculative_tokens=0),
+        SpeculationParams(method="ngram"),
+    ):
+        assert bench.submit(speculation=off).id not in bench.worker.drafting
+
+
+async def test_a_session_leaves_a_proposer_whose_context_it_outgrows() -> None:
+    bench = Bench()
+    bench.attach("short", max_model_len=5)
+    session = bench.submit((1, 2, 3))
+    assert session.proposer is not None
+    bench.step(commit(session, 4, 5))
+    assert session.proposer is None
+    assert bench.worker.drafting[session.id] == (None, 0)
+    bench.attach("long")
+    assert bench.worker.drafting[session.id] == ("long", 4)
+
+
+async def test_a_proposer_that_does_not_read_is_detached_and_the_engine_goes_on() -> None:
+    bench = Bench(DraftLimits(max_backlog_tokens=10))
+    proposer = bench.attach("a")
+    session = bench.submit()
+    for token in range(10):
+        bench.step(commit(session, token))
+    assert isinstance(proposer.detached.result(), CapacityError)
+    assert bench.worker.drafting[session.id] == (None, 0)
+    assert session.committed == [1, 2, 3, *range(10)]
+    assert bench.hub.proposers == ()
+
+
+async def test_one_that_misses_deadlines_gives_way_to_one_that_does_not() -> None:
+    bench = Bench()
+    slow = bench.attach("slow")
+    session = bench.submit()
+    bench.step(set_aside=(session.id,))
+    assert session.proposer is slow, "better than none"
+    quick = bench.attach("quick", method="ngram")
+    bench.step(set_aside=(session.id,))
+    assert session.proposer is quick
+    assert bench.submit().proposer is quick
+    assert session.epoch == 2
+
+
+async def test_a_submission_that_the_engine_refuses_leaves_nothing() -> None:
+    bench = Bench()
+    proposer = bench.attach("a")
+    bench.worker.refuse = CapacityError("full")
+    with pytest.raises(CapacityError):
+        bench.submit()
+    assert not proposer.sessions
+    assert await bench.hub.wait_idle(0.1)
+
+
+async def test_failures_and_aborts_end_a_session_once() -> None:
+    bench = Bench()
+    proposer = bench.attach("a")
+    failed, aborted = bench.submit(), bench.submit()
+    bench.hub.on_events(StepEvents((), (Failure(failed.id, InternalError("x")),), None))
+    with pytest.raises(InternalError):
+        await failed.mailbox.take()
+    bench.hub.abort(failed)
+    assert bench.worker.aborted == []
+    bench.hub.abort(aborted, UnavailableError("drain"))
+    bench.hub.abort(aborted)
+    assert bench.worker.aborted == [aborted.id]
+    with pytest.raises(UnavailableError):
+        await aborted.mailbox.take()
+    assert not proposer.sessions
+    bench.step(commit(failed, 1), commit(aborted, 1))  # too late: nobody listens
+
+
+async def test_step_after_step_of_failures_is_reported() -> None:
+    bench = Bench()
+    for i in range(8):
+        assert not bench.hub.failed.is_set()
+        session = bench.submit()
+        bench.hub.on_events(StepEvents((), (Failure(session.id, InternalError("x")),), None))
+        if i == 3:
+            bench.step()  # a good one in between starts the count anew
+            for _ in range(4):
+                again = bench.submit()
+                bench.hub.on_events(StepEvents((), (Failure(again.id, InternalError("x")),), None))
+    assert bench.hub.failed.is_set()
+
+
+async def test_a_mailbox_gives_commits_first_and_then_the_error() -> None:
+    bench = Bench()
+    session, mailbox = bench.submit(), Mailbox()
+    first, second = commit(session, 1), commit(session, 2)
+    mailbox.put(first)
+    mailbox.put(second)
+    mailbox.fail(UnavailableError("drain"))
+    assert await mailbox.take() == [first, second]
+    for _ in range(2):
+        with pytest.raises(UnavailableError):
+            await mailbox.take()

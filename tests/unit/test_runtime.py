@@ -1,0 +1,116 @@
+"""outrider/rpc/runtime.py: the life of a service process, in a process."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+PROGRAM = """
+import asyncio, sys
+from outrider.errors import ConfigError
+from outrider.rpc import runtime
+
+class Service:
+    async def start(self):
+        if "refuse" in sys.argv:
+            raise ConfigError("the port is taken")
+        if "hang" in sys.argv:
+            print("loading", flush=True)
+            await asyncio.sleep(60)
+        return {"grpc": "here"}
+
+    async def stop(self):
+        print("stopped", flush=True)
+
+    async def wait_failed(self):
+        await asyncio.sleep(0.2 if "fail" in sys.argv else 60)
+
+sys.exit(runtime.run("test", Service(), exit_with_parent="orphan" in sys.argv))
+"""
+
+
+@contextmanager
+def service(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_a_ready_service(signum: int) -> None:
+    with service() as process:
+        word, _, payload = first_line(process).partition(" ")
+        assert (word, json.loads(payload)) == ("ready", {"service": "test", "grpc": "here"})
+        process.send_signal(signum)
+        out, err = process.communicate(timeout=20)
+        assert (process.returncode, out, err) == (0, "stopped\n", "")
+
+
+def test_a_signal_stops_a_service_that_still_loads() -> None:
+    with service("hang") as process:
+        assert first_line(process) == "loading\n"
+        process.terminate()
+        out, _ = process.communicate(timeout=20)
+        assert (process.returncode, out) == (0, "stopped\n")
+
+
+def test_a_start_up_error_is_one_readable_line() -> None:
+    with service("refuse") as process:
+        out, err = process.communicate(timeout=20)
+        assert (process.returncode, out) == (2, "stopped\n")
+        assert err == "test: the port is taken\n"
+
+
+def test_a_service_that_failed_ends_with_1() -> None:
+    with service("fail") as process:
+        out, _ = process.communicate(timeout=20)
+        assert process.returncode == 1
+        assert out.endswith("stopped\n")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_an_orphan_stops() -> None:
+    parent = (
+        "import subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {PROGRAM!r}, 'orphan'],"
+        " stdout=subprocess.PIPE, text=True)\n"
+        "child.stdout.readline()\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    with process:
+        child = int(first_line(process))
+        process.kill()
+    deadline = time.monotonic() + 10
+    while _alive(child):
+        assert time.monotonic() < deadline, "the orphan lives on"
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
