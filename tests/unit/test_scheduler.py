@@ -1,0 +1,202 @@
+"""Budget, admission, preemption, prefix cache and late blocks, step by step."""
+
+from __future__ import annotations
+
+from outrider.config import EngineConfig
+from outrider.draft_tree import DraftTree
+from outrider.engine.engine import Engine
+from outrider.engine.policy import Policy
+from outrider.engine.sequence import BlockFate
+from outrider.types import (
+    Commit,
+    FinishReason,
+    Request,
+    SamplingParams,
+    StepEvents,
+    StopParams,
+    TokenKind,
+)
+from tests.support.hash_model import HashModel, Sequential
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def engine(**changes: int) -> Engine:
+    limits = {"page_size": 4, "num_pages": 64, "max_model_len": 64, "max_num_batched_tokens": 16}
+    config = EngineConfig(**{**limits, **changes})  # type: ignore[arg-type]
+    model = HashModel(32, config.page_size, config.num_pages, 64)
+    return Engine(model, config, policy=Policy(4, max_wait_s=0.0))
+
+
+def submit(
+    target: Engine, session_id: int, prompt_len: int, max_tokens: int = 8, start: int = 0
+) -> tuple[list[int], Request]:
+    """Submits a request; returns what it must answer, and itself."""
+    prompt = tuple((start + i) % 32 for i in range(prompt_len))
+    request = Request(session_id, prompt, GREEDY, StopParams(max_tokens=max_tokens))
+    target.submit(request)
+    return Sequential(HashModel(32)).tokens(prompt, GREEDY, max_tokens), request
+
+
+def step(target: Engine) -> StepEvents:
+    events = target.step()
+    assert events is not None
+    target.check_invariants()
+    return events
+
+
+def run(target: Engine) -> dict[int, list[Commit]]:
+    commits: dict[int, list[Commit]] = {}
+    for _ in range(500):
+        events = target.step()
+        if events is None:
+            return commits
+        target.check_invariants()
+        for commit in events.commits:
+            commits.setdefault(commit.session_id, []).append(commit)
+    raise AssertionError("does not end")
+
+
+def size(events: StepEvents) -> tuple[int, int]:
+    assert events.timings is not None
+    return events.timings.num_rows, events.timings.num_tokens
+
+
+def test_a_long_prompt_goes_in_chunks_beside_decoding_rows() -> None:
+    e = engine()
+    submit(e, 1, prompt_len=3)
+    assert size(step(e)) == (1, 3)
+    submit(e, 2, prompt_len=40, start=5)
+    steps = [step(e) for _ in range(3)]
+    assert [size(events) for events in steps] == [(2, 16), (2, 16), (2, 11)]
+    assert [[c.session_id for c in events.commits] for events in steps] == [[1], [1], [1, 2]]
+
+
+def test_drafts_leave_a_share_of_the_budget_to_prompts() -> None:
+    e = engine()
+    truths = {i: submit(e, i, prompt_len=1, max_tokens=30, start=i)[0] for i in (1, 2, 3)}
+    step(e)
+    for i, truth in truths.items():
+        e.set_drafting(i, "a", 8)
+        e.post_block(i, DraftTree.chain(1, truth), "a", 0)
+    submit(e, 4, prompt_len=40, start=9)
+    events = step(e)
+    assert size(events) == (4, 16)
+    assert [len(c.token_ids) for c in events.commits] == [4, 4, 4], "12 of 16 tokens"
+
+
+def test_admission_is_first_come_first_served_and_bounded() -> None:
+    e = engine(max_num_seqs=2)
+    for i in range(4):
+        submit(e, i, prompt_len=2, max_tokens=2, start=i)
+    assert e.snapshot().waiting == 4
+    assert [c.session_id for c in step(e).commits] == [0, 1]
+    assert (e.snapshot().running, e.snapshot().waiting) == (2, 2)
+    step(e)
+    assert [c.session_id for c in step(e).commits] == [2, 3]
+
+
+def test_the_youngest_is_preempted_and_its_text_is_the_same() -> None:
+    e = engine(num_pages=16)
+    truth = {i: submit(e, i, prompt_len=20, max_tokens=40, start=9 * i)[0] for i in (0, 1)}
+    commits = run(e)
+    for i in (0, 1):
+        assert [t for c in commits[i] for t in c.token_ids] == truth[i]
+    stats = [commits[i][-1].stats for i in (0, 1)]
+    assert stats[0] is not None
+    assert stats[1] is not None
+    assert (stats[0].preemptions, stats[1].preemptions) == (0, 1)
+
+
+def test_a_known_prefix_is_not_computed_again() -> None:
+    e = engine()
+    submit(e, 1, prompt_len=14)
+    run(e)
+    submit(e, 2, prompt_len=14)
+    assert size(step(e)) == (1, 2)
+    stats = run(e)[2][-1].stats
+    assert stats is not None
+    assert stats.cached_prompt_tokens == 12
+
+
+def test_a_prompt_in_flight_is_not_shared() -> None:
+    e = engine()
+    submit(e, 1, prompt_len=8)
+    submit(e, 2, prompt_len=8)
+    assert size(step(e)) == (2, 16), "neither finds what the other has not yet computed"
+
+
+def test_the_context_length_ends_a_request() -> None:
+    e = engine()
+    truth, _ = submit(e, 1, prompt_len=60, max_tokens=30)
+    commits = run(e)[1]
+    assert [t for c in commits for t in c.token_ids] == truth[:4]
+    assert commits[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_drafts_stop_short_of_the_last_token() -> None:
+    """The last token needs no draft: verifying it would need a place for KV that never is read."""
+    e = engine()
+    truth, _ = submit(e, 1, prompt_len=4, max_tokens=4)
+    step(e)
+    e.set_drafting(1, "a", 8)
+    e.post_block(1, DraftTree.chain(4, truth), "a", 0)
+    (commit,) = step(e).commits
+    assert commit.token_ids == tuple(truth[1:])
+    assert commit.kinds == (TokenKind.ACCEPTED, TokenKind.ACCEPTED, TokenKind.BONUS)
+    assert commit.finish_reason is FinishReason.LENGTH
+
+
+def test_what_becomes_of_blocks() -> None:
+    e = engine()
+    truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
+    e.set_drafting(1, "a", 4)
+    step(e)
+    wrong = (truth[0] + 1) % 32
+
+    def post(base: int, tokens: list[int], who: str = "a") -> BlockFate | None:
+        return e.post_block(1, DraftTree.chain(base, tokens), who, 10)
+
+    assert post(4, [truth[0]]) is BlockFate.LATE, "true, but nothing is left of it"
+    assert post(4, [wrong, 5]) is BlockFate.WRONG
+    assert post(6, [1, 2]) is BlockFate.INVALID, "on tokens that were never committed"
+    assert post(4, truth[:3], who="b") is None, "not this session's proposer"
+    assert post(4, truth[:3]) is BlockFate.USEFUL
+    assert post(5, truth[1:5]) is BlockFate.USEFUL, "a newer base replaces an older"
+    assert post(4, [truth[0], 9]) is BlockFate.USEFUL, "but not the other way round"
+    assert step(e).commits[0].token_ids == tuple(truth[1:6])
+    assert e.post_block(77, DraftTree.chain(1, (1,)), "a", 10) is None
+    assert e.snapshot().dropped_blocks == 3
+
+
+def test_a_lookahead_tree_serves_several_rounds() -> None:
+    e = engine()
+    truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
+    e.set_drafting(1, "a", 3)
+    e.post_block(1, DraftTree.chain(4, truth[:9]), "a", 10)
+    rounds = [step(e).commits[0] for _ in range(3)]
+    assert [len(c.token_ids) for c in rounds] == [4, 4, 2]
+    assert [c.num_draft_tokens for c in rounds] == [3, 3, 3]
+    stats = run(e)[1][-1].stats
+    assert stats is not None
+    assert (stats.hits, stats.drafted, stats.accepted) == (3, 7, 7)
+    assert stats.k_histogram[3] == 2
+
+
+def test_a_stop_token_ends_the_text_before_itself_even_inside_a_draft() -> None:
+    e = engine()
+    truth, _ = submit(e, 0, prompt_len=4, max_tokens=20)
+    e.abort(0)
+    prompt = tuple(range(4))
+    at = next(i for i in range(2, 6) if truth[i] not in truth[:i])
+    stop = StopParams(max_tokens=20, stop_token_ids=frozenset({truth[at]}))
+    e.submit(Request(1, prompt, GREEDY, stop))
+    e.set_drafting(1, "a", 8)
+    e.post_block(1, DraftTree.chain(4, truth[:4]), "a", 10)
+    commits = run(e)[1]
+    assert [t for c in commits for t in c.token_ids] == truth[:at]
+    stats = commits[-1].stats
+    assert stats is not None
+    assert commits[-1].finish_reason is FinishReason.STOP
+    assert stats.output_tokens == at
+    assert stats.accepted <= at, "trimmed first, counted then"
