@@ -1,8 +1,9 @@
 """The paged KV pools, and the `transformers` Cache that writes to them.
 
-A pool holds one layer: a flat row per token slot, the key's numbers first and the value's after
-them, so that one copy writes a token and one gather reads it. Slot = page * page_size + offset.
-Multi-head latent attention stores its latents the same way (one "head" each).
+A pool holds one layer, a plane per key head and then one per value head, each [slots, head_dim]:
+what a gather brings back is then contiguous per head, as batched products want it, and one copy
+writes a token's keys and values. Slot = page * page_size + offset. Multi-head latent attention
+stores its latents the same way (one "head" each, of different widths).
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ if TYPE_CHECKING:
 
 
 class LayerPool:
-    """Keys and values of one layer for all pages.
+    """Keys [num_kv_heads, num_slots, key_dim] and values [.., value_dim] of one layer.
 
-    `data` is [num_slots, num_kv_heads * (key_dim + value_dim)]; `keys` and `values` are views
-    [num_slots, num_kv_heads, dim] of it.
+    Where both are equally wide they are the halves of `joint` [2 * num_kv_heads, num_slots, dim].
     """
 
     def __init__(
@@ -33,21 +33,37 @@ class LayerPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.num_kv_heads = num_kv_heads
-        self.key_dim = key_dim
-        self.value_dim = value_dim
-        width = num_kv_heads * (key_dim + value_dim)
         # Zeros, because slots past a row's end are read and masked: 0 * garbage could be NaN.
-        self.data = torch.zeros(num_slots, width, dtype=dtype, device=device)
-        self.keys, self.values = self.split(self.data)
+        self.joint: Tensor | None = None
+        if key_dim == value_dim:
+            self.joint = torch.zeros(
+                2 * num_kv_heads, num_slots, key_dim, dtype=dtype, device=device
+            )
+            self.keys, self.values = self.joint[:num_kv_heads], self.joint[num_kv_heads:]
+        else:
+            self.keys = torch.zeros(num_kv_heads, num_slots, key_dim, dtype=dtype, device=device)
+            self.values = torch.zeros(
+                num_kv_heads, num_slots, value_dim, dtype=dtype, device=device
+            )
+        self._num_kv_heads = num_kv_heads
 
-    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Views rows [n, width] as keys [n, heads, key_dim] and values [n, heads, value_dim]."""
-        n = rows.shape[0]
-        key_width = self.num_kv_heads * self.key_dim
-        keys = rows[:, :key_width].view(n, self.num_kv_heads, self.key_dim)
-        values = rows[:, key_width:].view(n, self.num_kv_heads, self.value_dim)
-        return keys, values
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(num_kv_heads, key_dim, value_dim)"""
+        return self._num_kv_heads, self.keys.shape[2], self.values.shape[2]
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes that one token takes in this layer."""
+        heads, key_dim, value_dim = self.shape
+        return heads * (key_dim + value_dim) * self.keys.element_size()
+
+    def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the keys [heads, n, key_dim] and values [.., value_dim] in `slots` [n]."""
+        if self.joint is None:
+            return self.keys.index_select(1, slots), self.values.index_select(1, slots)
+        both = self.joint.index_select(1, slots)
+        return both[: self._num_kv_heads], both[self._num_kv_heads :]
 
 
 class KVPools:
@@ -75,19 +91,13 @@ class KVPools:
             slots = self.num_pages * self.page_size
             pool = LayerPool(slots, num_kv_heads, key_dim, value_dim, self._dtype, self._device)
             self._layers[layer_idx] = pool
-        assert (pool.num_kv_heads, pool.key_dim, pool.value_dim) == (
-            num_kv_heads,
-            key_dim,
-            value_dim,
-        )
+        assert pool.shape == (num_kv_heads, key_dim, value_dim)
         return pool
 
     @property
     def bytes_per_page(self) -> int:
         """Bytes that one page takes in all allocated layers."""
-        return self.page_size * sum(
-            pool.data.shape[1] * pool.data.element_size() for pool in self._layers.values()
-        )
+        return self.page_size * sum(pool.bytes_per_slot for pool in self._layers.values())
 
 
 class PagedCache(Cache):  # type: ignore[misc]
@@ -113,21 +123,15 @@ class PagedCache(Cache):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Writes keys [1, heads, T, key_dim] and values [1, heads, T, value_dim] of the step."""
         assert self._context is not None, "begin() comes first"
-        heads, tokens, key_dim = key_states.shape[1:]
-        pool = self._pools.allocate(layer_idx, heads, key_dim, value_states.shape[-1])
+        heads, key_dim, value_dim = key_states.shape[1], key_states.shape[3], value_states.shape[3]
+        pool = self._pools.allocate(layer_idx, heads, key_dim, value_dim)
         slots = self._context.batch.slot_mapping
-        rows = torch.cat(
-            (
-                key_states[0].transpose(0, 1).reshape(tokens, -1),
-                value_states[0].transpose(0, 1).reshape(tokens, -1),
-            ),
-            dim=1,
-        )
-        pool.data.index_copy_(0, slots, rows)
+        pool.keys.index_copy_(1, slots, key_states[0])
+        pool.values.index_copy_(1, slots, value_states[0])
         if not self._latent:
             return key_states, value_states
-        keys, values = pool.split(self._context.gather(pool))
-        return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+        keys, values = pool.gather(self._context.all_slots)
+        return keys[None], values[None]
 
     # Positions come from the batch; these answers only have to be harmless.
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002

@@ -2,9 +2,7 @@
 
 For q = 1 on CPU a small model's time is the number of operations, a large one's is reading the
 weights once. So q, k and v come from one product and gate and up from another, the residual is
-added inside the product, rotation is done in place, and query heads are stored so that attention
-needs no copies: in the order (head within the group, key head) instead of the checkpoint's (key
-head, head within the group).
+added inside the product, and rotation is done in place.
 """
 
 from __future__ import annotations
@@ -32,6 +30,7 @@ class _Layer:
     gate_up: PackedLinear
     down: PackedLinear
     pool: LayerPool
+    joint: Tensor  # the pool's keys and values, [2 * kv_heads, slots, head_dim]
     params: AttentionParams
 
 
@@ -85,12 +84,12 @@ class FusedLlama:
 
     def _layer(self, layer: Any, pool: LayerPool) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
+        assert pool.joint is not None, "keys and values are equally wide in this family"
         q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
-        weight = torch.cat((self._regroup(q.weight), k.weight, v.weight))
+        weight = torch.cat((q.weight, k.weight, v.weight))
         bias = None
         if q.bias is not None:
-            bias = torch.cat((self._regroup(q.bias), k.bias, v.bias))
-        o_weight = self._regroup(attention.o_proj.weight.t()).t()
+            bias = torch.cat((q.bias, k.bias, v.bias))
         gate_up_bias = None
         if mlp.gate_proj.bias is not None:
             gate_up_bias = torch.cat((mlp.gate_proj.bias, mlp.up_proj.bias))
@@ -106,23 +105,19 @@ class FusedLlama:
             input_norm=layer.input_layernorm.weight.detach(),
             qkv=PackedLinear(weight, bias),
             qk_norm=qk_norm,
-            o=PackedLinear(o_weight, attention.o_proj.bias),
+            o=PackedLinear(attention.o_proj.weight, attention.o_proj.bias),
             post_norm=layer.post_attention_layernorm.weight.detach(),
             gate_up=PackedLinear(
                 torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)), gate_up_bias
             ),
             down=PackedLinear(mlp.down_proj.weight, mlp.down_proj.bias),
             pool=pool,
+            joint=pool.joint,
             params=AttentionParams(
                 scaling=attention.scaling,
                 sliding_window=_sliding_window(attention),
             ),
         )
-
-    def _regroup(self, rows: Tensor) -> Tensor:
-        """Query rows [heads * head_dim, ...] from (key head, group) to (group, key head) order."""
-        split = rows.reshape(self._kv_heads, self._group, self._head_dim, *rows.shape[1:])
-        return split.transpose(0, 1).reshape(rows.shape)
 
     def _rope_table(self, rotary: nn.Module, max_model_len: int) -> Tensor:
         """[positions, 2, 2, head_dim / 2]: cosines for both halves, then sines as -sin, sin."""
@@ -150,8 +145,9 @@ class FusedLlama:
             turning = qkv[:, :rotated].view(tokens, heads + kv_heads, 2, dim // 2)
             swapped = turning.flip(2)
             turning.mul_(cos).addcmul_(swapped, sin)
-            layer.pool.data.index_copy_(0, batch.slot_mapping, qkv[:, heads * dim :])
-            query = qkv[:, : heads * dim].view(tokens, self._group, kv_heads, dim)
+            new = qkv[:, heads * dim :].view(tokens, 2 * kv_heads, dim).transpose(0, 1)
+            layer.joint.index_copy_(1, batch.slot_mapping, new)
+            query = qkv[:, : heads * dim].view(tokens, kv_heads, self._group, dim)
             out = self._backend.attend(query, layer.pool, context, layer.params)
             x = layer.o.add(out.reshape(tokens, heads * dim), x)
             y = layer.gate_up(F.rms_norm(x, self._hidden, layer.post_norm, self._eps))
