@@ -114,21 +114,25 @@ class Generator:
         """
         if not text:
             raise InvalidRequestError(f"{param} must not be empty.", param=param)
-        # Normalisation may shorten a text, threefold at the worst (NFC): well within the 4.
-        longest = 4 * self.pool.max_model_len * self.tokenizer.max_token_chars
-        if len(text) > longest:
-            raise PromptTooLongError(
-                f"This model's context holds {self.pool.max_model_len} tokens; {param} has "
-                f"{len(text)} characters.",
-                param=param,
-            )
+        self._check_chars(len(text), param)
         return await asyncio.to_thread(self.tokenizer.encode, text, param=param)
 
     async def encode_chat(self, messages: Sequence[Message], param: str) -> list[int]:
         """A conversation's token ids. Raises `InvalidRequestError`."""
         if not messages:
             raise InvalidRequestError(f"{param} must not be empty.", param=param)
+        self._check_chars(sum(len(message["content"]) for message in messages), param)
         return await asyncio.to_thread(self.tokenizer.apply_chat_template, messages)
+
+    def _check_chars(self, chars: int, param: str) -> None:
+        """Refuses, without the work of encoding it, a text that cannot fit."""
+        # Normalisation may shorten a text, threefold at the worst (NFC): well within the 4.
+        if chars > 4 * self.pool.max_model_len * self.tokenizer.max_token_chars:
+            raise PromptTooLongError(
+                f"This model's context holds {self.pool.max_model_len} tokens; {param} has "
+                f"{chars} characters.",
+                param=param,
+            )
 
     def prepare(
         self,
@@ -235,8 +239,9 @@ class Generator:
             if output.stopped:
                 reason = FinishReason.STOP
             cost_s = time.perf_counter() - begun
+            first_s = None if first_token is None else first_token - begun
             ending = _ending(request, reason, output.released, account, cost_s)
-            self._record(request, ending, span, cost_s, first_token and first_token - begun)
+            self._record(request, ending, span, cost_s, first_s)
             yield Chunk(tuple(tokens), ending)
 
     def _record(

@@ -22,8 +22,10 @@ class StopStringMatcher:
         None if there is none. After a match nothing more may be fed; what follows the match in
         `piece` counts among the characters returned.
         """
+        if not self._automata:  # most requests have none
+            return None
         for position, char in enumerate(piece):
-            matched = max([automaton.step(char) for automaton in self._automata], default=0)
+            matched = max([automaton.step(char) for automaton in self._automata])
             if matched:
                 return matched + len(piece) - position - 1
         return None
