@@ -34,7 +34,7 @@ class DraftLimits:
     """Malformed messages of one stream until it is ended with BAD_BLOCKS."""
     max_reopens: int = 3
     """Lost messages of one session and proposer until the session is drafted for elsewhere."""
-    max_backlog_tokens: int = 1 << 18
+    max_backlog_tokens: int = 1 << 20
     """Tokens and messages waiting for one proposer to read them; beyond, it is detached."""
     set_aside_s: float = 2.0
     """How long other proposers are preferred to one that kept missing deadlines."""

@@ -27,12 +27,12 @@ async def serve_proposer(
 ) -> None:
     """Runs one stream until either side ends it. Raises the error that it should end with."""
     hello = await _read_hello(requests, limits.hello_timeout_s)
-    proposer = hub.attach(hello)
+    proposer = hub.roster.attach(hello)
     try:
         await context.write(_welcome(served, limits))
         await _converse(proposer, requests, context, hub)
     finally:
-        hub.detach(proposer)
+        hub.roster.detach(proposer)
 
 
 async def _converse(
@@ -69,9 +69,9 @@ async def _read(
             case "blocks":
                 hub.on_blocks(proposer, request.blocks.blocks)
             case "lost":
-                hub.on_lost(proposer, request.lost)
+                hub.roster.on_lost(proposer, request.lost)
             case "goodbye":
-                hub.on_goodbye(proposer)
+                hub.roster.on_goodbye(proposer)
             case other:
                 hub.on_bad(proposer, f"{other or 'an empty message'} after Hello")
 

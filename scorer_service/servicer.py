@@ -56,7 +56,7 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
         hub, error = self._serving.hub, UnavailableError("the scorer is shutting down")
         if not await hub.wait_idle(grace_s):
             hub.abort_all(error)
-        hub.detach_all(error)
+        hub.roster.detach_all(error)
 
     # Coroutines that write, not generators: a generator cancelled between two messages is closed
     # whenever the garbage collector finds it, and the abort with it.
@@ -152,7 +152,7 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
                     sessions=len(proposer.sessions),
                     set_aside=proposer.set_aside_until > now,
                 )
-                for proposer in serving.hub.proposers
+                for proposer in serving.hub.roster.proposers
             ],
         )
 

@@ -131,8 +131,9 @@ async def test_many_requests_share_one_stream_and_one_message_per_step() -> None
         outputs = await asyncio.gather(*(scorer.generate(prompt) for prompt in prompts))
         for prompt, output in zip(prompts, outputs, strict=True):
             assert output.token_ids == greedy_text(prompt, 40)
+        await scorer.until(lambda: len(proposer.closes) == len(prompts), "every Close")
         assert len({opened.session for opened in proposer.opens}) == len(prompts)
-        await scorer.until(lambda: not proposer.sessions, "every Close")
+        assert not proposer.sessions
 
 
 async def test_a_request_opts_out_and_chooses_its_method() -> None:
@@ -269,7 +270,7 @@ async def test_a_proposer_dies_in_the_middle_and_comes_back() -> None:
         )
         first.call.cancel()  # what a SIGKILL looks like from here
         await asyncio.gather(following, return_exceptions=True)
-        await scorer.until(lambda: not scorer.hub.proposers, "detached")
+        await scorer.until(lambda: not scorer.hub.roster.proposers, "detached")
         second = ScriptedProposer(scorer.stub, follow(greedy_truth), hello(incarnation=2))
         async with proposing(second):
             output = await request

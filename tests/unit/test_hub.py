@@ -65,7 +65,7 @@ class Bench:
         self.hub = Hub(self.worker, SERVED, limits or DraftLimits(), metrics)  # type: ignore[arg-type]
 
     def attach(self, proposer_id: str, **fields: object) -> AttachedProposer:
-        return self.hub.attach(hello(proposer_id=proposer_id, **fields))
+        return self.hub.roster.attach(hello(proposer_id=proposer_id, **fields))
 
     def submit(
         self,
@@ -163,7 +163,7 @@ async def test_a_proposer_that_does_not_read_is_detached_and_the_engine_goes_on(
     assert isinstance(proposer.detached.result(), CapacityError)
     assert bench.worker.drafting[session.id] == (None, 0)
     assert session.committed == [1, 2, 3, *range(10)]
-    assert bench.hub.proposers == ()
+    assert bench.hub.roster.proposers == ()
 
 
 async def test_one_that_misses_deadlines_gives_way_to_one_that_does_not() -> None:

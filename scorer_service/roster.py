@@ -1,0 +1,185 @@
+"""The attached proposers, and who drafts for whom. Lives on the event loop; never blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from outrider.engine.worker import EngineWorker
+from outrider.errors import OutriderError, ProposerRefusedError, UnavailableError
+from outrider.rpc import codec
+from outrider.v1 import draft_pb2
+from scorer_service.config import DraftLimits, ServedModel
+from scorer_service.metrics import ScorerMetrics
+from scorer_service.proposers import AttachedProposer, check_hello, overflow_error
+from scorer_service.sessions import Session
+
+_log = logging.getLogger(__name__)
+
+
+class Roster:
+    """Owns the attached proposers and gives each session that wants one a proposer.
+
+    The engine's side of each decision is `EngineWorker.set_drafting`: a session without a proposer
+    never waits.
+    """
+
+    def __init__(
+        self,
+        worker: EngineWorker,
+        served: ServedModel,
+        limits: DraftLimits,
+        metrics: ScorerMetrics,
+    ) -> None:
+        self._worker = worker
+        self._served = served
+        self._limits = limits
+        self._metrics = metrics
+        self._undrafted: dict[int, Session] = {}  # want a proposer and have none
+        self._proposers: dict[str, AttachedProposer] = {}
+        self._now = asyncio.get_running_loop().time
+
+    @property
+    def proposers(self) -> tuple[AttachedProposer, ...]:
+        return tuple(self._proposers.values())
+
+    def attach(self, hello: draft_pb2.Hello) -> AttachedProposer:
+        """Takes on a proposer; one of the same id that is still attached is replaced.
+
+        Running sessions without a proposer are opened on it. Raises `ProposerRefusedError` or
+        `InvalidRequestError`.
+        """
+        check_hello(hello, self._served)
+        former = self._proposers.get(hello.proposer_id)
+        if former is None and len(self._proposers) >= self._limits.max_proposers:
+            raise ProposerRefusedError(
+                f"{self._limits.max_proposers} proposers are attached already",
+                reason="TOO_MANY_PROPOSERS",
+            )
+        proposer = AttachedProposer(hello, self._served, self._limits)
+        if former is not None:
+            self.detach(former, UnavailableError("this proposer_id dialled anew"))
+        self._proposers[proposer.id] = proposer
+        self._count_proposers()
+        _log.info("proposer %s attached: %s %s", proposer.id, proposer.method, proposer.model)
+        self._assign_undrafted()
+        return proposer
+
+    def detach(self, proposer: AttachedProposer, error: OutriderError | None = None) -> None:
+        """Lets go of a proposer; its sessions go to others or on without. No-op the second time."""
+        if proposer.detached.done():
+            return
+        proposer.detached.set_result(error)
+        del self._proposers[proposer.id]
+        self._count_proposers()
+        why = f": {error.message}" if error is not None else ""
+        _log.info("proposer %s detached%s", proposer.id, why)
+        self._move_sessions(proposer)
+
+    def detach_all(self, error: OutriderError) -> None:
+        for proposer in self.proposers:
+            self.detach(proposer, error)
+
+    def detach_slow(self) -> None:
+        """Lets go of the proposers that do not read what they are sent."""
+        for proposer in self.proposers:
+            if proposer.outbox.overflowed:
+                self.detach(proposer, overflow_error(self._limits))
+
+    def on_goodbye(self, proposer: AttachedProposer) -> None:
+        """It drains: its sessions are closed on it at once and drafted for elsewhere."""
+        proposer.draining = True
+        self._move_sessions(proposer)
+
+    def on_lost(self, proposer: AttachedProposer, lost: draft_pb2.Lost) -> None:
+        """It evicted a session: opened anew, here or elsewhere, a few times at most."""
+        session = proposer.sessions.get(lost.session)
+        if session is not None and session.epoch == lost.epoch:
+            session.losses[proposer.id] += 1
+            self.reassign(session)
+
+    def on_set_aside(self, session: Session) -> None:
+        """The engine no longer waits for a session's proposer: one that keeps up takes over.
+
+        Without such a one the session stays: blocks that come in time are still of use.
+        """
+        if session.proposer is None:
+            return
+        session.proposer.set_aside_until = self._now() + self._limits.set_aside_s
+        other = self._pick(session)
+        if other is not None and other is not session.proposer:
+            self.reassign(session)
+
+    # Who drafts for whom
+
+    def _pick(self, session: Session) -> AttachedProposer | None:
+        now = self._now()
+        candidates = [
+            proposer
+            for proposer in self._proposers.values()
+            if proposer.has_room
+            and proposer.fits(session)
+            and session.losses[proposer.id] <= self._limits.max_reopens
+        ]
+        return min(
+            candidates,
+            key=lambda p: (
+                p.set_aside_until > now,
+                session.losses[p.id],
+                codec.METHODS.index(p.method),
+                p.load,
+            ),
+            default=None,
+        )
+
+    def assign(self, session: Session) -> None:
+        """Gives a session without a proposer one, or notes that it wants one."""
+        proposer = self._pick(session)
+        if proposer is None:
+            self._undrafted[session.id] = session
+            return
+        self._undrafted.pop(session.id, None)
+        session.proposer = proposer
+        session.epoch += 1
+        session.num_draft_tokens = k = min(
+            session.num_speculative_tokens, proposer.max_draft_tokens
+        )
+        proposer.sessions[session.id] = session
+        proposer.outbox.open(session)
+        self._worker.set_drafting(session.id, proposer.id, k)
+
+    def _assign_undrafted(self) -> None:
+        for session in list(self._undrafted.values()):
+            if not any(proposer.has_room for proposer in self._proposers.values()):
+                return
+            self.assign(session)
+
+    def leave(self, session: Session) -> None:
+        """The session has ended; another may have its place."""
+        self._undrafted.pop(session.id, None)
+        if session.proposer is not None:
+            self._release(session.proposer, session)
+            self._assign_undrafted()
+
+    def _release(self, proposer: AttachedProposer, session: Session) -> None:
+        """Takes a session from its proposer. The engine is not told."""
+        session.proposer = None
+        del proposer.sessions[session.id]
+        proposer.outbox.close(session)
+
+    def reassign(self, session: Session) -> None:
+        """Moves a session to another proposer or to a new epoch on the same one, or to none."""
+        if session.proposer is not None:
+            self._release(session.proposer, session)
+        self.assign(session)
+        if session.proposer is None:
+            self._worker.set_drafting(session.id, None, 0)
+
+    def _move_sessions(self, proposer: AttachedProposer) -> None:
+        for session in list(proposer.sessions.values()):
+            self.reassign(session)
+
+    def _count_proposers(self) -> None:
+        for method in codec.METHODS:
+            attached = sum(proposer.method == method for proposer in self._proposers.values())
+            self._metrics.proposers.labels(method=method).set(attached)
