@@ -20,6 +20,7 @@ from outrider.engine.kv_cache import LayerPool
 
 ATTENTION_NAME = "outrider_paged"
 SHORT_QUERY_LEN = 16  # rows with at most this many new tokens share a padded call
+_MIN_KEYS_FOR_PRODUCTS = 512  # in the group; see _by_products
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,12 +253,13 @@ def _by_products(query: Tensor, group: RowGroup, params: AttentionParams) -> boo
     """Whether plain products beat (or must replace) the fused kernel.
 
     On CPU the fused kernel gains nothing from bfloat16, the products gain all of it: 1.6-2 times
-    faster for short rows, as long as the scores stay small. Softcap and sinks have no kernel.
+    faster for short rows once there are keys enough to pay for two more calls. Softcap and sinks
+    have no kernel.
     """
     if params.softcap is not None or params.sinks is not None:
         return True
-    short = group.max_query_len <= SHORT_QUERY_LEN
-    return short and query.dtype is torch.bfloat16 and query.device.type == "cpu"
+    fits = group.max_query_len <= SHORT_QUERY_LEN and len(group.slots) >= _MIN_KEYS_FOR_PRODUCTS
+    return fits and query.dtype is torch.bfloat16 and query.device.type == "cpu"
 
 
 def _attend_by_products(
