@@ -32,5 +32,6 @@ proto: $(STAMP) ## generate outrider/v1 from protos/
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Outrider needs Python 3.11 or newer, not " + sys.version) if sys.version_info < (3, 11) else 0'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing into .venv: a few minutes, once."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(STAMP)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
+from importlib import resources
 
 import grpc
 from rich.console import Console
@@ -18,39 +20,25 @@ from outrider.cli.client import GenerateOptions, stream
 from outrider.cli.render import aux_table, legend, write_tokens
 from outrider.cli.stack import Stack
 from outrider.cli.up import relay, run_until_signal, stack_config
-from outrider.errors import InternalError
+from outrider.errors import ConfigError, InternalError
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2
 
 _TIMEOUT_S = 300.0
 _WARM_UP_TOKENS = 24
 
-# Written for this demo, so in nobody's training data.
-DEFAULT_PROMPT = '''\
-"""Intervals on a line, and what they have in common."""
-
-from dataclasses import dataclass
+_HELDOUT_PROMPT = 28  # line of the file below; ordinary code, long enough to look anything up in
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A half-open interval [start, end)."""
-
-    start: int
-    end: int
-
-    def __post_init__(self):
-        if self.start > self.end:
-            raise ValueError("start must not be greater than end")
-
-    def __len__(self):
-        return self.end - self.start
-
-    def __contains__(self, point):
-        return self.start <= point < self.end
-
-    def overlaps(self, other):
-'''
+def heldout_prompt() -> str:
+    """Code that the embedded models have never seen. Raises `ConfigError` if it is not there."""
+    file = resources.files("outrider.models") / "data" / "heldout_prompts.jsonl"
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError as error:
+        raise ConfigError("the held-out prompts are missing: give a --prompt.") from error
+    prompt: str = json.loads(lines[_HELDOUT_PROMPT])["prompt"]
+    return prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +83,7 @@ async def _demo(args: argparse.Namespace) -> int:
 
 async def _show(console: Console, address: str, args: argparse.Namespace, seed: int) -> int:
     drafted = GenerateOptions(
-        prompt=DEFAULT_PROMPT if args.prompt is None else args.prompt,
+        prompt=heldout_prompt() if args.prompt is None else args.prompt,
         max_tokens=args.max_tokens,
         temperature=args.temperature,
         seed=seed,
@@ -112,7 +100,6 @@ async def _show(console: Console, address: str, args: argparse.Namespace, seed: 
         console.print(Text(drafted.prompt, style="dim"), end="", soft_wrap=True)
         with_drafts = await _run(console, channel, drafted)
         console.print(Rule("without: same request, speculation off"))
-        console.print(Text(plain.prompt, style="dim"), end="", soft_wrap=True)
         without = await _run(console, channel, plain)
     console.print(Rule("side by side"))
     console.print(_comparison(with_drafts, without))
