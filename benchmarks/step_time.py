@@ -100,7 +100,17 @@ def measure(
             [lambda: pack(slices, PAGE_SIZE, paged.device), engine, reference], repeats
         )
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    return Timing(name, str(model.dtype)[6:], rows, query_len, *times, _read_ms(size))
+    pack_ms, engine_ms, transformers_ms = times
+    return Timing(
+        model=name,
+        dtype=str(model.dtype).removeprefix("torch."),
+        rows=rows,
+        query_len=query_len,
+        pack_ms=pack_ms,
+        engine_ms=engine_ms,
+        transformers_ms=transformers_ms,
+        floor_ms=_read_ms(size),
+    )
 
 
 def _in_turns(calls: list[Callable[[], Any]], repeats: int) -> list[float]:

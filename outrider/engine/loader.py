@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -63,8 +65,11 @@ def build_paged_model(
     """Takes over a loaded `transformers` model; `model` must not be used afterwards."""
     parts: Any = model.eval()
     check_supported(model)
-    length = max_exact_len(model) if max_model_len is None else max_model_len
-    length = min(length, max_exact_len(model))
+    length = limit = max_exact_len(model)
+    if max_model_len is not None and max_model_len > limit:
+        logger.warning("%s is served up to %d tokens, not %d.", name, limit, max_model_len)
+    elif max_model_len is not None:
+        length = max_model_len
     reference = None
     if self_test:
         reference = eager_reference(
@@ -98,10 +103,12 @@ def _read(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
         raise ConfigError(f"{folder} is not a model folder: it holds no config.json.")
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"{folder} holds no weights (*.safetensors).")
+    # Its progress bars would run through the services' own lines of progress.
+    transformers.utils.logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(folder)
         model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ConfigError(f"The model in {folder} cannot be read: {error}") from error
     return model.to(device)
 
@@ -130,10 +137,16 @@ def kv_bytes_per_page(folder: Path, *, dtype: torch.dtype, page_size: int) -> in
 
 def _kv_width(config: Any) -> int:
     """Numbers kept per token, all layers together."""
-    layers = int(config.num_hidden_layers)
+    num_layers = int(config.num_hidden_layers)
     if getattr(config, "kv_lora_rank", None) is not None:
-        return layers * int(config.kv_lora_rank + config.qk_rope_head_dim)
+        return num_layers * int(config.kv_lora_rank + config.qk_rope_head_dim)
+    if getattr(config, "is_heterogeneous", False):  # Gemma 4: wider heads in full layers
+        return sum(_layer_kv_width(layer) for layer in config.per_layer_config)
+    return num_layers * _layer_kv_width(config)
+
+
+def _layer_kv_width(config: Any) -> int:
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return layers * 2 * kv_heads * head_dim
+    return 2 * kv_heads * head_dim

@@ -81,9 +81,21 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     ),
     "phi3": _build("Phi3Config", "Phi3ForCausalLM", sliding_window=11),
     "opt": _build(
-        "OPTConfig", "OPTForCausalLM", ffn_dim=48, word_embed_proj_dim=32, pad_token_id=0
+        "OPTConfig",
+        "OPTForCausalLM",
+        ffn_dim=48,
+        word_embed_proj_dim=32,
+        pad_token_id=0,
+        num_key_value_heads=OMIT,
     ),
-    "gpt2": _build("GPT2Config", "GPT2LMHeadModel", n_embd=32, n_head=4, n_layer=3),
+    "gpt2": _build(
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        n_embd=32,
+        n_head=4,
+        n_layer=3,
+        num_key_value_heads=OMIT,
+    ),
     "deepseek_v3": _build("DeepseekV3Config", "DeepseekV3ForCausalLM", **_MOE, **_MLA),
     "qwen3_moe": _build("Qwen3MoeConfig", "Qwen3MoeForCausalLM", num_experts=4, **_MOE),
     "mixtral": _build(
@@ -97,7 +109,7 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
         sliding_window=8,
         layer_types=_HYBRID,
     ),
-    "gpt_neox": _build("GPTNeoXConfig", "GPTNeoXForCausalLM"),
+    "gpt_neox": _build("GPTNeoXConfig", "GPTNeoXForCausalLM", num_key_value_heads=OMIT),
     "glm4_moe": _build(
         "Glm4MoeConfig",
         "Glm4MoeForCausalLM",
