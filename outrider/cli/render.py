@@ -29,7 +29,7 @@ STYLES: dict[int, tuple[str, Style, str]] = {
         Style(color="yellow", bold=True),
         "the target's own, where a draft was wrong",
     ),
-    common_pb2.TOKEN_KIND_PLAIN: ("plain", Style(dim=True), "decoded without a draft"),
+    common_pb2.TOKEN_KIND_PLAIN: ("plain", Style(), "decoded without a draft"),
 }
 """Kind -> its name, its style and what it means."""
 
