@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 if TYPE_CHECKING:
-    from outrider.engine.attention import StepContext
+    from outrider.engine.step_context import StepContext
 
 
 class LayerPool:

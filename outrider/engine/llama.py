@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.engine.attention import AttentionBackend, AttentionParams, StepContext
+from outrider.engine.attention import AttentionBackend, AttentionParams
 from outrider.engine.batch import PackedBatch
 from outrider.engine.kv_cache import KVPools, LayerPool
 from outrider.engine.linear import PackedLinear
+from outrider.engine.step_context import StepContext
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from outrider.engine.attention import (
     ATTENTION_NAME,
     AttentionBackend,
     PagedStep,
-    StepContext,
     paged_attention_forward,
 )
 from outrider.engine.batch import PackedBatch
 from outrider.engine.kv_cache import KVPools, PagedCache
+from outrider.engine.step_context import StepContext
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
 

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.engine.attention import AttentionParams, SdpaBackend, StepContext
+from outrider.engine.attention import AttentionParams, SdpaBackend
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache import KVPools, LayerPool
+from outrider.engine.step_context import StepContext, split_by_context
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
@@ -116,6 +117,21 @@ def test_bfloat16_products_equal_dense_attention(
 ) -> None:
     paged, dense = _both(rows, AttentionParams(0.3, sliding_window=window), torch.bfloat16)
     torch.testing.assert_close(paged, dense, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rows_of_very_different_context_are_not_padded_to_the_longest(dtype: torch.dtype) -> None:
+    rows = [(30, 5), (900, 1), (20, 1), (35, 3), (2100, 5), (880, 2), (25, 1)]
+    paged, dense = _both(rows, AttentionParams(0.3), dtype)
+    tolerance = 0.02 if dtype is torch.bfloat16 else 1e-9
+    torch.testing.assert_close(paged, dense, atol=tolerance, rtol=tolerance)
+    groups = split_by_context(range(len(rows)), [context + new for context, new in rows])
+    assert groups == [(0, 2, 3, 6), (1, 5), (4,)]
+
+
+def test_rows_of_similar_context_share_a_call() -> None:
+    assert split_by_context(range(4), [200, 260, 230, 300]) == [(0, 1, 2, 3)]
+    assert split_by_context([], [7]) == []
 
 
 def test_values_of_another_width_than_keys() -> None:
