@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks import bars, calibrate, peers, prompts, report, stats
-from benchmarks.measure import Cell, Plan, measure
+from benchmarks.measure import Cell, Plan, idle_cpu, measure
 from benchmarks.outrider_stack import OutriderSystem, Stack, StackConfig
 from benchmarks.peers import TransformersSystem, VllmSystem
 from benchmarks.processes import Child, ProcessError, Worker, stopping
@@ -120,6 +120,7 @@ class Bench:
         for system in systems:
             say(f"warming up {system.name}")
             system.run(self._prompts.group(0, 1), 16, 1)
+        self._note_idle()
         cells = []
         for concurrency in args.concurrency:
             rounds = max(1, args.rounds // 2) if concurrency > 8 else args.rounds
@@ -271,6 +272,12 @@ class Bench:
             )
             for draft in (files["draft"], None)
         ]
+
+    def _note_idle(self) -> None:
+        busy = {name: share for name, share in idle_cpu(self._children).items() if share > 0.02}
+        for name, share in busy.items():
+            say(f"*** {name} uses {share:.2f} of a core while idle ***")
+            self._notes.append(f"{name} used {share:.2f} of a core while idle.")
 
     def _skip(self, peer: str, flag: str) -> None:
         say(f"*** {peer} is left out: {flag} was not given (benchmarks/README.md) ***")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,10 +68,19 @@ def measure(
             )
     for system, cell in zip(chosen, cells, strict=True):
         # With many requests the policy may rightly choose not to draft; alone it may not.
-        speculates = isinstance(system, OutriderSystem) and system.method != "none"
+        # Prompt lookup may find nothing to copy.
+        speculates = isinstance(system, OutriderSystem) and system.method == "draft_model"
         if speculates and plan.concurrency == 1 and not any(run.drafted for run in cell.runs):
             raise ProcessError(f"{system.name}: nothing was drafted; the proposer does not work")
     return cells
+
+
+def idle_cpu(children: Sequence[Child], seconds: float = 3.0) -> dict[str, float]:
+    """Share of a core that each child uses while it is asked nothing: it would slow the others."""
+    before = [child.cpu_seconds() for child in children]
+    time.sleep(seconds)
+    spent = [child.cpu_seconds() - b for child, b in zip(children, before, strict=True)]
+    return {child.name: s / seconds for child, s in zip(children, spent, strict=True)}
 
 
 class _CpuWatch:
