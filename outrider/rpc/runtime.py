@@ -14,6 +14,8 @@ from typing import Protocol
 
 from outrider.errors import OutriderError
 
+# Read at once, not when the service starts: the parent may die while torch is being imported.
+_PARENT = os.getppid()
 _PARENT_POLL_S = 0.2
 EXIT_CONFIG = 2
 
@@ -48,7 +50,7 @@ async def run_until_signal(name: str, service: Service, *, exit_with_parent: boo
         loop.add_signal_handler(signum, _on_signal, signum, seen, stopping)
     tasks: list[asyncio.Task[object]] = [asyncio.create_task(stopping.wait())]
     if exit_with_parent:
-        tasks.append(asyncio.create_task(_parent_gone(os.getppid())))
+        tasks.append(asyncio.create_task(_parent_gone(_PARENT)))
     starting = asyncio.create_task(service.start())
     failed = False
     try:

@@ -15,8 +15,10 @@ import pytest
 
 from outrider.cli.client import GenerateOptions
 from tests.support.up import (
+    OUTRIDER,
     Up,
     alive,
+    children,
     complete,
     run_outrider,
     running,
@@ -91,6 +93,25 @@ async def test_ctrl_c_stops_everything_in_two_seconds(pair: tuple[Path, Path]) -
     assert seconds < 2.0
 
 
+@pytest.mark.parametrize("stage", ["starting", "loading", "warming up"])
+def test_ctrl_c_while_the_model_loads(pair: tuple[Path, Path], stage: str) -> None:
+    argv = [*OUTRIDER, "up", "--model", str(pair[0]), "--method", "none"]
+    with subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert any(stage in line for line in process.stderr), "the stage was reached"
+        pids = children(process.pid)
+        process.send_signal(signal.SIGINT)
+        started = time.monotonic()
+        output = process.communicate(timeout=20)
+    assert time.monotonic() - started < 2.0
+    assert process.returncode == 0
+    assert "Traceback" not in output[1]
+    assert output[0] == ""
+    assert not any(map(alive, pids))
+
+
 def test_services_end_with_a_killed_parent(pair: tuple[Path, Path]) -> None:
     with running("--model", pair[0], "--method", "none") as up:
         pids = list(up.services.values())
@@ -98,6 +119,17 @@ def test_services_end_with_a_killed_parent(pair: tuple[Path, Path]) -> None:
         up.process.kill()
         up.process.wait(10)
         wait_until(lambda: not any(map(alive, pids)), 10, "orphans to end")
+
+
+def test_services_end_with_a_parent_killed_while_they_load(pair: tuple[Path, Path]) -> None:
+    argv = [*OUTRIDER, "up", "--model", str(pair[0]), "--method", "none", "--http-port", "0"]
+    with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        assert b"starting" in process.stderr.readline()  # the scorer, before it imports torch
+        pids = children(process.pid)
+        assert pids
+        process.kill()
+    wait_until(lambda: not any(map(alive, pids)), 60, "orphans to end")
 
 
 @pytest.mark.parametrize("flag", ["--http-port", "--grpc-port"])
