@@ -31,8 +31,6 @@ from outrider.engine.loader import build_paged_model
 from outrider.engine.paged_model import PagedModel
 
 PAGE_SIZE = 16
-QUERY_LENS = (1, 5, 16)
-ROWS = (1, 4, 16)
 SHAPES = {
     "target": {"hidden_size": 768, "num_hidden_layers": 8, "intermediate_size": 2048, "heads": 12},
     "draft": {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 704, "heads": 4},
@@ -135,6 +133,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a checkpoint folder")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--context", type=int, default=256, help="cached tokens per row")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--query-lens", type=int, nargs="+", default=[1, 5, 16])
     parser.add_argument("--repeats", type=int, default=22)
     parser.add_argument("--json", type=Path, help="write the figures here too")
     args = parser.parse_args()
@@ -148,12 +148,12 @@ def main() -> None:
         )
         for dtype in (torch.float32, torch.bfloat16):
             model = copy.deepcopy(source).to(dtype).eval()
-            pages = max(ROWS) * -(-(args.context + max(QUERY_LENS)) // PAGE_SIZE)
+            pages = max(args.rows) * -(-(args.context + max(args.query_lens)) // PAGE_SIZE)
             paged = build_paged_model(
                 copy.deepcopy(model), page_size=PAGE_SIZE, num_pages=pages, name=name
             )
-            for rows in ROWS:
-                for query_len in QUERY_LENS:
+            for rows in args.rows:
+                for query_len in args.query_lens:
                     t = measure(name, model, rows, query_len, args.context, args.repeats, paged)
                     timings.append(t)
                     print(
