@@ -88,11 +88,12 @@ class ProposerService:
         for task in self._dialling:
             task.cancel()
         await asyncio.gather(*self._dialling, return_exceptions=True)
+        ending = [asyncio.to_thread(self._telemetry.shutdown)]
         if self._server is not None:
-            await self._server.stop(_SERVER_GRACE_S)
+            ending.append(self._server.stop(_SERVER_GRACE_S))
         if self._worker is not None:
-            await self._worker.stop(_STOP_TIMEOUT_S)
-        self._telemetry.shutdown()
+            ending.append(self._worker.stop(_STOP_TIMEOUT_S))
+        await asyncio.gather(*ending)
 
     async def wait_failed(self) -> None:
         """Returns if the drafting thread ended by itself."""

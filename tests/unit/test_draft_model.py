@@ -38,23 +38,28 @@ samplings = st.sampled_from(
         SamplingParams(temperature=1.3, seed=3, top_p=0.8, min_p=0.05),
     ]
 )
-# Tokens 0 to 2 make shared prefixes likely; `accept` of the last draft come true, then `more`.
-events = st.one_of(
-    st.tuples(
-        st.just("open"),
-        st.lists(st.integers(0, 2), min_size=1, max_size=40),
-        samplings,
-        st.integers(0, 6),
-    ),
-    st.tuples(
-        st.just("commit"),
-        st.integers(0, 3),
-        st.tuples(st.integers(0, 6), st.lists(st.integers(0, 31), max_size=2), st.integers(0, 4)),
-        st.integers(0, 6),
-    ),
-    st.tuples(st.just("close"), st.integers(0, 3), st.none(), st.none()),
-    st.tuples(st.just("draft"), st.integers(1, 15), st.none(), st.none()),
+# Tokens 0 and 1 make shared prefixes likely; every length is.
+prefixes = st.integers(1, 40).flatmap(lambda n: st.lists(st.integers(0, 1), min_size=n, max_size=n))
+opens = st.tuples(
+    st.just("open"),
+    prefixes,
+    samplings,
+    st.integers(0, 6),
 )
+# So many tokens of the last draft come true, then others; some known ones are told again.
+commits = st.tuples(
+    st.just("commit"),
+    st.integers(0, 3),
+    st.tuples(st.integers(0, 6), st.lists(st.integers(0, 31), max_size=4), st.integers(0, 4)),
+    st.integers(1, 6),
+)
+closes = st.tuples(st.just("close"), st.integers(0, 3), st.none(), st.none())
+drafts = st.tuples(st.just("draft"), st.integers(1, 15), st.none(), st.none())
+rounds = st.tuples(commits, commits, drafts).map(list)
+histories = st.tuples(
+    st.lists(opens, min_size=1, max_size=4),
+    st.lists(st.one_of(rounds, rounds, st.tuples(opens).map(list), st.tuples(closes).map(list))),
+).map(lambda parts: [*parts[0], ("draft", 15, None, None), *(e for g in parts[1] for e in g)])
 
 
 class Bench:
@@ -94,6 +99,9 @@ class Bench:
         self.proposer.close(key)
         self.forget(key)
 
+    def logits(self, context: Sequence[int]) -> torch.Tensor:
+        return torch.as_tensor(self.model.logits_of(context)).view(1, -1)
+
     def forget(self, key: int) -> None:
         for mapping in (self.text, self.sampling, self.wanted, self.last):
             mapping.pop(key, None)
@@ -110,7 +118,7 @@ class Bench:
             for key, tree in done.drafts:
                 text = self.text[key]
                 wanted = min(self.wanted[key], 50 - len(text) - 1)
-                expected = generate(self.model.logits_of, text, self.sampling[key], max(0, wanted))
+                expected = generate(self.logits, text, self.sampling[key], max(0, wanted))
                 assert tree.base_len == len(text)
                 assert list(tree.token_ids) == expected
                 self.last[key] = (len(text), tree.token_ids)
@@ -123,7 +131,7 @@ class Bench:
 
 @settings(max_examples=300, deadline=None)
 @given(
-    history=st.lists(events, max_size=30),
+    history=histories,
     num_pages=st.sampled_from([16, 24, 64]),
     max_sessions=st.integers(1, 5),
     prefill_budget=st.sampled_from([1, 5, 17, 256]),
