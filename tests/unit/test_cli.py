@@ -1,0 +1,126 @@
+"""Flags, colours and the aux_info table."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from outrider.cli.command_line import build_parser
+from outrider.cli.render import aux_table, legend, write_tokens
+from outrider.cli.up import stack_config
+from outrider.errors import ConfigError
+from outrider.v1 import common_pb2, generation_pb2
+
+
+def console(*, terminal: bool) -> Console:
+    return Console(
+        file=io.StringIO(),
+        force_terminal=terminal,
+        color_system="standard" if terminal else None,
+        width=100,
+        _environ={},
+    )
+
+
+def written(screen: Console) -> str:
+    assert isinstance(screen.file, io.StringIO)
+    return screen.file.getvalue()
+
+
+def token(text: str, kind: common_pb2.TokenKind.ValueType) -> generation_pb2.OutputToken:
+    return generation_pb2.OutputToken(id=1, text=text, kind=kind)
+
+
+def test_kinds_have_their_own_colours() -> None:
+    kinds = [
+        common_pb2.TOKEN_KIND_ACCEPTED,
+        common_pb2.TOKEN_KIND_BONUS,
+        common_pb2.TOKEN_KIND_RECOVERED,
+        common_pb2.TOKEN_KIND_PLAIN,
+    ]
+    styled = set()
+    for kind in kinds:
+        screen = console(terminal=True)
+        write_tokens(screen, [token("x", kind)])
+        styled.add(written(screen))
+    assert len(styled) == len(kinds)
+
+
+def test_text_is_written_as_it_is_but_drives_no_terminal() -> None:
+    screen = console(terminal=False)
+    write_tokens(
+        screen,
+        [
+            token("    if x:\n\t", common_pb2.TOKEN_KIND_PLAIN),
+            token("日本 \x1b[2J[bold]", common_pb2.TOKEN_KIND_ACCEPTED),
+        ],
+    )
+    assert written(screen) == "    if x:\n\t日本 �[2J[bold]"
+
+
+def test_the_table_leaves_out_what_is_empty_everywhere() -> None:
+    screen = console(terminal=False)
+    drafted = common_pb2.AuxInfo(
+        output_len=9, rounds=3, accepted_per_pos=[3, 2, 1], scorer_id="s", cost_time=12.345
+    )
+    screen.print(aux_table({"with": drafted, "without": common_pb2.AuxInfo(output_len=9)}))
+    text = written(screen)
+    assert "3 2 1" in text
+    assert "12.35" in text or "12.34" in text
+    assert "preemptions" not in text
+    assert [line.split() for line in text.splitlines() if "output_len" in line] == [
+        ["output_len", "9", "9"]
+    ]
+
+
+def test_the_legend_counts() -> None:
+    counts = Counter({common_pb2.TOKEN_KIND_ACCEPTED: 41, common_pb2.TOKEN_KIND_BONUS: 7})
+    lines = legend(counts).plain.splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        ["accepted", "41"],
+        ["bonus", "7"],
+        ["recovered", "0"],
+        ["plain", "0"],
+    ]
+
+
+def test_a_method_is_chosen_when_none_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    parse = build_parser().parse_args
+    assert stack_config(parse(["up"])).method == "draft_model"
+    assert stack_config(parse(["up", "--model", "embedded"])).model is None
+    assert stack_config(parse(["up", "--model", "m", "--draft-model", "d"])).method == "draft_model"
+    assert stack_config(parse(["up", "--model", "m"])).method == "ngram"
+    assert "--method ngram" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="--draft-model"):
+        stack_config(parse(["up", "--model", "m", "--method", "draft_model"]))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["up", "--http-port", "70000"],
+        ["up", "--num-speculative-tokens", "-1"],
+        ["up", "--seed", "-1"],
+        ["up", "--dtype", "int8"],
+        ["up", "--method", "magic"],
+        ["generate", "--max-tokens", "0"],
+        ["serve", "nobody"],
+        ["nothing"],
+        [],
+    ],
+)
+def test_wrong_flags_end_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        build_parser().parse_args(argv)
+    assert caught.value.code == 2
+    assert "usage: outrider" in capsys.readouterr().err
+
+
+def test_a_service_gets_its_flags_untouched(tmp_path: Path) -> None:
+    args = build_parser().parse_args(["serve", "scorer", "--model", str(tmp_path), "--help"])
+    assert args.service == "scorer"
+    assert args.args == ["--model", str(tmp_path), "--help"]
