@@ -48,7 +48,8 @@ def _download(name: str) -> Path:
     except HfHubHTTPError as error:
         raise ConfigError(f"Hugging Face does not give out {name}: {error}") from error
     except OSError as error:
+        reason = str(error).partition("\n")[0]
         raise ConfigError(
-            f"{name} is not a folder here and cannot be downloaded ({error}): check the name and "
+            f"{name} is not a folder here and cannot be downloaded ({reason}): check the name and "
             "the network, or pass a folder."
         ) from error
