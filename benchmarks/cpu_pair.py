@@ -124,7 +124,7 @@ class Bench:
         cells = []
         for concurrency in args.concurrency:
             rounds = max(1, args.rounds // 2) if concurrency > 8 else args.rounds
-            plan = Plan(concurrency, rounds, max(2, concurrency))
+            plan = Plan(concurrency, rounds, max(3, concurrency))
             cells += measure(systems, plan, self._prompts, args.max_tokens, self._children, say)
         bf16.require_proposers()
         fp32.require_proposers()

@@ -17,7 +17,7 @@ from benchmarks import stats
 from benchmarks.measure import Cell
 
 _LIBRARIES = ("outrider", "torch", "transformers", "grpcio", "protobuf")
-_PARTS = ("draft", "wire", "wait", "schedule", "forward", "verify", "commit", "idle", "round")
+_PARTS = ("draft", "wire", "wait", "schedule", "forward", "verify", "commit", "round")
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def markdown(found: dict[str, Any]) -> str:
         lines += [f"## {concurrency} concurrent", ""]
         reference = next((r["reference"] for r in rows if r["reference"]), None)
         head = ["system", "tok/s", "min-max", "ratio", "TTFT ms", "TPOT ms"]
-        head += ["acc. length", "acceptance", "hits"]
+        head += ["acc. length", "tok/round", "acceptance", "hits"]
         table = [
             [
                 r["system"],
@@ -141,6 +141,7 @@ def markdown(found: dict[str, Any]) -> str:
                 _number(r["ttft_ms"], 0),
                 _number(r["tpot_ms"], 1),
                 _number(r.get("mean_acceptance_length"), 2),
+                _number(r.get("tokens_per_round"), 2),
                 _share(r.get("acceptance_rate")),
                 _share(r.get("hit_rate")),
             ]

@@ -58,6 +58,8 @@ def speculation(cell: Cell) -> Numbers:
         "mean_acceptance_length": 1 + accepted / with_draft,
         "acceptance_rate": accepted / drafted,
     }
+    if any("undrafted_rounds" in c.stats for c in done):
+        numbers["tokens_per_round"] = sum(r.num_tokens for r in cell.runs) / rounds
     hits, late, wrong = (
         sum(c.stats.get(n, 0.0) for c in done) for n in ("hits", "misses_late", "misses_wrong")
     )
@@ -65,7 +67,6 @@ def speculation(cell: Cell) -> Numbers:
         numbers["hit_rate"] = hits / (hits + late + wrong)
         numbers["late_rate"] = late / (hits + late + wrong)
         numbers["wrong_rate"] = wrong / (hits + late + wrong)
-        numbers["tokens_per_round"] = sum(len(c.token_ids) for c in done) / rounds
     return numbers
 
 
@@ -81,32 +82,30 @@ def accepted_per_position(cell: Cell) -> list[float]:
 def round_parts(cell: Cell) -> Numbers:
     """Where a round's time goes, milliseconds. Empty for systems that are not Outrider.
 
-    draft, wire and wait are per round of a request, as its aux_info says; schedule, forward,
-    verify, commit and idle are per engine step, prefill steps included, from the scorer's
-    metrics; `round` is the median time between two messages of a request at the client, and
-    `score` the decode steps' forward and verification. `host_overhead` (single stream only) is
-    what is left of a round without the two forwards; see `host_overhead_ms`.
+    draft, wire and wait are per round of a request, as its aux_info says; forward is the mean
+    over its decode steps; schedule, verify and commit are means over all engine steps, from the
+    scorer's metrics; `round` is the median time between two messages of a request at the client.
+    `host_overhead` (single stream only): see `host_overhead_ms`.
     """
     done = completions(cell)
-    if not cell.step_seconds:
+    after_first = sum(len(c.round_gaps_s) for c in done)
+    if not cell.step_seconds or not after_first:
         return {}
     rounds = sum(c.stats["rounds"] for c in done)
     steps = cell.step_seconds["steps"]
-    gaps = [gap for c in done for gap in c.round_gaps_s]
-    after_first = sum(len(c.round_gaps_s) for c in done)
-    gap = median(gaps)
+    gap = median([gap for c in done for gap in c.round_gaps_s])
+    step_ms = {p: cell.step_seconds[p] * 1e3 / steps for p in ("schedule", "verify", "commit")}
     numbers: Numbers = {
         "draft": sum(c.stats["propose_ms"] for c in done) / rounds,
         "wire": sum(c.stats["network_ms"] for c in done) / rounds,
         "wait": sum(c.stats["wait_ms"] for c in done) / rounds,
-        "score": sum(c.stats["score_ms"] for c in done) / max(1, after_first),
+        # score_ms is forward and verification of the steps after the first token.
+        "forward": sum(c.stats["score_ms"] for c in done) / after_first - step_ms["verify"],
         "round": None if gap is None else gap * 1e3,
+        **step_ms,
     }
-    for part in ("schedule", "forward", "verify", "commit", "idle"):
-        numbers[part] = cell.step_seconds[part] * 1e3 / steps
     if cell.concurrency == 1:
-        verify_ms = cell.step_seconds["verify"] * 1e3 / steps
-        numbers["host_overhead"] = host_overhead_ms(done, verify_ms)
+        numbers["host_overhead"] = host_overhead_ms(done, step_ms["verify"])
     return numbers
 
 
