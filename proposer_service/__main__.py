@@ -72,8 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"proposer: {error.message}", file=sys.stderr)
         return 2
     if isinstance(config.method, DraftModelConfig):
-        # Read by OpenMP when torch is imported, which happens below.
-        os.environ["OMP_NUM_THREADS"] = str(config.method.threads)
+        # Read when torch and NumPy are imported, which happens below.
+        for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+            os.environ[variable] = str(config.method.threads)
     from outrider.rpc.runtime import run
     from proposer_service.service import ProposerService
 

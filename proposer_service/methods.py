@@ -36,6 +36,7 @@ def _build_draft_model(config: ProposerConfig, method: DraftModelConfig) -> tupl
     import torch
 
     from outrider.drafting.draft_model import DraftModelProposer
+    from outrider.drafting.gemv_llama import GemvLlama
     from outrider.engine.loader import kv_bytes_per_page, load_model
     from outrider.models.resolve import resolve_model
     from outrider.models.tokenizer import tokenizer_hash
@@ -57,11 +58,15 @@ def _build_draft_model(config: ProposerConfig, method: DraftModelConfig) -> tupl
         num_pages=num_pages,
         max_model_len=method.max_model_len,
     )
+    single_row = None
+    if dtype is torch.float32 and method.threads == 1:
+        single_row = GemvLlama.load(folder, model.pools, model.max_model_len)
     proposer = DraftModelProposer(
         model,
         name=method.model,
         max_sessions=config.max_sessions,
         max_draft_tokens=config.max_draft_tokens,
+        single_row=single_row,
     )
     progress("proposer", "warming up")
     _warm_up(proposer)

@@ -40,7 +40,7 @@ class ProposerService:
     ) -> None:
         self._config = config
         self._build = build
-        self._telemetry = telemetry or configure("proposer")
+        self._telemetry = telemetry or configure("outrider-proposer")
         self._metrics = ProposerMetrics(self._telemetry.registry)
         self._proposer_id = config.proposer_id or ""
         # Larger at each start of the process and at each dial.

@@ -76,7 +76,7 @@ class PagedModel:
         context: Callable[[PackedBatch], StepContext] = StepContext,
     ) -> None:
         self._step = step
-        self._pools = pools
+        self.pools = pools
         self._context = context
         self.name = name
         self.vocab_size = vocab_size
@@ -90,7 +90,7 @@ class PagedModel:
     @property
     def kv_bytes_per_page(self) -> int:
         """Bytes that one page takes over all layers."""
-        return self._pools.bytes_per_page
+        return self.pools.bytes_per_page
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> Tensor:
