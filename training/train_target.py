@@ -1,0 +1,118 @@
+"""Train the target by plain language modelling, for a given time; resumable."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from training.config import TARGET, TINY_TARGET
+from training.data import load_tokens, training_stream
+from training.model import Llama
+from training.muon import Muon, schedule
+
+
+def loss_of(model: Llama, batch: Tensor) -> Tensor:
+    """Mean cross-entropy of the next token."""
+    logits = model(batch[:, :-1]).float()
+    return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+@torch.no_grad()
+def heldout_loss(model: Llama, tokens: Tensor, length: int, windows: int) -> float:
+    """Mean loss on the first windows of the held-out stream."""
+    windows = min(windows, (len(tokens) - 1) // length)
+    total = 0.0
+    for start in range(0, windows, 16):
+        rows = range(start, min(start + 16, windows))
+        batch = torch.stack([tokens[r * length : (r + 1) * length + 1] for r in rows]).long()
+        total += float(loss_of(model, batch)) * len(rows)
+    return total / windows
+
+
+def main() -> None:
+    """Train for `--seconds` of a schedule that lasts `--total-seconds`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--total-seconds", type=float, required=True)
+    parser.add_argument("--rows", type=int, default=128, help="sequences in a step")
+    parser.add_argument("--micro", type=int, default=64, help="sequences in a forward pass")
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--embed-lr", type=float, default=3e-3)
+    parser.add_argument("--tiny", action="store_true", help="a small model, to try the code")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(0)
+    checkpoint = args.out / "target.pt"
+    model = Llama(TINY_TARGET if args.tiny else TARGET).to(device)
+    optimiser = Muon(model, args.lr, args.embed_lr)
+    spent, step, tokens_seen, runs = 0.0, 0, 0, 0
+    if checkpoint.exists():
+        saved = torch.load(checkpoint, map_location=device, weights_only=False)
+        model.load_state_dict(saved["model"])
+        optimiser.load(saved["optimiser"])
+        spent, step, tokens_seen = saved["spent"], saved["step"], saved["tokens"]
+        runs = saved["runs"]
+    stream = training_stream(args.data, device, args.length, seed=1 + runs)
+    heldout = load_tokens(args.data / "heldout.bin", device)
+    micro = min(args.micro, args.rows)
+    parts = args.rows // micro
+
+    def part_loss(batch: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            scaled: Tensor = loss_of(model, batch) / parts
+            return scaled
+
+    compiled = torch.compile(part_loss, disable=device.type == "cpu")
+    begin = time.monotonic()
+    log = begin
+    print(f"parameters {sum(p.numel() for p in model.parameters()):,}", flush=True)
+    while (elapsed := time.monotonic() - begin) < args.seconds:
+        batch = stream.next(args.rows)
+        total = torch.zeros((), device=device)
+        for part in torch.split(batch, micro):
+            loss = compiled(part)
+            torch.autograd.backward(loss)
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step(schedule((spent + elapsed) / args.total_seconds))
+        step += 1
+        tokens_seen += args.rows * args.length
+        if step % 50 == 0 or step in (1, 5, 20):
+            now = float(total), time.monotonic()
+            print(
+                f"step {step} loss {now[0]:.4f} tokens {tokens_seen / 1e6:.1f}M"
+                f" epoch {stream.epochs} elapsed {spent + now[1] - begin:.0f}s"
+                f" since last {now[1] - log:.1f}s",
+                flush=True,
+            )
+            log = now[1]
+    spent += time.monotonic() - begin
+    with torch.autocast(device.type, torch.bfloat16):
+        held = heldout_loss(model, heldout, args.length, 256)
+    facts = {
+        "spent": spent,
+        "step": step,
+        "tokens": tokens_seen,
+        "runs": runs + 1,
+        "corpus_tokens": len(stream.tokens),
+        "heldout_loss": held,
+    }
+    print("target", json.dumps(facts), flush=True)
+    state = {"model": model.state_dict(), "optimiser": optimiser.state(), **facts}
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.save(state, checkpoint)
+    (args.out / "target.json").write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()
