@@ -64,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="watch one completion with and without speculation")
     _add_stack_flags(demo)
     demo.add_argument("--prompt", help="the text to complete (default: held-out Python code)")
-    demo.add_argument("--max-tokens", type=_positive, default=192, metavar="N")
+    demo.add_argument("--max-tokens", type=_positive, default=128, metavar="N")
     demo.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
 
     up = commands.add_parser("up", help="run scorer, proposer and gateway until Ctrl-C")
