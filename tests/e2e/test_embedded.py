@@ -1,0 +1,87 @@
+"""The models that ship with Outrider: what a newcomer sees, and the text transformers writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import resources
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from outrider.cli.client import GenerateOptions
+from outrider.models.resolve import resolve_model
+from tests.support.up import Up, complete, run_outrider, running
+
+pytestmark = pytest.mark.timeout(600)
+
+NUM_TOKENS = 64
+
+
+def heldout_prompts(count: int) -> list[str]:
+    file = resources.files("outrider.models") / "data" / "heldout_prompts.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["prompt"] for line in lines[:: len(lines) // count][:count]]
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Up]:
+    with running() as up:
+        yield up
+
+
+async def test_greedy_is_what_transformers_writes(stack: Up) -> None:
+    folder = resolve_model(None, "target")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for prompt in heldout_prompts(4):
+        options = GenerateOptions(
+            prompt=prompt, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, aux_info=True
+        )
+        done = await complete(stack.grpc, options, timeout_s=120)
+        inputs = tokenizer(prompt, return_tensors="pt")
+        output = model.generate(
+            **inputs,
+            max_new_tokens=NUM_TOKENS,
+            min_new_tokens=NUM_TOKENS,
+            eos_token_id=None,
+            do_sample=False,
+        )
+        assert list(done.token_ids) == output[0, inputs["input_ids"].shape[1] :].tolist()
+        assert done.aux.accepted > 0
+
+
+async def test_drafts_are_mostly_right(stack: Up) -> None:
+    """Far below what the model card says: it notices a broken draft, not a slow machine."""
+    rounds = accepted = 0
+    for prompt in heldout_prompts(8):
+        options = GenerateOptions(
+            prompt=prompt, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, aux_info=True
+        )
+        aux = (await complete(stack.grpc, options, timeout_s=120)).aux
+        accepted += aux.accepted
+        rounds += sum(aux.k_histogram[1:])
+    assert 1 + accepted / rounds > 2.0
+
+
+async def test_a_seed_is_a_text(stack: Up) -> None:
+    (prompt,) = heldout_prompts(1)
+    options = GenerateOptions(
+        prompt=prompt, max_tokens=NUM_TOKENS, temperature=1.0, top_p=0.95, seed=7, aux_info=True
+    )
+    plain = await complete(stack.grpc, replace(options, speculation=False), timeout_s=120)
+    for k in (1, 4, 8):
+        done = await complete(
+            stack.grpc,
+            replace(options, num_speculative_tokens=k),
+            timeout_s=120,
+        )
+        assert done.token_ids == plain.token_ids
+
+
+def test_the_demo() -> None:
+    done = run_outrider("demo", "--max-tokens", 64, timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    assert "The text is identical" in done.stdout
