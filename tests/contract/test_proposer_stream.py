@@ -27,9 +27,7 @@ from tests.support.draft_scorer import Conversation, DraftScorer, close, commit,
 from tests.support.hash_model import HashModel
 
 PERIOD = [5, 6, 7, 5, 6, 7, 5, 6]  # prompt lookup goes on with 7, 5, 6, 7
-LINK = LinkConfig(
-    backoff_first_s=0.01, backoff_max_s=0.1, refused_retry_s=0.2, drain_timeout_s=0.1
-)
+LINK = LinkConfig(backoff_first_s=0.01, backoff_max_s=0.1, refused_retry_s=0.2, drain_timeout_s=0.1)
 
 
 def ngram_config(*scorers: str) -> ProposerConfig:
