@@ -305,8 +305,10 @@ class Bench:
 def _load_notes(cells: Sequence[Cell]) -> list[str]:
     foreign = max((x for c in cells for x in c.foreign_cpu), default=0.0)
     loops = prompts.repetition([c.token_ids for cell in cells[:1] for c in stats.completions(cell)])
+    quiet = foreign <= 0.1
+    warning = "" if quiet else " THE MACHINE WAS NOT QUIET: the figures say little."
     return [
-        f"Other processes used up to {foreign:.2f} of a core during a run.",
+        f"Other processes used up to {foreign:.2f} of a core during a run.{warning}",
         f"Repeated 8-grams in the single-stream texts: {loops:.0%} (loops are easy to draft).",
     ]
 
