@@ -65,8 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = vars(parser().parse_args(argv))
     exit_with_parent = args.pop("exit_with_parent")
     args["scorer_id"] = args["scorer_id"] or f"{socket.gethostname()}-{os.getpid()}"
-    # Both are read when the libraries are loaded, so before the imports below.
+    # All are read when the libraries are loaded, so before the imports below.
     os.environ["OMP_NUM_THREADS"] = str(args["threads"])
+    # How long an idle OpenMP thread spins. libgomp's default (300,000) costs nothing on an idle
+    # machine, but where other processes want the cores every barrier then loses a time slice.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # our own errors say it readably
 
     try:
