@@ -80,10 +80,11 @@ class ScorerApp:
         folder = resolve_model(options.model, "target")
         has_tokenizer = (folder / "tokenizer.json").is_file()
         loop = asyncio.get_running_loop()
-        hubs: list[Hub] = []  # filled before the first request, so before the first event
+        hubs: list[Hub] = []  # filled before the first request
 
         def on_events(events: StepEvents) -> None:
-            loop.call_soon_threadsafe(hubs[0].on_events, events)
+            if hubs:  # a start that is given up stops an engine that nobody listens to
+                loop.call_soon_threadsafe(hubs[0].on_events, events)
 
         self._worker = worker = EngineWorker(lambda: build_engine(folder, options), on_events)
         info = await _in_thread(lambda: worker.start(_LOAD_TIMEOUT_S))
