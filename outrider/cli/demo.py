@@ -58,7 +58,7 @@ class Run:
 
 
 def run_demo(args: argparse.Namespace) -> int:
-    """Starts the stack, shows two runs, stops the stack. Returns 1 if texts differ that must not."""
+    """Starts the stack, shows two runs, stops it. Returns 1 if texts differ that must not."""
     return run_until_signal(_demo(args))
 
 
