@@ -70,7 +70,7 @@ class Stack:
                 *("--scorer", scorer_grpc, "--method", method, "--port", 0),
                 *("--threads", config.proposer_threads),
                 *(
-                    ("--model", config.draft_model, "--dtype", config.dtype)
+                    ("--model", config.draft_model, "--dtype", "float32")
                     if method == "draft_model"
                     else ()
                 ),
