@@ -19,7 +19,8 @@ from outrider.types import Request
 
 PRIOR_SUCCESSES, PRIOR_TRIALS = 3.0, 5.0  # acceptance of a proposer that nobody has seen yet
 FADE = 0.9  # per round, of what is known about a row's acceptance
-PROBE_EVERY = 32  # rounds with K = 0 before one with drafts renews what was measured
+STALE_AFTER = 12  # steps of other sizes after which a size's average is forgotten
+PROBE_EVERY = 16  # rounds with K = 0 before one with drafts renews what was measured
 MIN_PATIENCE_S, MAX_PATIENCE_S = 0.002, 0.1
 FIRST_PATIENCE_S = 0.25  # a proposer must process the prompt before its first block
 STEPS_OF_PATIENCE = 3.0
@@ -46,16 +47,25 @@ class Average:
 class StepTimes:
     """Seconds of a step by its number of tokens: moving averages per power of two.
 
-    They follow improvements faster than delays: noise comes in bursts that only ever add time.
+    They follow improvements faster than delays: noise comes in bursts that only ever add time. A
+    size that was not run for a while is measured anew: an average from before a burst, or from
+    within one, would be held against sizes that were measured since.
     """
 
     def __init__(self) -> None:
         self._points: dict[int, tuple[float, float]] = {}  # bucket: mean tokens, mean seconds
         self._sorted: list[tuple[float, float]] = []
+        self._steps = 0
+        self._seen: dict[int, int] = {}  # bucket: the last step of that size
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Takes in one step."""
         bucket = (num_tokens - 1).bit_length()
+        self._steps += 1
+        stale = self._steps - self._seen.get(bucket, 0) > STALE_AFTER
+        self._seen[bucket] = self._steps
+        if stale:
+            self._points.pop(bucket, None)
         tokens, mean = self._points.get(bucket, (num_tokens, seconds))
         gain = 1 / 4 if seconds < mean else 1 / 16
         point = (tokens + (num_tokens - tokens) / 8, mean + (seconds - mean) * gain)

@@ -43,6 +43,7 @@ class Bench:
     agreement: float = 1.0  # share of rounds whose block is right
     dead: set[int] = field(default_factory=set)  # sessions whose proposer is silent
     max_tokens: int = 200
+    burst: tuple[float, float] = (0.0, 0.0)  # from, until: steps take ten times as long
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
 
     def __post_init__(self) -> None:
@@ -53,7 +54,8 @@ class Bench:
         forward = self.model.forward
 
         def timed(batch):  # type: ignore[no-untyped-def]
-            self.now += times.estimate(len(batch.input_ids))
+            slow = self.burst[0] <= self.now < self.burst[1]
+            self.now += times.estimate(len(batch.input_ids)) * (10.0 if slow else 1.0)
             return forward(batch)
 
         self.model.forward = timed  # type: ignore[method-assign]
@@ -119,6 +121,13 @@ def test_a_good_proposer_is_waited_for_and_used() -> None:
     assert stats.output_tokens / stats.rounds > 4.0
     assert stats.misses_late <= 2
     assert bench.now < 0.6 * stats.output_tokens * STEP_S[0][1]
+
+
+def test_a_burst_of_slow_steps_does_not_end_speculation() -> None:
+    bench = Bench(AdaptivePolicy(4), agreement=0.8, max_tokens=600, burst=(0.4, 1.2))
+    (stats,) = bench.run()
+    assert stats.k_histogram[0] < 0.25 * stats.rounds
+    assert stats.output_tokens / stats.rounds > 3.0
 
 
 def test_a_useless_proposer_costs_little() -> None:
