@@ -78,6 +78,8 @@ class Policy:
             d.misses = d.rest = 0
         elif fate is BlockFate.WRONG:
             d.wrong = True
+        elif base_len == len(seq.token_ids):  # an empty block
+            d.no_guess_at, d.misses = base_len, 0
         for i, (length, when) in enumerate(d.commits):
             if length == base_len:
                 del d.commits[i]  # a second block for the same commit measures nothing
@@ -99,7 +101,7 @@ class Policy:
             if d.looked_at is None:
                 d.looked_at, d.at_hand = now, seq.has_draft
                 d.deadline = d.committed_at + self.patience(seq)
-            hold = not seq.has_draft and waits(d) and now < d.deadline
+            hold = not seq.has_draft and owed(seq) and now < d.deadline
             (waiting if hold else ready).append(seq)
         if not waiting:
             return ready, now
@@ -127,7 +129,7 @@ class Policy:
         c.fallback_rounds += d.limit > 0
         if d.rest:
             d.rest -= 1
-        elif waits(d):
+        elif owed(seq):
             c.misses_wrong += d.wrong
             c.misses_late += not d.wrong
             d.misses += 1
@@ -151,6 +153,11 @@ class Policy:
     def _k(self, d: Drafting) -> int:
         limit = min(d.limit, d.proposer_limit) if d.proposer_id is not None else 0
         return min(self.choose_k(d, limit), limit) if limit else 0
+
+
+def owed(seq: Sequence) -> bool:
+    """Whether the row waits for drafts, and its proposer has not said that it has none."""
+    return waits(seq.drafting) and seq.drafting.no_guess_at != len(seq.token_ids)
 
 
 def waits(d: Drafting) -> bool:

@@ -42,6 +42,7 @@ class Bench:
     delay_s: float = 0.003
     agreement: float = 1.0  # share of rounds whose block is right
     dead: set[int] = field(default_factory=set)  # sessions whose proposer is silent
+    clueless: set[int] = field(default_factory=set)  # sessions whose blocks are empty
     max_tokens: int = 200
     burst: tuple[float, float] = (0.0, 0.0)  # from, until: steps take ten times as long
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
@@ -86,6 +87,8 @@ class Bench:
         tokens = self.truth.tokens(
             self._request(session).prompt_token_ids, SamplingParams(temperature=0.0), base + 6
         )[base - 2 : base - 2 + count]
+        if session in self.clueless:
+            tokens = ()
         tree = DraftTree.chain(base, tokens if right else [(t + 1) % 32 for t in tokens])
         self._due.append((self.now + self.delay_s, session, tree))
 
@@ -137,6 +140,14 @@ def test_a_useless_proposer_costs_little() -> None:
     assert stats.drafted < 0.25 * 4 * stats.rounds, "K shrinks to 0 where nothing is accepted"
     assert stats.drafted > 4, "but it is tried again"
     assert bench.now < 1.2 * stats.output_tokens * STEP_S[0][1]
+
+
+def test_an_empty_block_ends_the_wait_and_is_no_miss() -> None:
+    bench = Bench(Policy(4, max_wait_s=0.05), clueless={0})
+    (stats,) = bench.run()
+    assert stats.misses_late == stats.misses_wrong == 0
+    assert stats.fallback_rounds == stats.rounds - 1, "the first round processed the prompt"
+    assert stats.wait_ms < 1.01 * stats.waits * bench.delay_s * 1e3, "no longer than it took"
 
 
 def test_a_silent_proposer_is_set_aside_after_three_misses_and_tried_again() -> None:
