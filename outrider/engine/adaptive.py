@@ -11,6 +11,7 @@ row does not wait at all and its proposer merely follows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Rows
 
 from outrider.engine.policy import Policy
@@ -19,6 +20,7 @@ from outrider.types import Request
 
 PRIOR_SUCCESSES, PRIOR_TRIALS = 3.0, 5.0  # acceptance of a proposer that nobody has seen yet
 FADE = 0.9  # per round, of what is known about a row's acceptance
+NEARLY = 0.95  # of the best goodput: such differences between sizes are noise
 STALE_AFTER = 12  # steps of other sizes after which a size's average is forgotten
 PROBE_EVERY = 16  # rounds with K = 0 before one with drafts renews what was measured
 MIN_PATIENCE_S, MAX_PATIENCE_S = 0.002, 0.1
@@ -107,15 +109,17 @@ class AdaptivePolicy(Policy):
         acceptance = d.successes / d.trials
         rows = self._num_rows
         plain = self._steps.estimate(rows)
-        best, best_rate = 0, 1.0 / plain if plain else 0.0
+        rates = [1.0 / plain if plain else 0.0]
         expected = power = 1.0
         for k in range(1, limit + 1):
             power *= acceptance
             expected += power
             seconds = self._steps.estimate(rows * (1 + k)) + d.wait_s
-            if not plain or expected / seconds > best_rate:
-                best, best_rate = k, expected / seconds if seconds else 0.0
-        return best
+            rates.append(expected / seconds if seconds else math.inf)
+        best = max(rates)
+        if rates[0] == best:
+            return 0
+        return max(k for k, rate in enumerate(rates) if k and rate >= NEARLY * best)
 
     def patience(self, seq: Sequence) -> float:
         """Blocks' mean delay plus four deviations, at most a few step times.

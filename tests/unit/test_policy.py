@@ -243,6 +243,15 @@ def test_k_grows_with_agreement_and_shrinks_with_load() -> None:
     assert by_rows[0] > by_rows[-1]
 
 
+def test_noise_between_sizes_does_not_shorten_drafts() -> None:
+    policy = AdaptivePolicy(4)
+    for num_tokens, seconds in ((1, 0.0090), (2, 0.0091), (4, 0.0090), (5, 0.0094)):
+        policy.observe_step(1, num_tokens, seconds)
+    drafting = policy.drafting(Request(1, (1,)))
+    drafting.successes, drafting.trials = 0.5, 1.0
+    assert policy.choose_k(drafting, 4) == 4
+
+
 def test_step_times_interpolate_between_what_was_measured() -> None:
     times = step_times()
     assert times.estimate(1) == pytest.approx(0.0075)
