@@ -49,7 +49,8 @@ class Average:
 class StepTimes:
     """Seconds of a step by its number of tokens: moving averages per power of two.
 
-    They follow improvements faster than delays: noise comes in bursts that only ever add time. A
+    They follow improvements faster than delays: noise comes in bursts that only ever add time. And
+    no step is taken to be slower than one of more tokens: a size that ran once, cold, would be. A
     size that was not run for a while is measured anew: an average from before a burst, or from
     within one, would be held against sizes that were measured since.
     """
@@ -72,7 +73,11 @@ class StepTimes:
         gain = 1 / 4 if seconds < mean else 1 / 16
         point = (tokens + (num_tokens - tokens) / 8, mean + (seconds - mean) * gain)
         self._points[bucket] = point
-        self._sorted = sorted(self._points.values())
+        self._sorted = []
+        fastest = math.inf
+        for mean_tokens, mean in sorted(self._points.values(), reverse=True):
+            fastest = min(fastest, mean)
+            self._sorted.insert(0, (mean_tokens, fastest))
 
     def estimate(self, num_tokens: int) -> float:
         """Linear between the measured sizes; below the smallest as fast as that one.
@@ -88,7 +93,7 @@ class StepTimes:
         if num_tokens <= high[0]:
             i = next(i for i, point in enumerate(points) if num_tokens <= point[0])
             low, high = points[i - 1], points[i]
-        slope = max(0.0, (high[1] - low[1]) / (high[0] - low[0]))
+        slope = (high[1] - low[1]) / (high[0] - low[0])
         return low[1] + slope * (num_tokens - low[0])
 
 

@@ -243,6 +243,14 @@ def test_k_grows_with_agreement_and_shrinks_with_load() -> None:
     assert by_rows[0] > by_rows[-1]
 
 
+def test_a_size_that_ran_once_cold_does_not_end_speculation() -> None:
+    times = StepTimes()
+    for num_tokens, seconds in ((1, 0.009), (2, 0.030), (4, 0.026), (5, 0.010)):
+        times.observe(num_tokens, seconds)
+    assert times.estimate(2) == pytest.approx(0.010)
+    assert times.estimate(5) == pytest.approx(0.010)
+
+
 def test_noise_between_sizes_does_not_shorten_drafts() -> None:
     policy = AdaptivePolicy(4)
     for num_tokens, seconds in ((1, 0.0090), (2, 0.0091), (4, 0.0090), (5, 0.0094)):
