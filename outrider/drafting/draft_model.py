@@ -68,7 +68,6 @@ class DraftModelProposer:
             max_sessions=max_sessions,
             max_draft_tokens=max_draft_tokens,
             max_model_len=min(model.max_model_len, room),
-            runs_ahead=True,
         )
         self._model = model
         self._pool = BlockPool(model.num_pages)

@@ -41,7 +41,6 @@ class NgramProposer:
             max_sessions=max_sessions,
             max_draft_tokens=max_draft_tokens,
             max_model_len=min(max_model_len, max_tokens),
-            runs_ahead=False,
         )
         self._sizes = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
         self._max_tokens = max_tokens

@@ -23,7 +23,6 @@ class ProposerTraits:
     max_sessions: int
     max_draft_tokens: int  # per round
     max_model_len: int  # sessions beyond it are followed, not drafted for
-    runs_ahead: bool  # can draft past tokens that are not verified yet
 
 
 @dataclass(frozen=True, slots=True)
