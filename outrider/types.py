@@ -160,9 +160,12 @@ class StepTimings:
     forward_ms: float
     verify_ms: float
     commit_ms: float
-    idle_ms: float  # since the previous step ended: waiting for drafts or work
+    idle_ms: float  # since the previous step was committed: waiting for drafts or work
     num_rows: int
     num_tokens: int
+    gap_ms: float | None = None
+    """Host time from the previous step's result to this one's launch, in which the device has no
+    work; None if the step did not follow directly: it waited for drafts or work."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ _STEP_SECONDS = (
     *(0.075, 0.1, 0.25, 0.5, 1.0),
 )
 _POWERS = tuple(float(2**i) for i in range(13))
-_STEP_PARTS = ("schedule", "forward", "verify", "commit", "idle")
+_STEP_PARTS = ("schedule", "forward", "verify", "commit", "idle", "gap")
 
 
 class ScorerMetrics:
@@ -69,7 +69,8 @@ class ScorerMetrics:
         )
         step_time = Histogram(
             METRIC_PREFIX + "step_time_seconds",
-            "Where an engine step's time goes; idle: waiting for drafts or work before it.",
+            "Where an engine step's time goes; idle: waiting for drafts or work before it; gap: "
+            "host time between the result of a step and the launch of one that follows directly.",
             ("model_name", "part"),
             buckets=_STEP_SECONDS,
             registry=registry,
@@ -110,9 +111,11 @@ class ScorerMetrics:
             timings.verify_ms,
             timings.commit_ms,
             timings.idle_ms,
+            timings.gap_ms,
         )
         for histogram, milliseconds in zip(self._step_parts, parts, strict=True):
-            histogram.observe(milliseconds / 1e3)
+            if milliseconds is not None:
+                histogram.observe(milliseconds / 1e3)
         self._step_rows.observe(timings.num_rows)
         self._step_tokens.observe(timings.num_tokens)
 

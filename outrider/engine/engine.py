@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
@@ -12,13 +14,33 @@ from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.batch import Model
 from outrider.engine.block_pool import BlockPool
 from outrider.engine.policy import Policy
-from outrider.engine.runner import Runner
-from outrider.engine.scheduler import Scheduler
+from outrider.engine.runner import Pending, Runner, StepRunner
+from outrider.engine.scheduler import Scheduler, Step, StepResult
 from outrider.engine.sequence import BlockFate
 from outrider.errors import ConfigError, InternalError
 from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEvents, StepTimings
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step between its launch and its result."""
+
+    step: Step
+    pending: Pending
+    launched_at: float
+    timings: StepTimings  # as far as they are known
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """A step that could not be launched: its requests fail where any other's result comes."""
+
+    error: Exception
+
+    def wait(self) -> StepResult:
+        raise self.error
 
 
 class Engine:
@@ -31,6 +53,7 @@ class Engine:
         *,
         eos_token_ids: frozenset[int] = frozenset(),
         policy: Policy | None = None,
+        runner: StepRunner | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if (model.page_size, model.num_pages) != (config.page_size, config.num_pages):
@@ -48,38 +71,68 @@ class Engine:
         self._policy = policy or AdaptivePolicy(config.num_speculative_tokens)
         self._pool = BlockPool(config.num_pages, enable_prefix_caching=config.enable_prefix_caching)
         self._scheduler = Scheduler(config, self._policy, self._pool)
-        self._runner = Runner(model)
+        self._runner = runner or Runner(model)
         self._clock = clock
         self._idle_since = clock()
+        self._result_at: float | None = None  # of the step before, if nothing was waited for since
+        self._in_flight: _InFlight | None = None
         self._dropped_blocks = 0
 
     def step(self) -> StepEvents | None:
         """One round of all ready rows; None if none is ready before `wake_at`."""
+        return self.collect() if self.launch() else None
+
+    def launch(self) -> bool:
+        """Hands the ready rows to the runner; False if none is ready before `wake_at`.
+
+        `collect` comes next. In between, `abort` must not be called.
+        """
+        assert self._in_flight is None
         began = self._clock()
         step = self._scheduler.schedule(began)
         if step is None:
-            return None
+            self._result_at = None
+            return False
         scheduled = self._clock()
         try:
-            result = self._runner.run(step)
+            pending = self._runner.launch(step)
         except Exception as error:
-            log.exception("a forward failed")
-            failure = InternalError(f"The model's forward failed: {type(error).__name__}.")
-            return self._fail([row.seq.session_id for row in step.rows], failure)
-        ran = self._clock()
-        commits = self._scheduler.commit(step, result, ran - scheduled, ran)
-        done = self._clock()
+            pending = _Failed(error)
+        launched = self._clock()
         timings = StepTimings(
             schedule_ms=(scheduled - began) * 1e3,
-            forward_ms=result.forward_s * 1e3,
-            verify_ms=(ran - scheduled - result.forward_s) * 1e3,
-            commit_ms=(done - ran) * 1e3,
+            forward_ms=0.0,
+            verify_ms=0.0,
+            commit_ms=0.0,
             idle_ms=(began - self._idle_since) * 1e3,
             num_rows=len(step.rows),
             num_tokens=step.num_tokens,
+            gap_ms=None if self._result_at is None else (launched - self._result_at) * 1e3,
         )
-        self._idle_since = done
-        return StepEvents(tuple(commits), (), timings, step.set_aside)
+        self._in_flight = _InFlight(step, pending, scheduled, timings)
+        return True
+
+    def collect(self) -> StepEvents | None:
+        """Waits for the step in flight and makes its result true; None if there is none."""
+        if self._in_flight is None:
+            return None
+        flight, self._in_flight = self._in_flight, None
+        try:
+            result = flight.pending.wait()
+        except Exception as error:
+            log.exception("a forward failed")
+            failure = InternalError(f"The model's forward failed: {type(error).__name__}.")
+            return self._fail([row.seq.session_id for row in flight.step.rows], failure)
+        self._result_at = now = self._clock()
+        commits = self._scheduler.commit(flight.step, result, now - flight.launched_at, now)
+        self._idle_since = self._clock()
+        timings = replace(
+            flight.timings,
+            forward_ms=result.forward_s * 1e3,
+            verify_ms=result.verify_s * 1e3,
+            commit_ms=(self._idle_since - now) * 1e3,
+        )
+        return StepEvents(tuple(commits), (), timings, flight.step.set_aside)
 
     @property
     def wake_at(self) -> float:
@@ -100,6 +153,7 @@ class Engine:
 
     def abort(self, session_id: int) -> None:
         """Forgets a session; unknown ones too. No event follows."""
+        assert self._in_flight is None
         if session_id in self._scheduler.by_session:
             self._scheduler.remove(session_id)
 
@@ -131,6 +185,10 @@ class Engine:
 
     def fail_all(self, error: Exception) -> StepEvents:
         """Ends every session with `error`; the engine can go on afterwards."""
+        if self._in_flight is not None:
+            flight, self._in_flight = self._in_flight, None
+            with contextlib.suppress(Exception):
+                flight.pending.wait()  # before its pages go to others
         return self._fail(list(self._scheduler.by_session), error)
 
     def snapshot(self) -> EngineSnapshot:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,46 +13,58 @@ from outrider.engine.batch import Model, pack
 from outrider.engine.sampling import SamplingBatch, sample
 from outrider.engine.scheduler import ScheduledRow, Step, StepResult
 from outrider.engine.verifier import verify_rows
-from outrider.types import SamplingParams, TokenIds
+from outrider.types import SamplingParams
+
+
+class Pending(Protocol):
+    """A step that is in flight."""
+
+    def wait(self) -> StepResult:
+        """Blocks until the step's one small copy has reached the host.
+
+        Raises what the forward raised. Called once.
+        """
+        ...
+
+
+class StepRunner(Protocol):
+    """The model's side of a step. One step is in flight at most."""
+
+    def launch(self, step: Step) -> Pending:
+        """Enqueues the step's work and returns. May raise what the forward raises."""
+        ...
 
 
 class Runner:
-    """Owns the model's side of a step. Knows nothing of requests but their sampling."""
+    """Runs any step on any device, eagerly. Knows nothing of requests but their sampling."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
 
+    def launch(self, step: Step) -> Pending:
+        """On a CPU nothing can be enqueued: there `wait` does the work."""
+        return _Lazy(self, step) if self.model.device.type == "cpu" else _Enqueued(self, step)
+
     @torch.inference_mode()
-    def run(self, step: Step) -> StepResult:
-        """Runs one forward. Whatever the model raises passes through."""
-        began = time.perf_counter()
+    def forward(self, step: Step) -> Tensor:
+        """The step's logits [num_logits, vocab_size]. What the model raises passes through."""
         batch = pack([row.slice for row in step.rows], self.model.page_size, self.model.device)
-        logits = self.model.forward(batch)
-        forward_s = time.perf_counter() - began
-        if not len(logits):
-            return StepResult(((),) * len(step.rows), (0,) * len(step.rows), forward_s)
-        ends = [row for row in step.rows if row.slice.num_logits]
-        verified = iter(self._verify(ends, self._draw(logits, ends)))
-        choices: list[TokenIds] = []
-        accepted: list[int] = []
-        for row in step.rows:
-            count, *chosen = next(verified) if row.slice.num_logits else (0,)
-            choices.append(tuple(chosen[: row.slice.num_logits]))
-            accepted.append(count)
-        return StepResult(tuple(choices), tuple(accepted), forward_s)
+        return self.model.forward(batch)
 
-    def _draw(self, logits: Tensor, rows: list[ScheduledRow]) -> Tensor:
-        """What the target chooses from each row of logits: int64 [num_logits]."""
-        if all(row.seq.request.sampling.greedy for row in rows):
-            return logits.argmax(dim=-1)
-        return sample(logits, self._sampling(rows))
+    @torch.inference_mode()
+    def verify(self, step: Step, logits: Tensor) -> Tensor:
+        """Per row that has logits: drafts accepted, then what the target chose, padded.
 
-    def _verify(self, rows: list[ScheduledRow], drawn: Tensor) -> list[list[int]]:
-        """Per row: drafts accepted, then its choices, padded. The step's one copy to the host."""
+        int64 [rows, 1 + width].
+        """
+        rows = [row for row in step.rows if row.slice.num_logits]
+        if not rows:
+            return torch.empty((0, 1), dtype=torch.int64)
+        drawn = self._draw(logits, rows)
         counts = [row.slice.num_logits for row in rows]
         width = max(counts)
         if width == 1:
-            return [[0, token] for token in drawn.tolist()]
+            return torch.stack((torch.zeros_like(drawn), drawn), dim=1)
         padding = (-1,) * (width - 1)
         drafts = torch.tensor([(row.draft + padding)[: width - 1] for row in rows])
         if min(counts) < width:
@@ -59,7 +73,13 @@ class Runner:
             drawn = drawn[at.to(drawn.device, non_blocking=True)]
         choices = drawn.view(len(rows), width)
         accepted = verify_rows(drafts.to(drawn.device, non_blocking=True), choices)
-        return torch.cat((accepted[:, None], choices), dim=1).tolist()
+        return torch.cat((accepted[:, None], choices), dim=1)
+
+    def _draw(self, logits: Tensor, rows: list[ScheduledRow]) -> Tensor:
+        """What the target chooses from each row of logits: int64 [num_logits]."""
+        if all(row.seq.request.sampling.greedy for row in rows):
+            return logits.argmax(dim=-1)
+        return sample(logits, self._sampling(rows))
 
     def _sampling(self, rows: list[ScheduledRow]) -> SamplingBatch:
         """The token after each of a row's last `num_logits` tokens is drawn."""
@@ -71,3 +91,57 @@ class Runner:
             params += [row.seq.request.sampling] * count
             positions += range(end - count, end)
         return SamplingBatch.build(params, positions, self.model.device)
+
+
+class _Lazy:
+    """A step that runs on the host once it is waited for."""
+
+    def __init__(self, runner: Runner, step: Step) -> None:
+        self._runner = runner
+        self._step = step
+
+    def wait(self) -> StepResult:
+        began = time.perf_counter()
+        logits = self._runner.forward(self._step)
+        forwarded = time.perf_counter()
+        verified = self._runner.verify(self._step, logits).tolist()
+        done = time.perf_counter()
+        return to_result(self._step, verified, forwarded - began, done - forwarded)
+
+
+class _Enqueued:
+    """A step on the current CUDA stream."""
+
+    def __init__(self, runner: Runner, step: Step) -> None:
+        self._step = step
+        self._events = [
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(3)
+        ]
+        began, forwarded, done = self._events
+        began.record()
+        logits = runner.forward(step)
+        forwarded.record()
+        self._verified = runner.verify(step, logits).to("cpu", non_blocking=True)  # pinned
+        done.record()
+
+    def wait(self) -> StepResult:
+        began, forwarded, done = self._events
+        done.synchronize()
+        forward_s = began.elapsed_time(forwarded) * 1e-3
+        verify_s = forwarded.elapsed_time(done) * 1e-3
+        return to_result(self._step, self._verified.tolist(), forward_s, verify_s)
+
+
+def to_result(
+    step: Step, verified: Sequence[Sequence[int]], forward_s: float, verify_s: float
+) -> StepResult:
+    """`verified`: for each row that has logits, drafts accepted and then its choices."""
+    with_logits = iter(verified)
+    choices: list[Sequence[int]] = []
+    accepted: list[int] = []
+    for row in step.rows:
+        count, *chosen = next(with_logits) if row.slice.num_logits else (0,)
+        choices.append(chosen)
+        accepted.append(count)
+    return StepResult(choices, accepted, forward_s, verify_s)

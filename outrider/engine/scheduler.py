@@ -8,6 +8,7 @@ known + draft. Chunked prefill, decode and verification are the same case, in on
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 from outrider.config import EngineConfig
@@ -38,11 +39,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Per row of the step: what the target chose (empty in mid-prompt), and drafts accepted."""
+    """Per row of the step: what the target chose (empty in mid-prompt), and drafts accepted.
 
-    choices: tuple[TokenIds, ...]
-    accepted: tuple[int, ...]
-    forward_s: float  # of the whole, packing and the model
+    Of a row's choices the first `accepted` + 1 count; what follows them may be anything.
+    """
+
+    choices: Rows[Rows[int]]
+    accepted: Rows[int]
+    forward_s: float  # packing and the model
+    verify_s: float = 0.0  # drawing and verification, where they are told apart
 
 
 class Scheduler:
@@ -99,7 +104,7 @@ class Scheduler:
         )
 
     def commit(self, step: Step, result: StepResult, seconds: float, now: float) -> list[Commit]:
-        """Makes a step's result true. `seconds`: what forward and verification took."""
+        """Makes a step's result true. `seconds`: from its launch to its result."""
         self.policy.observe_step(len(step.rows), step.num_tokens, seconds)
         commits: list[Commit] = []
         for row, choices, accepted in zip(step.rows, result.choices, result.accepted, strict=True):
@@ -109,7 +114,7 @@ class Scheduler:
             seq.num_computed += len(row.slice.token_ids) - len(row.draft) + accepted
             commit = None
             if choices:
-                commit = self._emit(row, choices[: accepted + 1], accepted, seconds, now)
+                commit = self._emit(row, tuple(choices[: accepted + 1]), accepted, seconds, now)
                 commits.append(commit)
             self._publish(seq)
             if commit is not None and commit.finish_reason is not None:

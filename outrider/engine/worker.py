@@ -39,7 +39,8 @@ class EngineWorker:
     """Thread-safe outside of an `Engine`; its methods never wait for a step.
 
     Commands queue up and are carried out between steps, as late as possible: a block that
-    arrives while a step runs is used by the next one.
+    arrives while a step runs is used by the next one. What a step brought about is published
+    once the next one is on its way.
     """
 
     def __init__(
@@ -152,27 +153,35 @@ class EngineWorker:
         self._snapshot = engine.snapshot()
         self._info = engine.info
         self._started.set()
-        while not self._stopping:
+        stop = False
+        while not stop:
+            events: list[StepEvents] = []
             try:
-                self._carry_out_commands(engine)
-                events = engine.step()
+                if (collected := engine.collect()) is not None:
+                    events.append(collected)
+                stop = self._carry_out_commands(engine)
+                if stop:
+                    events.append(engine.fail_all(UnavailableError("The engine stops.")))
+                else:
+                    engine.launch()
             except Exception as error:
                 log.exception("a step failed")
-                events = engine.fail_all(InternalError(f"The engine failed: {error!r}."))
-            if events is not None:
-                self._publish(engine, events)
-        self._carry_out_commands(engine)
-        self._publish(engine, engine.fail_all(UnavailableError("The engine stops.")))
+                events.append(engine.fail_all(InternalError(f"The engine failed: {error!r}.")))
+            for event in events:  # while the device works on the next step
+                self._publish(engine, event)
 
-    def _carry_out_commands(self, engine: Engine) -> None:
-        """Carries out what was queued, sleeping first if nothing was and no step could run."""
+    def _carry_out_commands(self, engine: Engine) -> bool:
+        """Carries out what was queued, sleeping first if nothing was and no step could run.
+
+        True if the engine is to stop: nothing can be queued any more.
+        """
         with self._wakeup:
             delay = engine.wake_at - time.perf_counter()
             if delay > 0 and not (self._commands or self._blocks or self._stopping):
                 self._wakeup.wait(min(delay, MAX_SLEEP_S))
             commands, self._commands = self._commands, deque()
             blocks, self._blocks = self._blocks, {}
-            submitted = self._submitted
+            submitted, stop = self._submitted, self._stopping
         for command in commands:
             command(engine)
         for session_id, queue in blocks.items():
@@ -182,6 +191,7 @@ class EngineWorker:
             with self._wakeup:
                 self._submitted -= submitted
                 self._snapshot = engine.snapshot()
+        return stop
 
     def _publish(self, engine: Engine, events: StepEvents) -> None:
         ended = [c.session_id for c in events.commits if c.finish_reason is not None]

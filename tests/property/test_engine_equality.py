@@ -136,9 +136,11 @@ class Scenario:
             self.open.difference_update(failure.session_id for failure in events.failures)
 
     def step(self) -> bool:
-        events = self.engine.step()
-        if events is None:
+        if not self.engine.launch():
             return False
+        self.engine.check_invariants()  # in flight, too
+        events = self.engine.collect()
+        assert events is not None
         assert not events.failures
         for commit in events.commits:
             client = self.clients[commit.session_id]

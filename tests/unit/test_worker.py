@@ -16,6 +16,8 @@ from outrider.draft_tree import DraftTree
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
 from outrider.engine.policy import Policy
+from outrider.engine.runner import Pending, Runner
+from outrider.engine.scheduler import Step, StepResult
 from outrider.engine.worker import EngineWorker
 from outrider.errors import (
     CapacityError,
@@ -61,6 +63,29 @@ class Gate(HashModel):
         return super().forward(batch)
 
 
+class Recorder(Runner):
+    """A runner that writes down what happens, and whose launches fail while told to."""
+
+    def __init__(self, model: HashModel, diary: list[str]) -> None:
+        super().__init__(model)
+        self.diary = diary
+        self.failures = 0
+
+    def launch(self, step: Step) -> Pending:
+        self.diary.append("launch")
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("the device fell over")
+        pending, diary = super().launch(step), self.diary
+
+        class Waiting:
+            def wait(self) -> StepResult:
+                diary.append("wait")
+                return pending.wait()
+
+        return Waiting()
+
+
 class Inbox:
     """Collects events; `wait` blocks until sessions have ended."""
 
@@ -93,13 +118,17 @@ class Inbox:
 
 @contextmanager
 def running(
-    model: HashModel, config: EngineConfig = CONFIG, policy: Policy | None = None
+    model: HashModel,
+    config: EngineConfig = CONFIG,
+    policy: Policy | None = None,
+    runner: Runner | None = None,
+    inbox: Inbox | None = None,
 ) -> Iterator[tuple[EngineWorker, Inbox, Engine]]:
-    inbox = Inbox()
+    inbox = inbox or Inbox()
     engines: list[Engine] = []
 
     def build() -> Engine:
-        engines.append(Engine(model, config, policy=policy))
+        engines.append(Engine(model, config, policy=policy, runner=runner))
         return engines[0]
 
     worker = EngineWorker(build, inbox)
@@ -150,6 +179,39 @@ def test_a_failing_forward_fails_its_requests_and_no_others() -> None:
         worker.submit(again := request(24))  # shares its first pages with nothing believed
         inbox.wait(lambda box: 24 in box.ended)
         assert inbox.tokens[24] == Sequential(model).output(again, 64, frozenset())[0]
+
+
+def test_a_failing_launch_fails_its_requests_and_no_others() -> None:
+    model = Gate()
+    runner = Recorder(model, [])
+    runner.failures = 1
+    with running(model, runner=runner) as (worker, inbox, _):
+        worker.submit(request(1))
+        inbox.wait(lambda box: 1 in box.ended)
+        assert isinstance(inbox.ended[1], InternalError)
+        worker.submit(again := request(24))
+        inbox.wait(lambda box: 24 in box.ended)
+        assert inbox.tokens[24] == Sequential(model).output(again, 64, frozenset())[0]
+
+
+def test_a_step_is_published_while_the_next_is_in_flight() -> None:
+    diary: list[str] = []
+
+    class Reader(Inbox):
+        def __call__(self, events: StepEvents) -> None:
+            diary.append("publish")
+            super().__call__(events)
+
+    model = Gate()
+    with running(model, runner=Recorder(model, diary), inbox=Reader()) as (worker, inbox, _):
+        worker.submit(request(1, max_tokens=3))
+        inbox.wait(lambda box: 1 in box.ended)
+        first, second, third = (s.timings for s in inbox.steps)
+    begin, middle, end = ["launch"], ["wait", "launch", "publish"], ["wait", "publish"]
+    assert diary[:9] == begin + middle + middle + end
+    gaps = [timings.gap_ms for timings in (first, second, third) if timings is not None]
+    assert gaps[0] is None, "it followed no step"
+    assert all(gap is not None and gap > 0 for gap in gaps[1:])
 
 
 def test_build_errors_reach_the_caller() -> None:
