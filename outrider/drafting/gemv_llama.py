@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.drafting.draft_steps import ReadyRow
 from outrider.engine.batch import RowSlice
-from outrider.engine.kv_cache import KVPools
+from outrider.engine.kv_cache import HeadMajorPool, KVPools
 from outrider.engine.llama import fits
 from outrider.engine.sampling import SamplingBatch, sample
 
@@ -148,7 +148,9 @@ class GemvLlama:
         bias = None
         if projections[0].bias is not None:
             bias = _array(torch.cat([projection.bias for projection in projections]))
-        joint = pools.layer(index).joint
+        pool = pools.layer(index)
+        assert isinstance(pool, HeadMajorPool), "this runs on CPU"
+        joint = pool.joint
         assert joint is not None, "keys and values of a Llama are equally wide"
         return _Layer(
             input_norm=_array(layer.input_layernorm.weight),

@@ -1,23 +1,18 @@
-"""Attention over paged keys and values, behind one small protocol.
-
-Within a call the query heads that share a key head are packed into the query dimension: one read
-of keys and values serves them all, and it is 1.3-12 times faster on CPU than a call per head.
-"""
+"""Attention over paged keys and values, behind one small protocol."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.engine.batch import PackedBatch
 from outrider.engine.kv_cache import LayerPool
-from outrider.engine.step_context import SHORT_QUERY_LEN, RowGroup, StepContext
 
 ATTENTION_NAME = "outrider_paged"
-_MIN_KEYS_FOR_PRODUCTS = 512  # in the group; see _by_products
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +25,13 @@ class AttentionParams:
     sinks: Tensor | None = None  # [num_heads]: a logit per head that takes weight and gives nothing
 
 
-class AttentionBackend(Protocol):
-    """Attention of one layer over its pool."""
+class StepAttention(Protocol):
+    """The attention of one step: what it needs of the batch is made once, for every layer."""
 
-    def attend(
-        self, query: Tensor, pool: LayerPool, context: StepContext, params: AttentionParams
-    ) -> Tensor:
+    @property
+    def batch(self) -> PackedBatch: ...
+
+    def attend(self, query: Tensor, pool: LayerPool, params: AttentionParams) -> Tensor:
         """Query [tokens, num_kv_heads, group, key_dim] to [tokens, num_kv_heads, group, value_dim].
 
         `group` is the number of query heads per key head. The step's own keys and values are
@@ -43,131 +39,31 @@ class AttentionBackend(Protocol):
         """
         ...
 
+
+class LatentAttention(StepAttention, Protocol):
+    """Attention that can also run over keys and values expanded from cached latents."""
+
+    @property
+    def all_slots(self) -> Tensor:
+        """The slots [n] whose latents are to be expanded."""
+        ...
+
     def attend_expanded(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        context: StepContext,
-        params: AttentionParams,
+        self, query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
-        """The same over keys and values [num_kv_heads, n, dim] that were expanded from what lies
-        in `context.all_slots`, for latent attention."""
+        """`attend` over keys and values [num_kv_heads, n, dim] expanded from `all_slots`."""
         ...
 
 
-class SdpaBackend:
-    """Attention over gathered pages in plain torch operations: any device, any dtype."""
-
-    def attend(
-        self, query: Tensor, pool: LayerPool, context: StepContext, params: AttentionParams
-    ) -> Tensor:
-        parts = [
-            _attend_group(query, *pool.gather(group.slots), group, params)
-            for group in context.groups
-        ]
-        return context.restore(parts)
-
-    def attend_expanded(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        context: StepContext,
-        params: AttentionParams,
-    ) -> Tensor:
-        sizes = [len(group.slots) for group in context.groups]
-        parts = [
-            _attend_group(query, group_keys, group_values, group, params)
-            for group_keys, group_values, group in zip(
-                torch.split(keys, sizes, dim=1),
-                torch.split(values, sizes, dim=1),
-                context.groups,
-                strict=True,
-            )
-        ]
-        return context.restore(parts)
-
-
-def _attend_group(
-    query: Tensor, keys: Tensor, values: Tensor, group: RowGroup, params: AttentionParams
-) -> Tensor:
-    """Keys [kv_heads, B * L, dim]; the result has the group's tokens without padding."""
-    kv_heads, repeats, dim = query.shape[1:]
-    rows, value_dim = group.num_rows, values.shape[-1]
-    if group.query_index is not None:
-        query = query.index_select(0, group.query_index)
-    query = query.view(rows, -1, kv_heads, repeats, dim)
-    if _by_products(query, group, params):
-        # Head-major throughout: batched products over [kv_heads * B], which the gather allows.
-        packed = query.permute(2, 0, 1, 3, 4).reshape(kv_heads * rows, -1, dim)
-        out = _attend_by_products(
-            packed,
-            keys.reshape(kv_heads * rows, -1, dim),
-            values.reshape(kv_heads * rows, -1, value_dim),
-            group.head_major_mask(params.sliding_window, kv_heads, repeats, packed.dtype),
-            params,
-            repeats,
-        )
-        out = out.view(kv_heads, rows, -1, repeats, value_dim).permute(1, 2, 0, 3, 4)
-    else:
-        packed = query.transpose(1, 2).reshape(rows, kv_heads, -1, dim)
-        out = F.scaled_dot_product_attention(
-            packed,
-            keys.view(kv_heads, rows, -1, dim).transpose(0, 1),
-            values.view(kv_heads, rows, -1, value_dim).transpose(0, 1),
-            group.mask(params.sliding_window, repeats, packed.dtype),
-            scale=params.scaling,
-        )
-        out = out.view(rows, kv_heads, -1, repeats, value_dim).transpose(1, 2)
-    out = out.reshape(-1, kv_heads, repeats, value_dim)
-    return out if group.unpad_index is None else out.index_select(0, group.unpad_index)
-
-
-def _by_products(query: Tensor, group: RowGroup, params: AttentionParams) -> bool:
-    """Whether plain products beat (or must replace) the fused kernel.
-
-    On CPU the fused kernel gains nothing from bfloat16, the products gain all of it: 1.6-2 times
-    faster for short rows once there are keys enough to pay for two more calls. Softcap and sinks
-    have no kernel.
-    """
-    if params.softcap is not None or params.sinks is not None:
-        return True
-    fits = group.max_query_len <= SHORT_QUERY_LEN and len(group.slots) >= _MIN_KEYS_FOR_PRODUCTS
-    return fits and query.dtype is torch.bfloat16 and query.device.type == "cpu"
-
-
-def _attend_by_products(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    params: AttentionParams,
-    repeats: int,
-) -> Tensor:
-    """Query [N, Q * repeats, dim], keys [N, L, dim], mask [N, Q * repeats, L], N = kv_heads * B."""
-    scaling = params.scaling
-    if params.softcap is None:
-        scores = torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=scaling)
-    else:
-        scores = torch.bmm(query, keys.transpose(1, 2)) * (scaling / params.softcap)
-        scores = torch.tanh(scores) * params.softcap + mask
-    if params.sinks is not None:
-        # One more column, [kv_heads, repeats] for the heads, that takes weight and gives nothing.
-        kv_heads = len(params.sinks) // repeats
-        sinks = params.sinks.to(scores.dtype).view(kv_heads, 1, 1, repeats, 1)
-        shape = (kv_heads, len(scores) // kv_heads, scores.shape[1] // repeats, repeats, 1)
-        column = sinks.expand(shape).reshape(len(scores), -1, 1)
-        return torch.bmm(torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1], values)
-    return torch.bmm(scores.softmax(dim=-1), values)
+AttentionBackend = Callable[[PackedBatch], StepAttention]
+"""Makes the attention of one step."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
     """The one keyword that our attention function receives through the modules."""
 
-    context: StepContext
-    backend: AttentionBackend
+    attention: StepAttention
     pool_of: Any  # layer_idx -> LayerPool, or None for latent attention
 
 
@@ -197,7 +93,8 @@ def paged_attention_forward(
     grouped = query[0].transpose(0, 1).reshape(tokens, kv_heads, heads // kv_heads, dim)
     if paged.pool_of is not None:
         pool = paged.pool_of(module.layer_idx)
-        out = paged.backend.attend(grouped, pool, paged.context, params)
+        out = paged.attention.attend(grouped, pool, params)
     else:
-        out = paged.backend.attend_expanded(grouped, key[0], value[0], paged.context, params)
+        latent = cast("LatentAttention", paged.attention)
+        out = latent.attend_expanded(grouped, key[0], value[0], params)
     return out.reshape(1, tokens, heads, -1), None

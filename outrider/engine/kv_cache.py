@@ -1,56 +1,28 @@
 """The paged KV pools, and the `transformers` Cache that writes to them.
 
-A pool holds one layer, a plane per key head and then one per value head, each [slots, head_dim]:
-what a gather brings back is then contiguous per head, as batched products want it, and one copy
-writes a token's keys and values. Slot = page * page_size + offset. Multi-head latent attention
-stores its latents the same way (one "head" each, of different widths).
+Multi-head latent attention stores its latents the same way (one "head" each, of different widths).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 if TYPE_CHECKING:
-    from outrider.engine.step_context import StepContext
+    from outrider.engine.attention import LatentAttention, StepAttention
 
 
-class LayerPool:
-    """Keys [num_kv_heads, num_slots, key_dim] and values [.., value_dim] of one layer.
+class LayerPool(ABC):
+    """Keys and values of one layer; slot = page * page_size + offset."""
 
-    Where both are equally wide they are the halves of `joint` [2 * num_kv_heads, num_slots, dim].
-    """
-
-    def __init__(
-        self,
-        num_slots: int,
-        num_kv_heads: int,
-        key_dim: int,
-        value_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        # Zeros, because slots past a row's end are read and masked: 0 * garbage could be NaN.
-        self.joint: Tensor | None = None
-        if key_dim == value_dim:
-            self.joint = torch.zeros(
-                2 * num_kv_heads, num_slots, key_dim, dtype=dtype, device=device
-            )
-            self.keys, self.values = self.joint[:num_kv_heads], self.joint[num_kv_heads:]
-        else:
-            self.keys = torch.zeros(num_kv_heads, num_slots, key_dim, dtype=dtype, device=device)
-            self.values = torch.zeros(
-                num_kv_heads, num_slots, value_dim, dtype=dtype, device=device
-            )
-        self._num_kv_heads = num_kv_heads
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(num_kv_heads, key_dim, value_dim)"""
-        return self._num_kv_heads, self.keys.shape[2], self.values.shape[2]
+    keys: Tensor
+    values: Tensor
+    shape: tuple[int, int, int]
+    """(num_kv_heads, key_dim, value_dim)"""
 
     @property
     def bytes_per_slot(self) -> int:
@@ -58,24 +30,99 @@ class LayerPool:
         heads, key_dim, value_dim = self.shape
         return heads * (key_dim + value_dim) * self.keys.element_size()
 
+    @abstractmethod
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Stores keys [n, heads, key_dim] and values [n, heads, value_dim] in `slots` int64 [n]."""
+
+    @abstractmethod
     def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of the keys [heads, n, key_dim] and values [.., value_dim] in `slots` [n]."""
+
+
+class HeadMajorPool(LayerPool):
+    """Keys [num_kv_heads, num_slots, key_dim] and values [.., value_dim]: the layout on CPU.
+
+    What a gather brings back is contiguous per head, as batched products want it. Where both are
+    equally wide they are the halves of `joint` [2 * num_kv_heads, num_slots, dim].
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.shape = shape
+        heads, key_dim, value_dim = shape
+        # Zeros, because slots past a row's end are read and masked: 0 * garbage could be NaN.
+        self.joint: Tensor | None = None
+        if key_dim == value_dim:
+            self.joint = torch.zeros(2 * heads, num_slots, key_dim, dtype=dtype, device=device)
+            self.keys, self.values = self.joint[:heads], self.joint[heads:]
+        else:
+            self.keys = torch.zeros(heads, num_slots, key_dim, dtype=dtype, device=device)
+            self.values = torch.zeros(heads, num_slots, value_dim, dtype=dtype, device=device)
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        self.keys.index_copy_(1, slots, keys.transpose(0, 1))
+        self.values.index_copy_(1, slots, values.transpose(0, 1))
+
+    def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         if self.joint is None:
             return self.keys.index_select(1, slots), self.values.index_select(1, slots)
         both = self.joint.index_select(1, slots)
-        return both[: self._num_kv_heads], both[self._num_kv_heads :]
+        return both[: self.shape[0]], both[self.shape[0] :]
+
+
+class PageMajorPool(LayerPool):
+    """Keys [num_pages, page_size, num_kv_heads, key_dim], values alike: what GPU kernels read."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.shape = shape
+        heads, key_dim, value_dim = shape
+        self.keys = torch.zeros(num_pages, page_size, heads, key_dim, dtype=dtype, device=device)
+        self.values = torch.zeros(
+            num_pages, page_size, heads, value_dim, dtype=dtype, device=device
+        )
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        self.keys.flatten(0, 1).index_copy_(0, slots, keys)
+        self.values.flatten(0, 1).index_copy_(0, slots, values)
+
+    def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        keys = self.keys.flatten(0, 1).index_select(0, slots).transpose(0, 1).contiguous()
+        values = self.values.flatten(0, 1).index_select(0, slots).transpose(0, 1).contiguous()
+        return keys, values
 
 
 class KVPools:
-    """One `LayerPool` per layer, allocated when the layer's shapes are first known."""
+    """One `LayerPool` per layer, allocated when the layer's shapes are first known.
+
+    `page_major` chooses the layout; None: by device.
+    """
 
     def __init__(
-        self, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        page_major: bool | None = None,
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self._dtype = dtype
         self._device = device
+        self._page_major = device.type == "cuda" if page_major is None else page_major
         self._layers: dict[int, LayerPool] = {}
 
     def layer(self, layer_idx: int) -> LayerPool:
@@ -86,12 +133,17 @@ class KVPools:
         self, layer_idx: int, num_kv_heads: int, key_dim: int, value_dim: int
     ) -> LayerPool:
         """The layer's pool, new or (with the same shapes) as it is."""
+        shape = (num_kv_heads, key_dim, value_dim)
         pool = self._layers.get(layer_idx)
         if pool is None:
-            slots = self.num_pages * self.page_size
-            pool = LayerPool(slots, num_kv_heads, key_dim, value_dim, self._dtype, self._device)
+            pages, page_size = self.num_pages, self.page_size
+            pool = (
+                PageMajorPool(pages, page_size, shape, self._dtype, self._device)
+                if self._page_major
+                else HeadMajorPool(pages * page_size, shape, self._dtype, self._device)
+            )
             self._layers[layer_idx] = pool
-        assert pool.shape == (num_kv_heads, key_dim, value_dim)
+        assert pool.shape == shape
         return pool
 
     @property
@@ -112,25 +164,24 @@ class PagedCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[])
         self._pools = pools
         self._latent = latent
-        self._context: StepContext | None = None
+        self._attention: StepAttention | None = None
 
-    def begin(self, context: StepContext) -> None:
+    def begin(self, attention: StepAttention) -> None:
         """Points the cache at the step that is about to run."""
-        self._context = context
+        self._attention = attention
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Writes keys [1, heads, T, key_dim] and values [1, heads, T, value_dim] of the step."""
-        assert self._context is not None, "begin() comes first"
+        assert self._attention is not None, "begin() comes first"
         heads, key_dim, value_dim = key_states.shape[1], key_states.shape[3], value_states.shape[3]
         pool = self._pools.allocate(layer_idx, heads, key_dim, value_dim)
-        slots = self._context.batch.slot_mapping
-        pool.keys.index_copy_(1, slots, key_states[0])
-        pool.values.index_copy_(1, slots, value_states[0])
+        slots = self._attention.batch.slot_mapping
+        pool.write(slots, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
         if not self._latent:
             return key_states, value_states
-        keys, values = pool.gather(self._context.all_slots)
+        keys, values = pool.gather(cast("LatentAttention", self._attention).all_slots)
         return keys[None], values[None]
 
     # Positions come from the batch; these answers only have to be harmless.

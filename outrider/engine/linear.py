@@ -50,12 +50,15 @@ class PackedLinear(nn.Module):
         return F.linear(x, self._weight, self._bias)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """`residual + self(x)` in one pass over the output."""
+        """`residual + self(x)` in one pass over the output; `residual` may be overwritten."""
         if self._packed:
             return torch.ops.mkldnn._linear_pointwise.binary(  # type: ignore[no-any-return]
                 x, residual, self._weight, self._bias, "add"
             )
-        return residual + F.linear(x, self._weight, self._bias)
+        if self._bias is not None:
+            residual += self._bias
+        residual.view(-1, self.out_features).addmm_(x.view(-1, self.in_features), self._weight.t())
+        return residual
 
 
 def prepack_linears(model: nn.Module) -> int:

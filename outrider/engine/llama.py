@@ -1,8 +1,8 @@
 """A hand-fused step for the Llama family: few operations per layer, the same logits.
 
-For q = 1 on CPU a small model's time is the number of operations, a large one's is reading the
-weights once. So q, k and v come from one product and gate and up from another, the residual is
-added inside the product, and rotation is done in place.
+For q = 1 a small model's time is the number of operations, a large one's is reading the weights
+once. So q, k and v come from one product and gate and up from another, the residual is added inside
+the product, and what lies between the products is a few fused operations (`LlamaOps`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.engine.attention import AttentionBackend, AttentionParams
-from outrider.engine.batch import PackedBatch
+from outrider.engine.attention import AttentionParams, StepAttention
 from outrider.engine.kv_cache import KVPools, LayerPool
 from outrider.engine.linear import PackedLinear
-from outrider.engine.step_context import StepContext
+from outrider.engine.llama_ops import LlamaOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,6 @@ class _Layer:
     gate_up: PackedLinear
     down: PackedLinear
     pool: LayerPool
-    joint: Tensor  # the pool's keys and values, [2 * kv_heads, slots, head_dim]
     params: AttentionParams
 
 
@@ -61,18 +59,14 @@ def _sliding_window(attention: Any) -> int | None:
 class FusedLlama:
     """The layers of a loaded Llama, Mistral or Qwen2 model, over the pools it allocates."""
 
-    def __init__(
-        self, model: nn.Module, pools: KVPools, backend: AttentionBackend, max_model_len: int
-    ) -> None:
+    def __init__(self, model: nn.Module, pools: KVPools, ops: LlamaOps, max_model_len: int) -> None:
         parts: Any = model
         config = parts.config
         base = parts.model
-        self._backend = backend
+        self._ops = ops
         self._heads = config.num_attention_heads
         self._kv_heads = config.num_key_value_heads
-        self._group = self._heads // self._kv_heads
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // self._heads
-        self._hidden = (config.hidden_size,)
         self._eps = config.rms_norm_eps
         self._embedding: Tensor = base.embed_tokens.weight.detach()
         self._norm: Tensor = base.norm.weight.detach()
@@ -85,7 +79,6 @@ class FusedLlama:
 
     def _layer(self, layer: Any, pool: LayerPool) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        assert pool.joint is not None, "keys and values are equally wide in this family"
         q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
         weight = torch.cat((q.weight, k.weight, v.weight))
         bias = None
@@ -113,7 +106,6 @@ class FusedLlama:
             ),
             down=PackedLinear(mlp.down_proj.weight, mlp.down_proj.bias),
             pool=pool,
-            joint=pool.joint,
             params=AttentionParams(
                 scaling=attention.scaling,
                 sliding_window=_sliding_window(attention),
@@ -130,31 +122,20 @@ class FusedLlama:
         sin = torch.stack((-sin[:, 0], sin[:, 1]), dim=1)
         return torch.stack((cos, sin), dim=1).contiguous()
 
-    def forward(self, batch: PackedBatch, context: StepContext) -> Tensor:
+    def forward(self, attention: StepAttention) -> Tensor:
         """Logits [num_logits, vocab_size] in the model's dtype."""
-        tokens = batch.input_ids.shape[0]
-        heads, kv_heads, dim = self._heads, self._kv_heads, self._head_dim
-        rotated = (heads + kv_heads) * dim  # q and k turn, v does not
+        batch, ops, eps = attention.batch, self._ops, self._eps
         x = F.embedding(batch.input_ids, self._embedding)
         rope = self._rope.index_select(0, batch.positions)
-        cos, sin = rope[:, 0:1], rope[:, 1:2]  # [tokens, 1, 2, dim / 2]
         for layer in self._layers:
-            qkv = layer.qkv(F.rms_norm(x, self._hidden, layer.input_norm, self._eps))
+            qkv = layer.qkv(ops.rms_norm(x, layer.input_norm, eps))
             if layer.qk_norm is not None:
-                qk = qkv[:, :rotated].view(tokens, heads + kv_heads, dim)
-                qk.copy_(F.rms_norm(qk, (dim,), None, self._eps).mul_(layer.qk_norm))
-            turning = qkv[:, :rotated].view(tokens, heads + kv_heads, 2, dim // 2)
-            swapped = turning.flip(2)
-            turning.mul_(cos).addcmul_(swapped, sin)
-            new = qkv[:, heads * dim :].view(tokens, 2 * kv_heads, dim).transpose(0, 1)
-            layer.joint.index_copy_(1, batch.slot_mapping, new)
-            query = qkv[:, : heads * dim].view(tokens, kv_heads, self._group, dim)
-            out = self._backend.attend(query, layer.pool, context, layer.params)
-            x = layer.o.add(out.reshape(tokens, heads * dim), x)
-            y = layer.gate_up(F.rms_norm(x, self._hidden, layer.post_norm, self._eps))
-            gate, up = y.chunk(2, dim=-1)
-            x = layer.down.add(F.silu(gate).mul_(up), x)
-        if len(batch.logits_index) != tokens:
+                ops.qk_norm_(qkv, layer.qk_norm, eps)
+            query = ops.rotate_and_store(qkv, rope, batch.slot_mapping, layer.pool)
+            out = attention.attend(query, layer.pool, layer.params)
+            x = layer.o.add(out.flatten(1), x)
+            y = layer.gate_up(ops.rms_norm(x, layer.post_norm, eps))
+            x = layer.down.add(ops.silu_mul(y), x)
+        if len(batch.logits_index) != len(x):
             x = x.index_select(0, batch.logits_index)
-        x = F.rms_norm(x, self._hidden, self._norm, self._eps)
-        return self._head(x)  # type: ignore[no-any-return]
+        return self._head(ops.rms_norm(x, self._norm, eps))  # type: ignore[no-any-return]

@@ -12,12 +12,14 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from outrider.engine.attention import ATTENTION_NAME, SdpaBackend
+from outrider.engine.attention import ATTENTION_NAME
 from outrider.engine.gate import check_supported, max_exact_len
 from outrider.engine.kv_cache import KVPools
 from outrider.engine.linear import prepack_linears
 from outrider.engine.llama import FusedLlama, fits
+from outrider.engine.llama_ops import TorchOps
 from outrider.engine.paged_model import PagedModel, Step, TransformersStep
+from outrider.engine.sdpa import SdpaAttention
 from outrider.engine.selftest import check_against, eager_reference
 from outrider.errors import ConfigError
 
@@ -78,14 +80,15 @@ def build_paged_model(
     pools = KVPools(num_pages, page_size, parts.dtype, parts.device)
     step: Step
     if fused and fits(model):
-        step = FusedLlama(model, pools, SdpaBackend(), length)
+        step = FusedLlama(model, pools, TorchOps(), length)
     else:
         prepack_linears(model)
         parts.set_attn_implementation(ATTENTION_NAME)
-        step = TransformersStep(model, pools, SdpaBackend())
+        step = TransformersStep(model, pools)
     paged = PagedModel(
         step,
         pools,
+        SdpaAttention,
         name=name,
         vocab_size=int(parts.config.get_text_config(decoder=True).vocab_size),
         max_model_len=length,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -13,11 +12,11 @@ from outrider.engine.attention import (
     ATTENTION_NAME,
     AttentionBackend,
     PagedStep,
+    StepAttention,
     paged_attention_forward,
 )
 from outrider.engine.batch import PackedBatch
 from outrider.engine.kv_cache import KVPools, PagedCache
-from outrider.engine.step_context import StepContext
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
 
@@ -25,7 +24,7 @@ AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
 class Step(Protocol):
     """One way to run the layers."""
 
-    def forward(self, batch: PackedBatch, context: StepContext) -> Tensor:
+    def forward(self, attention: StepAttention) -> Tensor:
         """Logits [num_logits, vocab_size] in the model's dtype."""
         ...
 
@@ -36,24 +35,24 @@ class TransformersStep:
     `model` must have been loaded or set to the attention implementation `ATTENTION_NAME`.
     """
 
-    def __init__(self, model: nn.Module, pools: KVPools, backend: AttentionBackend) -> None:
+    def __init__(self, model: nn.Module, pools: KVPools) -> None:
         config: Any = model.config
         self._model = model
-        self._backend = backend
         latent = getattr(config, "kv_lora_rank", None) is not None
         self._cache = PagedCache(pools, latent=latent)
         self._pool_of = None if latent else pools.layer
 
-    def forward(self, batch: PackedBatch, context: StepContext) -> Tensor:
+    def forward(self, attention: StepAttention) -> Tensor:
         """Logits [num_logits, vocab_size] in the model's dtype."""
-        self._cache.begin(context)
+        batch = attention.batch
+        self._cache.begin(attention)
         output: Any = self._model(
             input_ids=batch.input_ids[None],
             position_ids=batch.positions[None],
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=batch.logits_index,
-            paged=PagedStep(context, self._backend, self._pool_of),
+            paged=PagedStep(attention, self._pool_of),
         )
         logits: Tensor = output.logits[0]
         return logits
@@ -66,6 +65,7 @@ class PagedModel:
         self,
         step: Step,
         pools: KVPools,
+        backend: AttentionBackend,
         *,
         name: str,
         vocab_size: int,
@@ -73,11 +73,10 @@ class PagedModel:
         eos_token_ids: frozenset[int],
         dtype: torch.dtype,
         device: torch.device,
-        context: Callable[[PackedBatch], StepContext] = StepContext,
     ) -> None:
         self._step = step
         self.pools = pools
-        self._context = context
+        self._backend = backend
         self.name = name
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -98,5 +97,5 @@ class PagedModel:
 
         A float64 model returns float64: its near ties are the point.
         """
-        logits = self._step.forward(batch, self._context(batch))
+        logits = self._step.forward(self._backend(batch))
         return logits if logits.dtype is torch.float64 else logits.float()

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.engine.attention import AttentionParams, SdpaBackend
+from outrider.engine.attention import AttentionParams
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache import KVPools, LayerPool
-from outrider.engine.step_context import StepContext, split_by_context
+from outrider.engine.sdpa import SdpaAttention
+from outrider.engine.step_context import split_by_context
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
@@ -76,24 +77,28 @@ def _fill(pool: LayerPool, slices: list[RowSlice]) -> list[tuple[Tensor, Tensor]
         heads, key_dim, value_dim = pool.shape
         keys = torch.randn(length, heads, key_dim).to(pool.keys.dtype)
         values = torch.randn(length, heads, value_dim).to(pool.keys.dtype)
-        pool.keys[:, slots] = keys.transpose(0, 1)
-        pool.values[:, slots] = values.transpose(0, 1)
+        pool.write(slots, keys, values)
         filled.append((keys, values))
     return filled
 
 
 def _both(
-    rows: list[tuple[int, int]], params: AttentionParams, dtype: torch.dtype, value_dim: int = DIM
+    rows: list[tuple[int, int]],
+    params: AttentionParams,
+    dtype: torch.dtype,
+    value_dim: int = DIM,
+    *,
+    page_major: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(paged, dense) outputs for the same random step."""
     torch.manual_seed(0)
     slices, num_pages = _scattered(rows, seed=len(rows))
-    pools = KVPools(num_pages, PAGE_SIZE, dtype, CPU)
+    pools = KVPools(num_pages, PAGE_SIZE, dtype, CPU, page_major=page_major)
     pool = pools.allocate(0, KV_HEADS, DIM, value_dim)
     filled = _fill(pool, slices)
-    context = StepContext(pack(slices, PAGE_SIZE, CPU))
+    attention = SdpaAttention(pack(slices, PAGE_SIZE, CPU))
     query = torch.randn(sum(new for _, new in rows), KV_HEADS, GROUP, DIM).to(dtype)
-    paged = SdpaBackend().attend(query, pool, context, params)
+    paged = attention.attend(query, pool, params)
     dense = [
         _dense_row(q.double(), keys.double(), values.double(), params)
         for q, (keys, values) in zip(query.split([new for _, new in rows]), filled, strict=True)
@@ -102,11 +107,11 @@ def _both(
 
 
 @settings(max_examples=150, deadline=None)
-@given(rows_strategy, params_strategy)
+@given(rows_strategy, params_strategy, st.booleans())
 def test_any_mix_of_rows_equals_dense_attention(
-    rows: list[tuple[int, int]], params: AttentionParams
+    rows: list[tuple[int, int]], params: AttentionParams, page_major: bool
 ) -> None:
-    paged, dense = _both(rows, params, torch.float64)
+    paged, dense = _both(rows, params, torch.float64, page_major=page_major)
     torch.testing.assert_close(paged, dense)
 
 

@@ -1,0 +1,61 @@
+"""What lies between the products of a Llama layer, as few fused operations."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.engine.kv_cache import LayerPool
+
+
+class LlamaOps(Protocol):
+    """Rounds where the modules of `transformers` round, so that texts stay equal in float32."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [tokens, hidden] over its root mean square, times weight [hidden]; a new tensor."""
+        ...
+
+    def qk_norm_(self, qkv: Tensor, weight: Tensor, eps: float) -> None:
+        """Norms the query and key heads of qkv in place; weight [heads + kv_heads, head_dim]."""
+        ...
+
+    def rotate_and_store(self, qkv: Tensor, rope: Tensor, slots: Tensor, pool: LayerPool) -> Tensor:
+        """Turns queries and keys, stores keys and values, returns the queries.
+
+        qkv [tokens, (heads + 2 * kv_heads) * dim] may be overwritten; rope
+        [tokens, 2, 2, dim / 2]: the cosines of both halves, then the sines as -sin, sin; slots
+        int64 [tokens]. Returns [tokens, kv_heads, group, dim].
+        """
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up: [tokens, 2 * intermediate] to [tokens, intermediate]."""
+        ...
+
+
+class TorchOps:
+    """`LlamaOps` in plain torch operations: any device, any dtype."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def qk_norm_(self, qkv: Tensor, weight: Tensor, eps: float) -> None:
+        heads, dim = weight.shape
+        qk = qkv[:, : heads * dim].view(-1, heads, dim)
+        qk.copy_(F.rms_norm(qk, (dim,), None, eps).mul_(weight))
+
+    def rotate_and_store(self, qkv: Tensor, rope: Tensor, slots: Tensor, pool: LayerPool) -> Tensor:
+        tokens = len(qkv)
+        kv_heads, dim, _ = pool.shape
+        heads = qkv.view(tokens, -1, dim)
+        turning = heads[:, :-kv_heads].view(tokens, -1, 2, dim // 2)  # values do not turn
+        swapped = turning.flip(2)
+        turning.mul_(rope[:, 0:1]).addcmul_(swapped, rope[:, 1:2])
+        pool.write(slots, heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:])
+        return heads[:, : -2 * kv_heads].view(tokens, kv_heads, -1, dim)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
