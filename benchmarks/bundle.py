@@ -1,0 +1,231 @@
+"""Packs what a GPU machine without a package index lacks into parts of a bounded size.
+
+    python -m benchmarks.bundle attention stack weights vllm --present LIST
+
+Writes `.part1/`, `.part2/`, ... , each at most `--part-mib` large. On the other machine run
+`unpack.sh DEST` of every part, in any order and as often as you like: it keeps the part, and once
+all parts of a bundle are there it unpacks the bundle into DEST/<bundle>. `DEST/env.sh` then sets
+PYTHONPATH. A packed bundle is kept in the cache and used again: delete it there to pack it anew.
+Needs `uv` (to resolve for another Python than this one), `pip` and `xz`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+_UNPACK = REPO / "benchmarks" / "unpack.sh"
+_PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)]
+_PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
+
+
+@dataclass(frozen=True)
+class Wheels:
+    """Wheels that are unzipped into one folder: some share a package (nvidia_cutlass_dsl)."""
+
+    requirements: tuple[str, ...]
+    resolve: bool = True  # also what they need; False: just these
+    constraints: bool = False  # with the versions of constraints.txt
+    always: frozenset[str] = frozenset()  # even if present there: it may be older than we need
+    skip: tuple[str, ...] = ()  # names (globs) that our use does without
+    drop: tuple[str, ...] = ()  # files (globs) likewise
+
+
+_CUTLASS = "4.8.1"
+WHEELS = {
+    # flash-attn-4 with a page table, FlashInfer.
+    "attention": Wheels(
+        (
+            "flash-attn-4==4.0.0b36",
+            f"nvidia-cutlass-dsl=={_CUTLASS}",
+            f"nvidia-cutlass-dsl-libs-base=={_CUTLASS}",
+            f"nvidia-cutlass-dsl-libs-core=={_CUTLASS}",
+            f"nvidia-cutlass-dsl-libs-cu13=={_CUTLASS}",
+            "apache-tvm-ffi==0.1.15",
+            "torch-c-dlpack-ext==0.1.5",
+            "quack-kernels==0.6.5",
+            "flashinfer-python==0.6.12",
+        ),
+        resolve=False,
+    ),
+    # What Outrider's services import. The generated code needs a protobuf as new as its compiler.
+    "stack": Wheels(
+        (),  # pyproject.toml's
+        constraints=True,
+        always=frozenset({"grpcio", "protobuf", "typing-extensions"}),
+    ),
+    # The peer, as far as plain decoding and draft models on Hopper need it.
+    "vllm": Wheels(
+        ("vllm==0.23.0", "xgrammar==0.2.0", "openai<2.40", "mcp<2"),
+        skip=(
+            *("flashinfer-cubin", "tilelang", "tokenspeed-*", "humming-kernels", "z3-solver"),
+            *("nvidia-c*", "nvidia-n*", "quack-kernels", "torch-c-dlpack-ext", "cuda-*"),
+            *("fastsafetensors", "opentelemetry-exporter-otlp*", "sentry-sdk", "supervisor"),
+        ),
+        drop=(
+            *("vllm/vllm-rs", "vllm/third_party/deep_gemm/*", "pycountry/locales/*"),
+            "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",
+        ),
+    ),
+}
+WEIGHTS = "weights"
+
+
+def main() -> int:
+    """Builds the bundles that were asked for and says what is in each part."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("bundle", nargs="+", choices=[*WHEELS, WEIGHTS], help="packed in this order")
+    p.add_argument("--present", type=Path, help="`pip list --format=freeze` of that machine")
+    p.add_argument("--python", default="3.12", help="that machine's Python")
+    p.add_argument("--part-mib", type=int, default=50)
+    p.add_argument("--cache", type=Path, default=REPO / ".whl", help="wheels and packed bundles")
+    p.add_argument("--out", type=Path, default=REPO, help="the parts' parent folder")
+    args = p.parse_args()
+    present = _names(args.present.read_text()) if args.present else frozenset()
+    archives = []
+    for name in args.bundle:
+        archives.append(args.cache / f"{name}.tar.xz")
+        if archives[-1].exists():
+            continue
+        with tempfile.TemporaryDirectory(prefix="bundle-") as work:
+            tree = Path(work, name)
+            if name == WEIGHTS:
+                _copy_weights(tree)
+            else:
+                _unzip(WHEELS[name], _wheels(name, args.python, present, args.cache), tree)
+            shutil.move(_pack(tree), archives[-1])
+    for part in args.out.glob(".part[0-9]*"):
+        shutil.rmtree(part)
+    _cut(archives, args.part_mib * 2**20, args.out)
+    return 0
+
+
+def _wheels(name: str, python: str, present: frozenset[str], cache: Path) -> Iterator[Path]:
+    """Downloads the bundle's wheels for `python` on Linux x86-64, less those in `present`."""
+    bundle = WHEELS[name]
+    pins = list(bundle.requirements)
+    if bundle.resolve:
+        leave_out = present - bundle.always
+        pins = [
+            pin
+            for pin in _resolve(name, python)
+            if _name(pin) not in leave_out
+            and not any(fnmatch.fnmatch(_name(pin), glob) for glob in bundle.skip)
+        ]
+    folder = cache / name
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--only-binary=:all:", "--python-version", python, "--implementation", "cp"]
+    for abi in (f"cp{python.replace('.', '')}", "abi3", "none"):
+        command += ["--abi", abi]
+    for platform in _PLATFORMS:
+        command += ["--platform", platform]
+    subprocess.run([*command, "--dest", str(folder), *pins], check=True)
+    yield from sorted(folder.glob("*.whl"))
+
+
+def _resolve(name: str, python: str) -> list[str]:
+    """Pins for the whole closure of a bundle's requirements."""
+    bundle = WHEELS[name]
+    command = ["uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
+    command += ["--python-version", python, "--python-platform", "x86_64-manylinux_2_39"]
+    command += ["--only-binary", ":all:"]
+    source = "-" if bundle.requirements else str(REPO / "pyproject.toml")
+    if bundle.constraints:
+        # The other machine's torch stays; it decides the versions of what comes with it.
+        ours = (REPO / "constraints.txt").read_text().splitlines()
+        kept = [line for line in ours if not line.startswith(("torch==", "#"))]
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+            file.write("\n".join(kept))
+            file.flush()
+            found = _run([*command, "-c", file.name, source], "\n".join(bundle.requirements))
+    else:
+        found = _run([*command, source], "\n".join(bundle.requirements))
+    return [line for line in found.splitlines() if "==" in line]
+
+
+def _run(command: Sequence[str], text: str) -> str:
+    return subprocess.run(
+        list(command), input=text, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+
+
+def _name(pin: str) -> str:
+    return re.sub(r"[-_.]+", "-", re.split(r"[=<>\[; ]", pin, maxsplit=1)[0]).lower()
+
+
+def _names(frozen: str) -> frozenset[str]:
+    return frozenset(_name(line.strip()) for line in frozen.splitlines() if line.strip())
+
+
+def _unzip(bundle: Wheels, wheels: Iterator[Path], tree: Path) -> None:
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            kept = [
+                n
+                for n in archive.namelist()
+                if not any(fnmatch.fnmatch(n, glob) for glob in bundle.drop)
+            ]
+            archive.extractall(tree, kept)
+
+
+def _copy_weights(tree: Path) -> None:
+    data = REPO / "outrider" / "models" / "data"
+    for source in data.glob("*/*.safetensors"):
+        destination = tree / source.relative_to(data)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, destination)
+
+
+def _pack(tree: Path) -> Path:
+    plain = tree.with_suffix(".tar")
+    with tarfile.open(plain, "w") as tar:
+        tar.add(tree, arcname=".")
+    # Blocks, so that xz can unpack with several threads; numbers of two bytes are aligned to two.
+    tuned = "preset=6,lp=1,lc=3,pb=1" if tree.name == WEIGHTS else "preset=6"
+    subprocess.run(
+        ["xz", "--threads=0", "--block-size=32MiB", f"--lzma2={tuned}", str(plain)], check=True
+    )
+    return plain.with_suffix(".tar.xz")
+
+
+def _cut(archives: Sequence[Path], part_bytes: int, out: Path) -> None:
+    """Fills the parts one after the other; an archive may be cut anywhere."""
+    number, left = 0, 0
+    for archive in archives:
+        data = archive.read_bytes()
+        sums, index, at = [], 0, 0
+        holders: set[int] = set()
+        while at < len(data):
+            if left < min(2**20, len(data) - at):  # no crumbs
+                number, left = number + 1, part_bytes
+                folder = out / f".part{number}"
+                folder.mkdir()
+                shutil.copy(_UNPACK, folder / "unpack.sh")
+            chunk = data[at : at + left]
+            file = f"{archive.name}.{index:02d}"
+            (out / f".part{number}" / file).write_bytes(chunk)
+            sums.append(f"{hashlib.sha256(chunk).hexdigest()}  {file}\n")
+            print(f".part{number}  {len(chunk) / 2**20:6.1f} MiB  {file}")
+            holders.add(number)
+            index, at, left = index + 1, at + len(chunk), left - len(chunk)
+        for holder in holders:
+            (out / f".part{holder}" / f"{archive.name}.sums").write_text("".join(sums))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

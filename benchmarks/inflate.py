@@ -1,0 +1,324 @@
+"""Inflation: a small trained Llama inside a larger Llama shape that computes the same function.
+
+    python -m benchmarks.inflate --role target --shape llama-3.1-8b --out FOLDER --device cuda
+
+A benchmark on a GPU needs the cost of an 8B model and the acceptance of a trained pair. Extra
+channels, heads, layers and tokens are really multiplied, and contribute nothing: what they would
+add to the residual stream meets a zero in `o_proj` or `down_proj`; all other extra weights are
+random. Norms keep the small model's mean square (weights by sqrt(small/large), eps by small/large),
+dimension i of a head sits where the large head turns by the same angle, and `q_proj` makes up for
+the attention scale. Extra tokens never win: every token carries a tiny constant in one channel that
+only the final norm reads, and it scores them very low.
+
+The same function up to rounding: in bfloat16 the two factors are rounded, so texts may part where
+two tokens are nearly as likely. Whoever shows a figure from such a model says so. `--check` counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from benchmarks import prompts
+from benchmarks.records import first_divergence
+from outrider.models.resolve import resolve_model
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+    },
+    "llama-3.2-1b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
+}
+MAX_POSITIONS = 8192
+_STD = 0.02
+# The constant channel: _TINY of the embeddings' size (its square is lost in the norm's sum),
+# and two powers of two whose product lifts it to a logit of minus many thousands.
+_TINY, _GAIN, _PENALTY = 2.0**-12, 2.0**24, 2.0**12
+_LAYERS_PER_FILE = 4
+
+
+class ShapeError(Exception):
+    """The model does not fit into the shape."""
+
+
+@dataclass(frozen=True)
+class Inflation:
+    """A loaded small Llama and the configuration of the large one."""
+
+    small: Any  # LlamaForCausalLM
+    config: LlamaConfig
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def plan(
+        cls, small: Any, shape: dict[str, Any], device: torch.device, dtype: torch.dtype
+    ) -> Inflation:
+        """Raises `ShapeError` if `small` does not fit."""
+        old = small.config
+        new = LlamaConfig(**{**old.to_dict(), **shape})
+        new.max_position_embeddings = max(old.max_position_embeddings, MAX_POSITIONS)
+        new.rms_norm_eps = old.rms_norm_eps * old.hidden_size / new.hidden_size
+        new.dtype = dtype
+        groups = [c.num_attention_heads // c.num_key_value_heads for c in (old, new)]
+        if type(small) is not LlamaForCausalLM or old.attention_bias or old.mlp_bias:
+            raise ShapeError("Only a Llama without biases can be inflated.")
+        if new.head_dim % old.head_dim or groups[1] < groups[0]:
+            raise ShapeError("The heads do not fit: a multiple of the head size is needed.")
+        smaller = ("num_hidden_layers", "intermediate_size", "num_key_value_heads", "vocab_size")
+        if any(getattr(new, name) < getattr(old, name) for name in smaller):
+            raise ShapeError(f"The shape is smaller than the model in one of {smaller}.")
+        if new.tie_word_embeddings and not old.tie_word_embeddings:
+            raise ShapeError("A head of its own cannot become the embedding.")
+        if new.hidden_size <= old.hidden_size:
+            raise ShapeError("The shape needs at least one channel more than the model.")
+        return cls(small, new, device, dtype)
+
+    def tensors(self) -> Iterator[dict[str, Tensor]]:
+        """The large model's state, a few layers at a time, made on the device."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        yield self._outside(generator)
+        for first in range(0, self.config.num_hidden_layers, _LAYERS_PER_FILE):
+            last = min(first + _LAYERS_PER_FILE, self.config.num_hidden_layers)
+            state: dict[str, Tensor] = {}
+            for i in range(first, last):
+                state |= self._layer(i, generator)
+            yield state
+
+    def build(self) -> Any:
+        """The large model itself, in inference mode, without a detour over a disk."""
+        with torch.device("meta"):
+            model = LlamaForCausalLM(self.config).to(self.dtype)
+        for state in self.tensors():
+            model.load_state_dict(state, strict=False, assign=True)
+        # The rotary frequencies are not in the state: made where "meta" is not the device.
+        with torch.device(self.device):
+            model.model.rotary_emb = type(model.model.rotary_emb)(self.config)
+        model.tie_weights()
+        model.generation_config = self.small.generation_config
+        return model.eval()
+
+    def save(self, source: Path, folder: Path) -> None:
+        """A folder in Hugging Face format, with the tokenizer files of `source`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("*.safetensors"):
+            old.unlink()
+        where: dict[str, str] = {}
+        size = 0
+        for i, state in enumerate(self.tensors()):
+            name = f"model-{i:05d}.safetensors"
+            save_file({k: t.cpu() for k, t in state.items()}, folder / name, {"format": "pt"})
+            where |= dict.fromkeys(state, name)
+            size += sum(t.numel() * t.element_size() for t in state.values())
+        index = {"metadata": {"total_size": size}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        self.config.architectures = ["LlamaForCausalLM"]
+        self.config.save_pretrained(folder)
+        for file in source.iterdir():
+            if file.suffix in {".json", ".jinja"} and not (folder / file.name).exists():
+                shutil.copy(file, folder)
+
+    def _outside(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """Embedding, final norm and head."""
+        old, new = self.small.config, self.config
+        d, v = old.hidden_size, old.vocab_size
+        words = self._moved(self.small.model.embed_tokens.weight)
+        tiny = self._tiny(words)
+        embedding = self._random(generator, new.vocab_size, new.hidden_size)
+        embedding[:v] = 0
+        embedding[:v, :d] = words
+        embedding[:, d] = tiny
+        norm = self._norm(self.small.model.norm.weight)
+        state = {"model.embed_tokens.weight": embedding, "model.norm.weight": norm}
+        if new.vocab_size > v:
+            norm[d] = _GAIN
+            if new.tie_word_embeddings:
+                embedding[v:, d] = -_PENALTY
+        if not new.tie_word_embeddings:
+            head = self._random(generator, new.vocab_size, new.hidden_size)
+            head[:v, :d] = self._moved(self.small.lm_head.weight)
+            head[:v, d] = 0
+            head[v:, d] = -_PENALTY
+            state["lm_head.weight"] = head
+        return state
+
+    def _layer(self, i: int, generator: torch.Generator) -> dict[str, Tensor]:
+        old, new = self.small.config, self.config
+        d, width, dim = old.hidden_size, new.hidden_size, new.head_dim
+        heads, kv_heads = new.num_attention_heads * dim, new.num_key_value_heads * dim
+        inner = new.intermediate_size
+        q, k, v = (self._random(generator, n, width) for n in (heads, kv_heads, kv_heads))
+        o = self._zeros(width, heads)
+        gate, up = (self._random(generator, inner, width) for _ in range(2))
+        down = self._zeros(width, inner)
+        norms = [self._norm(torch.ones(d)) for _ in range(2)]
+        if i < old.num_hidden_layers:
+            layer = self.small.model.layers[i]
+            attention, mlp = layer.self_attn, layer.mlp
+            turning, straight = self._turning_dims(), torch.arange(old.head_dim)
+            q_heads, k_heads = self._query_heads(), torch.arange(old.num_key_value_heads)
+            scale = math.sqrt(dim / old.head_dim)
+            q[self._rows(q_heads, turning), :d] = self._moved(attention.q_proj.weight, scale)
+            k[: old.num_key_value_heads * dim] = 0  # the dimensions between those that turn alike
+            k[self._rows(k_heads, turning), :d] = self._moved(attention.k_proj.weight)
+            v[self._rows(k_heads, straight), :d] = self._moved(attention.v_proj.weight)
+            o[:d, self._rows(q_heads, straight)] = self._moved(attention.o_proj.weight)
+            f = old.intermediate_size
+            gate[:f, :d] = self._moved(mlp.gate_proj.weight)
+            up[:f, :d] = self._moved(mlp.up_proj.weight)
+            down[:d, :f] = self._moved(mlp.down_proj.weight)
+            ours = (layer.input_layernorm, layer.post_attention_layernorm)
+            norms = [self._norm(norm.weight) for norm in ours]
+        return {
+            f"model.layers.{i}.{name}.weight": tensor
+            for name, tensor in {
+                "self_attn.q_proj": q,
+                "self_attn.k_proj": k,
+                "self_attn.v_proj": v,
+                "self_attn.o_proj": o,
+                "mlp.gate_proj": gate,
+                "mlp.up_proj": up,
+                "mlp.down_proj": down,
+                "input_layernorm": norms[0],
+                "post_attention_layernorm": norms[1],
+            }.items()
+        }
+
+    def _query_heads(self) -> Tensor:
+        """Where the small model's query heads go: into the first places of their group."""
+        old, new = self.small.config, self.config
+        small_group: int = old.num_attention_heads // old.num_key_value_heads
+        group: int = new.num_attention_heads // new.num_key_value_heads
+        head = torch.arange(old.num_attention_heads)
+        return head // small_group * group + head % small_group
+
+    def _turning_dims(self) -> Tensor:
+        """Where a head's dimensions go: i of either half turns as i * ratio of the large half."""
+        small: int = self.small.config.head_dim
+        large: int = self.config.head_dim
+        half = torch.arange(small // 2) * (large // small)
+        return torch.cat((half, half + large // 2))
+
+    def _rows(self, heads: Tensor, dims: Tensor) -> Tensor:
+        head_dim: int = self.config.head_dim
+        rows = heads[:, None] * head_dim + dims[None]
+        return rows.flatten().to(self.device)
+
+    def _norm(self, weight: Tensor) -> Tensor:
+        """A norm's weights. It must not read the constant channel; the other extra ones are 0."""
+        d, width = self.small.config.hidden_size, self.config.hidden_size
+        factor = math.sqrt(d / width)
+        norm = torch.full((width,), factor, dtype=self.dtype, device=self.device)
+        norm[:d] = self._moved(weight, factor)
+        norm[d] = 0
+        return norm
+
+    def _tiny(self, words: Tensor) -> float:
+        size = float(words.float().square().mean().sqrt())
+        return float(2.0 ** math.floor(math.log2(_TINY * size)))
+
+    def _moved(self, weight: Tensor, factor: float = 1.0) -> Tensor:
+        """Scaled before it is rounded."""
+        exact = weight.detach().to(self.device, torch.promote_types(weight.dtype, torch.float32))
+        return (exact * factor).to(self.dtype)
+
+    def _random(self, generator: torch.Generator, *shape: int) -> Tensor:
+        empty = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return empty.normal_(std=_STD, generator=generator)
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+
+@torch.inference_mode()
+def divergences(
+    small: Any, large: Any, prompts: list[list[int]], max_tokens: int
+) -> list[int | None]:
+    """Per prompt, where the greedy texts of the two models part; None: they do not.
+
+    The large model chooses once after each token of the small one's text: up to where they part
+    it has generated the same text.
+    """
+    found: list[int | None] = []
+    for ids in prompts:
+        inputs = torch.tensor([ids], device=small.device)
+        text = small.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            do_sample=False,
+            max_new_tokens=max_tokens,
+        )
+        chosen = large(text.to(large.device)).logits[0].argmax(-1)
+        found.append(
+            first_divergence(text[0, len(ids) :].tolist(), chosen[len(ids) - 1 : -1].tolist())
+        )
+    return found
+
+
+def main() -> int:
+    """Writes the folder, checks the texts, or both. 1: in float32 a text differs."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--role", choices=("target", "draft"), required=True)
+    p.add_argument("--model", default="embedded", help="a folder; default: the embedded one")
+    p.add_argument("--shape", choices=SHAPES, required=True)
+    p.add_argument("--out", type=Path, help="write a model folder here")
+    p.add_argument("--check", type=int, default=0, help="compare greedy texts of N prompts")
+    p.add_argument("--max-tokens", type=int, default=64)
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    args = p.parse_args()
+    source = resolve_model(args.model, args.role)
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    small = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
+    plan = Inflation.plan(small, SHAPES[args.shape], device, dtype)
+    began = time.perf_counter()
+    if args.out is not None:
+        plan.save(source, args.out)
+        print(f"{args.out}: written in {time.perf_counter() - began:.1f} s")
+    if not args.check:
+        return 0
+    file = resolve_model("embedded", "target").parent / "heldout_prompts.jsonl"
+    loaded = prompts.load(file, source, count=args.check, max_prompt_tokens=256)
+    found = divergences(
+        small.to(device),
+        plan.build(),
+        [list(ids) for ids in loaded.token_ids],
+        args.max_tokens,
+    )
+    print(f"{args.shape} {args.dtype}: {found.count(None)} of {len(found)} texts equal; {found}")
+    return int(args.dtype == "float32" and any(at is not None for at in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
