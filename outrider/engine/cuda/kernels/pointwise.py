@@ -1,0 +1,118 @@
+"""What lies between the products of a Llama layer: float32 inside, rounded where torch rounds.
+
+Small shapes of few rows: every program handles one token (or a few heads of it), because at the
+sizes of a decoding step the time is latency, not bandwidth.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr,  # [tokens, hidden]
+    weight_ptr,  # [hidden]
+    out_ptr,  # [tokens, hidden]
+    x_stride,
+    hidden,
+    eps,
+    BLOCK: tl.constexpr,  # at least hidden
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < hidden
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / hidden + eps)
+    normed = (x * scale).to(out_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(out_ptr + token * hidden + column, normed * weight, mask=inside)
+
+
+@triton.jit
+def qk_norm_kernel(
+    qkv_ptr,  # [tokens, >= heads * dim]; its first `heads` heads are normed in place
+    weight_ptr,  # [heads, dim]
+    qkv_stride,
+    heads,
+    eps,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,  # at least DIM
+    HEADS: tl.constexpr,  # heads per program
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, BLOCK_DIM)[None, :]
+    inside = (head < heads) & (column < DIM)
+    at = head * DIM + column
+    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    here = qkv_ptr + token * qkv_stride + at
+    x = tl.load(here, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)
+    normed = (x * scale[:, None]).to(qkv_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(here, normed * weight, mask=inside)
+
+
+@triton.jit
+def rotate_and_store_kernel(
+    qkv_ptr,  # [tokens, heads + 2 * kv_heads, 2, half]; queries are turned in place
+    rope_ptr,  # [tokens, 2, 2, half]: cosines of both halves, then -sin, sin
+    slots_ptr,  # int64 [tokens]; a negative slot stores nothing
+    keys_ptr,  # [slots, kv_heads, 2, half]
+    values_ptr,  # [slots, kv_heads, 2, half]
+    qkv_stride,
+    heads,
+    kv_heads,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,  # at least HALF
+    HEADS: tl.constexpr,  # heads per program
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, BLOCK_HALF)[None, :]
+    inside = column < HALF
+    present = inside & (head < heads + 2 * kv_heads)
+    dtype = qkv_ptr.dtype.element_ty
+
+    here = qkv_ptr + token * qkv_stride + head * (2 * HALF) + column
+    first = tl.load(here, mask=present, other=0.0)
+    second = tl.load(here + HALF, mask=present, other=0.0)
+    rope = rope_ptr + token * (4 * HALF) + column
+    cos_first = tl.load(rope, mask=inside, other=0.0).to(tl.float32)
+    cos_second = tl.load(rope + HALF, mask=inside, other=0.0).to(tl.float32)
+    sin_first = tl.load(rope + 2 * HALF, mask=inside, other=0.0).to(tl.float32)
+    sin_second = tl.load(rope + 3 * HALF, mask=inside, other=0.0).to(tl.float32)
+    x = first.to(tl.float32)
+    y = second.to(tl.float32)
+    turned_first = (x * cos_first).to(dtype).to(tl.float32) + y * sin_first
+    turned_second = (y * cos_second).to(dtype).to(tl.float32) + x * sin_second
+
+    is_query = present & (head < heads)
+    tl.store(here, turned_first, mask=is_query)
+    tl.store(here + HALF, turned_second, mask=is_query)
+    slot = tl.load(slots_ptr + token)
+    stored = present & (slot >= 0)
+    is_key = stored & (head >= heads) & (head < heads + kv_heads)
+    key = keys_ptr + (slot * kv_heads + (head - heads)) * (2 * HALF) + column
+    tl.store(key, turned_first, mask=is_key)
+    tl.store(key + HALF, turned_second, mask=is_key)
+    is_value = stored & (head >= heads + kv_heads)
+    value = values_ptr + (slot * kv_heads + (head - heads - kv_heads)) * (2 * HALF) + column
+    tl.store(value, first, mask=is_value)
+    tl.store(value + HALF, second, mask=is_value)
+
+
+@triton.jit
+def silu_mul_kernel(
+    gate_up_ptr,  # [tokens, 2 * intermediate]
+    out_ptr,  # [tokens, intermediate]
+    intermediate,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < intermediate
+    here = gate_up_ptr + token * 2 * intermediate + column
+    gate = tl.load(here, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(here + intermediate, mask=inside, other=0.0).to(tl.float32)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(out_ptr + token * intermediate + column, activated * up, mask=inside)

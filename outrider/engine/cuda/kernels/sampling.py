@@ -1,0 +1,70 @@
+"""Coupled sampling without noise in memory: hash, log and argmax in one pass over the logits.
+
+The same integers as `outrider.engine.sampling` in uint32, whose products wrap as the masks there.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _mix(x):
+    x ^= x >> 16
+    x *= tl.full([], 0x21F0AAAD, tl.uint32)
+    x ^= x >> 15
+    x *= tl.full([], 0x735A2D97, tl.uint32)
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def choose_block_kernel(
+    logits_ptr,  # [n, vocab]
+    temperature_ptr,  # float32 [n]; 0: greedy
+    keys_ptr,  # int64 [n, 2]
+    position_ptr,  # int64 [n]
+    best_ptr,  # float64 [n, blocks]: the best score of each block
+    token_ptr,  # int32 [n, blocks]: and the lowest token that has it
+    logits_stride,
+    vocab,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab
+    logits = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=-float("inf"))
+    temperature = tl.load(temperature_ptr + row)
+    if temperature == 0.0:
+        score = logits.to(tl.float64)
+    else:
+        position = tl.load(position_ptr + row).to(tl.uint32)
+        first = _mix(tl.load(keys_ptr + 2 * row).to(tl.uint32) ^ position)
+        second = _mix(tl.load(keys_ptr + 2 * row + 1).to(tl.uint32) ^ position)
+        mixed = _mix((_mix(token.to(tl.uint32)) ^ first) + second)
+        uniform = (mixed.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
+        scaled = tl.math.div_rn(logits.to(tl.float32), temperature)
+        score = scaled.to(tl.float64) - tl.log(-tl.log(uniform))
+    best = tl.max(score, axis=0)
+    at = row * tl.num_programs(1) + block
+    tl.store(best_ptr + at, best)
+    # Whatever the scores are, even NaN, the token exists.
+    lowest = tl.min(tl.where((score == best) & inside, token, vocab - 1), axis=0)
+    tl.store(token_ptr + at, lowest)
+
+
+@triton.jit
+def choose_row_kernel(
+    best_ptr,  # float64 [n, blocks]
+    token_ptr,  # int32 [n, blocks]
+    out_ptr,  # int64 [n]
+    blocks,
+    BLOCKS: tl.constexpr,  # at least blocks
+):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCKS)
+    inside = block < blocks
+    best = tl.load(best_ptr + row * blocks + block, mask=inside, other=-float("inf"))
+    token = tl.load(token_ptr + row * blocks + block, mask=inside, other=2147483647)
+    equal = (best == tl.max(best, axis=0)) & inside
+    last = tl.max(tl.where(inside, token, 0), axis=0)  # if the best is NaN, which equals nothing
+    tl.store(out_ptr + row, tl.min(tl.where(equal, token, last), axis=0).to(tl.int64))

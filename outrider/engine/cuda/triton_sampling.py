@@ -1,0 +1,41 @@
+"""`sample` on the device for rows without top_k, top_p and min_p: two launches, no noise stored."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from outrider.engine.cuda.kernels.sampling import choose_block_kernel, choose_row_kernel
+
+_BLOCK = 1024  # of the vocabulary per program: enough programs for a whole GPU at one row
+
+
+def choose(logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+    """The token each row draws, as `outrider.engine.sampling.sample` does: int64 [n].
+
+    logits [n, vocab], any dtype; temperature float32 [n], 0: greedy; keys int64 [n, 2] and
+    positions int64 [n] as in `SamplingBatch`. Of equal scores the lowest token wins. The hash has
+    the same bits as on a CPU; its logarithm may differ in the last bit of a float64. Safe to
+    capture in a CUDA graph.
+    """
+    n, vocab = logits.shape
+    assert logits.stride(1) == 1
+    blocks = triton.cdiv(vocab, _BLOCK)
+    best = torch.empty((n, blocks), dtype=torch.float64, device=logits.device)
+    token = torch.empty((n, blocks), dtype=torch.int32, device=logits.device)
+    choose_block_kernel[(n, blocks)](
+        logits,
+        temperature,
+        keys,
+        positions,
+        best,
+        token,
+        logits.stride(0),
+        vocab,
+        _BLOCK,
+        num_warps=4,
+    )
+    chosen = torch.empty(n, dtype=torch.int64, device=logits.device)
+    choose_row_kernel[(n,)](best, token, chosen, blocks, triton.next_power_of_2(blocks))
+    return chosen
