@@ -52,14 +52,16 @@ class HeadMajorPool(LayerPool):
         shape: tuple[int, int, int],
         dtype: torch.dtype,
         device: torch.device,
+        joint: Tensor | None = None,
     ) -> None:
         self.shape = shape
         heads, key_dim, value_dim = shape
         # Zeros, because slots past a row's end are read and masked: 0 * garbage could be NaN.
-        self.joint: Tensor | None = None
-        if key_dim == value_dim:
-            self.joint = torch.zeros(2 * heads, num_slots, key_dim, dtype=dtype, device=device)
-            self.keys, self.values = self.joint[:heads], self.joint[heads:]
+        if joint is None and key_dim == value_dim:
+            joint = torch.zeros(2 * heads, num_slots, key_dim, dtype=dtype, device=device)
+        self.joint = joint
+        if joint is not None:
+            self.keys, self.values = joint[:heads], joint[heads:]
         else:
             self.keys = torch.zeros(heads, num_slots, key_dim, dtype=dtype, device=device)
             self.values = torch.zeros(heads, num_slots, value_dim, dtype=dtype, device=device)
@@ -76,7 +78,10 @@ class HeadMajorPool(LayerPool):
 
 
 class PageMajorPool(LayerPool):
-    """Keys [num_pages, page_size, num_kv_heads, key_dim], values alike: what GPU kernels read."""
+    """Keys [num_pages, page_size, num_kv_heads, key_dim], values alike: what GPU kernels read.
+
+    They are the halves of `joint` [2, num_pages, ...], if it is given.
+    """
 
     def __init__(
         self,
@@ -85,8 +90,12 @@ class PageMajorPool(LayerPool):
         shape: tuple[int, int, int],
         dtype: torch.dtype,
         device: torch.device,
+        joint: Tensor | None = None,
     ) -> None:
         self.shape = shape
+        if joint is not None:
+            self.keys, self.values = joint
+            return
         heads, key_dim, value_dim = shape
         self.keys = torch.zeros(num_pages, page_size, heads, key_dim, dtype=dtype, device=device)
         self.values = torch.zeros(
@@ -106,7 +115,9 @@ class PageMajorPool(LayerPool):
 class KVPools:
     """One `LayerPool` per layer, allocated when the layer's shapes are first known.
 
-    `page_major` chooses the layout; None: by device.
+    `page_major` chooses the layout; None: by device. If `num_layers` is given, the layers are so
+    many, of one shape, with keys as wide as values: they share one tensor, in which a page of all
+    layers is copied at once.
     """
 
     def __init__(
@@ -117,12 +128,15 @@ class KVPools:
         device: torch.device,
         *,
         page_major: bool | None = None,
+        num_layers: int | None = None,
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self._dtype = dtype
         self._device = device
         self._page_major = device.type == "cuda" if page_major is None else page_major
+        self._num_layers = num_layers
+        self._joint: Tensor | None = None  # [num_layers, ...] of the layers' own joint tensors
         self._layers: dict[int, LayerPool] = {}
 
     def layer(self, layer_idx: int) -> LayerPool:
@@ -137,14 +151,47 @@ class KVPools:
         pool = self._layers.get(layer_idx)
         if pool is None:
             pages, page_size = self.num_pages, self.page_size
+            joint = self._joint_of(layer_idx, shape)
             pool = (
-                PageMajorPool(pages, page_size, shape, self._dtype, self._device)
+                PageMajorPool(pages, page_size, shape, self._dtype, self._device, joint)
                 if self._page_major
-                else HeadMajorPool(pages * page_size, shape, self._dtype, self._device)
+                else HeadMajorPool(pages * page_size, shape, self._dtype, self._device, joint)
             )
             self._layers[layer_idx] = pool
         assert pool.shape == shape
         return pool
+
+    def copy_pages(self, source: Tensor, target: Tensor) -> None:
+        """Makes pages `target` int64 [n] hold what `source` [n] held before, in every layer."""
+        tensors = [self._joint] if self._joint is not None else self._tensors()
+        for tensor in tensors:
+            pages = tensor.view(self._parts(tensor), self.num_pages, -1)
+            pages.index_copy_(1, target, pages.index_select(1, source))
+
+    def _tensors(self) -> list[Tensor]:
+        return [part for pool in self._layers.values() for part in (pool.keys, pool.values)]
+
+    def _parts(self, tensor: Tensor) -> int:
+        """What comes before the pages in the layout of `tensor`: layers, and more by layout."""
+        if self._page_major:
+            return 2 * len(tensor) if tensor is self._joint else 1
+        return tensor.shape[:-2].numel()
+
+    def _joint_of(self, layer_idx: int, shape: tuple[int, int, int]) -> Tensor | None:
+        if self._num_layers is None:
+            return None
+        heads, key_dim, value_dim = shape
+        assert key_dim == value_dim
+        if self._joint is None:
+            size = (
+                (2, self.num_pages, self.page_size, heads, key_dim)
+                if self._page_major
+                else (2 * heads, self.num_pages * self.page_size, key_dim)
+            )
+            self._joint = torch.zeros(
+                self._num_layers, *size, dtype=self._dtype, device=self._device
+            )
+        return self._joint[layer_idx]
 
     @property
     def bytes_per_page(self) -> int:

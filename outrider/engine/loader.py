@@ -77,9 +77,16 @@ def build_paged_model(
         reference = eager_reference(
             model, page_size=page_size, num_pages=num_pages, max_model_len=length
         )
-    pools = KVPools(num_pages, page_size, parts.dtype, parts.device)
+    fused = fused and fits(model)
+    pools = KVPools(
+        num_pages,
+        page_size,
+        parts.dtype,
+        parts.device,
+        num_layers=parts.config.num_hidden_layers if fused else None,
+    )
     step: Step
-    if fused and fits(model):
+    if fused:
         step = FusedLlama(model, pools, TorchOps(), length)
     else:
         prepack_linears(model)

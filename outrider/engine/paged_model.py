@@ -92,6 +92,11 @@ class PagedModel:
         return self.pools.bytes_per_page
 
     @torch.inference_mode()
+    def copy_pages(self, source: Tensor, target: Tensor) -> None:
+        """Makes pages `target` int64 [n] hold the keys and values of `source` [n]."""
+        self.pools.copy_pages(source, target)
+
+    @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> Tensor:
         """Writes the new keys and values and returns float32 logits [num_logits, vocab_size].
 

@@ -59,6 +59,11 @@ class HashModel:
         ]
         return torch.from_numpy(self._logits(np.array(states, np.uint64)))
 
+    def copy_pages(self, source: Tensor, target: Tensor) -> None:
+        for held in (self._slots, self._positions):
+            pages = held.reshape(self.num_pages, self.page_size)  # a view
+            pages[target.numpy()] = pages[source.numpy()]
+
     def _context(self, batch: PackedBatch, row: int, index: int) -> list[int]:
         """Tokens at positions 0 .. position of token `index`, as the pages hold them."""
         at = np.arange(int(batch.positions[index]) + 1)
