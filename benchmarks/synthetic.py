@@ -1,0 +1,84 @@
+"""A given mean acceptance length, whatever was drafted. For benchmarks only: it spoils the text.
+
+Weights of the right size that agree as much as one likes are not to be had for every shape. So a
+seeded hash decides for each drafted position whether it is "accepted" (vLLM's
+`rejection_sample_method: "synthetic"`); the drafted token then stands in the text although the
+target would have said another. Nothing under outrider/ knows of this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from outrider.engine.runner import Pending, StepRunner
+from outrider.engine.scheduler import ScheduledRow, Step, StepResult
+
+_MASK = 2**64 - 1
+
+
+class SyntheticRunner:
+    """A `StepRunner` around another: it runs the same steps and reports other acceptance.
+
+    `mean_length` is 1 + accepted tokens per round of a full draft of `num_draft_tokens`, so from
+    1 to num_draft_tokens + 1; shorter drafts get the same chance per token. Raises `ValueError`.
+    """
+
+    def __init__(
+        self, inner: StepRunner, mean_length: float, num_draft_tokens: int, seed: int = 0
+    ) -> None:
+        self._inner = inner
+        self._chance = chance_per_token(mean_length, num_draft_tokens)
+        self._seed = seed
+
+    def launch(self, step: Step) -> Pending:
+        pending = self._inner.launch(step)
+        # Decided while the step runs: it costs the round nothing.
+        return _Synthetic(pending, step, tuple(self._accepted(row) for row in step.rows))
+
+    def _accepted(self, row: ScheduledRow) -> int:
+        first = row.slice.start + len(row.slice.token_ids) - len(row.draft)
+        for i in range(len(row.draft)):
+            if _uniform(self._seed, row.seq.session_id, first + i) >= self._chance:
+                return i
+        return len(row.draft)
+
+
+@dataclass(frozen=True, slots=True)
+class _Synthetic:
+    pending: Pending
+    step: Step
+    accepted: tuple[int, ...]
+
+    def wait(self) -> StepResult:
+        result = self.pending.wait()
+        choices = [
+            (*row.draft[:n], *chosen[n:]) if row.draft else chosen
+            for row, n, chosen in zip(self.step.rows, self.accepted, result.choices, strict=True)
+        ]
+        return replace(result, choices=choices, accepted=self.accepted)
+
+
+def _uniform(seed: int, session_id: int, position: int) -> float:
+    """Of [0, 1), by splitmix64."""
+    x = (seed * 0x9E3779B97F4A7C15 + session_id * 0xD1B54A32D192ED03 + position) & _MASK
+    x = (x * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (x ^ (x >> 31)) / 2**64
+
+
+def chance_per_token(mean_length: float, num_draft_tokens: int) -> float:
+    """The a for which 1 + a + a^2 + ... + a^num_draft_tokens is `mean_length`."""
+    if not 1 <= mean_length <= num_draft_tokens + 1:
+        raise ValueError(
+            f"A mean acceptance length of {mean_length:g} is out of reach with "
+            f"{num_draft_tokens} draft tokens: 1 to {num_draft_tokens + 1}."
+        )
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if sum(middle**i for i in range(num_draft_tokens + 1)) < mean_length:
+            low = middle
+        else:
+            high = middle
+    return high
