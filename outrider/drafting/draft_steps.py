@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.drafting.candidates import top_candidates
 from outrider.engine.batch import Model, PackedBatch, RowSlice, pack
 from outrider.engine.sampling import SamplingBatch, sample
 from outrider.types import SamplingParams
@@ -51,6 +53,54 @@ def draft_chains(
             chain.append(token)
         start += len(part)
     return chains
+
+
+@dataclass(frozen=True, slots=True)
+class Forks:
+    """Chains of K tokens, and where the true texts may leave them.
+
+    `candidates[r, i]` are the F likeliest tokens, best first, after row r's text and the first i
+    tokens of its chain: K + 1 places. The best of each of the first K places is the chain itself.
+    """
+
+    candidates: NDArray[np.int32]  # [rows, K + 1, F]
+    gaps: NDArray[np.float32]  # [rows, K + 1, F]: how far a score is from the best of its place
+
+    @property
+    def chains(self) -> NDArray[np.int32]:
+        """[rows, K]"""
+        return self.candidates[:, :-1, 0]
+
+
+def draft_forks(
+    model: Model,
+    slices: Sequence[RowSlice],
+    sampling: Sequence[SamplingParams],
+    num_tokens: int,
+    fanout: int,
+) -> Forks:
+    """Feeds `slices`, then drafts `num_tokens` after each, with `fanout` candidates per place.
+
+    The last token of a chain is fed, too: page tables must cover `num_tokens` more than the
+    slices. No token comes to the host before the end.
+    """
+    ready = [
+        ReadyRow(row.start + len(row.token_ids), num_tokens + 1, params)
+        for row, params in zip(slices, sampling, strict=True)
+    ]
+    tokens: list[Tensor] = []
+    gaps: list[Tensor] = []
+    with torch.inference_mode():
+        batch = pack(slices, model.page_size, model.device)
+        steps = _Steps(model, slices, ready)
+        for step in range(num_tokens + 1):
+            if step:
+                batch = steps.batch(tokens[-1][:, 0], step)
+            top, gap = top_candidates(model.forward(batch), steps.sampling(step), fanout)
+            tokens.append(top)
+            gaps.append(gap)
+        candidates = torch.stack(tokens, dim=1).to(torch.int32).cpu()
+        return Forks(candidates.numpy(), torch.stack(gaps, dim=1).cpu().numpy())
 
 
 class _Steps:
@@ -103,22 +153,24 @@ class _Steps:
 
     def draw(self, logits: Tensor, step: int) -> Tensor:
         """The tokens [rows] at position length + `step`."""
+        params = self.sampling(step)
+        return logits.argmax(dim=-1) if params is None else sample(logits, params)
+
+    def sampling(self, step: int) -> SamplingBatch | None:
+        """How the tokens at position length + `step` are drawn; None: all greedily."""
         if self._sampling is None:
-            return logits.argmax(dim=-1)
+            return None
         n = self._num_rows[step]
         params = self._sampling
-        return sample(
-            logits,
-            SamplingBatch(
-                temperature=params.temperature[:n],
-                top_k=params.top_k[:n],
-                top_p=params.top_p[:n],
-                min_p=params.min_p[:n],
-                seed=params.seed[:n],
-                position=self._drawn[step, :n],
-                all_greedy=False,
-                any_greedy=params.any_greedy,
-                any_sorted=params.any_sorted,
-                any_min_p=params.any_min_p,
-            ),
+        return SamplingBatch(
+            temperature=params.temperature[:n],
+            top_k=params.top_k[:n],
+            top_p=params.top_p[:n],
+            min_p=params.min_p[:n],
+            seed=params.seed[:n],
+            position=self._drawn[step, :n],
+            all_greedy=False,
+            any_greedy=params.any_greedy,
+            any_sorted=params.any_sorted,
+            any_min_p=params.any_min_p,
         )
