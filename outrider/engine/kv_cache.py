@@ -24,11 +24,30 @@ class LayerPool(ABC):
     shape: tuple[int, int, int]
     """(num_kv_heads, key_dim, value_dim)"""
 
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        joint: Tensor | None = None,
+    ) -> None:
+        self.shape = shape
+        self._page_size = page_size
+        self._dtype = dtype
+        self._device = device
+        self.resize(num_pages, joint)
+
+    @abstractmethod
+    def resize(self, num_pages: int, joint: Tensor | None = None) -> None:
+        """Holds `num_pages` pages of zeros from now on, in `joint` if it is given."""
+
     @property
     def bytes_per_slot(self) -> int:
         """Bytes that one token takes in this layer."""
         heads, key_dim, value_dim = self.shape
-        return heads * (key_dim + value_dim) * self.keys.element_size()
+        return heads * (key_dim + value_dim) * self._dtype.itemsize
 
     @abstractmethod
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -38,6 +57,10 @@ class LayerPool(ABC):
     def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of the keys [heads, n, key_dim] and values [.., value_dim] in `slots` [n]."""
 
+    def _zeros(self, *shape: int) -> Tensor:
+        # Zeros, because slots past a row's end are read and masked: 0 * garbage could be NaN.
+        return torch.zeros(shape, dtype=self._dtype, device=self._device)
+
 
 class HeadMajorPool(LayerPool):
     """Keys [num_kv_heads, num_slots, key_dim] and values [.., value_dim]: the layout on CPU.
@@ -46,25 +69,19 @@ class HeadMajorPool(LayerPool):
     equally wide they are the halves of `joint` [2 * num_kv_heads, num_slots, dim].
     """
 
-    def __init__(
-        self,
-        num_slots: int,
-        shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        joint: Tensor | None = None,
-    ) -> None:
-        self.shape = shape
-        heads, key_dim, value_dim = shape
-        # Zeros, because slots past a row's end are read and masked: 0 * garbage could be NaN.
+    joint: Tensor | None
+
+    def resize(self, num_pages: int, joint: Tensor | None = None) -> None:
+        heads, key_dim, value_dim = self.shape
+        num_slots = num_pages * self._page_size
         if joint is None and key_dim == value_dim:
-            joint = torch.zeros(2 * heads, num_slots, key_dim, dtype=dtype, device=device)
+            joint = self._zeros(2 * heads, num_slots, key_dim)
         self.joint = joint
         if joint is not None:
             self.keys, self.values = joint[:heads], joint[heads:]
         else:
-            self.keys = torch.zeros(heads, num_slots, key_dim, dtype=dtype, device=device)
-            self.values = torch.zeros(heads, num_slots, value_dim, dtype=dtype, device=device)
+            self.keys = self._zeros(heads, num_slots, key_dim)
+            self.values = self._zeros(heads, num_slots, value_dim)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         self.keys.index_copy_(1, slots, keys.transpose(0, 1))
@@ -83,24 +100,13 @@ class PageMajorPool(LayerPool):
     They are the halves of `joint` [2, num_pages, ...], if it is given.
     """
 
-    def __init__(
-        self,
-        num_pages: int,
-        page_size: int,
-        shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        joint: Tensor | None = None,
-    ) -> None:
-        self.shape = shape
+    def resize(self, num_pages: int, joint: Tensor | None = None) -> None:
         if joint is not None:
             self.keys, self.values = joint
             return
-        heads, key_dim, value_dim = shape
-        self.keys = torch.zeros(num_pages, page_size, heads, key_dim, dtype=dtype, device=device)
-        self.values = torch.zeros(
-            num_pages, page_size, heads, value_dim, dtype=dtype, device=device
-        )
+        heads, key_dim, value_dim = self.shape
+        self.keys = self._zeros(num_pages, self._page_size, heads, key_dim)
+        self.values = self._zeros(num_pages, self._page_size, heads, value_dim)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         self.keys.flatten(0, 1).index_copy_(0, slots, keys)
@@ -150,16 +156,23 @@ class KVPools:
         shape = (num_kv_heads, key_dim, value_dim)
         pool = self._layers.get(layer_idx)
         if pool is None:
-            pages, page_size = self.num_pages, self.page_size
             joint = self._joint_of(layer_idx, shape)
-            pool = (
-                PageMajorPool(pages, page_size, shape, self._dtype, self._device, joint)
-                if self._page_major
-                else HeadMajorPool(pages * page_size, shape, self._dtype, self._device, joint)
-            )
+            kind = PageMajorPool if self._page_major else HeadMajorPool
+            pool = kind(self.num_pages, self.page_size, shape, self._dtype, self._device, joint)
             self._layers[layer_idx] = pool
         assert pool.shape == shape
         return pool
+
+    def resize(self, num_pages: int) -> None:
+        """Gives every layer `num_pages` pages, of zeros, in place of those it has."""
+        self._joint = None
+        for pool in self._layers.values():
+            pool.resize(0)  # all of them first: old and new must not need room at once
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.num_pages = num_pages
+        for layer_idx, pool in self._layers.items():
+            pool.resize(num_pages, self._joint_of(layer_idx, pool.shape))
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Makes pages `target` int64 [n] hold what `source` [n] held before, in every layer."""

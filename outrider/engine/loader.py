@@ -79,7 +79,7 @@ def build_paged_model(
         )
     fused = fused and fits(model)
     pools = KVPools(
-        num_pages,
+        num_pages + 1,  # the last one is for scratch
         page_size,
         parts.dtype,
         parts.device,

@@ -59,7 +59,11 @@ class TransformersStep:
 
 
 class PagedModel:
-    """A causal language model over a paged KV cache that it owns; implements `Model`."""
+    """A causal language model over a paged KV cache that it owns; implements `Model`.
+
+    The pools hold one page more than `num_pages`: `scratch_page`, where tokens that only fill up
+    a batch leave their keys and values. No sequence ever gets it.
+    """
 
     def __init__(
         self,
@@ -84,7 +88,23 @@ class PagedModel:
         self.dtype = dtype
         self.device = device
         self.page_size = pools.page_size
-        self.num_pages = pools.num_pages
+
+    @property
+    def num_pages(self) -> int:
+        return self.pools.num_pages - 1
+
+    @property
+    def scratch_page(self) -> int:
+        return self.num_pages
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold the attention's work: no shape of it follows the rows'."""
+        return getattr(self._backend, "capturable", False)
+
+    def resize(self, num_pages: int) -> None:
+        """Gives the cache another size; what it held is lost."""
+        self.pools.resize(num_pages + 1)
 
     @property
     def kv_bytes_per_page(self) -> int:
@@ -97,10 +117,14 @@ class PagedModel:
         self.pools.copy_pages(source, target)
 
     @torch.inference_mode()
+    def logits(self, batch: PackedBatch) -> Tensor:
+        """What `forward` returns, in the model's dtype."""
+        return self._step.forward(self._backend(batch))
+
     def forward(self, batch: PackedBatch) -> Tensor:
         """Writes the new keys and values and returns float32 logits [num_logits, vocab_size].
 
         A float64 model returns float64: its near ties are the point.
         """
-        logits = self._step.forward(self._backend(batch))
+        logits = self.logits(batch)
         return logits if logits.dtype is torch.float64 else logits.float()
