@@ -1,0 +1,152 @@
+"""Attention over pages, the keys of a row divided among several programs (flash decoding).
+
+The query heads that share a key head are packed into one tile with the row's query tokens, so
+that keys and values are read once.
+"""
+
+import triton
+import triton.language as tl
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def paged_attention_kernel(
+    query_ptr,  # [tokens, kv_heads * GROUP, DIM], tokens query_stride apart
+    keys_ptr,  # [slots, kv_heads, DIM]
+    values_ptr,  # [slots, kv_heads, VALUE_DIM]
+    table_ptr,  # int32 [rows, max_pages]
+    seq_lens_ptr,  # int32 [rows]
+    cu_seqlens_ptr,  # int32 [rows + 1]
+    sinks_ptr,  # [heads], read if HAS_SINKS
+    out_ptr,  # [tokens, heads, SPLITS, VALUE_DIM]: each split's own average of values
+    lse_ptr,  # float32 [tokens, heads, SPLITS]: log2 of its sum of weights; unused if SPLITS is 1
+    query_stride,
+    table_stride,
+    window,  # keys a query sees at most, read if HAS_WINDOW
+    scale,
+    softcap,  # read if HAS_SOFTCAP
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,  # at least DIM
+    BLOCK_VALUE_DIM: tl.constexpr,  # at least VALUE_DIM
+    STAGES: tl.constexpr,
+):
+    split = tl.program_id(0) % SPLITS
+    tile = tl.program_id(0) // SPLITS
+    kv_head = tl.program_id(1)
+    kv_heads = tl.num_programs(1)
+    row = tl.program_id(2)
+    start = tl.load(cu_seqlens_ptr + row)
+    query_len = tl.load(cu_seqlens_ptr + row + 1) - start
+    if tile * BLOCK_M >= query_len * GROUP:
+        return
+    seq_len = tl.load(seq_lens_ptr + row)
+
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_row = m < query_len * GROUP
+    token = (start + m // GROUP).to(tl.int64)
+    head = kv_head * GROUP + m % GROUP
+    position = seq_len - query_len + m // GROUP
+    column = tl.arange(0, BLOCK_DIM)
+    value_column = tl.arange(0, BLOCK_VALUE_DIM)
+    query = tl.load(
+        query_ptr + token[:, None] * query_stride + head[:, None] * DIM + column[None, :],
+        mask=in_row[:, None] & (column < DIM)[None, :],
+        other=0.0,
+    )
+
+    # The blocks of keys that some query of the tile sees, and this split's share of them.
+    last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, query_len - 1)
+    end = seq_len - query_len + last + 1
+    first_block = 0
+    if HAS_WINDOW:
+        first_seen = seq_len - query_len + tile * BLOCK_M // GROUP - window + 1
+        first_block = tl.maximum(first_seen, 0) // BLOCK_N
+    share = tl.cdiv(tl.cdiv(end, BLOCK_N) - first_block, SPLITS)
+    from_block = first_block + split * share
+    to_block = tl.minimum(from_block + share, tl.cdiv(end, BLOCK_N))
+
+    highest = tl.full([BLOCK_M], -float("inf"), tl.float32)  # in units of log2
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:
+        if split == 0:  # a sink takes weight and gives nothing
+            sink = tl.load(sinks_ptr + head, mask=in_row, other=0.0).to(tl.float32)
+            highest = sink * _LOG2E
+            total += 1.0
+    sums = tl.zeros([BLOCK_M, BLOCK_VALUE_DIM], tl.float32)
+    for block in tl.range(from_block, to_block, num_stages=STAGES):
+        key = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        written = key < end
+        page = tl.load(table_ptr + row * table_stride + key // PAGE_SIZE, mask=written, other=0)
+        slot = (page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE) * kv_heads + kv_head
+        keys = tl.load(
+            keys_ptr + slot[None, :] * DIM + column[:, None],
+            mask=written[None, :] & (column < DIM)[:, None],
+            other=0.0,
+        )
+        values = tl.load(
+            values_ptr + slot[:, None] * VALUE_DIM + value_column[None, :],
+            mask=written[:, None] & (value_column < VALUE_DIM)[None, :],
+            other=0.0,
+        )
+        scores = tl.dot(query, keys, input_precision="ieee") * scale
+        if HAS_SOFTCAP:
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # tanh
+        seen = key[None, :] <= position[:, None]
+        if HAS_WINDOW:
+            seen &= key[None, :] > position[:, None] - window
+        scores = tl.where(seen, scores * _LOG2E, -float("inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        # A query that has seen nothing yet must not compute inf - inf.
+        base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
+        weights = tl.exp2(scores - base[:, None])
+        fading = tl.exp2(highest - base)
+        total = total * fading + tl.sum(weights, axis=1)
+        sums = sums * fading[:, None]
+        sums = tl.dot(weights.to(values.dtype), values, sums, input_precision="ieee")
+        highest = new_highest
+
+    at = (token * kv_heads * GROUP + head) * SPLITS + split
+    average = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(
+        out_ptr + at[:, None] * VALUE_DIM + value_column[None, :],
+        average,
+        mask=in_row[:, None] & (value_column < VALUE_DIM)[None, :],
+    )
+    if SPLITS > 1:
+        lse = tl.where(total == 0.0, -float("inf"), highest + tl.log2(total))
+        tl.store(lse_ptr + at, lse, mask=in_row)
+
+
+@triton.jit
+def combine_splits_kernel(
+    partial_ptr,  # float32 [tokens * heads, SPLITS, VALUE_DIM]
+    lse_ptr,  # float32 [tokens * heads, SPLITS]
+    out_ptr,  # [tokens * heads, VALUE_DIM]
+    VALUE_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_VALUE_DIM: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    column = tl.arange(0, BLOCK_VALUE_DIM)
+    lse = tl.load(lse_ptr + at * SPLITS + split)
+    highest = tl.max(lse, axis=0)
+    weight = tl.exp2(lse - tl.where(highest == -float("inf"), 0.0, highest))
+    partial = tl.load(
+        partial_ptr + (at * SPLITS + split[:, None]) * VALUE_DIM + column[None, :],
+        mask=(lse > -float("inf"))[:, None] & (column < VALUE_DIM)[None, :],
+        other=0.0,
+    )
+    total = tl.sum(weight, axis=0)
+    average = tl.sum(partial * weight[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + at * VALUE_DIM + column, average, mask=column < VALUE_DIM)
