@@ -58,30 +58,37 @@ class DraftTree:
         Returns None when the path falls off the tree (a miss); an empty tree when it ends on a
         leaf. The result is rooted at base_len + len(committed).
         """
-        node = -1
-        for token in committed:
-            node = self._child(node, token)
-            if node < 0:
-                return None
+        node = self.descend(committed)
+        if node is None:
+            return None
         return self if node == -1 else self._below(node, self.base_len + len(committed))
 
-    def first_path(self, max_len: int) -> TokenIds:
-        """The preferred path from the root: always the first child, `max_len` tokens at most."""
-        path: list[int] = []
-        node = -1
-        for i, parent in enumerate(self.parents):
-            if len(path) == max_len:
-                break
-            if parent == node:
-                path.append(self.token_ids[i])
-                node = i
-        return tuple(path)
+    def descend(self, tokens: Sequence[int], node: int = -1) -> int | None:
+        """The node that `tokens` lead to, starting below `node`; None if they fall off the tree."""
+        try:
+            for token in tokens:
+                child = self.parents.index(node, node + 1)
+                while self.token_ids[child] != token:
+                    child = self.parents.index(node, child + 1)
+                node = child
+        except ValueError:
+            return None
+        return node
 
-    def _child(self, node: int, token: int) -> int:
-        for i in range(node + 1, len(self.token_ids)):
-            if self.parents[i] == node and self.token_ids[i] == token:
-                return i
-        return -1
+    def is_leaf(self, node: int) -> bool:
+        """Whether nothing follows `node`; -1 is the root."""
+        return node not in self.parents
+
+    def first_path(self, max_len: int, node: int = -1) -> TokenIds:
+        """The preferred path below `node`: always the first child, `max_len` tokens at most."""
+        path: list[int] = []
+        try:
+            while len(path) < max_len:
+                node = self.parents.index(node, node + 1)
+                path.append(self.token_ids[node])
+        except ValueError:
+            pass  # a leaf
+        return tuple(path)
 
     def _below(self, root: int, base_len: int) -> DraftTree:
         renumbered = {root: -1}

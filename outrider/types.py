@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from outrider.errors import InvalidRequestError, PromptTooLongError
 
@@ -126,8 +127,7 @@ class RequestStats:
     preemptions: int
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(NamedTuple):  # one per row and step: a frozen dataclass takes three times as long
     """What one engine step made true for one session.
 
     `token_ids` is trimmed at a stop: it is empty only when the stop token came first.

@@ -105,6 +105,7 @@ class AdaptivePolicy(Policy):
         self._steps = StepTimes()
         self._delays: dict[str, Average] = {}  # by proposer
         self._num_rows = 1  # of the last step
+        self._step_times: dict[int, float] = {}  # by k, the same for all rows until the next step
 
     def choose_k(self, drafting: Drafting, limit: int) -> int:
         d = drafting
@@ -112,19 +113,18 @@ class AdaptivePolicy(Policy):
             d.plain_rounds = 0
             return limit
         acceptance = d.successes / d.trials
-        rows = self._num_rows
-        plain = self._steps.estimate(rows)
+        plain, expected, power = self._step_time(0), 1.0, 1.0
         rates = [1.0 / plain if plain else 0.0]
-        expected = power = 1.0
         for k in range(1, limit + 1):
             power *= acceptance
             expected += power
-            seconds = self._steps.estimate(rows * (1 + k)) + d.wait_s
+            seconds = self._step_time(k) + d.wait_s
             rates.append(expected / seconds if seconds else math.inf)
         best = max(rates)
-        if rates[0] == best:
-            return 0
-        return max(k for k, rate in enumerate(rates) if k and rate >= NEARLY * best)
+        k = limit if rates[0] < best else 0
+        while rates[k] < NEARLY * best:
+            k -= 1
+        return k
 
     def patience(self, seq: Sequence) -> float:
         """Blocks' mean delay plus four deviations, at most a few step times.
@@ -132,7 +132,7 @@ class AdaptivePolicy(Policy):
         Until the session's first block came, a multiple of the time the prompt took.
         """
         d = seq.drafting
-        step = self._steps.estimate(self._num_rows * (1 + d.num_draft_tokens))
+        step = self._step_time(d.num_draft_tokens)
         if not d.blocks:
             return min(FIRST_PATIENCE_S, STEPS_OF_PATIENCE * step + seq.counters.prefill_s)
         cap = min(MAX_PATIENCE_S, max(MIN_PATIENCE_S, STEPS_OF_PATIENCE * step))
@@ -171,7 +171,10 @@ class AdaptivePolicy(Policy):
         return d
 
     def observe_delay(self, drafting: Drafting, seconds: float) -> None:
-        self._delays.setdefault(drafting.proposer_id or "", Average()).add(seconds)
+        proposer_id = drafting.proposer_id or ""
+        if proposer_id not in self._delays:
+            self._delays[proposer_id] = Average()
+        self._delays[proposer_id].add(seconds)
 
     def observe_round(self, drafting: Drafting, drafted: int, accepted: int) -> None:
         d = drafting
@@ -184,3 +187,12 @@ class AdaptivePolicy(Policy):
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         self._num_rows = num_rows
         self._steps.observe(num_tokens, seconds)
+        self._step_times.clear()
+
+    def _step_time(self, k: int) -> float:
+        """Expected seconds of a step as large as the last one, with `k` draft tokens per row."""
+        seconds = self._step_times.get(k)
+        if seconds is None:
+            seconds = self._steps.estimate(self._num_rows * (1 + k))
+            self._step_times[k] = seconds
+        return seconds

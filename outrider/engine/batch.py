@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class RowSlice:
+class RowSlice(NamedTuple):
     """A row's share of one step: `token_ids` at positions start, start + 1, ...
 
     The row's page table must already cover start + len(token_ids) tokens. Logits are returned

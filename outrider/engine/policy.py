@@ -97,12 +97,11 @@ class Policy:
         ready: list[Sequence] = []
         waiting: list[Sequence] = []
         for seq in rows:
-            d = seq.drafting
+            d, lacks_draft = seq.drafting, seq.draft is None and owed(seq)
             if d.looked_at is None:
-                d.looked_at, d.at_hand = now, seq.has_draft
-                d.deadline = d.committed_at + self.patience(seq)
-            hold = not seq.has_draft and owed(seq) and now < d.deadline
-            (waiting if hold else ready).append(seq)
+                d.looked_at, d.at_hand = now, seq.draft is not None
+                d.deadline = d.committed_at + self.patience(seq) if lacks_draft else now
+            (waiting if lacks_draft and now < d.deadline else ready).append(seq)
         if not waiting:
             return ready, now
         wake_at = min(seq.drafting.deadline for seq in waiting)
@@ -114,10 +113,11 @@ class Policy:
     def launch(self, seq: Sequence, drafted: int, now: float) -> bool:
         """A row goes into a step with `drafted` tokens. True if its proposer is set aside by it."""
         d, c = seq.drafting, seq.counters
+        c.iter_count += 1
         if d.looked_at is None:  # prompt processing waits for nothing and misses nothing
             c.hits += bool(drafted)
             return False
-        waited = now - d.looked_at if waits(d) and not d.at_hand else 0.0
+        waited = now - d.looked_at if not d.at_hand and waits(d) else 0.0
         if waited > 0.0:
             c.waits += 1
             c.wait_s += waited

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from outrider.draft_tree import DraftTree
 from outrider.engine.block_pool import ROOT_HASH, PageHash, page_hash
@@ -29,8 +30,8 @@ class Counters:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
-    accepted_per_pos: list[int] = field(default_factory=list)
-    k_histogram: list[int] = field(default_factory=list)
+    rounds_by_drafted: Counter[int] = field(default_factory=Counter)
+    rounds_by_accepted: Counter[int] = field(default_factory=Counter)
     hits: int = 0
     misses_late: int = 0
     misses_wrong: int = 0
@@ -51,10 +52,8 @@ class Counters:
         self.rounds += 1
         self.drafted += drafted
         self.accepted += accepted
-        _grow(self.k_histogram, drafted + 1)[drafted] += 1
-        _grow(self.accepted_per_pos, accepted)
-        for i in range(accepted):
-            self.accepted_per_pos[i] += 1
+        self.rounds_by_drafted[drafted] += 1
+        self.rounds_by_accepted[accepted] += 1
 
 
 @dataclass(slots=True)
@@ -81,11 +80,6 @@ class Drafting:
     trials: float = 0.0  # draft tokens accepted or rejected, fading
     plain_rounds: int = 0  # with K = 0, since drafts were last tried
     wait_s: float = 0.0  # moving average of a round's wait
-
-
-def _grow(counts: list[int], length: int) -> list[int]:
-    counts.extend([0] * (length - len(counts)))
-    return counts
 
 
 class Sequence:
@@ -115,8 +109,9 @@ class Sequence:
         self.block_table: list[int] = []
         self.page_hashes: list[PageHash] = []  # of full pages of token_ids, as far as needed
         self.num_published = 0
-        self.draft: DraftTree | None = None  # rooted at len(token_ids)
-        self.draft_base = -1  # base_len of the block that `draft` came from
+        self.draft: DraftTree | None = None  # None if nothing of it is left
+        self.draft_node = -1  # the node of `draft` that the last committed token reached
+        self.draft_base = -1  # base_len of the last block that was kept
         self.drafting = drafting
         self.counters = Counters()
         self.submitted_at = submitted_at
@@ -130,15 +125,12 @@ class Sequence:
     @property
     def caught_up(self) -> bool:
         """Only the last token, which the previous step emitted, lacks KV."""
-        return self.num_uncomputed == 1 and self.num_output_tokens > 0
+        length = len(self.token_ids)
+        return self.num_computed == length - 1 and length > self.num_prompt_tokens
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def has_draft(self) -> bool:
-        return self.draft is not None and bool(self.draft.token_ids)
 
     def hashes(self, num_pages: int, page_size: int) -> list[PageHash]:
         """Chained hashes of the first `num_pages` pages of `token_ids`."""
@@ -150,19 +142,19 @@ class Sequence:
         return known[:num_pages]
 
     def take_block(self, block: DraftTree) -> BlockFate:
-        """Walks a block by what was committed since, and keeps what is left as the draft.
+        """Walks a block by what was committed since, and keeps it if something is left below.
 
         A block from an older base than the present draft's does not replace it.
         """
         if not 0 <= block.base_len <= len(self.token_ids):
             return BlockFate.INVALID
-        left = block.walk(self.token_ids[block.base_len :])
-        if left is None:
+        node = block.descend(self.token_ids[block.base_len :])
+        if node is None:
             return BlockFate.WRONG
-        if not left.token_ids:
+        if block.is_leaf(node):
             return BlockFate.LATE
-        if block.base_len >= self.draft_base or not self.has_draft:
-            self.draft, self.draft_base = left, block.base_len
+        if block.base_len >= self.draft_base or self.draft is None:
+            self.draft, self.draft_node, self.draft_base = block, node, block.base_len
         return BlockFate.USEFUL
 
     def commit(self, emitted: Tokens[int]) -> bool:
@@ -170,18 +162,23 @@ class Sequence:
         self.token_ids += emitted
         if self.draft is None:
             return False
-        self.draft = self.draft.walk(emitted)
-        return self.draft is None
+        node = self.draft.descend(emitted, self.draft_node)
+        if node is None or self.draft.is_leaf(node):
+            self.draft = None
+        else:
+            self.draft_node = node
+        return node is None
 
     def trim(self, choices: TokenIds) -> tuple[TokenIds, FinishReason | None]:
         """What of `choices` is output, and whether the request ends with it.
 
         Stop tokens first (the stop token itself is not output), then the length.
         """
-        first = self.num_output_tokens
-        for i, token in enumerate(choices):
-            if token in self.stop_ids and first + i >= self.request.stop.min_tokens:
-                return choices[:i], FinishReason.STOP
+        if not self.stop_ids.isdisjoint(choices):
+            first = self.num_output_tokens
+            for i, token in enumerate(choices):
+                if token in self.stop_ids and first + i >= self.request.stop.min_tokens:
+                    return choices[:i], FinishReason.STOP
         room = self.max_len - len(self.token_ids)
         if len(choices) >= room:
             return choices[:room], FinishReason.LENGTH
@@ -197,8 +194,13 @@ class Sequence:
             rounds=c.rounds,
             drafted=c.drafted,
             accepted=c.accepted,
-            accepted_per_pos=tuple(c.accepted_per_pos),
-            k_histogram=tuple(c.k_histogram),
+            accepted_per_pos=tuple(
+                sum(n for accepted, n in c.rounds_by_accepted.items() if accepted > position)
+                for position in range(max(c.rounds_by_accepted, default=0))
+            ),
+            k_histogram=tuple(
+                c.rounds_by_drafted[k] for k in range(max(c.rounds_by_drafted, default=-1) + 1)
+            ),
             hits=c.hits,
             misses_late=c.misses_late,
             misses_wrong=c.misses_wrong,
@@ -216,6 +218,7 @@ class Sequence:
         )
 
 
+@lru_cache(maxsize=4096)
 def token_kinds(drafted: int, accepted: int, emitted: int) -> tuple[TokenKind, ...]:
     """Where each of `emitted` tokens of a round came from."""
     if not drafted:
