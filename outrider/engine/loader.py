@@ -13,13 +13,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.engine.attention import ATTENTION_NAME
+from outrider.engine.backends import attention_traits, choose_backend
 from outrider.engine.gate import check_supported, max_exact_len
 from outrider.engine.kv_cache import KVPools
 from outrider.engine.linear import prepack_linears
 from outrider.engine.llama import FusedLlama, fits
-from outrider.engine.llama_ops import TorchOps
+from outrider.engine.llama_ops import LlamaOps, TorchOps
 from outrider.engine.paged_model import PagedModel, Step, TransformersStep
-from outrider.engine.sdpa import SdpaAttention
 from outrider.engine.selftest import check_against, eager_reference
 from outrider.errors import ConfigError
 
@@ -37,11 +37,12 @@ def load_model(
     max_model_len: int | None = None,
     device: torch.device = CPU,
     self_test: bool = True,
+    attention_backend: str | None = None,
 ) -> PagedModel:
     """Reads a Hugging Face folder (config.json, safetensors) and makes it ready to run.
 
-    Raises `ConfigError` for files that are missing or broken and `UnsupportedModelError` for a
-    model that this engine would not run exactly.
+    Raises `ConfigError` for files that are missing or broken and for an `attention_backend` that
+    cannot be used, and `UnsupportedModelError` for a model that this engine would not run exactly.
     """
     model = _read(folder, dtype, device)
     return build_paged_model(
@@ -50,6 +51,7 @@ def load_model(
         num_pages=num_pages,
         max_model_len=max_model_len,
         self_test=self_test,
+        attention_backend=attention_backend,
         name=folder.name,
     )
 
@@ -62,11 +64,17 @@ def build_paged_model(
     max_model_len: int | None = None,
     self_test: bool = True,
     fused: bool = True,
+    attention_backend: str | None = None,
     name: str = "model",
 ) -> PagedModel:
-    """Takes over a loaded `transformers` model; `model` must not be used afterwards."""
+    """Takes over a loaded `transformers` model; `model` must not be used afterwards.
+
+    `attention_backend` is a name of `backends.BACKEND_NAMES`, or None for the best that fits.
+    """
     parts: Any = model.eval()
     check_supported(model)
+    traits = attention_traits(model, page_size)
+    backend = choose_backend(attention_backend, traits, parts.device)
     length = limit = max_exact_len(model)
     if max_model_len is not None and max_model_len > limit:
         logger.warning("%s is served up to %d tokens, not %d.", name, limit, max_model_len)
@@ -87,7 +95,7 @@ def build_paged_model(
     )
     step: Step
     if fused:
-        step = FusedLlama(model, pools, TorchOps(), length)
+        step = FusedLlama(model, pools, _llama_ops(parts.device, parts.dtype), length)
     else:
         prepack_linears(model)
         parts.set_attn_implementation(ATTENTION_NAME)
@@ -95,7 +103,7 @@ def build_paged_model(
     paged = PagedModel(
         step,
         pools,
-        SdpaAttention,
+        backend,
         name=name,
         vocab_size=int(parts.config.get_text_config(decoder=True).vocab_size),
         max_model_len=length,
@@ -106,6 +114,14 @@ def build_paged_model(
     if reference is not None:
         check_against(paged, reference)
     return paged
+
+
+def _llama_ops(device: torch.device, dtype: torch.dtype) -> LlamaOps:
+    if device.type != "cuda" or dtype is torch.float64:
+        return TorchOps()
+    from outrider.engine.cuda.triton_ops import TritonOps
+
+    return TritonOps()
 
 
 def _read(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:

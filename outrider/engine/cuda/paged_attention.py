@@ -6,6 +6,9 @@ are divided among several programs, which FlashAttention-4 does not do on Hopper
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 import triton
 from torch import Tensor
@@ -19,6 +22,18 @@ _MAX_SPLITS = 32
 _MAX_QUERIES = 64  # query tokens times heads per key head in one tile
 _KEYS = 64  # per block
 _SHARED_BYTES = 64 * 1024  # for keys and values in flight, per program
+
+
+@dataclass(frozen=True, slots=True)
+class TritonBackend:
+    """An `AttentionBackend`."""
+
+    capturable: ClassVar[bool] = True
+
+    programs: int  # of the device at once: its multiprocessors
+
+    def __call__(self, batch: PackedBatch) -> TritonPagedAttention:
+        return TritonPagedAttention(batch, self.programs)
 
 
 class TritonPagedAttention:

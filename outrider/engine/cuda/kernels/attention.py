@@ -77,11 +77,10 @@ def paged_attention_kernel(
 
     highest = tl.full([BLOCK_M], -float("inf"), tl.float32)  # in units of log2
     total = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_SINKS:
-        if split == 0:  # a sink takes weight and gives nothing
-            sink = tl.load(sinks_ptr + head, mask=in_row, other=0.0).to(tl.float32)
-            highest = sink * _LOG2E
-            total += 1.0
+    if HAS_SINKS:  # one more key, in the first split, that takes weight and gives nothing
+        sink = tl.load(sinks_ptr + head, mask=in_row, other=0.0).to(tl.float32)
+        highest = tl.where(split == 0, sink * _LOG2E, highest)
+        total = tl.where(split == 0, 1.0, total)
     sums = tl.zeros([BLOCK_M, BLOCK_VALUE_DIM], tl.float32)
     for block in tl.range(from_block, to_block, num_stages=STAGES):
         key = block * BLOCK_N + tl.arange(0, BLOCK_N)
