@@ -24,6 +24,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--scorer-id", default=None, help="name in traces; default: host name and pid")
     p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     p.add_argument("--device", default="cpu", help='"cpu" or "cuda"')
+    p.add_argument(
+        "--attention-backend",
+        default=None,
+        help="flash, flash_attn, flashinfer, triton or sdpa; default: the best that fits",
+    )
     p.add_argument("--threads", type=_positive, default=2, help="threads that torch uses")
     p.add_argument(
         "--num-speculative-tokens",

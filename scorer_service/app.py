@@ -50,6 +50,7 @@ class Options:
     scorer_id: str
     dtype: str
     device: str
+    attention_backend: str | None
     threads: int
     num_speculative_tokens: int
     max_num_seqs: int
@@ -147,6 +148,7 @@ def build_engine(folder: Path, options: Options) -> Engine:
         num_pages=num_pages,
         max_model_len=options.max_model_len,
         device=torch.device(options.device),
+        attention_backend=options.attention_backend,
     )
     if num_pages * options.page_size < model.max_model_len:
         needed = -(-model.max_model_len * page_bytes // options.page_size) // 2**20 + 1
