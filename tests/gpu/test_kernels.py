@@ -1,0 +1,219 @@
+"""The CUDA kernels against plain torch.
+
+Without a GPU the Triton ones run on Triton's interpreter:
+TRITON_INTERPRET=1 pytest -m gpu -W ignore::RuntimeWarning tests/gpu
+"""
+
+import os
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
+
+from outrider.engine.attention import AttentionParams  # noqa: E402
+from outrider.engine.backends import (  # noqa: E402
+    BACKEND_NAMES,
+    AttentionTraits,
+    choose_backend,
+)
+from outrider.engine.batch import PackedBatch, RowSlice, pack  # noqa: E402
+from outrider.engine.cuda.paged_attention import TritonPagedAttention  # noqa: E402
+from outrider.engine.cuda.triton_ops import TritonOps  # noqa: E402
+from outrider.engine.cuda.triton_sampling import choose  # noqa: E402
+from outrider.engine.kv_cache import PageMajorPool  # noqa: E402
+from outrider.engine.llama_ops import TorchOps  # noqa: E402
+from outrider.engine.sampling import SamplingBatch, sample  # noqa: E402
+from outrider.engine.sdpa import SdpaAttention  # noqa: E402
+from outrider.errors import ConfigError  # noqa: E402
+from outrider.types import SamplingParams  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+ON_GPU = DEVICE.type == "cuda"
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.02, torch.float16: 0.004}
+WIDTH = 128 if ON_GPU else 16  # of a head: the interpreter is slow
+
+
+def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def _close(actual: Tensor, expected: Tensor, dtype: torch.dtype, size: float = 1.0) -> None:
+    """`size`: of the numbers that were added and rounded on the way."""
+    assert actual.dtype == expected.dtype == dtype
+    rtol = TOLERANCE[dtype]
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol * size, check_stride=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 4096), (5, 96)])
+def test_rms_norm(dtype: torch.dtype, tokens: int, hidden: int) -> None:
+    x, weight = _random(tokens, hidden, dtype=dtype), _random(hidden, dtype=dtype, seed=1)
+    actual = TritonOps().rms_norm(x, weight, 1e-5)
+    _close(actual, TorchOps().rms_norm(x, weight, 1e-5), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul(dtype: torch.dtype) -> None:
+    gate_up = _random(3, 2 * 1500, dtype=dtype)
+    _close(TritonOps().silu_mul(gate_up), TorchOps().silu_mul(gate_up), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 128), (6, 1, 24), (3, 3, 80)])
+def test_norm_rotate_and_store(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
+    tokens = 5
+    qkv = _random(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    weight = _random(heads + kv_heads, dim, dtype=dtype, seed=1)
+    rope = _random(tokens, 2, 2, dim // 2, dtype=dtype, seed=2)
+    slots = torch.tensor([3, 9, 17, 0, 30], device=DEVICE)
+    results = []
+    for ops in (TritonOps(), TorchOps()):
+        pool = PageMajorPool(4, 8, (kv_heads, dim, dim), dtype, DEVICE)
+        mine = qkv.clone()
+        ops.qk_norm_(mine, weight, 1e-6)
+        query = ops.rotate_and_store(mine, rope, slots, pool)
+        results.append((query, pool.keys, pool.values))
+    for actual, expected in zip(*results, strict=True):
+        _close(actual, expected, dtype, size=4.0)
+
+
+def test_a_negative_slot_stores_nothing() -> None:
+    pool = PageMajorPool(2, 4, (1, 16, 16), torch.float32, DEVICE)
+    qkv, rope = _random(2, 48, dtype=torch.float32), _random(2, 2, 2, 8, dtype=torch.float32)
+    TritonOps().rotate_and_store(qkv, rope, torch.tensor([-1, 2], device=DEVICE), pool)
+    assert (
+        pool.values.flatten(0, 1).any(dim=-1).flatten().tolist()
+        == [False] * 2 + [True] + [False] * 5
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [1000, 128256 if ON_GPU else 5000])
+def test_choose_draws_what_the_cpu_draws(dtype: torch.dtype, vocab_size: int) -> None:
+    temperatures = [0.0, 1.0, 0.7, 1.3, 0.0, 1.0, 0.2]
+    seeds = [1, 2, 2**63 + 5, 0, 5, 123456789012345, 2**64 - 1]
+    params = [
+        SamplingParams(temperature=t, seed=s) for t, s in zip(temperatures, seeds, strict=True)
+    ]
+    batch = SamplingBatch.build(params, [5, 100, 4000, 1, 2, 70000, 2**31 - 1])
+    logits = _random(len(params), vocab_size, dtype=dtype) * 3
+    expected = sample(logits.cpu(), batch)
+    on_device = [each.to(DEVICE) for each in (batch.temperature, batch.seed, batch.position)]
+    assert choose(logits, *on_device).tolist() == expected.tolist()
+
+
+def test_of_equal_logits_the_lowest_token_wins() -> None:
+    logits = torch.zeros(2, 4000, device=DEVICE)
+    logits[0, [1500, 3000, 3999]] = 1.0
+    keys = torch.zeros(2, 2, dtype=torch.int64, device=DEVICE)
+    zeros = torch.zeros(2, device=DEVICE)
+    assert choose(logits, zeros, keys, zeros.long()).tolist() == [1500, 0]
+    assert logits.argmax(dim=-1).tolist() == [1500, 0]
+
+
+def test_choose_names_a_token_even_for_broken_logits() -> None:
+    logits = torch.full((2, 3000), float("nan"), device=DEVICE)
+    keys = torch.zeros(2, 2, dtype=torch.int64, device=DEVICE)
+    temperature = torch.tensor([0.0, 1.0], device=DEVICE)
+    chosen = choose(logits, temperature, keys, torch.zeros(2, dtype=torch.int64, device=DEVICE))
+    assert bool(((chosen >= 0) & (chosen < 3000)).all())
+
+
+Rows = Sequence[tuple[int, int]]  # (tokens before, query tokens)
+DECODE: Rows = [(511, 1), (3, 1), (130, 1)]
+VERIFY: Rows = [(40, 5), (300, 5), (0, 5)]
+MIXED: Rows = [(0, 70), (100, 5), (12, 1), (64, 3)]
+
+
+def _paged(
+    rows: Rows, page_size: int, shape: tuple[int, int, int], group: int, dtype: torch.dtype
+) -> tuple[PackedBatch, PageMajorPool, Tensor]:
+    """A batch over scattered pages, and queries that are a part of wider rows, as in a model."""
+    kv_heads, dim, _ = shape
+    counts = [-(-(start + length) // page_size) for start, length in rows]
+    order = torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(3)).tolist()
+    slices = [
+        RowSlice([1] * length, start, [order.pop() for _ in range(count)], length)
+        for (start, length), count in zip(rows, counts, strict=True)
+    ]
+    pool = PageMajorPool(sum(counts) + 1, page_size, shape, dtype, DEVICE)
+    pool.keys.copy_(_random(*pool.keys.shape, dtype=dtype, seed=4))
+    pool.values.copy_(_random(*pool.values.shape, dtype=dtype, seed=5))
+    tokens, width = sum(length for _, length in rows), kv_heads * group * dim
+    query = _random(tokens, width + 2 * kv_heads * dim, dtype=dtype, seed=6)[:, :width]
+    return pack(slices, page_size, DEVICE), pool, query.view(tokens, kv_heads, group, dim)
+
+
+def _reference(
+    batch: PackedBatch, pool: PageMajorPool, query: Tensor, params: AttentionParams
+) -> Tensor:
+    """In float32 of the same numbers."""
+    wide = PageMajorPool(*pool.keys.shape[:2], pool.shape, torch.float32, DEVICE)
+    wide.keys.copy_(pool.keys)
+    wide.values.copy_(pool.values)
+    sinks = None if params.sinks is None else params.sinks.float()
+    params = AttentionParams(params.scaling, params.sliding_window, params.softcap, sinks)
+    return SdpaAttention(batch).attend(query.float(), wide, params).to(query.dtype)
+
+
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("page_size", [16, 64, 128, 256])
+@pytest.mark.parametrize("rows", [DECODE, VERIFY, MIXED], ids=["decode", "verify", "mixed"])
+@pytest.mark.parametrize("name", [name for name in BACKEND_NAMES if name != "sdpa"])
+def test_backends(name: str, rows: Rows, page_size: int, window: int | None) -> None:
+    dtype = torch.bfloat16
+    traits = AttentionTraits(
+        frozenset({WIDTH}), 8, 2, page_size, dtype, softcap=False, sinks=False, latent=False
+    )
+    try:
+        backend = choose_backend(name, traits, DEVICE)
+    except ConfigError as error:
+        pytest.skip(error.message)
+    batch, pool, query = _paged(rows, page_size, (2, WIDTH, WIDTH), 4, dtype)
+    params = AttentionParams(WIDTH**-0.5, window)
+    attention = backend(batch)
+    expected = _reference(batch, pool, query, params)
+    for _ in range(2):  # the second layer finds everything prepared
+        _close(attention.attend(query, pool, params), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32] if not ON_GPU else DTYPES)
+@pytest.mark.parametrize("programs", [1, 132])
+@pytest.mark.parametrize(
+    ("shape", "group", "extra"),
+    [
+        ((2, 64, 64), 1, {}),
+        ((1, 24, 24), 3, {"sliding_window": 7}),
+        ((2, 32, 16), 2, {"softcap": 3.0}),
+        ((2, 32, 32), 2, {"sinks": True}),
+        ((2, 32, 32), 2, {"sinks": True, "sliding_window": 50}),
+    ],
+)
+def test_triton_attention(
+    dtype: torch.dtype,
+    programs: int,
+    shape: tuple[int, int, int],
+    group: int,
+    extra: dict[str, float],
+) -> None:
+    rows = [(0, 70), (300, 5)] if programs == 1 else [(300, 5), (7, 1)]
+    batch, pool, query = _paged(rows, 16, shape, group, dtype)
+    sinks = _random(shape[0] * group, dtype=dtype, seed=7) if "sinks" in extra else None
+    window = extra.get("sliding_window")
+    params = AttentionParams(
+        scaling=shape[1] ** -0.5,
+        sliding_window=None if window is None else int(window),
+        softcap=extra.get("softcap"),
+        sinks=sinks,
+    )
+    actual = TritonPagedAttention(batch, programs).attend(query, pool, params)
+    _close(actual, _reference(batch, pool, query, params), dtype)
