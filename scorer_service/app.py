@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -174,6 +175,9 @@ def build_engine(folder: Path, options: Options) -> Engine:
         f"{num_pages * options.page_size} tokens; warming up",
     )
     _warm_up(engine, config)
+    # What loading leaves is there to stay; a full collection that looks at it takes 0.2 s.
+    gc.collect()
+    gc.freeze()
     runtime.progress(NAME, f"warmed up in {time.perf_counter() - loaded:.1f} s")
     return engine
 
