@@ -36,7 +36,7 @@ def _build_draft_model(config: ProposerConfig, method: DraftModelConfig) -> tupl
     import torch
 
     from outrider.drafting.draft_model import DraftModelProposer
-    from outrider.drafting.gemv_llama import GemvLlama
+    from outrider.drafting.llama_chains import LlamaChains
     from outrider.engine.loader import kv_bytes_per_page, load_model
     from outrider.models.resolve import resolve_model
     from outrider.models.tokenizer import tokenizer_hash
@@ -58,15 +58,15 @@ def _build_draft_model(config: ProposerConfig, method: DraftModelConfig) -> tupl
         num_pages=num_pages,
         max_model_len=method.max_model_len,
     )
-    single_row = None
+    chain_drafter = None
     if dtype is torch.float32 and method.threads == 1:
-        single_row = GemvLlama.load(folder, model.pools, model.max_model_len)
+        chain_drafter = LlamaChains.load(folder, model.pools, model.max_model_len)
     proposer = DraftModelProposer(
         model,
         name=method.model,
         max_sessions=config.max_sessions,
         max_draft_tokens=config.max_draft_tokens,
-        single_row=single_row,
+        chain_drafter=chain_drafter,
     )
     progress("proposer", "warming up")
     _warm_up(proposer)
@@ -80,9 +80,12 @@ def _warm_up(proposer: Proposer) -> None:
     for sampling in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)):
         for num_sessions in (1, 2):
             keys = range(-num_sessions, 0)
+            prefix = [1] * min(24, traits.max_model_len // 2)
             for key in keys:
-                prefix = [1] * min(24, traits.max_model_len // 2)
                 proposer.open(key, prefix, sampling, 4, traits.max_model_len)
-            proposer.draft(keys)
+            proposer.draft(keys)  # the prompt's way
+            for key in keys:
+                proposer.commit(key, len(prefix), [1, 1], 4)
+            proposer.draft(keys)  # every later round's
             for key in keys:
                 proposer.close(key)

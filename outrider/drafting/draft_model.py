@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from outrider.draft_tree import DraftTree
@@ -26,14 +26,19 @@ from outrider.types import SamplingParams, common_prefix_len
 
 _SHORT = 16
 """Tokens to catch up that never wait for the prefill budget: what a round or two committed."""
-_MAX_SINGLE = 2
-"""Tokens to catch up that a `SingleRow` takes: after a round, the last draft and the bonus."""
 
 
-class SingleRow(Protocol):
-    """A faster way to do `draft_chains` for one row and few tokens, over the model's own cache."""
+class ChainDrafter(Protocol):
+    """A faster way to do `draft_chains` for few tokens, over the model's own cache."""
 
-    def draft(self, row: RowSlice, ready: ReadyRow) -> list[int]: ...
+    @property
+    def max_tokens(self) -> int:
+        """Up to so many tokens to catch up, of all rows together, it is faster."""
+        ...
+
+    def draft(self, slices: Sequence[RowSlice], ready: Sequence[ReadyRow]) -> list[list[int]]:
+        """Feeds `slices`, then drafts a chain for each; `ready` are as many."""
+        ...
 
 
 class DraftModelProposer:
@@ -51,7 +56,7 @@ class DraftModelProposer:
         max_sessions: int = 256,
         max_draft_tokens: int = 16,
         prefill_budget: int = 256,
-        single_row: SingleRow | None = None,
+        chain_drafter: ChainDrafter | None = None,
     ) -> None:
         if max_sessions < 1 or max_draft_tokens < 1 or prefill_budget < 1:
             raise ConfigError("max_sessions, max_draft_tokens and prefill_budget are at least 1.")
@@ -72,7 +77,7 @@ class DraftModelProposer:
         self._model = model
         self._pool = BlockPool(model.num_pages)
         self._prefill_budget = prefill_budget
-        self._single_row = single_row
+        self._chain_drafter = chain_drafter
         self._sessions: dict[SessionKey, _State] = {}  # least recently drafted first
         self._lost: list[SessionKey] = []
 
@@ -102,10 +107,9 @@ class DraftModelProposer:
         state = self._sessions.get(session)
         if state is None:
             return
-        if not state.follower.commit(base_len, tokens):
+        if not state.follower.commit(base_len, tokens, num_draft_tokens):
             self._lose(session)
             return
-        state.follower.num_draft_tokens = min(num_draft_tokens, self.traits.max_draft_tokens)
         if state.follower.silent:
             state.drop(self._pool)
 
@@ -134,7 +138,7 @@ class DraftModelProposer:
             chain = chains.pop(0)
             state.drafted = chain[:-1]  # the last token was never fed
             done.drafts.append((row.session, DraftTree.chain(length, chain)))
-        return DraftRound(done.drafts, done.unfinished, done.lost, forward_s)
+        return replace(done, forward_s=forward_s)
 
     def check_invariants(self) -> None:
         """Raises `AssertionError` unless pages and sessions agree."""
@@ -196,8 +200,10 @@ class DraftModelProposer:
             if row.wanted:
                 ready.append(ReadyRow(end, row.wanted, state.follower.sampling))
         started = time.perf_counter()
-        if self._single_row and ready and len(rows) == 1 and rows[0].num_tokens <= _MAX_SINGLE:
-            chains = [self._single_row.draft(slices[0], ready[0])]
+        fast = self._chain_drafter
+        num_tokens = sum(row.num_tokens for row in rows)
+        if fast and len(ready) == len(rows) and num_tokens <= fast.max_tokens:
+            chains = fast.draft(slices, ready)
         else:
             chains = draft_chains(self._model, slices, ready)
         return chains, time.perf_counter() - started

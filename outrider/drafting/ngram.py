@@ -74,10 +74,9 @@ class NgramProposer:
             return
         follower = indexed.follower
         before = len(follower.tokens)
-        if not follower.commit(base_len, tokens):
+        if not follower.commit(base_len, tokens, num_draft_tokens):
             self._lose(session)
             return
-        follower.num_draft_tokens = min(num_draft_tokens, self.traits.max_draft_tokens)
         self._num_tokens += len(follower.tokens) - before
         self._evict(keep=session)
 

@@ -81,7 +81,15 @@ class Proposer(Protocol):
 class Follower:
     """The committed tokens of one session, moved by committed offset."""
 
-    __slots__ = ("max_len", "max_model_len", "num_draft_tokens", "sampling", "tokens", "vocab_size")
+    __slots__ = (
+        "max_draft_tokens",
+        "max_len",
+        "max_model_len",
+        "num_draft_tokens",
+        "sampling",
+        "tokens",
+        "vocab_size",
+    )
 
     def __init__(
         self,
@@ -96,11 +104,13 @@ class Follower:
         self.max_model_len = traits.max_model_len
         self.max_len = min(max_len, traits.max_model_len)
         self.vocab_size = traits.vocab_size or 2**32
+        self.max_draft_tokens = traits.max_draft_tokens
         self.num_draft_tokens = min(num_draft_tokens, traits.max_draft_tokens)
         self._append(prefix)
 
-    def commit(self, base_len: int, tokens: Sequence[int]) -> bool:
+    def commit(self, base_len: int, tokens: Sequence[int], num_draft_tokens: int) -> bool:
         """Appends what is new in `tokens`; False if they do not fit what is known."""
+        self.num_draft_tokens = min(num_draft_tokens, self.max_draft_tokens)
         known = len(self.tokens)
         if self.silent:
             return True
