@@ -65,6 +65,7 @@ WHEELS = {
         (),  # pyproject.toml's
         constraints=True,
         always=frozenset({"grpcio", "protobuf", "typing-extensions"}),
+        skip=("nvidia-*",),  # a newer torch wants them; that machine keeps its own
     ),
     # The peer, as far as plain decoding and draft models on Hopper need it.
     "vllm": Wheels(

@@ -7,12 +7,13 @@ import socket
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from benchmarks.processes import Child, ProcessError
 from benchmarks.records import Completion, Run, TokenIds
@@ -41,6 +42,21 @@ class StackConfig:
     scorer_threads: int
     proposer_threads: int
     start_timeout_s: float
+    draft_dtype: str = "float32"
+    methods: tuple[str, ...] = METHODS
+    device: str = "cpu"
+    scorer_module: str = "scorer_service"
+    scorer_flags: tuple[str, ...] = ()
+    proposer_flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request. End-of-sequence is ignored: it yields `max_tokens`."""
+
+    prompt: TokenIds
+    max_tokens: int
+    temperature: float = 0.0
 
 
 class Stack:
@@ -54,12 +70,14 @@ class Stack:
         scorer_grpc = f"{HOST}:{_free_port()}"
         scorer = self._start(
             "scorer",
-            "scorer_service",
+            config.scorer_module,
             *("--port", scorer_grpc.rpartition(":")[2], "--model", config.model),
             *("--num-speculative-tokens", config.num_speculative_tokens),
             *("--dtype", config.dtype, "--threads", config.scorer_threads),
             # The same prompts come again and again.
             "--no-enable-prefix-caching",
+            *_device(config.device),
+            *config.scorer_flags,
         )
         says = scorer.ready(config.start_timeout_s)
         self.metrics_url = says["metrics"]
@@ -70,12 +88,16 @@ class Stack:
                 *("--scorer", scorer_grpc, "--method", method, "--port", 0),
                 *("--threads", config.proposer_threads),
                 *(
-                    ("--model", config.draft_model, "--dtype", "float32")
+                    (
+                        *("--model", config.draft_model, "--dtype", config.draft_dtype),
+                        *_device(config.device),
+                        *config.proposer_flags,
+                    )
                     if method == "draft_model"
                     else ()
                 ),
             )
-            for method in METHODS
+            for method in config.methods
         ]
         gateway = self._start(
             "gateway",
@@ -94,29 +116,37 @@ class Stack:
         self._runner.close()
 
     def require_proposers(self, timeout_s: float = 30.0) -> None:
-        """Waits until both proposers are attached and in use. Raises `ProcessError` if not."""
+        """Waits until all proposers are attached and in use. Raises `ProcessError` if not."""
         deadline = time.monotonic() + timeout_s
         while True:
             info = self._runner.run(self._info())
             alive = {p.method for p in info.proposers if not p.set_aside}
-            if alive >= set(METHODS):
+            if alive >= set(self.config.methods):
                 return
             if time.monotonic() > deadline:
-                raise ProcessError(f"proposers attached: {sorted(alive)}; wanted: {METHODS}")
+                wanted = self.config.methods
+                raise ProcessError(f"proposers attached: {sorted(alive)}; wanted: {wanted}")
             time.sleep(0.2)
 
     def step_seconds(self) -> dict[str, float]:
-        """Seconds the scorer's steps spent so far by part, and `steps`, their number."""
+        """Seconds the scorer's steps spent so far by part, and `steps`, their number.
+
+        `gap`, where the scorer tells it: from a result to the next launch, `gaps` of them.
+        """
+        seconds: dict[str, float] = {}
+        for sample in self.metrics():
+            part = sample.labels.get("part", "")
+            if sample.name == "outrider:step_time_seconds_sum":
+                seconds[part] = sample.value
+            if sample.name == "outrider:step_time_seconds_count":
+                seconds["gaps" if part == "gap" else "steps"] = sample.value
+        return seconds
+
+    def metrics(self) -> list[Sample]:
+        """What the scorer exports now."""
         with urllib.request.urlopen(self.metrics_url, timeout=_RPC_TIMEOUT_S) as answer:
             text = answer.read().decode()
-        seconds: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name == "outrider:step_time_seconds_sum":
-                    seconds[sample.labels["part"]] = sample.value
-                if sample.name == "outrider:step_time_seconds_count":
-                    seconds["steps"] = sample.value
-        return seconds
+        return [s for family in text_string_to_metric_families(text) for s in family.samples]
 
     def generate(
         self,
@@ -129,33 +159,60 @@ class Stack:
         timeout_s: float,
     ) -> tuple[tuple[Completion, ...], float]:
         """Runs all prompts with `concurrency` in flight; returns completions and seconds."""
-        speculation = common_pb2.SpeculationParams(enabled=method != "none", method=method)
-        stop = common_pb2.StopParams(max_tokens=max_tokens, ignore_eos=True)
-        sampling = common_pb2.SamplingParams(temperature=0.0)
 
         def call(prompt: TokenIds) -> object:
-            if not through_gateway:
-                return self._scorer.Generate(
-                    scorer_pb2.ScorerServiceGenerateRequest(
-                        prompt_token_ids=prompt,
-                        sampling=sampling,
-                        stop=stop,
-                        speculation=speculation,
-                    ),
-                    timeout=timeout_s,
-                )
-            return self._gateway.Generate(
-                generation_pb2.GenerateRequest(
-                    tokens=generation_pb2.TokenPrompt(token_ids=prompt),
-                    sampling=sampling,
-                    stop=stop,
-                    speculation=speculation,
-                    aux_info=True,
-                ),
-                timeout=timeout_s,
+            return self._call(
+                Job(prompt, max_tokens), method, timeout_s, through_gateway=through_gateway
             )
 
         return self._runner.run(_run_all(call, prompts, concurrency))
+
+    def generate_for(
+        self, jobs: Iterator[Job], seconds: float, in_flight: int, *, method: str, timeout_s: float
+    ) -> tuple[int, int]:
+        """Starts jobs for `seconds`, `in_flight` at once; returns how many, and their tokens."""
+        deadline = time.monotonic() + seconds
+        done: list[int] = []
+
+        async def work() -> None:
+            while time.monotonic() < deadline:
+                completion = await _consume(self._call(next(jobs), method, timeout_s))
+                done.append(len(completion.token_ids))
+
+        async def run() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(in_flight):
+                    tasks.create_task(work())
+
+        self._runner.run(run())
+        return len(done), sum(done)
+
+    def _call(
+        self, job: Job, method: str, timeout_s: float, *, through_gateway: bool = True
+    ) -> object:
+        speculation = common_pb2.SpeculationParams(enabled=method != "none", method=method)
+        stop = common_pb2.StopParams(max_tokens=job.max_tokens, ignore_eos=True)
+        sampling = common_pb2.SamplingParams(temperature=job.temperature)
+        if not through_gateway:
+            return self._scorer.Generate(
+                scorer_pb2.ScorerServiceGenerateRequest(
+                    prompt_token_ids=job.prompt,
+                    sampling=sampling,
+                    stop=stop,
+                    speculation=speculation,
+                ),
+                timeout=timeout_s,
+            )
+        return self._gateway.Generate(
+            generation_pb2.GenerateRequest(
+                tokens=generation_pb2.TokenPrompt(token_ids=job.prompt),
+                sampling=sampling,
+                stop=stop,
+                speculation=speculation,
+                aux_info=True,
+            ),
+            timeout=timeout_s,
+        )
 
     def _start(self, name: str, module: str, *args: object) -> Child:
         command = [sys.executable, "-P", "-m", module, "--host", HOST, "--exit-with-parent"]
@@ -250,6 +307,10 @@ async def _consume(stream: object) -> Completion:
         accepted_per_pos=tuple(aux.accepted_per_pos),
         round_gaps_s=tuple(b - a for a, b in pairwise(arrivals)),
     )
+
+
+def _device(name: str) -> tuple[str, ...]:
+    return () if name == "cpu" else ("--device", name)
 
 
 def _free_port() -> int:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,17 +174,26 @@ def start_vllm(
     max_model_len: int,
     log_dir: Path,
     children: list[Child],
+    max_num_seqs: int = 16,
+    engine: Mapping[str, object] | None = None,
+    speculation: Mapping[str, object] | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> Worker:
-    """A vLLM engine in bfloat16 under `python`; without a draft model it does not speculate."""
+    """A vLLM engine in bfloat16 under `python`; without a draft model it does not speculate.
+
+    `engine` and `speculation` are further arguments of `LLM` and its `speculative_config`.
+    """
     command = [python, "-m", "benchmarks.vllm_worker", "--model", str(target)]
-    command += ["--dtype", "bfloat16", "--threads", "2", "--max-num-seqs", "16"]
+    command += ["--dtype", "bfloat16", "--threads", "2", "--max-num-seqs", str(max_num_seqs)]
     command += ["--num-speculative-tokens", str(num_speculative_tokens)]
     command += ["--max-model-len", str(max_model_len)]
+    command += ["--engine", json.dumps(dict(engine or {}))]
+    command += ["--speculation", json.dumps(dict(speculation or {}))]
     if draft is not None:
         command += ["--draft-model", str(draft)]
     name = "vllm-none" if draft is None else "vllm-draft-model"
     # It compiles its graphs first: minutes.
-    return _start(name, command, log_dir, children, 2, 600)
+    return _start(name, command, log_dir, children, 2, 600, env)
 
 
 def to_gguf(python: str, source: Path, destination: Path) -> None:
@@ -251,9 +260,10 @@ def _start(
     children: list[Child],
     threads: int,
     timeout_s: float,
+    env: Mapping[str, str] | None = None,
 ) -> Worker:
-    env = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1"}
-    child = Child(name, command, log_dir, env=env)
+    ours = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1"}
+    child = Child(name, command, log_dir, env={**ours, **(env or {})})
     children.append(child)
     return Worker(child, timeout_s)
 

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from benchmarks import stats
 from benchmarks.measure import Cell
 
 _LIBRARIES = ("outrider", "torch", "transformers", "grpcio", "protobuf")
-_PARTS = ("draft", "wire", "wait", "schedule", "forward", "verify", "commit", "round")
+_PARTS = ("draft", "wire", "wait", "schedule", "forward", "verify", "commit", "gap", "round")
 
 
 @dataclass(frozen=True)
@@ -115,15 +115,23 @@ def machine() -> dict[str, Any]:
         "cpu": cpu,
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        **{name: version(name) for name in _LIBRARIES},
+        **{name: _version(name) for name in _LIBRARIES},
     }
 
 
-def markdown(found: dict[str, Any]) -> str:
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:  # Outrider itself may run from its folder
+        return "not installed"
+
+
+def markdown(found: dict[str, Any], title: str = "The pair on a CPU") -> str:
     """The report as Markdown; it reads well in a terminal too."""
     setup = found["setup"]
-    lines = ["# The pair on a CPU", "", f"`{setup['command']}`", ""]
-    shown = ("date", "commit", "cpu", "cores", "torch", "transformers", "prompts", "max_tokens")
+    lines = [f"# {title}", "", f"`{setup['command']}`", ""]
+    shown = ["date", "commit", "gpu", "cpu", "cores", "torch", "transformers", "prompts"]
+    shown.append("max_tokens")
     lines += ["; ".join(f"{name} {setup[name]}" for name in shown if name in setup) + ".", ""]
     lines += [f"{note}" for note in setup.get("notes", [])] + [""]
     for concurrency in sorted({r["concurrency"] for r in found["results"]}):

@@ -84,7 +84,8 @@ def round_parts(cell: Cell) -> Numbers:
 
     draft, wire and wait are per round of a request, as its aux_info says; forward is the mean
     over its decode steps; schedule, verify and commit are means over all engine steps, from the
-    scorer's metrics; `round` is the median time between two messages of a request at the client.
+    scorer's metrics; gap, the host's time between a result and the next launch where nothing was
+    waited for, is too; `round` is the median time between two messages of a request at the client.
     `host_overhead` (single stream only): see `host_overhead_ms`.
     """
     done = completions(cell)
@@ -104,6 +105,8 @@ def round_parts(cell: Cell) -> Numbers:
         "round": None if gap is None else gap * 1e3,
         **step_ms,
     }
+    if gaps := cell.step_seconds.get("gaps"):
+        numbers["gap"] = cell.step_seconds["gap"] * 1e3 / gaps
     if cell.concurrency == 1:
         numbers["host_overhead"] = host_overhead_ms(done, step_ms["verify"])
     return numbers

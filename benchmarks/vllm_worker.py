@@ -6,6 +6,7 @@ That is its best case here: no server, no detokenisation, no engine process of i
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 from typing import Any
@@ -29,7 +30,8 @@ _COUNTERS = {
 
 def build(args: argparse.Namespace) -> Handler:
     """Loads the engine, with its `draft_model` method if there is a draft model."""
-    os.environ.update(_ENV)
+    for name, value in _ENV.items():
+        os.environ.setdefault(name, value)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found, unused-ignore]
 
@@ -37,6 +39,7 @@ def build(args: argparse.Namespace) -> Handler:
         "method": "draft_model",
         "model": args.draft_model,
         "num_speculative_tokens": args.num_speculative_tokens,
+        **args.speculation,
     }
     llm: Any = LLM(
         args.model,
@@ -45,6 +48,7 @@ def build(args: argparse.Namespace) -> Handler:
         max_num_seqs=args.max_num_seqs,
         enable_prefix_caching=False,  # the same prompts come again
         disable_log_stats=False,  # its counters
+        **args.engine,
         **({"speculative_config": speculation} if args.draft_model else {}),
     )
 
@@ -92,6 +96,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--max-num-seqs", type=int, required=True)
+    parser.add_argument("--engine", type=json.loads, default={}, help="JSON: more of LLM()")
+    parser.add_argument("--speculation", type=json.loads, default={}, help="JSON: likewise")
     args = parser.parse_args()
     serve(lambda: build(args))
 

@@ -1,0 +1,107 @@
+"""What the GPU benchmarks share: the device's name, memory and bandwidth, and where vLLM is."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.peers import REPO
+
+# Each is for vLLM's sake: its own processes, no compiler at start, no network.
+_VLLM_ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+
+
+@dataclass(frozen=True)
+class VllmPlace:
+    """A Python that has vLLM, and its environment."""
+
+    python: str
+    env: dict[str, str]
+
+    @classmethod
+    def find(cls, path: str | None) -> VllmPlace | None:
+        """`path`: a folder of vLLM's wheels (for this Python), or another Python; None: none."""
+        if not path:
+            return None
+        if os.path.isdir(path):
+            return cls(sys.executable, {**_VLLM_ENV, "PYTHONPATH": f"{path}:{REPO}"})
+        return cls(path, dict(_VLLM_ENV))
+
+
+def gpu_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+
+
+def memory_used_mib() -> float:
+    """Of the whole device, whoever uses it. Makes no CUDA context."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    return sum(float(line) for line in done.stdout.split())
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second, read and written, of a copy too large for any cache."""
+    size = 2**32 if device.type == "cuda" else 2**26
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / (time_ms(lambda: target.copy_(source), device, repeats=20) * 1e-3)
+
+
+def time_ms(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """The median time of a call on the device, milliseconds, after some to warm up.
+
+    On CUDA by an event pair around each call, all of them enqueued before the first is waited for,
+    so that the host does not count as long as it is faster than the device.
+    """
+    for _ in range(5):
+        call()
+    if device.type != "cuda":
+        return statistics.median(_host_ms(call) for _ in range(repeats))
+    torch.cuda.synchronize(device)
+    marks = [
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        for _ in range(repeats + 1)
+    ]
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    torch.cuda.synchronize(device)
+    times: list[float] = [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
+    return statistics.median(times)
+
+
+def wall_ms(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """The mean wall time of a call when each is waited for: what a loop that reads results sees."""
+    for _ in range(3):
+        call()
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        call()
+        synchronize(device)
+    return (time.perf_counter() - began) * 1e3 / repeats
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _host_ms(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return (time.perf_counter() - began) * 1e3

@@ -1,0 +1,207 @@
+"""The whole stack on one GPU over loopback gRPC, beside vLLM's two modes in the same run.
+
+    python -m benchmarks.gpu_serve --model TARGET --draft-model DRAFT [--vllm FOLDER|PYTHON]
+
+A scorer and a proposer with a draft model share the GPU; a gateway faces the client. TARGET and
+DRAFT are model folders, for instance inflated ones (benchmarks/inflate.py: real acceptance at an
+8B's cost). `--synthetic-acceptance-length 3` fixes the acceptance of both systems instead, whatever
+is drafted; the text means nothing then. `--soak SECONDS` keeps many requests of mixed lengths in
+flight instead of measuring, and fails on any error, page or memory that is not given back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from benchmarks import prompts, report
+from benchmarks.gpu import VllmPlace, gpu_name
+from benchmarks.measure import Cell, Plan, measure
+from benchmarks.outrider_stack import OutriderSystem, Stack, StackConfig
+from benchmarks.peers import VllmSystem, start_vllm
+from benchmarks.processes import Child, ProcessError, stopping
+from benchmarks.records import System
+from benchmarks.soak import soak
+from outrider.errors import OutriderError
+from outrider.models.resolve import resolve_model
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_serve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("--model", default="embedded", help="target: a folder or a Hugging Face id")
+    p.add_argument("--draft-model", default="embedded", help="with the target's tokenizer")
+    p.add_argument("--prompts", type=Path, help="JSON lines; default: the held-out prompts")
+    p.add_argument("--dtype", default="bfloat16")
+    p.add_argument("--device", default="cuda")
+    p.add_argument("--num-speculative-tokens", type=int, default=4, help="K, of all systems")
+    p.add_argument("--synthetic-acceptance-length", type=float, help="of all systems")
+    p.add_argument("--max-tokens", type=int, default=128, help="output tokens of each request")
+    p.add_argument("--max-prompt-tokens", type=int, default=512)
+    p.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64])
+    p.add_argument("--rounds", type=int, default=5, help="interleaved repetitions")
+    p.add_argument("--scorer-flags", type=shlex.split, default=[], help="more of them, quoted")
+    p.add_argument("--proposer-flags", type=shlex.split, default=[], help="more of them, quoted")
+    p.add_argument("--vllm", help="a folder of vLLM's wheels for this Python, or another Python")
+    p.add_argument("--vllm-memory", type=float, default=0.25, help="of the GPU, for each engine")
+    p.add_argument("--soak", type=float, default=0.0, metavar="SECONDS")
+    p.add_argument("--soak-requests", type=int, default=128, help="in flight at once")
+    p.add_argument("--start-timeout", type=float, default=300.0, help="seconds, per process")
+    p.add_argument("--request-timeout", type=float, default=120.0, help="seconds, per request")
+    p.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results/gpu_serve"), help="without suffix"
+    )
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: measured, or soaked without a fault; 1: the soak found one; 2: it could not run."""
+    args = parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, _on_sigterm)  # the children are stopped on the way out
+    try:
+        with contextlib.ExitStack() as cleanup:
+            log_dir = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+            children = cleanup.enter_context(stopping([]))
+            return _run(args, log_dir, children, cleanup)
+    except (ProcessError, OutriderError, prompts.PromptsError) as error:
+        print(f"benchmark: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(
+    args: argparse.Namespace, log_dir: Path, children: list[Child], cleanup: contextlib.ExitStack
+) -> int:
+    target = resolve_model(args.model, "target")
+    file = args.prompts or resolve_model("embedded", "target").parent / "heldout_prompts.jsonl"
+    loaded = prompts.load(file, target, count=64, max_prompt_tokens=args.max_prompt_tokens)
+    say("starting Outrider")
+    stack = Stack(_stack_config(args), children, log_dir)
+    cleanup.callback(stack.close)
+    stack.require_proposers()
+    if args.soak:
+        faults = soak(stack, loaded, args.soak, args.soak_requests, args.request_timeout, say)
+        print("\n".join(faults) or "soak: no fault")
+        return int(bool(faults))
+    systems: list[System] = [
+        OutriderSystem(
+            f"outrider {method}", stack, method, frozenset(args.concurrency), args.request_timeout
+        )
+        for method in ("none", "draft_model")
+    ]
+    systems += _vllm(args, log_dir, children)
+    cells: list[Cell] = []
+    notes = _notes(args)
+    for concurrency in args.concurrency:
+        plan = Plan(concurrency, args.rounds, max(2, concurrency))
+        try:
+            for system in systems:  # each size once, so that nothing compiles in a measured round
+                system.run(loaded.group(0, concurrency), 16, concurrency)
+            cells += measure(systems, plan, loaded, args.max_tokens, children, say)
+        except ProcessError as error:  # a machine by the hour: what was measured is kept
+            say(f"*** {concurrency} concurrent failed: {error} ***")
+            notes.append(f"{concurrency} concurrent failed: {error}")
+    setup = {
+        **report.machine(),
+        "gpu": gpu_name(),
+        "command": shlex.join(["python", "-m", "benchmarks.gpu_serve", *sys.argv[1:]]),
+        "prompts": f"{loaded.file} (sha256 {loaded.sha256[:12]})",
+        **{name: str(value) for name, value in vars(args).items() if name not in ("prompts",)},
+        "notes": notes,
+    }
+    references = dict.fromkeys(args.concurrency, "outrider none")
+    found = report.document(cells, references, [], [], setup)
+    text = report.markdown(found, "The whole stack on a GPU")
+    print(text)
+    report.write(found, text, args.out)
+    return 0 if cells else 2
+
+
+def say(message: str) -> None:
+    """Progress, on stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def _stack_config(args: argparse.Namespace) -> StackConfig:
+    synthetic = args.synthetic_acceptance_length
+    flags = list(args.scorer_flags)
+    if synthetic is not None:
+        flags += ["--synthetic-acceptance-length", str(synthetic)]
+    return StackConfig(
+        model=str(resolve_model(args.model, "target")),
+        draft_model=str(resolve_model(args.draft_model, "draft")),
+        dtype=args.dtype,
+        num_speculative_tokens=args.num_speculative_tokens,
+        scorer_threads=2,
+        proposer_threads=1,
+        start_timeout_s=args.start_timeout,
+        draft_dtype=args.dtype,
+        methods=("draft_model",),
+        device=args.device,
+        scorer_module="scorer_service" if synthetic is None else "benchmarks.synthetic_scorer",
+        scorer_flags=tuple(flags),
+        proposer_flags=tuple(args.proposer_flags),
+    )
+
+
+def _vllm(args: argparse.Namespace, log_dir: Path, children: list[Child]) -> list[VllmSystem]:
+    place = VllmPlace.find(args.vllm)
+    if place is None:
+        say("*** vLLM is left out: --vllm was not given ***")
+        return []
+    speculation: dict[str, Any] = {}
+    if args.synthetic_acceptance_length is not None:
+        speculation["rejection_sample_method"] = "synthetic"
+        speculation["synthetic_acceptance_length"] = args.synthetic_acceptance_length
+    systems = []
+    for method in ("none", "draft_model"):
+        say(f"starting vLLM {method}: it compiles first, which takes minutes")
+        try:
+            worker = start_vllm(
+                place.python,
+                resolve_model(args.model, "target"),
+                resolve_model(args.draft_model, "draft") if method == "draft_model" else None,
+                num_speculative_tokens=args.num_speculative_tokens,
+                max_model_len=args.max_prompt_tokens + args.max_tokens + 64,
+                log_dir=log_dir,
+                children=children,
+                max_num_seqs=max(args.concurrency),
+                engine={"gpu_memory_utilization": args.vllm_memory, "skip_tokenizer_init": True},
+                speculation=speculation if method == "draft_model" else {},
+                env=place.env,
+            )
+        except ProcessError as error:
+            say(f"*** vLLM {method} is left out: {error} ***")
+            continue
+        where = frozenset(args.concurrency)
+        systems.append(VllmSystem(f"vllm {method}", worker, where, args.request_timeout))
+    return systems
+
+
+def _notes(args: argparse.Namespace) -> list[str]:
+    notes = []
+    if args.synthetic_acceptance_length is not None:
+        notes.append(
+            f"ACCEPTANCE IS SYNTHETIC: {args.synthetic_acceptance_length:g} tokens per round in "
+            "all systems, whatever was drafted."
+        )
+    if args.vllm is None:
+        notes.append("vLLM was left out.")
+    return notes
+
+
+def _on_sigterm(*_: object) -> NoReturn:
+    raise SystemExit(143)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
