@@ -113,10 +113,14 @@ class EagerForks:
         fanout: int,
         copies: Sequence[tuple[int, int]] = (),
     ) -> Forks:
+        self.copy(copies)
+        return draft_forks(self._model, slices, sampling, num_tokens, fanout)
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies pages (source, target)."""
         if copies:
             pages = torch.tensor(copies).to(self._model.device, non_blocking=True)
             self._model.copy_pages(pages[:, 0], pages[:, 1])
-        return draft_forks(self._model, slices, sampling, num_tokens, fanout)
 
 
 def draft_branches(

@@ -61,7 +61,7 @@ class HashModel:
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         for held in (self._slots, self._positions):
-            pages = held.reshape(self.num_pages, self.page_size)  # a view
+            pages = held.reshape(-1, self.page_size)  # a view
             pages[target.numpy()] = pages[source.numpy()]
 
     def _context(self, batch: PackedBatch, row: int, index: int) -> list[int]:

@@ -1,0 +1,214 @@
+"""The inputs of a recorded draft loop: one packed buffer, brought to the device by one copy.
+
+The host writes only what it alone knows: each row's tokens to catch up, where they begin, how it
+samples, its pages. Positions and slots of every forward are computed on the device.
+
+A row with fewer tokens than the loop takes is filled up behind them, a batch with fewer rows by
+whole rows. What fills a row up lies behind its text: on its own pages, where it is overwritten
+before it can be seen, or on the scratch page, which also takes the rows that fill a batch up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.batch import PackedBatch, RowSlice
+from outrider.engine.sampling import SamplingBatch, seed_keys
+from outrider.types import SamplingParams
+
+# Columns of a row's header; the tokens to catch up follow.
+_START, _COUNT, _SOURCE, _TARGET, _SAMPLING = range(5)
+_TEMPERATURE, _TOP_P, _MIN_P, _TOP_K, _KEYS = range(_SAMPLING, _SAMPLING + 5)
+_TOKENS = _KEYS + 2
+
+
+@dataclass(frozen=True, slots=True)
+class LoopShape:
+    """What a recorded loop is made for."""
+
+    rows: int
+    query_len: int  # tokens to catch up per row
+    num_tokens: int  # draft tokens per row
+    fanout: int = 0  # candidates per place; 0: none, and the last draft token is not fed
+    cut: bool = False  # some row has top_k, top_p or min_p
+
+    @property
+    def num_steps(self) -> int:
+        """Forwards of one token after the catch-up."""
+        return self.num_tokens if self.fanout else self.num_tokens - 1
+
+
+@dataclass(frozen=True, slots=True)
+class LoopBatches:
+    """The device's side: tensors that a recorded loop computes anew from the buffer."""
+
+    catch_up: PackedBatch
+    fed: Tensor  # int64 [steps, rows]: positions of the tokens that the steps feed
+    slots: Tensor  # int64 [steps, rows]
+    seq_lens: Tensor  # int32 [steps, rows]
+    sampling: SamplingBatch  # for the token after the catch-up
+    source: Tensor  # int64 [rows]: pages to copy first
+    target: Tensor  # int64 [rows]
+
+    def step(self, tokens: Tensor, step: int) -> tuple[PackedBatch, SamplingBatch]:
+        """Step `step` (from 0): it feeds `tokens` int64 [rows]; and how the next are drawn."""
+        rows = len(tokens)
+        index = torch.arange(rows + 1, device=tokens.device)
+        first = self.catch_up
+        batch = PackedBatch(
+            input_ids=tokens,
+            positions=self.fed[step],
+            slot_mapping=self.slots[step],
+            cu_seqlens_q=index.to(torch.int32),
+            seq_lens=self.seq_lens[step],
+            block_table=first.block_table,
+            logits_index=index[:rows],
+            query_lens=(1,) * rows,
+            context_lens=first.context_lens,
+            page_size=first.page_size,
+        )
+        return batch, replace(self.sampling, position=self.sampling.position + step + 1)
+
+
+class ChainInputs:
+    """The buffer, large enough for `shapes`, on the host (pinned for CUDA) and on the device."""
+
+    def __init__(
+        self,
+        shapes: Sequence[LoopShape],
+        *,
+        max_model_len: int,
+        page_size: int,
+        scratch_page: int,
+        device: torch.device,
+    ) -> None:
+        self._max_model_len = max_model_len
+        self._page_size = page_size
+        self._scratch_page = scratch_page
+        longest = max_model_len + max(s.query_len + s.num_tokens for s in shapes)
+        self._table_width = -(-longest // page_size)
+        size = 1 + max(s.rows * (_TOKENS + s.query_len + self._table_width) for s in shapes)
+        pinned = device.type == "cuda"
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+        self._ints = self._host.numpy()
+        self._device = torch.zeros(size, dtype=torch.int32, device=device)
+
+    def fill(
+        self,
+        shape: LoopShape,
+        slices: Sequence[RowSlice],
+        sampling: Sequence[SamplingParams],
+        copies: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Writes the rows and enqueues the copy to the device; nothing may be copying meanwhile."""
+        count, scratch = len(slices), self._scratch_page
+        width = _TOKENS + shape.query_len
+        end = 1 + shape.rows * width
+        header = self._ints[1:end].reshape(shape.rows, width)
+        header.fill(0)
+        header[:, _COUNT] = 1
+        header[:, _SOURCE : _TARGET + 1] = scratch
+        counts = [len(row.token_ids) for row in slices]
+        if count:
+            header[:count, _START] = [row.start for row in slices]
+            header[:count, _COUNT] = counts
+            header[:count, _SAMPLING:_TOKENS] = [_sampling_columns(each) for each in sampling]
+        if copies:
+            header[: len(copies), _SOURCE : _TARGET + 1] = copies
+        for i in range(max(counts, default=0)):
+            header[:count, _TOKENS + i] = [
+                row.token_ids[i] if i < n else 0 for row, n in zip(slices, counts, strict=True)
+            ]
+        longest = int((header[:, _START] + header[:, _COUNT]).max()) + shape.num_steps
+        num_pages = -(-longest // self._page_size)
+        tables = self._ints[end : end + shape.rows * num_pages].reshape(shape.rows, num_pages)
+        tables.fill(scratch)
+        for table, row in zip(tables, slices, strict=False):
+            pages = row.block_table[:num_pages]
+            table[: len(pages)] = pages
+        self._ints[0] = num_pages
+        end += tables.size
+        self._device[:end].copy_(self._host[:end], non_blocking=True)
+
+    def batches(self, shape: LoopShape) -> LoopBatches:
+        """The tensors of a loop, computed from the buffer on the device. May be recorded."""
+        rows, query_len = shape.rows, shape.query_len
+        flat, device = self._device, self._device.device
+        end = 1 + rows * (_TOKENS + query_len)
+        ints = flat[1:end].view(rows, -1)
+        header = ints.to(torch.int64)
+        table = self._table(rows, end)
+        start, counts = header[:, _START], header[:, _COUNT]
+
+        places = torch.arange(query_len, device=device)
+        positions = start[:, None] + places
+        first = torch.arange(rows, device=device) * query_len
+        lengths = start + counts
+        floats = ints.view(torch.float32)
+        catch_up = PackedBatch(
+            input_ids=header[:, _TOKENS:].flatten(),
+            positions=self._clamped(positions).flatten(),
+            slot_mapping=self._slots(table, positions).flatten(),
+            cu_seqlens_q=torch.arange(rows + 1, device=device, dtype=torch.int32) * query_len,
+            seq_lens=(start + query_len).to(torch.int32),
+            block_table=table,
+            logits_index=first + counts - 1,
+            query_lens=(query_len,) * rows,
+            context_lens=(self._table_width * self._page_size,) * rows,
+            page_size=self._page_size,
+        )
+        fed = lengths + torch.arange(shape.num_steps, device=device)[:, None]
+        return LoopBatches(
+            catch_up=catch_up,
+            fed=self._clamped(fed),
+            slots=self._slots(table, fed.t()).t().contiguous(),
+            seq_lens=(fed + 1).to(torch.int32),
+            sampling=SamplingBatch(
+                temperature=floats[:, _TEMPERATURE].contiguous(),
+                top_k=header[:, _TOP_K],
+                top_p=floats[:, _TOP_P],
+                min_p=floats[:, _MIN_P],
+                seed=(header[:, _KEYS:_TOKENS] & 0xFFFFFFFF).contiguous(),
+                position=lengths,
+                all_greedy=False,
+                any_greedy=True,
+                any_sorted=shape.cut,
+                any_min_p=shape.cut,
+            ),
+            source=header[:, _SOURCE],
+            target=header[:, _TARGET],
+        )
+
+    def _table(self, rows: int, begin: int) -> Tensor:
+        """int32 [rows, table width]: the rows' pages in the buffer, then the scratch page."""
+        flat, device = self._device, self._device.device
+        column = torch.arange(self._table_width, device=device)
+        num_pages = flat[0]
+        at = begin + torch.arange(rows, device=device)[:, None] * num_pages
+        at = at + torch.minimum(column, num_pages - 1)
+        return flat[at].masked_fill(column >= num_pages, self._scratch_page)
+
+    def _slots(self, table: Tensor, positions: Tensor) -> Tensor:
+        """int64 [rows, n] of positions [rows, n]."""
+        pages = table.gather(1, positions // self._page_size)
+        return pages.to(torch.int64) * self._page_size + positions % self._page_size
+
+    def _clamped(self, positions: Tensor) -> Tensor:
+        """Behind the longest context there are no positions; only inert tokens get there."""
+        return positions.clamp(max=self._max_model_len - 1)
+
+
+@lru_cache(maxsize=4096)
+def _sampling_columns(params: SamplingParams) -> tuple[int, ...]:
+    """The columns from `_SAMPLING` to `_TOKENS`, as the bits of int32."""
+    floats = np.array([params.temperature, params.top_p, params.min_p], np.float32)
+    keys: NDArray[np.int32] = seed_keys([params.seed]).numpy().astype(np.uint32).view(np.int32)
+    top_k = min(params.top_k, 2**31 - 1)
+    return (*floats.view(np.int32).tolist(), top_k, *keys[0].tolist())

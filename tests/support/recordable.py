@@ -1,0 +1,83 @@
+"""Models whose draft loop can be "recorded" on a CPU, where recording is running it again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider.engine.batch import PackedBatch
+from outrider.engine.cuda.graphs import Work
+from outrider.engine.loader import build_paged_model
+from outrider.engine.paged_model import PagedModel
+from tests.support.hash_model import HashModel, context_hash
+
+
+def rerun(work: Work) -> Work:
+    """A `Record` for a device on which nothing is enqueued. It runs the work once, as CUDA does."""
+    work()
+    return work
+
+
+class RecordableHashModel(HashModel):
+    """Rows may be filled up by inert tokens on the scratch page.
+
+    What they leave there is no token: a row that reads it gets logits of its own, wrong ones.
+    """
+
+    def __init__(self, page_size: int = 4, num_pages: int = 64, max_model_len: int = 128) -> None:
+        super().__init__(64, page_size, num_pages + 1, max_model_len)
+        self.num_pages = num_pages
+        self.scratch_page = num_pages
+
+    def logits(self, batch: PackedBatch) -> Tensor:
+        slots = batch.slot_mapping.numpy()
+        real = slots // self.page_size != self.scratch_page
+        assert len(np.unique(slots[real])) == real.sum(), "two tokens in one slot"
+        self._slots[slots] = np.where(real, batch.input_ids.numpy(), -7)
+        self._positions[slots] = np.where(real, batch.positions.numpy(), -7)
+        rows = torch.searchsorted(batch.cu_seqlens_q[1:].long(), batch.logits_index, right=True)
+        states = []
+        for row, index in zip(rows.tolist(), batch.logits_index.tolist(), strict=True):
+            last = int(batch.positions[index]) // self.page_size
+            pages = batch.block_table[row, : last + 1]
+            lost = bool((pages == self.scratch_page).any())
+            states.append(13 if lost else context_hash(self._context(batch, row, index)))
+        return torch.from_numpy(self._logits(np.array(states, np.uint64)))
+
+
+class RecordableLlama:
+    """A tiny Llama in float64. SDPA wants to know the lengths that a recorded batch leaves open."""
+
+    def __init__(self, page_size: int = 4, num_pages: int = 64) -> None:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=97,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+        )
+        self._model: PagedModel = build_paged_model(
+            LlamaForCausalLM(config).double(),
+            page_size=page_size,
+            num_pages=num_pages,
+            self_test=False,
+        )
+        self.forward = self._model.forward
+        self.copy_pages = self._model.copy_pages
+        self.vocab_size = self._model.vocab_size
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.scratch_page = self._model.scratch_page
+        self.max_model_len = self._model.max_model_len
+        self.device = self._model.device
+
+    def logits(self, batch: PackedBatch) -> Tensor:
+        known = replace(batch, context_lens=tuple(batch.seq_lens.tolist()))
+        return self._model.logits(known)

@@ -1,0 +1,156 @@
+"""Recorded draft loops say what the eager ones say, whatever fills up their rows."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from outrider.drafting.draft_model import DraftModelProposer
+from outrider.drafting.draft_steps import ReadyRow, draft_chains, draft_forks
+from outrider.drafting.graph_chains import GraphChains, TorchDraws, make_shapes
+from outrider.engine.batch import RowSlice, pack
+from outrider.types import SamplingParams
+from tests.support.recordable import RecordableHashModel, RecordableLlama, rerun
+
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, seed=5),
+    SamplingParams(temperature=0.7, seed=2**64 - 1),
+    SamplingParams(temperature=1.2, seed=2**31, top_k=12, top_p=0.9, min_p=0.01),
+)
+Recordable = RecordableHashModel | RecordableLlama
+
+
+def drafter_of(model: Recordable, max_rows: int = 4) -> GraphChains:
+    shapes = [
+        shape
+        for fanout in (0, 3)
+        for cut in (False, True)
+        for shape in make_shapes(
+            max_rows=max_rows, query_lens=(1, 3), num_tokens=(2, 5), fanout=fanout, cut=cut
+        )
+    ]
+    return GraphChains(model, shapes, record=rerun, draws=TorchDraws())
+
+
+class Rows:
+    """Random rows on scattered pages, of which all but the tokens to catch up are fed."""
+
+    def __init__(self, model: Recordable, rng: random.Random) -> None:
+        self._model, self._rng = model, rng
+        self._free = rng.sample(range(model.num_pages), model.num_pages)
+        self.texts: list[list[int]] = []
+        self.slices: list[RowSlice] = []
+
+    def add(self, length: int, missing: int, room: int) -> None:
+        """`room` tokens more than the text have pages."""
+        text = [self._rng.randrange(60) for _ in range(length)]
+        size = self._model.page_size
+        table = array("i", [self._free.pop() for _ in range(-(-(length + room) // size))])
+        start = length - missing
+        if start:
+            fed = pack([RowSlice(text[:start], 0, table, 1)], size, self._model.device)
+            self._model.forward(fed)
+        self.texts.append(text)
+        self.slices.append(RowSlice(text[start:], start, table, 1))
+
+    def whole(self, i: int, room: int) -> RowSlice:
+        """The row from its first token on, on pages of its own."""
+        size = self._model.page_size
+        pages = self._free[: -(-(len(self.texts[i]) + room) // size)]
+        return RowSlice(self.texts[i], 0, pages, 1)
+
+
+def expected(model: Recordable, rows: Rows, ready: list[ReadyRow]) -> list[list[int]]:
+    return [
+        draft_chains(model, [rows.whole(i, row.wanted)], [row])[0] for i, row in enumerate(ready)
+    ]
+
+
+@pytest.mark.parametrize("make", [RecordableHashModel, RecordableLlama])
+def test_chains_equal_the_eager_ones(make: Callable[..., Recordable]) -> None:
+    """Any number of rows, also more than a loop holds; any catch-up, also longer than recorded."""
+    model = make(num_pages=220)
+    drafter = drafter_of(model)
+    for seed in range(40):
+        rng = random.Random(seed)
+        rows = Rows(model, rng)
+        ready = []
+        num_rows = rng.randint(1, 6)
+        for wanted in sorted((rng.randint(1, 6) for _ in range(num_rows)), reverse=True):
+            length = rng.randint(5, 40)
+            rows.add(length, rng.choice((1, 1, 2, 2, 3, 5)), wanted - 1)
+            ready.append(ReadyRow(length, wanted, rng.choice(SAMPLINGS)))
+        assert drafter.draft(rows.slices, ready) == expected(model, rows, ready)
+
+
+def test_rows_that_only_catch_up_go_along() -> None:
+    model = RecordableHashModel()
+    rows = Rows(model, random.Random(1))
+    rows.add(9, 1, 3)
+    rows.add(30, 22, 0)
+    rows.slices[1] = rows.slices[1]._replace(num_logits=0)
+    ready = [ReadyRow(9, 4, SAMPLINGS[1])]
+    assert drafter_of(model).draft(rows.slices, ready) == expected(model, rows, ready)
+
+
+def test_a_row_at_the_end_of_the_model_is_drafted_for_within_it() -> None:
+    """Loops are longer than what is left: what they draft beyond is cut, and harms no one."""
+    for make in (RecordableHashModel, RecordableLlama):
+        model = make(num_pages=100)
+        assert model.max_model_len == 128
+        rows = Rows(model, random.Random(1))
+        rows.add(127, 1, 1)
+        rows.add(20, 2, 4)
+        ready = [ReadyRow(127, 1, SAMPLINGS[0]), ReadyRow(20, 5, SAMPLINGS[1])]
+        drafter = drafter_of(model)
+        assert drafter.draft(rows.slices, ready) == expected(model, rows, ready)
+
+
+@pytest.mark.parametrize("make", [RecordableHashModel, RecordableLlama])
+def test_forks_equal_the_eager_ones(make: Callable[..., Recordable]) -> None:
+    model = make(num_pages=220)
+    drafter = drafter_of(model)
+    for seed in range(20):
+        rng = random.Random(seed)
+        rows = Rows(model, rng)
+        k, fanout = rng.choice(((1, 1), (2, 3), (4, 2), (5, 3)))
+        sampling = [rng.choice(SAMPLINGS) for _ in range(rng.randint(1, 6))]
+        for _ in sampling:
+            rows.add(rng.randint(5, 30), rng.choice((1, 1, 2, 3)), k)
+        forks = drafter.forks(rows.slices, sampling, k, fanout)
+        for i, params in enumerate(sampling):
+            eager = draft_forks(model, [rows.whole(i, k)], [params], k, fanout)
+            assert forks.candidates[i].tolist() == eager.candidates[0].tolist()
+            torch.testing.assert_close(
+                torch.from_numpy(forks.gaps[i]), torch.from_numpy(eager.gaps[0])
+            )
+
+
+def test_a_proposer_drafts_the_same_with_recorded_loops() -> None:
+    drafts: list[list[tuple[int, ...]]] = []
+    for recorded in (False, True):
+        model = RecordableHashModel(num_pages=100)
+        drafter = drafter_of(model) if recorded else None
+        proposer = DraftModelProposer(model, name="hash", chain_drafter=drafter, prefill_budget=30)
+        rng = random.Random(3)
+        said: list[tuple[int, ...]] = []
+        for key, sampling in enumerate(SAMPLINGS):
+            proposer.open(key, [rng.randrange(60) for _ in range(5 + 20 * key)], sampling, 4, 120)
+        lengths = {key: 5 + 20 * key for key in range(len(SAMPLINGS))}
+        for _ in range(12):
+            done = proposer.draft(list(lengths))
+            proposer.check_invariants()
+            for key, tree in sorted(done.drafts):
+                said.append(tree.token_ids)
+                accepted = rng.randint(0, len(tree.token_ids))
+                tokens = [*tree.token_ids[:accepted], rng.randrange(60)]
+                proposer.commit(key, lengths[key], tokens, rng.randint(1, 5))
+                lengths[key] += len(tokens)
+        drafts.append(said)
+    assert drafts[0] == drafts[1]
+    assert len(drafts[0]) > 30
