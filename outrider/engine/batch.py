@@ -14,8 +14,9 @@ from torch import Tensor
 class RowSlice(NamedTuple):
     """A row's share of one step: `token_ids` at positions start, start + 1, ...
 
-    The row's page table must already cover start + len(token_ids) tokens. Logits are returned
-    for the last `num_logits` of the tokens.
+    The row's page table must already cover start + len(token_ids) tokens; from step to step it
+    may grow at its end, or be another object. Logits are returned for the last `num_logits` of the
+    tokens.
     """
 
     token_ids: Sequence[int]
@@ -38,6 +39,7 @@ class PackedBatch:
     query_lens: tuple[int, ...]  # per row, on the host
     context_lens: tuple[int, ...]  # per row, seq_lens on the host
     page_size: int
+    recorded: bool = False  # of a recorded step: its context_lens are only upper bounds
 
     @property
     def max_query_len(self) -> int:

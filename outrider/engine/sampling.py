@@ -11,7 +11,7 @@ proposer can add the same g to its own logits, the two agree with probability at
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -23,6 +23,7 @@ _MASK = 0xFFFFFFFF
 _FACTOR_1 = 0x21F0AAAD
 _FACTOR_2 = 0x735A2D97
 _LANE = 0x9E3779B9  # makes the second half of the key differ from the first
+_MAX_SCORES = 2**23  # drawn from at once: noise takes 8 bytes each, and what makes it as much again
 _FEW = 256  # of the likeliest tokens; they usually decide top_k and top_p without a sort
 
 
@@ -67,17 +68,45 @@ class SamplingBatch:
             any_min_p=any(p.min_p > 0.0 for p in params),
         )
 
+    def __getitem__(self, rows: slice) -> SamplingBatch:
+        """The parameters of some of the rows."""
+        return replace(
+            self,
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+            seed=self.seed[rows],
+            position=self.position[rows],
+        )
+
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """The token each row of `logits` [n, vocab] draws: int64 [n]. Rows do not affect each other."""
     if batch.all_greedy:
         return logits.argmax(dim=-1)
+    at_once = max(1, _MAX_SCORES // logits.shape[-1])
+    if len(logits) > at_once:
+        parts = [slice(i, i + at_once) for i in range(0, len(logits), at_once)]
+        return torch.cat([sample(logits[part], batch[part]) for part in parts])
     scores = gumbel_noise(batch.seed, batch.position, logits.shape[-1])
     scores += process_logits(logits, batch)
     drawn = scores.argmax(dim=-1)
     if batch.any_greedy:
         return torch.where(batch.temperature == 0.0, logits.argmax(dim=-1), drawn)
     return drawn
+
+
+def choose(logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+    """`sample` for rows without cuts, given as tensors: int64 [n].
+
+    logits [n, vocab]; temperature float32 [n], 0: greedy; keys int64 [n, 2] and positions int64
+    [n] as in `SamplingBatch`.
+    """
+    scores = gumbel_noise(keys, positions, logits.shape[-1])
+    greedy = temperature == 0.0
+    scores += logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
+    return torch.where(greedy, logits.argmax(dim=-1), scores.argmax(dim=-1))
 
 
 def process_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:

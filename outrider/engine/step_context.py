@@ -29,7 +29,7 @@ class RowGroup:
         self.max_context_len = max(context_lens)
         device = batch.input_ids.device
         whole = self.num_rows == len(batch.query_lens)
-        self._even = min(context_lens) == self.max_context_len
+        self._even = min(context_lens) == self.max_context_len and not batch.recorded
         picked = None if whole else torch.tensor(rows, device=device)
         self._table = batch.block_table if picked is None else batch.block_table[picked]
         self._context = batch.seq_lens if picked is None else batch.seq_lens[picked]

@@ -1,0 +1,224 @@
+"""Decode and verification steps as recorded work: a copy in, two launches, a copy out.
+
+Steps that are nothing but rows that have caught up (each token of theirs gets logits) run in the
+smallest recorded bucket that holds them. All others run eagerly, on the same model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.engine.batch import Model, PackedBatch
+from outrider.engine.cuda.graphs import Record, Work
+from outrider.engine.runner import Pending, Runner, to_result
+from outrider.engine.scheduler import Step, StepResult
+from outrider.engine.static_step import Bucket, Draw, StaticInputs, StaticSizes
+from outrider.engine.verifier import verify_rows
+
+Choose = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""`outrider.engine.sampling.choose`, or a faster equal of it."""
+
+
+class RecordableModel(Model, Protocol):
+    """A model whose forward can be recorded."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def scratch_page(self) -> int:
+        """A page that no sequence ever gets."""
+        ...
+
+    def logits(self, batch: PackedBatch) -> Tensor:
+        """`forward` in the model's dtype."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """One bucket: the forward that ends with the logits, and two ways to go on from there."""
+
+    batch: PackedBatch  # kept, because the recorded work reads its tensors
+    forward: Work
+    greedy: Work
+    coupled: Work
+
+
+class GraphRunner:
+    """A `StepRunner`. Building it records every bucket, the largest first.
+
+    Logits and outputs have one place for all buckets: one step is in flight at most.
+    """
+
+    def __init__(
+        self,
+        model: RecordableModel,
+        buckets: Sequence[Bucket],
+        *,
+        record: Record,
+        choose: Choose,
+        on_recorded: Callable[[int, int], None] | None = None,
+    ) -> None:
+        rows = max(bucket.rows for bucket in buckets)
+        query_len = max(bucket.query_len for bucket in buckets)
+        tokens = max(bucket.tokens for bucket in buckets)
+        self._model = model
+        self._runner = Runner(model)
+        self._choose = choose
+        sizes = StaticSizes(
+            rows, query_len, model.max_model_len, model.page_size, model.scratch_page
+        )
+        device = model.device
+        self._inputs = StaticInputs(sizes, device)
+        self._logits = torch.empty(tokens, model.vocab_size, dtype=model.dtype, device=device)
+        self._verified = torch.empty(tokens + rows, dtype=torch.int32, device=device)
+        self._on_host = torch.empty(
+            tokens + rows, dtype=torch.int32, pin_memory=device.type == "cuda"
+        )
+        self._marks: _Marks = _CudaMarks() if device.type == "cuda" else _HostMarks()
+        self._buckets = sorted(buckets)
+        self._recorded: dict[Bucket, _Recorded] = {}
+        largest_first = sorted(buckets, key=lambda bucket: bucket.tokens, reverse=True)
+        for done, bucket in enumerate(largest_first, start=1):
+            self._recorded[bucket] = self._record(bucket, record)
+            if on_recorded is not None:
+                on_recorded(done, len(buckets))
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Pending:
+        """Enqueues the step. The one before must have been waited for."""
+        bucket = self._fit(step)
+        if bucket is None:
+            return self._runner.launch(step)
+        recorded = self._recorded[bucket]
+        draw = self._inputs.fill(step.rows, bucket)
+        self._marks.mark(0)
+        self._inputs.copy(bucket)
+        recorded.forward()
+        self._marks.mark(1)
+        if draw is Draw.CUT:  # sorts, of a size that follows the numbers: not recorded
+            verified = self._runner.verify(step, self._real_logits(step, bucket))
+        else:
+            (recorded.greedy if draw is Draw.GREEDY else recorded.coupled)()
+            verified = self._output(self._verified, bucket)[: len(step.rows)]
+        on_host = self._on_host[: verified.numel()].view(verified.shape)
+        on_host.copy_(verified, non_blocking=True)
+        self._marks.mark(2)
+        return _InFlight(step, on_host, self._marks)
+
+    def _fit(self, step: Step) -> Bucket | None:
+        """The smallest bucket for a step; None if none fits."""
+        longest = 0
+        for row in step.rows:
+            length = len(row.slice.token_ids)
+            if row.slice.num_logits != length:
+                return None
+            longest = max(longest, length)
+        for bucket in self._buckets:
+            if bucket.query_len >= longest and bucket.rows >= len(step.rows):
+                return bucket
+        return None
+
+    def _record(self, bucket: Bucket, record: Record) -> _Recorded:
+        self._inputs.fill((), bucket)
+        self._inputs.copy(bucket)
+        batch = self._inputs.batch(bucket)
+        logits = self._logits[: bucket.tokens]
+
+        @torch.inference_mode()
+        def forward() -> None:
+            logits.copy_(self._model.logits(batch))
+
+        @torch.inference_mode()
+        def greedy() -> None:
+            self._verify(bucket, logits.argmax(dim=-1))
+
+        @torch.inference_mode()
+        def coupled() -> None:
+            self._verify(bucket, self._choose(logits, *self._inputs.sampling(bucket)))
+
+        return _Recorded(batch, record(forward), record(greedy), record(coupled))
+
+    def _verify(self, bucket: Bucket, choices: Tensor) -> None:
+        """Compares drafts with choices int64 [tokens], and leaves the verdict in its place."""
+        choices = choices.view(bucket.rows, -1)
+        drafts, num_drafts = self._inputs.drafts(bucket)
+        output = self._output(self._verified, bucket)
+        # What fills a draft up may be equal to a choice by chance.
+        output[:, 0] = torch.minimum(verify_rows(drafts, choices), num_drafts)
+        output[:, 1:] = choices
+
+    def _output(self, flat: Tensor, bucket: Bucket) -> Tensor:
+        """Per row, drafts accepted and then choices: [rows, 1 + query_len]."""
+        return flat[: bucket.rows + bucket.tokens].view(bucket.rows, -1)
+
+    def _real_logits(self, step: Step, bucket: Bucket) -> Tensor:
+        """The logits of the tokens that are not inert, as an eager forward returns them."""
+        counts = [row.slice.num_logits for row in step.rows]
+        if min(counts) == bucket.query_len:
+            return self._logits[: sum(counts)]
+        starts = range(0, bucket.tokens, bucket.query_len)
+        index = [start + i for start, n in zip(starts, counts, strict=False) for i in range(n)]
+        return self._logits[torch.tensor(index).to(self._logits.device, non_blocking=True)]
+
+
+class _Marks(Protocol):
+    """Three moments of a step: its start, its logits, its end."""
+
+    def mark(self, moment: int) -> None: ...
+
+    def wait(self) -> tuple[float, float]:
+        """Blocks until the end; seconds from start to logits and from there to the end."""
+        ...
+
+
+class _CudaMarks:
+    """Moments on the current stream."""
+
+    def __init__(self) -> None:
+        self._events = [
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(3)
+        ]
+
+    def mark(self, moment: int) -> None:
+        self._events[moment].record()
+
+    def wait(self) -> tuple[float, float]:
+        start, logits, end = self._events
+        end.synchronize()
+        return start.elapsed_time(logits) * 1e-3, logits.elapsed_time(end) * 1e-3
+
+
+class _HostMarks:
+    """Moments of a device on which nothing is enqueued."""
+
+    def __init__(self) -> None:
+        self._moments = [0.0] * 3
+
+    def mark(self, moment: int) -> None:
+        self._moments[moment] = time.perf_counter()
+
+    def wait(self) -> tuple[float, float]:
+        start, logits, end = self._moments
+        return logits - start, end - logits
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A recorded step that was launched."""
+
+    step: Step
+    on_host: Tensor  # int32 [rows, 1 + query_len], once the end is reached
+    marks: _Marks
+
+    def wait(self) -> StepResult:
+        forward_s, verify_s = self.marks.wait()
+        return to_result(self.step, self.on_host.tolist(), forward_s, verify_s)

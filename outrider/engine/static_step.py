@@ -1,0 +1,278 @@
+"""Steps of fixed shape: what a recorded step reads, always at the same place.
+
+A bucket is R rows of exactly Q tokens. A row with fewer tokens is filled up at its end, a step with
+fewer rows by whole rows; what fills up is *inert*: its keys and values go to the scratch page, its
+outputs are not looked at. A row's length in the bucket is start + Q, so that its last query, inert
+or not, is its last key, as attention kernels have it; causality hides inert keys from real queries.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.batch import PackedBatch
+from outrider.engine.sampling import seed_keys
+from outrider.engine.scheduler import ScheduledRow
+from outrider.types import SamplingParams
+
+_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)  # then every 64th
+_ALIGNMENT = 256  # bytes: kernels read their inputs in wide words
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """The shape of a recorded step."""
+
+    query_len: int
+    rows: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.query_len
+
+
+def make_buckets(max_num_seqs: int, query_lens: Sequence[int]) -> list[Bucket]:
+    """All buckets for up to `max_num_seqs` rows, smallest first."""
+    sizes = (*_ROWS, *range(128, max_num_seqs, 64))
+    rows = [size for size in sizes if size < max_num_seqs]
+    return sorted(Bucket(q, n) for q in set(query_lens) for n in (*rows, max_num_seqs))
+
+
+class Draw(enum.IntEnum):
+    """What it takes to draw a row's tokens; a step takes the most that a row of it does."""
+
+    GREEDY = 0
+    COUPLED = 1
+    """Temperature and noise, no cuts."""
+    CUT = 2
+    """top_k, top_p or min_p."""
+
+    @staticmethod
+    def of(params: SamplingParams) -> Draw:
+        if params.greedy:
+            return Draw.GREEDY
+        cut = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+        return Draw.CUT if cut else Draw.COUPLED
+
+
+@dataclass(frozen=True, slots=True)
+class StaticSizes:
+    """How large the inputs of the largest bucket are."""
+
+    rows: int
+    query_len: int
+    max_model_len: int
+    page_size: int
+    scratch_page: int
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens of the longest row, filled up."""
+        return self.max_model_len + self.query_len - 1
+
+    @property
+    def table_width(self) -> int:
+        return -(-self.max_seq_len // self.page_size)
+
+
+class _Twins:
+    """Named arrays in one buffer on the host (pinned for CUDA), and the same on the device."""
+
+    def __init__(
+        self, fields: dict[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device
+    ) -> None:
+        self.offsets: dict[str, int] = {}
+        end = 0
+        for name, (dtype, shape) in fields.items():
+            self.offsets[name] = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = self.offsets[name] + dtype.itemsize * math.prod(shape)
+        self._host = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(end, dtype=torch.uint8, device=device)
+        self._fields = fields
+
+    def host(self, name: str) -> NDArray[Any]:
+        return self._view(self._host, name).numpy()
+
+    def device(self, name: str) -> Tensor:
+        return self._view(self._device, name)
+
+    def copy(self, end: int) -> None:
+        """Enqueues a copy of the first `end` bytes to the device."""
+        self._device[:end].copy_(self._host[:end], non_blocking=True)
+
+    def _view(self, buffer: Tensor, name: str) -> Tensor:
+        dtype, shape = self._fields[name]
+        start = self.offsets[name]
+        return buffer[start : start + dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
+
+
+@dataclass(slots=True, eq=False)
+class _Constants:
+    """What stays as it is in a row from step to step; converting it again would take too long.
+
+    A page table may grow; any other change of it is another list.
+    """
+
+    table: Sequence[int]
+    pages: NDArray[Any]  # int32: `table` as far as it was known, then the scratch page
+    temperature: float
+    keys: NDArray[Any]  # int64 [2]
+    draw: Draw
+    num_pages: int = 0
+
+
+class StaticInputs:
+    """The inputs of a step, where every recorded step finds them.
+
+    Page tables come last in the buffer, so that one copy brings what a bucket needs and no more.
+    """
+
+    def __init__(self, sizes: StaticSizes, device: torch.device) -> None:
+        self._sizes = sizes
+        rows, tokens = sizes.rows, sizes.rows * sizes.query_len
+        self._twins = twins = _Twins(
+            {
+                "input_ids": (torch.int64, (tokens,)),
+                "positions": (torch.int64, (tokens,)),
+                "slots": (torch.int64, (tokens,)),
+                "keys": (torch.int64, (rows, 2)),
+                "temperature": (torch.float32, (rows,)),
+                "draft_lens": (torch.int32, (rows,)),
+                "seq_lens": (torch.int32, (rows,)),
+                "block_table": (torch.int32, (rows, sizes.table_width)),
+            },
+            device,
+        )
+        self._input_ids = twins.host("input_ids")
+        self._positions = twins.host("positions")
+        self._slots = twins.host("slots")
+        self._keys = twins.host("keys")
+        self._temperature = twins.host("temperature")
+        self._draft_lens = twins.host("draft_lens")
+        self._seq_lens = twins.host("seq_lens")
+        self._tables = twins.host("block_table")
+        self._tables.fill(sizes.scratch_page)
+        self._inert = _Constants((), np.empty(0), 0.0, np.zeros(2, np.int64), Draw.GREEDY)
+        self._known: dict[object, _Constants] = {}  # by sequence
+        self._at: list[_Constants] = [self._inert] * rows  # what each row of the buffer holds,
+        self._lengths = [0] * rows  # and so much of its table
+        self._first_pages = np.arange(rows)[:, None] * sizes.table_width
+        self._steps = np.arange(sizes.query_len)
+
+    def batch(self, bucket: Bucket) -> PackedBatch:
+        """A bucket's batch: views of the device's buffer, and constants for the host's numbers."""
+        twins, rows, tokens = self._twins, bucket.rows, bucket.tokens
+        device = twins.device("seq_lens").device
+        return PackedBatch(
+            input_ids=twins.device("input_ids")[:tokens],
+            positions=twins.device("positions")[:tokens],
+            slot_mapping=twins.device("slots")[:tokens],
+            cu_seqlens_q=torch.arange(
+                0, tokens + 1, bucket.query_len, dtype=torch.int32, device=device
+            ),
+            seq_lens=twins.device("seq_lens")[:rows],
+            block_table=twins.device("block_table")[:rows],
+            logits_index=torch.arange(tokens, device=device),
+            query_lens=(bucket.query_len,) * rows,
+            context_lens=(self._sizes.max_seq_len,) * rows,
+            page_size=self._sizes.page_size,
+            recorded=True,
+        )
+
+    def drafts(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """The drafts int64 [rows, query_len - 1], filled up with anything, and how many are real.
+
+        int32 [rows]
+        """
+        tokens = self._twins.device("input_ids")[: bucket.tokens].view(bucket.rows, -1)
+        return tokens[:, 1:], self._twins.device("draft_lens")[: bucket.rows]
+
+    def sampling(self, bucket: Bucket) -> tuple[Tensor, Tensor, Tensor]:
+        """Per token of a bucket: temperature, keys and the position that is drawn.
+
+        Makes new tensors: float32 [n], int64 [n, 2], int64 [n].
+        """
+        rows, repeats, twins = bucket.rows, bucket.query_len, self._twins
+        temperature = twins.device("temperature")[:rows, None].expand(-1, repeats).reshape(-1)
+        keys = twins.device("keys")[:rows, None].expand(-1, repeats, -1).reshape(-1, 2)
+        return temperature, keys, twins.device("positions")[: bucket.tokens] + 1
+
+    def fill(self, rows: Sequence[ScheduledRow], bucket: Bucket) -> Draw:
+        """Writes a step's rows, and inert ones after them, to the host's buffer.
+
+        Nothing may be copying from it. Returns what it takes to draw the rows' tokens.
+        """
+        sizes, query_len = self._sizes, bucket.query_len
+        draw = Draw.GREEDY
+        for i, row in enumerate(rows):
+            constants = self._known.get(row.seq)
+            if constants is None or constants.table is not row.slice.block_table:
+                constants = self._learn(row)
+            known, length = constants.num_pages, len(constants.table)
+            if length > known:
+                constants.pages[known:length] = constants.table[known:]
+                constants.num_pages = length
+            if self._at[i] is not constants or self._lengths[i] < length:
+                self._place(i, constants)
+            draw = max(draw, constants.draw)
+        for i in range(len(rows), bucket.rows):
+            if self._at[i] is not self._inert:
+                self._tables[i] = sizes.scratch_page
+                self._at[i] = self._inert
+        if len(self._known) > 2 * sizes.rows:
+            self._known = {row.seq: self._known[row.seq] for row in rows}
+        slices = [row.slice for row in rows]
+        counts = np.zeros(bucket.rows, np.int64)
+        counts[: len(rows)] = [len(piece.token_ids) for piece in slices]
+        starts = np.zeros(bucket.rows, np.int64)
+        starts[: len(rows)] = [piece.start for piece in slices]
+        self._draft_lens[: bucket.rows] = counts - 1
+        self._seq_lens[: bucket.rows] = starts + query_len
+
+        steps = self._steps[:query_len]
+        real = steps < counts[:, None]  # [rows, query_len]
+        shape = (bucket.rows, query_len)
+        input_ids = self._input_ids[: bucket.tokens].reshape(shape)
+        input_ids.fill(0)
+        input_ids[real] = list(chain.from_iterable(piece.token_ids for piece in slices))
+        # Behind the longest context there are no positions any more; only inert tokens get there.
+        positions = np.minimum(starts[:, None] + steps, sizes.max_model_len - 1)
+        self._positions[: bucket.tokens] = positions.ravel()
+        pages, offsets = np.divmod(positions, sizes.page_size)
+        slots = self._tables.ravel().take(pages + self._first_pages[: bucket.rows])
+        slots = slots.astype(np.int64) * sizes.page_size + offsets
+        slots[~real] = sizes.scratch_page * sizes.page_size
+        self._slots[: bucket.tokens] = slots.ravel()
+        return draw
+
+    def _learn(self, row: ScheduledRow) -> _Constants:
+        params = row.seq.request.sampling
+        self._known[row.seq] = constants = _Constants(
+            table=row.slice.block_table,
+            pages=np.full(self._sizes.table_width, self._sizes.scratch_page, np.int32),
+            temperature=params.temperature,
+            keys=seed_keys([params.seed])[0].numpy(),
+            draw=Draw.of(params),
+        )
+        return constants
+
+    def _place(self, i: int, constants: _Constants) -> None:
+        self._at[i], self._lengths[i] = constants, constants.num_pages
+        self._tables[i] = constants.pages
+        self._temperature[i] = constants.temperature
+        self._keys[i] = constants.keys
+
+    def copy(self, bucket: Bucket) -> None:
+        """Enqueues the copy of what a bucket needs to the device."""
+        table_bytes = bucket.rows * self._sizes.table_width * torch.int32.itemsize
+        self._twins.copy(self._twins.offsets["block_table"] + table_bytes)

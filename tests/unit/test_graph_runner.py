@@ -1,0 +1,307 @@
+"""Recorded steps say what eager steps say, whatever fills them up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outrider.config import EngineConfig
+from outrider.engine.batch import PackedBatch, RowSlice
+from outrider.engine.cuda.graph_runner import GraphRunner
+from outrider.engine.engine import Engine
+from outrider.engine.loader import build_paged_model
+from outrider.engine.paged_model import PagedModel
+from outrider.engine.policy import Policy
+from outrider.engine.runner import Pending, Runner
+from outrider.engine.sampling import choose
+from outrider.engine.scheduler import ScheduledRow, Step
+from outrider.engine.sequence import Drafting, Sequence
+from outrider.engine.static_step import Bucket, Draw, StaticInputs, StaticSizes, make_buckets
+from outrider.types import Request, SamplingParams
+from tests.property.test_engine_equality import EOS, MAX_LEN, VOCAB, Scenario, configs
+from tests.support.architectures import ARCHITECTURES, random_model
+from tests.support.hash_model import HashModel, context_hash
+
+PAGE_SIZE, NUM_PAGES, MAX_MODEL_LEN = 4, 64, 60
+MAX_PAGES = MAX_MODEL_LEN // PAGE_SIZE
+K = 4
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, seed=5),
+    SamplingParams(temperature=0.6, seed=2**64 - 1),
+    SamplingParams(temperature=1.5, seed=2**40, top_k=9),
+    SamplingParams(temperature=0.9, seed=3, top_p=0.7, min_p=0.02),
+)
+
+
+def rerun(work: Callable[[], None]) -> Callable[[], None]:
+    """Records nothing: the work is done again by doing it again."""
+    work()
+    return work
+
+
+def count_launches(runner: GraphRunner) -> list[Step]:
+    """The steps that `runner` hands to its eager runner, from now on."""
+    eager: list[Step] = []
+    launch = runner._runner.launch
+
+    def counting(step: Step) -> Pending:
+        eager.append(step)
+        return launch(step)
+
+    runner._runner.launch = counting  # type: ignore[method-assign]
+    return eager
+
+
+@pytest.fixture(scope="module")
+def model() -> PagedModel:
+    paged = build_paged_model(
+        random_model(ARCHITECTURES["llama"], torch.float64),
+        page_size=PAGE_SIZE,
+        num_pages=NUM_PAGES,
+        max_model_len=MAX_MODEL_LEN,
+    )
+    fill_pools(paged, seed=0)
+    return paged
+
+
+def fill_pools(model: PagedModel, seed: int) -> None:
+    """As if other sequences had been everywhere, on the scratch page, too."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in range(3):
+        pool = model.pools.layer(layer)
+        for tensor in (pool.keys, pool.values):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype))
+
+
+def make_row(rng: random.Random, num_drafts: int, pages: list[int], vocab: int) -> ScheduledRow:
+    start = rng.randint(0, MAX_MODEL_LEN - 1 - num_drafts)
+    tokens = tuple(rng.randrange(vocab) for _ in range(1 + num_drafts))
+    needed = min(-(-(start + len(tokens)) // PAGE_SIZE) + rng.randint(0, 2), MAX_PAGES)
+    seq = Sequence(
+        Request(0, (1,), sampling=rng.choice(SAMPLINGS)),
+        max_len=MAX_MODEL_LEN,
+        stop_ids=frozenset(),
+        drafting=Drafting(limit=K),
+        submitted_at=0.0,
+    )
+    seq.block_table = [pages.pop() for _ in range(min(needed, len(pages)))]
+    while len(seq.block_table) * PAGE_SIZE < start + len(tokens):
+        start -= 1
+    return ScheduledRow(seq, RowSlice(tokens, start, seq.block_table, len(tokens)), tokens[1:])
+
+
+def make_step(rng: random.Random, num_drafts: list[int], vocab: int) -> Step:
+    pages = rng.sample(range(NUM_PAGES), NUM_PAGES)
+    rows = []
+    for i, drafts in enumerate(num_drafts):
+        share = [pages.pop() for _ in range(len(pages) // (len(num_drafts) - i))]
+        rows.append(make_row(rng, drafts, share, vocab))
+    return Step(tuple(rows), sum(n + 1 for n in num_drafts), ())
+
+
+def with_true_drafts(step: Step, runner: Runner, rng: random.Random) -> Step:
+    """The same step with some drafts replaced by what the target chooses."""
+    for _ in range(K):
+        choices = runner.launch(step).wait().choices
+        rows = []
+        for row, chosen in zip(step.rows, choices, strict=True):
+            tokens = list(row.slice.token_ids)
+            for i in range(1, len(tokens)):
+                if rng.random() < 0.8:
+                    tokens[i] = chosen[i - 1]
+            start, table = row.slice.start, row.slice.block_table
+            piece = RowSlice(tuple(tokens), start, table, len(tokens))
+            rows.append(ScheduledRow(row.seq, piece, tuple(tokens[1:])))
+        step = Step(tuple(rows), step.num_tokens, ())
+    return step
+
+
+steps = st.lists(st.integers(0, K), min_size=1, max_size=7)
+
+
+@pytest.fixture(scope="module")
+def graphs(model: PagedModel) -> GraphRunner:
+    return GraphRunner(model, make_buckets(7, (1, 3, K + 1)), record=rerun, choose=choose)
+
+
+@settings(
+    max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(num_drafts=steps, seed=st.integers(0, 2**32))
+def test_recorded_steps_equal_eager_ones(
+    model: PagedModel, graphs: GraphRunner, num_drafts: list[int], seed: int
+) -> None:
+    rng = random.Random(seed)
+    eager = Runner(model)
+    step = with_true_drafts(make_step(rng, num_drafts, model.vocab_size), eager, rng)
+    expected = eager.launch(step).wait()
+    left_to_eager = count_launches(graphs)
+    result = graphs.launch(step).wait()
+    assert not left_to_eager
+    assert list(result.accepted) == list(expected.accepted)
+    for row, got, want in zip(step.rows, result.choices, expected.choices, strict=True):
+        assert list(got[: row.slice.num_logits]) == list(want[: row.slice.num_logits])
+
+
+def test_what_fills_up_changes_no_real_logit(model: PagedModel) -> None:
+    graphs = GraphRunner(model, [Bucket(5, 8)], record=rerun, choose=choose)
+    step = make_step(random.Random(4), [0, 4, 2], model.vocab_size)
+    real = [0, *range(5, 10), *range(10, 13)]
+    seen = []
+    for fill in (0.0, 1e3, -1e6):
+        for layer in range(3):
+            pool = model.pools.layer(layer)
+            pool.keys[:, model.scratch_page * PAGE_SIZE :] = fill
+            pool.values[:, model.scratch_page * PAGE_SIZE :] = fill
+        graphs.launch(step).wait()
+        seen.append(graphs._logits[real].clone())
+    eager = Runner(model).forward(step)
+    for logits in seen:
+        torch.testing.assert_close(logits, eager)
+
+
+def test_no_page_but_the_scratch_page_and_the_rows_own_is_written(model: PagedModel) -> None:
+    graphs = GraphRunner(model, [Bucket(5, 8)], record=rerun, choose=choose)
+    step = make_step(random.Random(5), [0, 4, 2], model.vocab_size)
+    before = model.pools.layer(1).keys.clone()
+    graphs.launch(step).wait()
+    written = (before != model.pools.layer(1).keys).any(dim=-1).any(dim=0).nonzero().flatten()
+    allowed = set(range(model.scratch_page * PAGE_SIZE, (model.scratch_page + 1) * PAGE_SIZE))
+    for row in step.rows:
+        for position in range(row.slice.start, row.slice.start + len(row.slice.token_ids)):
+            page, offset = divmod(position, PAGE_SIZE)
+            allowed.add(row.slice.block_table[page] * PAGE_SIZE + offset)
+    assert set(written.tolist()) <= allowed
+
+
+def test_prompts_and_steps_that_are_too_large_run_eagerly(model: PagedModel) -> None:
+    graphs = GraphRunner(model, make_buckets(2, (1, 3)), record=rerun, choose=choose)
+    rng = random.Random(1)
+    long, wide = (make_step(rng, drafts, model.vocab_size) for drafts in ([3], [0, 0, 0]))
+    row = make_row(rng, 2, list(range(NUM_PAGES)), model.vocab_size)
+    piece = RowSlice(row.slice.token_ids, row.slice.start, row.slice.block_table, num_logits=1)
+    prompt = Step((ScheduledRow(row.seq, piece, ()),), 3, ())
+    left_to_eager = count_launches(graphs)
+    for step in (long, wide, prompt):
+        result = graphs.launch(step).wait()
+        assert result.accepted == Runner(model).launch(step).wait().accepted
+    assert left_to_eager == [long, wide, prompt]
+
+
+def test_a_row_may_grow_move_and_leave() -> None:
+    """The host's buffer says the same as one that never saw another step."""
+    sizes = StaticSizes(8, 5, MAX_MODEL_LEN, PAGE_SIZE, NUM_PAGES)
+    inputs = StaticInputs(sizes, torch.device("cpu"))
+    rng = random.Random(2)
+    rows = list(make_step(rng, [4, 0, 2, 1, 3], 97).rows)
+    spare = [63, 62, 61, 60]
+    for _ in range(60):
+        present = rng.sample(rows, rng.randint(1, len(rows)))
+        change = rng.random()
+        if change < 0.3 and spare:
+            rng.choice(rows).seq.block_table.append(spare.pop())
+        elif change < 0.4:
+            row, old = present[0], present[0].slice
+            row.seq.block_table = list(reversed(row.seq.block_table))
+            piece = RowSlice(old.token_ids, old.start, row.seq.block_table, old.num_logits)
+            present[0] = ScheduledRow(row.seq, piece, row.draft)
+            rows[rows.index(row)] = present[0]
+        elif change < 0.6:
+            rng.shuffle(rows)
+        bucket = Bucket(5, rng.choice([n for n in (1, 2, 4, 8) if n >= len(present)]))
+        fresh = StaticInputs(sizes, torch.device("cpu"))
+        assert inputs.fill(present, bucket) == fresh.fill(present, bucket)
+        for used in (inputs, fresh):
+            used.copy(bucket)
+        for got, want in (
+            (inputs.batch(bucket), fresh.batch(bucket)),
+            (inputs.drafts(bucket), fresh.drafts(bucket)),
+        ):
+            for a, b in zip(tensors(got), tensors(want), strict=True):
+                assert torch.equal(a, b)
+        live = len(present) * bucket.query_len
+        for a, b in zip(inputs.sampling(bucket), fresh.sampling(bucket), strict=True):
+            assert torch.equal(a[:live], b[:live])
+
+
+def tensors(held: PackedBatch | tuple[Tensor, ...]) -> list[Tensor]:
+    if isinstance(held, tuple):
+        return list(held)
+    return [
+        held.input_ids,
+        held.positions,
+        held.slot_mapping,
+        held.cu_seqlens_q,
+        held.seq_lens,
+        held.block_table,
+        held.logits_index,
+    ]
+
+
+def test_buckets_hold_any_number_of_rows() -> None:
+    assert make_buckets(1, (1, 5)) == [Bucket(1, 1), Bucket(5, 1)]
+    assert [b.rows for b in make_buckets(20, (5,))] == [1, 2, 4, 8, 16, 20]
+    assert [b.rows for b in make_buckets(300, (1,))][-5:] == [96, 128, 192, 256, 300]
+    assert len(make_buckets(4, (1, 1))) == 3  # K = 0
+
+
+def test_a_draw_is_as_costly_as_its_parameters() -> None:
+    assert [Draw.of(params) for params in SAMPLINGS] == [0, 1, 1, 2, 2]
+    assert Draw.of(SamplingParams(temperature=0.0, top_k=5)) is Draw.GREEDY
+
+
+class RecordableHashModel(HashModel):
+    """Checks every slot but the scratch page's, of which nothing is promised."""
+
+    dtype = torch.float32
+
+    def __init__(self, page_size: int, num_pages: int) -> None:
+        super().__init__(VOCAB, page_size, num_pages, MAX_LEN)
+        self.scratch_page = num_pages
+
+    def logits(self, batch: PackedBatch) -> Tensor:
+        self.forwards += 1
+        slots, query_len = batch.slot_mapping, batch.query_lens[0]
+        real = slots < self.num_pages * self.page_size
+        written = slots[real].numpy()
+        assert len(set(written.tolist())) == len(written), "two tokens in one slot"
+        self._slots[written] = batch.input_ids[real].numpy()
+        self._positions[written] = batch.positions[real].numpy()
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("the device fell over")
+        logits = torch.full((len(slots), self.vocab_size), float("inf"))  # inert: anything
+        for i in real.nonzero().flatten().tolist():
+            state = context_hash(self._context(batch, i // query_len, i))
+            logits[i] = torch.from_numpy(self._logits(np.array([state], np.uint64)))[0]
+        return logits
+
+
+class GraphScenario(Scenario):
+    """The engine's property test, with recorded steps."""
+
+    def __init__(self, rng: random.Random, config: EngineConfig, policy: Policy) -> None:
+        super().__init__(rng, config, policy)
+        self.model = model = RecordableHashModel(config.page_size, config.num_pages)
+        buckets = make_buckets(config.max_num_seqs, (1, 3, 5))
+        self.graphs = GraphRunner(model, buckets, record=rerun, choose=choose)
+        self.engine = Engine(
+            model, config, eos_token_ids=EOS, policy=policy, runner=self.graphs, clock=self.clock
+        )
+
+
+@settings(max_examples=150, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32), config=configs, k=st.integers(0, 8))
+def test_engine_output_equals_sequential_decoding(seed: int, config: EngineConfig, k: int) -> None:
+    scenario = GraphScenario(random.Random(seed), config, Policy(k, max_wait_s=0.002))
+    for _ in range(40):
+        scenario.act()
+    scenario.finish()
