@@ -17,6 +17,24 @@ def _mix(x):
 
 
 @triton.jit
+def _scores(logits_ptr, temperature_ptr, keys_ptr, position_ptr, row, token, inside, logits_stride):
+    """float64: logit / temperature + noise of some tokens of a row; the logit of a greedy row."""
+    logits = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=-float("inf"))
+    temperature = tl.load(temperature_ptr + row)
+    if temperature == 0.0:
+        score = logits.to(tl.float64)
+    else:
+        position = tl.load(position_ptr + row).to(tl.uint32)
+        first = _mix(tl.load(keys_ptr + 2 * row).to(tl.uint32) ^ position)
+        second = _mix(tl.load(keys_ptr + 2 * row + 1).to(tl.uint32) ^ position)
+        mixed = _mix((_mix(token.to(tl.uint32)) ^ first) + second)
+        uniform = (mixed.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
+        scaled = tl.math.div_rn(logits.to(tl.float32), temperature)
+        score = scaled.to(tl.float64) - tl.log(-tl.log(uniform))
+    return score
+
+
+@triton.jit
 def choose_block_kernel(
     logits_ptr,  # [n, vocab]
     temperature_ptr,  # float32 [n]; 0: greedy
@@ -32,18 +50,9 @@ def choose_block_kernel(
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
-    logits = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=-float("inf"))
-    temperature = tl.load(temperature_ptr + row)
-    if temperature == 0.0:
-        score = logits.to(tl.float64)
-    else:
-        position = tl.load(position_ptr + row).to(tl.uint32)
-        first = _mix(tl.load(keys_ptr + 2 * row).to(tl.uint32) ^ position)
-        second = _mix(tl.load(keys_ptr + 2 * row + 1).to(tl.uint32) ^ position)
-        mixed = _mix((_mix(token.to(tl.uint32)) ^ first) + second)
-        uniform = (mixed.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
-        scaled = tl.math.div_rn(logits.to(tl.float32), temperature)
-        score = scaled.to(tl.float64) - tl.log(-tl.log(uniform))
+    score = _scores(
+        logits_ptr, temperature_ptr, keys_ptr, position_ptr, row, token, inside, logits_stride
+    )
     best = tl.max(score, axis=0)
     at = row * tl.num_programs(1) + block
     tl.store(best_ptr + at, best)
@@ -68,3 +77,57 @@ def choose_row_kernel(
     equal = (best == tl.max(best, axis=0)) & inside
     last = tl.max(tl.where(inside, token, 0), axis=0)  # if the best is NaN, which equals nothing
     tl.store(out_ptr + row, tl.min(tl.where(equal, token, last), axis=0).to(tl.int64))
+
+
+@triton.jit
+def top_block_kernel(
+    logits_ptr,  # [n, vocab]
+    temperature_ptr,  # float32 [n]; 0: greedy
+    keys_ptr,  # int64 [n, 2]
+    position_ptr,  # int64 [n]
+    best_ptr,  # float64 [n, blocks, COUNT]: the best scores of each block, in order
+    token_ptr,  # int32 [n, blocks, COUNT]: and their tokens, of equals the lowest first
+    logits_stride,
+    vocab,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab
+    score = _scores(
+        logits_ptr, temperature_ptr, keys_ptr, position_ptr, row, token, inside, logits_stride
+    )
+    at = (row * tl.num_programs(1) + block) * COUNT
+    for i in tl.static_range(COUNT):
+        best = tl.max(score, axis=0)
+        lowest = tl.min(tl.where((score == best) & inside, token, vocab - 1), axis=0)
+        tl.store(best_ptr + at + i, best)
+        tl.store(token_ptr + at + i, lowest)
+        score = tl.where(token == lowest, -float("inf"), score)
+
+
+@triton.jit
+def top_row_kernel(
+    best_ptr,  # float64 [n, scores]
+    token_ptr,  # int32 [n, scores]
+    out_ptr,  # int64 [n, COUNT]: the tokens of the best scores, best first
+    gap_ptr,  # float32 [n, COUNT]: how far they are from the best
+    scores,
+    COUNT: tl.constexpr,
+    SCORES: tl.constexpr,  # at least scores
+):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, SCORES)
+    inside = place < scores
+    score = tl.load(best_ptr + row * scores + place, mask=inside, other=-float("inf"))
+    token = tl.load(token_ptr + row * scores + place, mask=inside, other=2147483647)
+    last = tl.max(tl.where(inside, token, 0), axis=0)  # if the best is NaN, which equals nothing
+    first = tl.max(score, axis=0)
+    for i in tl.static_range(COUNT):
+        best = tl.max(score, axis=0)
+        lowest = tl.min(tl.where((score == best) & inside, token, last), axis=0)
+        tl.store(out_ptr + row * COUNT + i, lowest.to(tl.int64))
+        tl.store(gap_ptr + row * COUNT + i, tl.where(best == first, 0.0, first - best))
+        score = tl.where(token == lowest, -float("inf"), score)

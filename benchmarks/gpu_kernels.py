@@ -1,0 +1,298 @@
+"""python -m benchmarks.gpu_kernels: one operation at a time at an 8B model's shapes, in bfloat16.
+
+Every operation is replayed from a CUDA graph, many in a row over different weights or pages, so
+that neither launches nor the L2 cache flatter it. A section that fails prints its traceback and
+the others go on. Needs a CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.gpu import gpu_name
+from outrider.engine.attention import AttentionBackend, AttentionParams, StepAttention
+from outrider.engine.batch import RowSlice, pack
+from outrider.engine.kv_cache import PageMajorPool
+from outrider.engine.sampling import SamplingBatch
+from outrider.types import SamplingParams
+
+CUDA = torch.device("cuda")
+BF16 = torch.bfloat16
+HIDDEN, INTERMEDIATE, VOCAB, HEADS, KV_HEADS, DIM = 4096, 14336, 128256, 32, 8, 128
+PRODUCTS = {
+    "qkv": (6144, HIDDEN),
+    "o": (HIDDEN, HIDDEN),
+    "gate_up": (2 * INTERMEDIATE, HIDDEN),
+    "down": (HIDDEN, INTERMEDIATE),
+    "head": (VOCAB, HIDDEN),
+}
+ROWS = (1, 5, 8, 32, 40, 160)
+# BLOCK_N, BLOCK_K, STAGES, warps
+SKINNY = (
+    (16, 512, 4, 4),
+    (32, 256, 4, 4),
+    (32, 256, 6, 4),
+    (64, 128, 5, 4),
+    (64, 256, 4, 8),
+    (128, 64, 6, 4),
+)
+COLD_BYTES = 192 * 2**20  # what a graph must read before it comes back: well above the L2 cache
+Record = dict[str, Any]
+
+
+def graph_us(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float:
+    """Microseconds per call, the median of replays of all calls in a row."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:  # compiles; the capture must not
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    loops = max(1, 64 // len(calls))
+    times: list[float] = []
+    for _ in range(repeats + 1):
+        start, end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        start.record()
+        for _ in range(loops):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / (loops * len(calls)))
+    return statistics.median(times[1:])
+
+
+def linear() -> Iterator[Record]:
+    """cuBLAS: `F.linear`, and `addmm_` into the residual; terabytes of weights per second."""
+    for name, (n, k) in PRODUCTS.items():
+        weights = _weights(n, k)
+        for rows in ROWS:
+            x, residual = _rand(rows, k), _rand(rows, n)
+            size = {"product": name, "rows": rows}
+            plain = graph_us([partial(F.linear, x, w) for w in weights])
+            yield {"op": "F.linear", **size, **_speed(plain, n, k)}
+            if name in ("o", "down"):
+                added = graph_us([partial(residual.addmm_, x, w.t()) for w in weights])
+                yield {"op": "addmm_", **size, **_speed(added, n, k)}
+
+
+def skinny() -> Iterator[Record]:
+    """The same products in Triton, each at its best configuration."""
+    import triton
+
+    from benchmarks.skinny_gemm import skinny_gemm_kernel
+
+    for name, (n, k) in PRODUCTS.items():
+        weights = _weights(n, k)
+        for rows in (1, 5, 8, 32, 40):
+            x, out = _rand(rows, k), torch.zeros(rows, n, dtype=BF16, device=CUDA)
+            block_rows = max(16, triton.next_power_of_2(rows))
+            results: dict[tuple[int, int, int, int], float] = {}
+            for block_n, block_k, stages, warps in SKINNY:
+                call = partial(
+                    skinny_gemm_kernel[(n // block_n,)],
+                    x,
+                    out_ptr=out,
+                    rows=rows,
+                    N=n,
+                    K=k,
+                    ADD=False,
+                    BLOCK_ROWS=block_rows,
+                    BLOCK_N=block_n,
+                    BLOCK_K=block_k,
+                    STAGES=stages,
+                    num_warps=warps,
+                )
+                try:
+                    call(weight_ptr=weights[0])
+                except triton.runtime.errors.OutOfResources:
+                    continue
+                torch.testing.assert_close(out, F.linear(x, weights[0]), rtol=0.05, atol=0.05)
+                us = graph_us([partial(call, weight_ptr=w) for w in weights], repeats=3)
+                results[block_n, block_k, stages, warps] = us
+            best = min(results, key=lambda config: results[config])
+            size = {"product": name, "rows": rows, "config": "/".join(map(str, best))}
+            yield {"op": "triton", **size, **_speed(results[best], n, k)}
+
+
+def pointwise() -> Iterator[Record]:
+    """What lies between the products, Triton and torch."""
+    from outrider.engine.cuda.triton_ops import TritonOps
+    from outrider.engine.llama_ops import TorchOps
+
+    norm = _rand(HIDDEN)
+    for rows in ROWS:
+        x, qkv = _rand(rows, HIDDEN), _rand(rows, (HEADS + 2 * KV_HEADS) * DIM)
+        gate_up, rope = _rand(rows, 2 * INTERMEDIATE), _rand(rows, 2, 2, DIM // 2)
+        pool = PageMajorPool(64, 16, (KV_HEADS, DIM, DIM), BF16, CUDA)
+        slots = torch.randperm(1024, device=CUDA)[:rows]
+        for ops in (TritonOps(), TorchOps()):
+            calls: dict[str, Callable[[], object]] = {
+                "rms_norm": partial(ops.rms_norm, x, norm, 1e-5),
+                "rotate_and_store": partial(ops.rotate_and_store, qkv, rope, slots, pool),
+                "silu_mul": partial(ops.silu_mul, gate_up),
+            }
+            for name, call in calls.items():
+                kind = type(ops).__name__
+                yield {"op": name, "rows": rows, "by": kind, "us": graph_us([call] * 64)}
+
+
+def attention() -> Iterator[Record]:
+    """Every backend, page size and number of splits, beside the bandwidth's floor."""
+    for rows in (1, 8, 32):
+        for query_len in (1, 5):
+            for context in (512, 4096):
+                for page_size in (16, 64, 128):
+                    case = _AttentionCase(rows, query_len, context, page_size)
+                    for name, backend in _backends(rows):
+                        try:
+                            us = case.us(backend)
+                        except Exception:
+                            traceback.print_exc()
+                            continue
+                        yield {
+                            "op": name,
+                            "rows": rows,
+                            "query": query_len,
+                            "context": context,
+                            "page": page_size,
+                            "us": us,
+                            "floor_us": case.bytes / 4.3e6,
+                        }
+
+
+class _AttentionCase:
+    """Layers that each have pages of their own, all from one pool."""
+
+    def __init__(self, rows: int, query_len: int, context: int, page_size: int) -> None:
+        self.bytes = rows * context * 2 * KV_HEADS * DIM * BF16.itemsize
+        layers = max(4, min(64, -(-COLD_BYTES // self.bytes)))
+        pages = -(-context // page_size)
+        total = layers * rows * pages
+        self._pool = PageMajorPool(total, page_size, (KV_HEADS, DIM, DIM), BF16, CUDA)
+        self._query = _rand(rows * query_len, KV_HEADS, HEADS // KV_HEADS, DIM)
+        tables = torch.randperm(total).view(layers, rows, pages).tolist()
+        self._batches = [
+            pack(
+                [RowSlice([1] * query_len, context - query_len, row, query_len) for row in table],
+                page_size,
+                CUDA,
+            )
+            for table in tables
+        ]
+
+    def us(self, backend: AttentionBackend) -> float:
+        params = AttentionParams(DIM**-0.5)
+        steps: list[StepAttention] = [backend(batch) for batch in self._batches]
+        for step in steps:  # whatever is planned per step is planned
+            step.attend(self._query, self._pool, params)
+        torch.cuda.synchronize()
+        calls = [partial(step.attend, self._query, self._pool, params) for step in steps]
+        return graph_us(calls, repeats=5)
+
+
+def _backends(rows: int) -> Iterator[tuple[str, AttentionBackend]]:
+    from importlib.util import find_spec
+
+    from outrider.engine.cuda.paged_attention import TritonBackend
+
+    if find_spec("flash_attn") is not None:
+        from outrider.engine.cuda.flash import Flash4Attention
+
+        yield "flash4", Flash4Attention
+    if find_spec("flashinfer") is not None:
+        from outrider.engine.cuda.flashinfer_attention import FlashInferAttention, FlashInferBackend
+
+        backend = FlashInferBackend(CUDA)
+        yield "flashinfer", lambda batch: FlashInferAttention(batch, backend, graph=True)
+    for splits in (1, 4, 8, 16):
+        if rows * splits <= 64:
+            yield f"triton/{splits}", TritonBackend(rows * KV_HEADS * splits)
+
+
+def sampling() -> Iterator[Record]:
+    """Drawing tokens: torch's argmax, and ours with and without noise."""
+    from outrider.engine.cuda.triton_sampling import choose
+
+    for rows in ROWS:
+        logits = _rand(rows, VOCAB)
+        yield {"op": "argmax", "rows": rows, "us": graph_us([partial(logits.argmax, -1)] * 16)}
+        for temperature in (0.0, 1.0):
+            params = [SamplingParams(temperature=temperature, seed=7)] * rows
+            batch = SamplingBatch.build(params, list(range(rows)), CUDA)
+            call = partial(choose, logits, batch.temperature, batch.seed, batch.position)
+            us = graph_us([call] * 16)
+            yield {"op": f"choose T={temperature:g}", "rows": rows, "us": us}
+
+
+def _rand(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=BF16, device=CUDA)
+
+
+def _weights(n: int, k: int) -> list[Tensor]:
+    copies = max(2, -(-COLD_BYTES // (n * k * BF16.itemsize)))
+    return [_rand(n, k).mul_(k**-0.5) for _ in range(copies)]
+
+
+def _speed(us: float, n: int, k: int) -> Record:
+    return {"us": us, "TB/s": n * k * BF16.itemsize / us * 1e-6}
+
+
+SECTIONS = {
+    "linear": linear,
+    "skinny": skinny,
+    "pointwise": pointwise,
+    "attention": attention,
+    "sampling": sampling,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu_kernels", description=__doc__)
+    parser.add_argument("--only", action="append", choices=SECTIONS, help="may be repeated")
+    parser.add_argument("--json", type=Path, help="where the numbers go")
+    args = parser.parse_args(argv)
+    results: dict[str, list[Record]] = {}
+    failed = False
+    with torch.inference_mode():
+        for name in args.only or SECTIONS:
+            print(f"## {name}: {SECTIONS[name].__doc__}", flush=True)
+            results[name] = []
+            try:
+                for record in SECTIONS[name]():
+                    results[name].append(record)
+                    print(*(f"{key}={_show(value)}" for key, value in record.items()), flush=True)
+            except Exception:
+                failed = True
+                traceback.print_exc()
+            torch.cuda.empty_cache()
+    if args.json is not None:
+        document = {"gpu": gpu_name(), "torch": torch.__version__, "results": results}
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 1 if failed else 0
+
+
+def _show(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
