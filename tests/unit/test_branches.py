@@ -20,12 +20,12 @@ from outrider.drafting.branches import (
     draft_branches,
     drop,
 )
-from outrider.drafting.candidates import top_candidates
+from outrider.drafting.candidates import cut_to_likeliest, top_candidates
 from outrider.drafting.draft_steps import ReadyRow, draft_chains
 from outrider.engine.batch import RowSlice
 from outrider.engine.block_pool import BlockPool
 from outrider.engine.loader import build_paged_model
-from outrider.engine.sampling import SamplingBatch, gumbel_noise, sample
+from outrider.engine.sampling import SamplingBatch, gumbel_noise, process_logits, sample
 from outrider.types import SamplingParams
 from tests.support.hash_model import HashModel
 
@@ -192,3 +192,22 @@ def test_candidates_are_the_best_scores_and_begin_with_the_drawn_token() -> None
     assert tokens[1].tolist() == noisy.indices[:4].tolist()
     torch.testing.assert_close(gaps[1], (noisy.values[0] - noisy.values[:4]).float())
     assert gaps.diff(dim=1).min() >= 0
+
+
+def test_cuts_without_waiting_are_the_same_where_the_likeliest_decide() -> None:
+    logits = 4 * torch.randn(6, 1000, generator=torch.Generator().manual_seed(4))
+    logits[5] *= 0.01  # nearly uniform: 256 tokens do not reach the top_p
+    params = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.7, top_k=5),
+        SamplingParams(temperature=1.3, top_p=0.8),
+        SamplingParams(temperature=1.0, min_p=0.1),
+        SamplingParams(temperature=0.9, top_k=50, top_p=0.9, min_p=0.02),
+        SamplingParams(temperature=1.0, top_p=0.9),
+    ]
+    batch = SamplingBatch.build(params, range(6))
+    cut = cut_to_likeliest(logits, batch).isinf()
+    exact = process_logits(logits, batch).isinf()
+    assert cut[:5].equal(exact[:5])
+    assert exact[1:].any(dim=1).all()
+    assert not cut[5].any()

@@ -6,7 +6,12 @@ import torch
 import triton
 from torch import Tensor
 
-from outrider.engine.cuda.kernels.sampling import choose_block_kernel, choose_row_kernel
+from outrider.engine.cuda.kernels.sampling import (
+    choose_block_kernel,
+    choose_row_kernel,
+    top_block_kernel,
+    top_row_kernel,
+)
 
 _BLOCK = 1024  # of the vocabulary per program: enough programs for a whole GPU at one row
 
@@ -39,3 +44,39 @@ def choose(logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor)
     chosen = torch.empty(n, dtype=torch.int64, device=logits.device)
     choose_row_kernel[(n,)](best, token, chosen, blocks, triton.next_power_of_2(blocks))
     return chosen
+
+
+def choose_top(
+    logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """The `count` tokens of highest score per row, and how far each is from the best.
+
+    Arguments as of `choose`, which gives the first of them. Returns int64 [n, count], best first,
+    and float32 [n, count]; where it is infinite, the token is none (its logit is -inf, or the
+    vocabulary ends). Safe to capture in a CUDA graph.
+    """
+    n, vocab = logits.shape
+    assert logits.stride(1) == 1
+    blocks = triton.cdiv(vocab, _BLOCK)
+    best = torch.empty((n, blocks * count), dtype=torch.float64, device=logits.device)
+    token = torch.empty((n, blocks * count), dtype=torch.int32, device=logits.device)
+    top_block_kernel[(n, blocks)](
+        logits,
+        temperature,
+        keys,
+        positions,
+        best,
+        token,
+        logits.stride(0),
+        vocab,
+        count,
+        _BLOCK,
+        num_warps=4,
+    )
+    chosen = torch.empty((n, count), dtype=torch.int64, device=logits.device)
+    gaps = torch.empty((n, count), dtype=torch.float32, device=logits.device)
+    scores = blocks * count
+    top_row_kernel[(n,)](
+        best, token, chosen, gaps, scores, count, triton.next_power_of_2(scores), num_warps=8
+    )
+    return chosen, gaps

@@ -1,0 +1,21 @@
+"""How a recorded loop draws on CUDA: kernels that store no noise, and cuts without waiting."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from outrider.drafting.candidates import cut_to_likeliest
+from outrider.engine.cuda.triton_sampling import choose, choose_top
+from outrider.engine.sampling import SamplingBatch
+
+
+class TritonDraws:
+    """Implements `Draws`; safe to capture in a CUDA graph."""
+
+    def choose(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        logits = cut_to_likeliest(logits, batch)
+        return choose(logits, batch.temperature, batch.seed, batch.position)
+
+    def candidates(self, logits: Tensor, batch: SamplingBatch, count: int) -> tuple[Tensor, Tensor]:
+        logits = cut_to_likeliest(logits, batch)
+        return choose_top(logits, batch.temperature, batch.seed, batch.position, count)

@@ -1,0 +1,147 @@
+"""Recorded draft loops on CUDA graphs, against the eager way on the same device.
+
+What needs no graph also runs on Triton's interpreter:
+TRITON_INTERPRET=1 pytest -m gpu -W ignore::RuntimeWarning tests/gpu
+"""
+
+import os
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
+
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+from outrider.drafting.candidates import top_candidates  # noqa: E402
+from outrider.drafting.draft_steps import ReadyRow, draft_chains, draft_forks  # noqa: E402
+from outrider.drafting.graph_chains import GraphChains, make_shapes  # noqa: E402
+from outrider.drafting.triton_draws import TritonDraws  # noqa: E402
+from outrider.engine.batch import RowSlice, pack  # noqa: E402
+from outrider.engine.cuda.graphs import CudaGraphs  # noqa: E402
+from outrider.engine.loader import build_paged_model  # noqa: E402
+from outrider.engine.paged_model import PagedModel  # noqa: E402
+from outrider.engine.sampling import SamplingBatch  # noqa: E402
+from outrider.types import SamplingParams  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, seed=5),
+    SamplingParams(temperature=0.7, seed=2**64 - 1),
+    SamplingParams(temperature=1.2, seed=2**31, top_k=12, top_p=0.9, min_p=0.01),
+)
+graphs = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs CUDA graphs")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [97, 5000])
+def test_candidates(dtype: torch.dtype, vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = (3 * torch.randn(len(SAMPLINGS), vocab_size, generator=generator)).to(dtype).to(DEVICE)
+    logits[0, 7] = logits[0, 90] = logits[0].max() + 1
+    batch = SamplingBatch.build(SAMPLINGS, [3, 50, 900, 2**20], DEVICE)
+    tokens, gaps = TritonDraws().candidates(logits, batch, 3)
+    expected, expected_gaps = top_candidates(logits.float(), batch, 3)
+    assert tokens[1:].tolist() == expected[1:].tolist()
+    assert tokens[0, :2].tolist() == [7, 90]
+    torch.testing.assert_close(gaps, expected_gaps)
+    assert TritonDraws().choose(logits, batch).tolist() == tokens[:, 0].tolist()
+
+
+def test_where_cuts_leave_too_few_the_gaps_are_infinite() -> None:
+    logits = torch.arange(3000, dtype=torch.float32, device=DEVICE)[None].contiguous()
+    batch = SamplingBatch.build([SamplingParams(temperature=1.0, top_k=2)], [3], DEVICE)
+    tokens, gaps = TritonDraws().candidates(logits, batch, 4)
+    assert set(tokens[0, :2].tolist()) == {2998, 2999}
+    assert gaps[0].isinf().tolist() == [False, False, True, True]
+
+
+def llama() -> PagedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=256,
+    )
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data.normal_(
+                0.0, 0.12
+            )  # clear winners: kernels differ by the shape of a batch
+    return build_paged_model(
+        model.to(DEVICE), page_size=16, num_pages=300, attention_backend="triton", self_test=False
+    )
+
+
+def fed_rows(
+    model: PagedModel, rng: random.Random, count: int, room: int
+) -> tuple[list[RowSlice], list[RowSlice]]:
+    """Rows of which 1 or 2 tokens are to be fed, and the same from their first token on."""
+    free = rng.sample(range(model.num_pages), model.num_pages)
+    short, whole = [], []
+    for _ in range(count):
+        text = [rng.randrange(1000) for _ in range(rng.randint(5, 120))]
+        pages = [free.pop() for _ in range(-(-(len(text) + room) // 16))]
+        own = [free.pop() for _ in pages]
+        start = len(text) - rng.randint(1, 2)
+        model.forward(pack([RowSlice(text[:start], 0, pages, 1)], 16, DEVICE))
+        short.append(RowSlice(text[start:], start, pages, 1))
+        whole.append(RowSlice(text, 0, own, 1))
+    return short, whole
+
+
+@graphs
+def test_graphs_draft_what_the_eager_way_drafts() -> None:
+    model = llama()
+    assert model.capturable
+    shapes = [
+        shape
+        for fanout in (0, 3)
+        for cut in (False, True)
+        for shape in make_shapes(
+            max_rows=8, query_lens=(2,), num_tokens=(4,), fanout=fanout, cut=cut
+        )
+    ]
+    drafter = GraphChains(model, shapes, record=CudaGraphs(), draws=TritonDraws())
+    for seed in range(20):
+        rng = random.Random(seed)
+        short, whole = fed_rows(model, rng, rng.randint(1, 8), 5)
+        sampling = [rng.choice(SAMPLINGS) for _ in short]
+        ready = [
+            ReadyRow(len(row.token_ids), 4, params)
+            for row, params in zip(whole, sampling, strict=True)
+        ]
+        assert drafter.draft(short, ready) == draft_chains(model, whole, ready)
+        forks = drafter.forks(short, sampling, 4, 3)
+        eager = draft_forks(model, whole, sampling, 4, 3)
+        assert forks.candidates.tolist() == eager.candidates.tolist()
+
+
+@graphs
+def test_a_loop_copies_pages_first() -> None:
+    model = llama()
+    shapes = make_shapes(max_rows=4, query_lens=(1,), num_tokens=(4,), fanout=2)
+    drafter = GraphChains(model, shapes, record=CudaGraphs(), draws=TritonDraws())
+    rng = random.Random(2)
+    text = [rng.randrange(1000) for _ in range(21)]
+    model.forward(pack([RowSlice(text[:20], 0, [5, 9], 1)], 16, DEVICE))
+    sampling = [SAMPLINGS[0]] * 2
+    tables = [[5, 40], [5, 41]]  # the second page is copied for each
+    rows = [RowSlice([token], 20, table, 1) for token, table in zip((7, 8), tables, strict=True)]
+    forks = drafter.forks(rows, sampling, 4, 2, copies=[(9, 40), (9, 41)])
+    for i, token in enumerate((7, 8)):
+        whole = RowSlice([*text[:20], token], 0, [100, 101], 1)
+        eager = draft_forks(model, [whole], sampling[:1], 4, 2)
+        assert forks.candidates[i].tolist() == eager.candidates[0].tolist()
