@@ -73,6 +73,7 @@ class LoopBatches:
             query_lens=(1,) * rows,
             context_lens=first.context_lens,
             page_size=first.page_size,
+            recorded=True,
         )
         return batch, replace(self.sampling, position=self.sampling.position + step + 1)
 
@@ -163,6 +164,7 @@ class ChainInputs:
             query_lens=(query_len,) * rows,
             context_lens=(self._table_width * self._page_size,) * rows,
             page_size=self._page_size,
+            recorded=True,
         )
         fed = lengths + torch.arange(shape.num_steps, device=device)[:, None]
         return LoopBatches(

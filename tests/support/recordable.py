@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -49,35 +47,21 @@ class RecordableHashModel(HashModel):
         return torch.from_numpy(self._logits(np.array(states, np.uint64)))
 
 
-class RecordableLlama:
-    """A tiny Llama in float64. SDPA wants to know the lengths that a recorded batch leaves open."""
-
-    def __init__(self, page_size: int = 4, num_pages: int = 64) -> None:
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=97,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-        )
-        self._model: PagedModel = build_paged_model(
-            LlamaForCausalLM(config).double(),
-            page_size=page_size,
-            num_pages=num_pages,
-            self_test=False,
-        )
-        self.forward = self._model.forward
-        self.copy_pages = self._model.copy_pages
-        self.vocab_size = self._model.vocab_size
-        self.page_size = page_size
-        self.num_pages = num_pages
-        self.scratch_page = self._model.scratch_page
-        self.max_model_len = self._model.max_model_len
-        self.device = self._model.device
-
-    def logits(self, batch: PackedBatch) -> Tensor:
-        known = replace(batch, context_lens=tuple(batch.seq_lens.tolist()))
-        return self._model.logits(known)
+def recordable_llama(page_size: int = 4, num_pages: int = 64) -> PagedModel:
+    """A tiny one in float64, so that near ties are decided alike."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+    return build_paged_model(
+        LlamaForCausalLM(config).double(),
+        page_size=page_size,
+        num_pages=num_pages,
+        self_test=False,
+    )

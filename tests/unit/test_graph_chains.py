@@ -13,8 +13,9 @@ from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.draft_steps import ReadyRow, draft_chains, draft_forks
 from outrider.drafting.graph_chains import GraphChains, TorchDraws, make_shapes
 from outrider.engine.batch import RowSlice, pack
+from outrider.engine.paged_model import PagedModel
 from outrider.types import SamplingParams
-from tests.support.recordable import RecordableHashModel, RecordableLlama, rerun
+from tests.support.recordable import RecordableHashModel, recordable_llama, rerun
 
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
@@ -22,7 +23,7 @@ SAMPLINGS = (
     SamplingParams(temperature=0.7, seed=2**64 - 1),
     SamplingParams(temperature=1.2, seed=2**31, top_k=12, top_p=0.9, min_p=0.01),
 )
-Recordable = RecordableHashModel | RecordableLlama
+Recordable = RecordableHashModel | PagedModel
 
 
 def drafter_of(model: Recordable, max_rows: int = 4) -> GraphChains:
@@ -71,7 +72,7 @@ def expected(model: Recordable, rows: Rows, ready: list[ReadyRow]) -> list[list[
     ]
 
 
-@pytest.mark.parametrize("make", [RecordableHashModel, RecordableLlama])
+@pytest.mark.parametrize("make", [RecordableHashModel, recordable_llama])
 def test_chains_equal_the_eager_ones(make: Callable[..., Recordable]) -> None:
     """Any number of rows, also more than a loop holds; any catch-up, also longer than recorded."""
     model = make(num_pages=220)
@@ -100,7 +101,7 @@ def test_rows_that_only_catch_up_go_along() -> None:
 
 def test_a_row_at_the_end_of_the_model_is_drafted_for_within_it() -> None:
     """Loops are longer than what is left: what they draft beyond is cut, and harms no one."""
-    for make in (RecordableHashModel, RecordableLlama):
+    for make in (RecordableHashModel, recordable_llama):
         model = make(num_pages=100)
         assert model.max_model_len == 128
         rows = Rows(model, random.Random(1))
@@ -111,7 +112,7 @@ def test_a_row_at_the_end_of_the_model_is_drafted_for_within_it() -> None:
         assert drafter.draft(rows.slices, ready) == expected(model, rows, ready)
 
 
-@pytest.mark.parametrize("make", [RecordableHashModel, RecordableLlama])
+@pytest.mark.parametrize("make", [RecordableHashModel, recordable_llama])
 def test_forks_equal_the_eager_ones(make: Callable[..., Recordable]) -> None:
     model = make(num_pages=220)
     drafter = drafter_of(model)
