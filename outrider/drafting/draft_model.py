@@ -201,11 +201,13 @@ class DraftModelProposer:
                 ready.append(ReadyRow(end, row.wanted, state.follower.sampling))
         started = time.perf_counter()
         fast = self._chain_drafter
-        num_tokens = sum(row.num_tokens for row in rows)
-        if fast and len(ready) == len(rows) and num_tokens <= fast.max_tokens:
-            chains = fast.draft(slices, ready)
-        else:
-            chains = draft_chains(self._model, slices, ready)
+        chains: list[list[int]] = []
+        num_tokens = sum(row.num_tokens for row in rows[: len(ready)])
+        if fast and ready and num_tokens <= fast.max_tokens:
+            chains = fast.draft(slices[: len(ready)], ready)
+            slices, ready = slices[len(ready) :], []
+        if slices:
+            chains += draft_chains(self._model, slices, ready)
         return chains, time.perf_counter() - started
 
     def _lose(self, session: SessionKey) -> None:
