@@ -7,6 +7,19 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from typing import Any
+
+_DEFAULTS: dict[str, dict[str, int | None]] = {
+    "cpu": {"max_num_batched_tokens": 512, "kv_cache_memory": 512, "page_size": 16},
+    "cuda": {"max_num_batched_tokens": 2048, "kv_cache_memory": None, "page_size": 64},
+}
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the default, unless the text has told it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -14,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="scorer_service",
         description="Verifies drafts for one model replica; owns its committed tokens.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     p.add_argument("--host", default="127.0.0.1", help="address to listen on")
     p.add_argument("--port", type=int, default=0, help="gRPC port; 0: a free one")
@@ -38,14 +51,31 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--max-num-seqs", type=_positive, default=128, help="requests in a batch")
     p.add_argument(
-        "--max-num-batched-tokens", type=_positive, default=512, help="query tokens in a step"
+        "--max-num-batched-tokens",
+        type=_positive,
+        default=None,
+        help="query tokens in a step; default: 512 on a CPU, 2048 on CUDA",
     )
     p.add_argument(
         "--max-model-len", type=_positive, default=None, help="context; default: the model's"
     )
-    p.add_argument("--kv-cache-memory", type=_positive, default=512, help="MiB for keys and values")
     p.add_argument(
-        "--page-size", type=_positive, default=16, help="tokens per page of the KV cache"
+        "--gpu-memory-utilization",
+        type=_part,
+        default=0.9,
+        help="part of a CUDA device's memory to use; keys and values get what the rest leaves",
+    )
+    p.add_argument(
+        "--kv-cache-memory",
+        type=_positive,
+        default=None,
+        help="MiB for keys and values; default: 512 on a CPU, on CUDA what is left",
+    )
+    p.add_argument(
+        "--page-size",
+        type=_positive,
+        default=None,
+        help="tokens per page of the KV cache; default: 16 on a CPU, 64 on CUDA",
     )
     p.add_argument(
         "--enable-prefix-caching",
@@ -65,11 +95,19 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def resolve(argv: Sequence[str] | None) -> dict[str, Any]:
+    """The flags' values; those that follow the device or the process are filled in."""
+    args = vars(parser().parse_args(argv))
+    args["scorer_id"] = args["scorer_id"] or f"{socket.gethostname()}-{os.getpid()}"
+    for name, value in _DEFAULTS["cuda" if args["device"].startswith("cuda") else "cpu"].items():
+        args[name] = value if args[name] is None else args[name]
+    return args
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs until a signal; returns the exit code."""
-    args = vars(parser().parse_args(argv))
+    args = resolve(argv)
     exit_with_parent = args.pop("exit_with_parent")
-    args["scorer_id"] = args["scorer_id"] or f"{socket.gethostname()}-{os.getpid()}"
     # All are read when the libraries are loaded, so before the imports below.
     os.environ["OMP_NUM_THREADS"] = str(args["threads"])
     # How long an idle OpenMP thread spins. libgomp's default (300,000) costs nothing on an idle
@@ -94,6 +132,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _part(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError("must be above 0 and at most 1")
     return value
 
 

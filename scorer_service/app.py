@@ -19,6 +19,8 @@ import transformers
 from outrider.config import EngineConfig
 from outrider.engine.engine import Engine
 from outrider.engine.loader import kv_bytes_per_page, load_model
+from outrider.engine.paged_model import PagedModel
+from outrider.engine.runner import StepRunner
 from outrider.engine.worker import EngineWorker
 from outrider.errors import ConfigError, DeadlineError, InternalError
 from outrider.models.resolve import resolve_model
@@ -57,7 +59,8 @@ class Options:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int | None
-    kv_cache_memory: int  # MiB
+    kv_cache_memory: int | None  # MiB; None: all of gpu_memory_utilization that is left
+    gpu_memory_utilization: float
     page_size: int
     enable_prefix_caching: bool
     grace_period: float  # seconds
@@ -135,44 +138,25 @@ class ScorerApp:
 def build_engine(folder: Path, options: Options) -> Engine:
     """Loads, checks and warms up. Runs on the engine's thread. Raises `OutriderError`s."""
     began = time.perf_counter()
-    dtype = getattr(torch, options.dtype)
-    page_bytes = kv_bytes_per_page(folder, dtype=dtype, page_size=options.page_size)
-    num_pages = options.kv_cache_memory * 2**20 // page_bytes
-    if num_pages < 1:
-        raise ConfigError(f"--kv-cache-memory {options.kv_cache_memory} holds not even one page.")
     transformers.utils.logging.disable_progress_bar()  # our own lines say it
     runtime.progress(NAME, f"loading {options.model} as {options.dtype} on {options.device}")
-    model = load_model(
-        folder,
-        dtype=dtype,
-        page_size=options.page_size,
-        num_pages=num_pages,
-        max_model_len=options.max_model_len,
-        device=torch.device(options.device),
-        attention_backend=options.attention_backend,
-    )
-    if num_pages * options.page_size < model.max_model_len:
-        needed = -(-model.max_model_len * page_bytes // options.page_size) // 2**20 + 1
-        raise ConfigError(
-            f"--kv-cache-memory {options.kv_cache_memory} holds {num_pages * options.page_size} "
-            f"tokens, less than one request of {model.max_model_len}: give at least {needed} MiB "
-            "or lower --max-model-len."
-        )
+    model, runner = _load(folder, options)
     config = EngineConfig(
         page_size=options.page_size,
-        num_pages=num_pages,
+        num_pages=model.num_pages,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=model.max_model_len,
         num_speculative_tokens=options.num_speculative_tokens,
         enable_prefix_caching=options.enable_prefix_caching,
     )
-    engine = Engine(model, config, eos_token_ids=model.eos_token_ids)
+    engine = Engine(model, config, eos_token_ids=model.eos_token_ids, runner=runner)
     loaded = time.perf_counter()
     runtime.progress(
         NAME,
-        f"loaded in {loaded - began:.1f} s; KV cache {options.kv_cache_memory} MiB = "
-        f"{num_pages * options.page_size} tokens; warming up",
+        f"loaded in {loaded - began:.1f} s; KV cache "
+        f"{model.num_pages * model.kv_bytes_per_page // 2**20} MiB = "
+        f"{model.num_pages * options.page_size} tokens; warming up",
     )
     _warm_up(engine, config)
     # What loading leaves is there to stay; a full collection that looks at it takes 0.2 s.
@@ -180,6 +164,69 @@ def build_engine(folder: Path, options: Options) -> Engine:
     gc.freeze()
     runtime.progress(NAME, f"warmed up in {time.perf_counter() - loaded:.1f} s")
     return engine
+
+
+def _load(folder: Path, options: Options) -> tuple[PagedModel, StepRunner | None]:
+    """The model with its cache, and what runs its steps if they are recorded."""
+    dtype, device = getattr(torch, options.dtype), torch.device(options.device)
+
+    def load(num_pages: int) -> PagedModel:
+        return load_model(
+            folder,
+            dtype=dtype,
+            page_size=options.page_size,
+            num_pages=num_pages,
+            max_model_len=options.max_model_len,
+            device=device,
+            attention_backend=options.attention_backend,
+        )
+
+    def load_given() -> PagedModel:
+        page_bytes = kv_bytes_per_page(folder, dtype=dtype, page_size=options.page_size)
+        return _with_room(load(_given_pages(options, page_bytes)), options)
+
+    if device.type != "cuda":
+        return load_given(), None
+    # Imported here: without a CUDA device there may be no Triton.
+    from outrider.engine.cuda.memory import TRIAL_PAGES, DeviceMemory
+    from scorer_service.device import StepLimits, record_steps, size_cache
+
+    def say(message: str) -> None:
+        runtime.progress(NAME, message)
+
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    limits = StepLimits(
+        options.max_num_seqs, options.max_num_batched_tokens, options.num_speculative_tokens
+    )
+    if options.kv_cache_memory is None:
+        memory = DeviceMemory(device, options.gpu_memory_utilization)
+        model = load(TRIAL_PAGES)
+        size_cache(memory, model, limits, say)
+    else:
+        model = load_given()
+    return model, record_steps(model, limits, say)
+
+
+def _given_pages(options: Options, page_bytes: int) -> int:
+    assert options.kv_cache_memory is not None, "a CPU has a default"
+    num_pages = options.kv_cache_memory * 2**20 // page_bytes
+    if num_pages < 1:
+        raise ConfigError(f"--kv-cache-memory {options.kv_cache_memory} holds not even one page.")
+    return num_pages
+
+
+def _with_room(model: PagedModel, options: Options) -> PagedModel:
+    """The model, if its cache holds one request of the greatest length."""
+    tokens = model.num_pages * options.page_size
+    if tokens < model.max_model_len:
+        needed = -(-model.max_model_len * model.kv_bytes_per_page // options.page_size)
+        raise ConfigError(
+            f"--kv-cache-memory {options.kv_cache_memory} holds {tokens} tokens, less than one "
+            f"request of {model.max_model_len}: give at least {needed // 2**20 + 1} MiB or lower "
+            "--max-model-len."
+        )
+    return model
 
 
 def _warm_up(engine: Engine, config: EngineConfig) -> None:

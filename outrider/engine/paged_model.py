@@ -15,6 +15,7 @@ from outrider.engine.attention import (
     StepAttention,
     paged_attention_forward,
 )
+from outrider.engine.backends import is_capturable
 from outrider.engine.batch import PackedBatch
 from outrider.engine.kv_cache import KVPools, PagedCache
 
@@ -99,8 +100,8 @@ class PagedModel:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can hold the attention's work: no shape of it follows the rows'."""
-        return getattr(self._backend, "capturable", False)
+        """Whether the attention's work can be recorded in a CUDA graph."""
+        return is_capturable(self._backend)
 
     def resize(self, num_pages: int) -> None:
         """Gives the cache another size; what it held is lost."""

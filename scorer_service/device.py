@@ -1,0 +1,119 @@
+"""What a CUDA device needs at start-up: its memory shared out, and its steps recorded."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.engine.cuda.graph_runner import GraphRunner
+from outrider.engine.cuda.graphs import CudaGraphs
+from outrider.engine.cuda.memory import (
+    DeviceMemory,
+    MemoryBudget,
+    estimate_graphs,
+    measure_activations,
+)
+from outrider.engine.cuda.triton_sampling import choose
+from outrider.engine.paged_model import PagedModel
+from outrider.engine.static_step import Bucket, make_buckets
+from outrider.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_SECONDS_PER_LINE = 2.0  # of progress
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """How large steps can be."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_speculative_tokens: int
+
+    def buckets(self) -> list[Bucket]:
+        """What is recorded: decoding, and verification of up to K draft tokens."""
+        return make_buckets(self.max_num_seqs, (1, self.num_speculative_tokens + 1))
+
+
+def size_cache(
+    memory: DeviceMemory, model: PagedModel, limits: StepLimits, say: Callable[[str], None]
+) -> None:
+    """Gives the model's cache all memory that nothing else will need. Raises `ConfigError`.
+
+    The model must have been loaded with `TRIAL_PAGES`.
+    """
+    activations = measure_activations(
+        memory,
+        model,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+    )
+    used = [memory.used()]
+    graphs = 0
+    if model.capturable:
+        buckets = limits.buckets()
+        trial = _record(model, buckets[-2:], lambda *_: used.append(memory.used()))
+        if trial is not None:
+            graphs = estimate_graphs(used, len(buckets))
+        del trial
+        gc.collect()
+    page_bytes = model.kv_bytes_per_page
+    budget = MemoryBudget(
+        limit=memory.limit,
+        weights=used[0] - (model.num_pages + 1) * page_bytes,
+        activations=activations,
+        graphs=graphs,
+        page_bytes=page_bytes,
+        page_size=model.page_size,
+    )
+    budget.check(model.max_model_len)
+    for line in ("memory:", *budget.lines()):
+        say(line)
+    model.resize(budget.num_pages)
+
+
+def record_steps(
+    model: PagedModel, limits: StepLimits, say: Callable[[str], None]
+) -> GraphRunner | None:
+    """Records every bucket; None if the model's steps cannot be recorded, which is said."""
+    if not model.capturable:
+        say("this attention cannot be recorded in CUDA graphs: every step runs eagerly")
+        return None
+    began = said = time.perf_counter()
+
+    def on_recorded(done: int, total: int) -> None:
+        nonlocal said
+        if time.perf_counter() - said > _SECONDS_PER_LINE:
+            said = time.perf_counter()
+            say(f"recording steps {'#' * (20 * done // total):.<20} {done}/{total}")
+
+    buckets = limits.buckets()
+    runner = _record(model, buckets, on_recorded)
+    if runner is not None:
+        seconds = time.perf_counter() - began
+        say(f"recorded steps of {len(buckets)} sizes in {seconds:.1f} s")
+    return runner
+
+
+def _record(
+    model: PagedModel, buckets: Sequence[Bucket], on_recorded: Callable[[int, int], None]
+) -> GraphRunner | None:
+    try:
+        return GraphRunner(
+            model, buckets, record=CudaGraphs(), choose=choose, on_recorded=on_recorded
+        )
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "Recording the largest steps takes more memory than is left: lower --max-num-seqs, or "
+            "--kv-cache-memory if it is given."
+        ) from error
+    except RuntimeError as error:
+        # Modules of `transformers` may do what cannot be recorded, such as asking for a number.
+        log.warning("CUDA graphs cannot record this model, so its steps run eagerly: %s", error)
+        return None
