@@ -47,7 +47,6 @@ class TritonPagedAttention:
         self._batch = batch
         self._rows = len(batch.query_lens)
         self._max_query_len = batch.max_query_len
-        self._max_blocks = triton.cdiv(batch.block_table.shape[1] * batch.page_size, _KEYS)
         self._programs = programs
 
     @property
@@ -111,9 +110,11 @@ class TritonPagedAttention:
         return out
 
     def _splits(self, programs: int) -> int:
-        """Programs per tile: a power of two that fills the device, but no more than the blocks."""
+        """Programs per tile: a power of two that fills the device.
+
+        Not of the context's length, so that few kernels are ever compiled: idle programs are cheap.
+        """
         splits = 1
-        limit = min(self._max_blocks, _MAX_SPLITS)
-        while splits * 2 * programs <= self._programs and splits * 2 <= limit:
+        while splits * 2 * programs <= self._programs and splits < _MAX_SPLITS:
             splits *= 2
         return splits

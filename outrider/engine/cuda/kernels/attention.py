@@ -10,7 +10,7 @@ import triton.language as tl
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])  # it follows the longest context of the step
 def paged_attention_kernel(
     query_ptr,  # [tokens, kv_heads * GROUP, DIM], tokens query_stride apart
     keys_ptr,  # [slots, kv_heads, DIM]
