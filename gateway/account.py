@@ -11,7 +11,8 @@ from outrider.v1 import common_pb2
 _SUMMED = (
     *("iter_count", "rounds", "drafted", "accepted", "hits", "misses_late", "misses_wrong"),
     *("waits", "wait_ms", "fallback_rounds", "queue_ms", "prefill_ms", "propose_ms", "score_ms"),
-    *("network_ms", "preemptions"),
+    *("network_ms", "preemptions", "rounds_after_hit", "hits_after_hit", "rounds_after_miss"),
+    "hits_after_miss",
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from outrider.errors import InvalidRequestError
@@ -25,6 +25,24 @@ class DraftTree:
     def chain(base_len: int, token_ids: Sequence[int]) -> DraftTree:
         """A tree with one path."""
         return DraftTree(base_len, tuple(token_ids), tuple(range(-1, len(token_ids) - 1)))
+
+    @staticmethod
+    def branched(
+        base_len: int, chain: Sequence[int], branches: Iterable[tuple[int, Sequence[int]]]
+    ) -> DraftTree:
+        """`chain`, preferred, with side branches: (a, tokens) goes on after its first `a` tokens.
+
+        After all of the chain (a = len(chain)) the first branch makes the chain longer.
+        """
+        tokens = list(chain)
+        parents = list(range(-1, len(chain) - 1))
+        for accepted, branch in branches:
+            if branch:
+                first = len(tokens)
+                parents.append(accepted - 1)
+                parents.extend(range(first, first + len(branch) - 1))
+                tokens.extend(branch)
+        return DraftTree(base_len, tuple(tokens), tuple(parents))
 
     @staticmethod
     def validated(
@@ -78,6 +96,17 @@ class DraftTree:
     def is_leaf(self, node: int) -> bool:
         """Whether nothing follows `node`; -1 is the root."""
         return node not in self.parents
+
+    @property
+    def is_chain(self) -> bool:
+        """One path, in order."""
+        return self.parents == tuple(range(-1, len(self.token_ids) - 1))
+
+    def at_most(self, max_nodes: int) -> DraftTree:
+        """Its first nodes, which are a tree too: a parent comes before its child."""
+        if len(self.token_ids) <= max_nodes:
+            return self
+        return DraftTree(self.base_len, self.token_ids[:max_nodes], self.parents[:max_nodes])
 
     def first_path(self, max_len: int, node: int = -1) -> TokenIds:
         """The preferred path below `node`: always the first child, `max_len` tokens at most."""

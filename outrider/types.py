@@ -125,6 +125,11 @@ class RequestStats:
     cached_prompt_tokens: int
     proposer_ids: tuple[str, ...]
     preemptions: int
+    # Rounds for which a draft was wanted, by whether the one before was a hit; hits among them.
+    rounds_after_hit: int = 0
+    hits_after_hit: int = 0
+    rounds_after_miss: int = 0
+    hits_after_miss: int = 0
 
 
 class Commit(NamedTuple):  # one per row and step: a frozen dataclass takes three times as long

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from outrider.errors import OutriderError
 from proposer_service.config import DraftModelConfig, NgramConfig, ProposerConfig
 
+_CUDA_KV_CACHE = 4096  # MiB; a part of the device, which the proposer may share with a scorer
+
 
 def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
     """The configuration, and whether to exit with the parent. Raises `ConfigError`."""
@@ -34,10 +36,25 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
     add("--pool", default="default", help="name of the pool, for metrics")
     add("--max-sessions", type=int, default=256, help="sessions held at once")
     add("--max-draft-tokens", type=int, default=16, help="draft tokens per round at most")
+    add(
+        "--max-branches",
+        type=int,
+        default=8,
+        help="outcomes of a verification drafted for ahead of it, per session at most; 0: none",
+    )
     add("--model", default=draft.model, help="draft_model: embedded, a folder, Hugging Face id")
     add("--dtype", choices=("float32", "bfloat16"), default=draft.dtype, help="draft_model")
+    add("--device", choices=("cpu", "cuda"), default=draft.device, help="draft_model")
+    add(
+        "--attention-backend",
+        help="draft_model: flash, flash_attn, flashinfer, triton, sdpa; unset: the best that fits",
+    )
     add("--threads", type=int, default=draft.threads, help="draft_model: CPU threads")
-    add("--kv-cache-memory", type=int, default=draft.kv_cache_memory, help="draft_model: MiB")
+    add(
+        "--kv-cache-memory",
+        type=int,
+        help=f"draft_model: MiB; unset: {draft.kv_cache_memory} on a CPU, {_CUDA_KV_CACHE} on CUDA",
+    )
     add("--max-model-len", type=int, help="draft_model: longest context drafted for")
     add("--prompt-lookup-min", type=int, default=ngram.prompt_lookup_min, help="ngram")
     add("--prompt-lookup-max", type=int, default=ngram.prompt_lookup_max, help="ngram")
@@ -45,8 +62,15 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
     args = parser.parse_args(argv)
     method: NgramConfig | DraftModelConfig
     if args.method == "draft_model":
+        kv_cache = _CUDA_KV_CACHE if args.device == "cuda" else draft.kv_cache_memory
         method = DraftModelConfig(
-            args.model, args.dtype, args.threads, args.kv_cache_memory, args.max_model_len
+            model=args.model,
+            dtype=args.dtype,
+            threads=args.threads,
+            kv_cache_memory=args.kv_cache_memory or kv_cache,
+            max_model_len=args.max_model_len,
+            device=args.device,
+            attention_backend=args.attention_backend,
         )
     else:
         method = NgramConfig(args.prompt_lookup_min, args.prompt_lookup_max)
@@ -60,6 +84,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
         metrics_port=args.metrics_port,
         max_sessions=args.max_sessions,
         max_draft_tokens=args.max_draft_tokens,
+        max_branches=args.max_branches,
     )
     return config, args.exit_with_parent
 

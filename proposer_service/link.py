@@ -115,8 +115,8 @@ class ScorerLink:
             try:
                 async with asyncio.timeout(self._config.answer_timeout_s):
                     await _write(call, draft_pb2.DraftRequest(hello=self._hello()))
-                    await self._read_welcome(call)
-                await self._serve(call)
+                    welcome = await self._read_welcome(call)
+                await self._serve(call, welcome)
             except TimeoutError:
                 return UnavailableError("the scorer does not answer")
             except grpc.aio.AioRpcError as error:
@@ -127,15 +127,17 @@ class ScorerLink:
                 call.cancel()
         return UnavailableError("the scorer ended the stream")
 
-    async def _read_welcome(self, call: Call) -> None:
+    async def _read_welcome(self, call: Call) -> draft_pb2.Welcome:
         message: Any = await call.read()
         if message is grpc.aio.EOF or not message.HasField("welcome"):
             raise UnavailableError("the scorer did not answer Hello with Welcome")
+        welcome: draft_pb2.Welcome = message.welcome
+        return welcome
 
-    async def _serve(self, call: Call) -> None:
+    async def _serve(self, call: Call, welcome: draft_pb2.Welcome) -> None:
         link = next(_link_ids)
         stream = _Stream(call, self._config)
-        self._worker.attach(link, stream.put)
+        self._worker.attach(link, stream.put, welcome.max_block_tokens)
         writing = asyncio.create_task(stream.write_all())
         self._stream, self._last_error = stream, ""
         self._metrics.links.inc()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from outrider.drafting.ngram import NgramProposer
 from outrider.drafting.proposer import Proposer
 from outrider.errors import ConfigError
@@ -26,6 +28,7 @@ def build_proposer(config: ProposerConfig) -> tuple[Proposer, str]:
             prompt_lookup_max=method.prompt_lookup_max,
             max_sessions=config.max_sessions,
             max_draft_tokens=config.max_draft_tokens,
+            max_branches=config.max_branches,
         )
         return ngram, ""
     return _build_draft_model(config, method)
@@ -35,13 +38,16 @@ def _build_draft_model(config: ProposerConfig, method: DraftModelConfig) -> tupl
     # Imported here: prompt lookup starts without torch.
     import torch
 
-    from outrider.drafting.draft_model import DraftModelProposer
+    from outrider.drafting.draft_model import ChainDrafter, DraftModelProposer
     from outrider.drafting.llama_chains import LlamaChains
     from outrider.engine.loader import kv_bytes_per_page, load_model
     from outrider.models.resolve import resolve_model
     from outrider.models.tokenizer import tokenizer_hash
 
+    began = time.perf_counter()
     torch.set_num_threads(method.threads)
+    if method.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device.")
     folder = resolve_model(method.model, "draft")
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[method.dtype]
     progress("proposer", f"loading draft model {folder}")
@@ -51,15 +57,29 @@ def _build_draft_model(config: ProposerConfig, method: DraftModelConfig) -> tupl
         raise ConfigError(
             f"--kv-cache-memory {method.kv_cache_memory} holds not one page of {per_page} bytes."
         )
-    model = load_model(
-        folder,
-        dtype=dtype,
-        page_size=_PAGE_SIZE,
-        num_pages=num_pages,
-        max_model_len=method.max_model_len,
-    )
-    chain_drafter = None
-    if dtype is torch.float32 and method.threads == 1:
+    try:
+        model = load_model(
+            folder,
+            dtype=dtype,
+            page_size=_PAGE_SIZE,
+            num_pages=num_pages,
+            max_model_len=method.max_model_len,
+            device=torch.device(method.device),
+            attention_backend=method.attention_backend,
+        )
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"The draft model and --kv-cache-memory {method.kv_cache_memory} do not fit into the "
+            "device's free memory."
+        ) from error
+    chain_drafter: ChainDrafter | None = None
+    if method.device == "cuda":
+        from proposer_service.device import record_loops  # without CUDA there may be no Triton
+
+        chain_drafter = record_loops(
+            model, max_sessions=config.max_sessions, max_draft_tokens=config.max_draft_tokens
+        )
+    elif dtype is torch.float32 and method.threads == 1:
         chain_drafter = LlamaChains.load(folder, model.pools, model.max_model_len)
     proposer = DraftModelProposer(
         model,
@@ -70,6 +90,7 @@ def _build_draft_model(config: ProposerConfig, method: DraftModelConfig) -> tupl
     )
     progress("proposer", "warming up")
     _warm_up(proposer)
+    progress("proposer", f"ready to draft after {time.perf_counter() - began:.1f} s")
     has_tokenizer = (folder / "tokenizer.json").is_file()
     return proposer, tokenizer_hash(folder) if has_tokenizer else ""
 

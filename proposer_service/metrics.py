@@ -34,6 +34,17 @@ class ProposerMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self.ahead = Histogram(
+            name("ahead_seconds"),
+            "Time of guessing past the drafts, while the scorer verifies them.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.branch_tokens = Counter(
+            name("ahead_tokens"),
+            "Tokens in trees that were guessed ahead, drafts included.",
+            registry=registry,
+        )
         self.batch_size = Histogram(
             name("cycle_sessions"),
             "Sessions in one drafting cycle.",

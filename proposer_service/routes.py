@@ -49,6 +49,8 @@ class Routes:
         self._by_key: dict[SessionKey, Route] = {}
         self.wanting: dict[SessionKey, None] = {}
         """Sessions that want a draft, in the order in which they asked."""
+        self.drafted: dict[SessionKey, None] = {}
+        """Sessions that have a draft, past which nothing was guessed yet."""
 
     def new_key(self) -> SessionKey:
         return next(self._keys)
@@ -71,9 +73,13 @@ class Routes:
     def answered(self, key: SessionKey) -> Route:
         """The session of `key`, which has its draft now."""
         del self.wanting[key]
+        self.drafted[key] = None
         route = self._by_key[key]
         route.rounds += 1
         return route
+
+    def route(self, key: SessionKey) -> Route:
+        return self._by_key[key]
 
     def lost(self, key: SessionKey) -> Route:
         """Forgets the session of `key`, which the method has forgotten already."""
@@ -108,6 +114,7 @@ class Routes:
         self._want(route.key, opened.num_draft_tokens)
 
     def _want(self, key: SessionKey, num_draft_tokens: int) -> None:
+        self.drafted.pop(key, None)
         if num_draft_tokens:
             self.wanting[key] = None
         else:
@@ -121,6 +128,7 @@ class Routes:
         del self._by_name[route.link, route.session]
         del self._by_key[route.key]
         self.wanting.pop(route.key, None)
+        self.drafted.pop(route.key, None)
         if route.span is not None:
             route.span.set_attribute("outrider.rounds", route.rounds)
             route.span.end()

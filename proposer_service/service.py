@@ -123,4 +123,5 @@ class ProposerService:
             max_draft_tokens=traits.max_draft_tokens,
             max_model_len=traits.max_model_len,
             pool=self._config.pool,
+            runs_ahead=traits.runs_ahead,
         )

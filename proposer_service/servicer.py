@@ -18,8 +18,9 @@ from outrider.errors import (
 from outrider.rpc import codec, status
 from outrider.rpc.telemetry import Telemetry
 from outrider.v1 import draft_pb2, proposer_pb2, proposer_pb2_grpc
+from proposer_service.cycle import Proposal
 from proposer_service.link import ScorerLink
-from proposer_service.worker import DraftWorker, MethodInfo, Proposal
+from proposer_service.worker import DraftWorker, MethodInfo
 
 _DEFAULT_DRAFT_TOKENS: Final = 4
 _MAX_PROPOSALS: Final = 32  # at once; scorers come first

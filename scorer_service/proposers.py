@@ -79,6 +79,7 @@ class AttachedProposer:
         self.model: str = hello.model
         self.max_sessions: int = hello.max_sessions
         self.max_draft_tokens: int = hello.max_draft_tokens
+        self.runs_ahead: bool = hello.runs_ahead
         self.max_model_len: int = hello.max_model_len or served.max_model_len
         self.sessions: dict[int, Session] = {}
         self.outbox = Outbox(limits.max_backlog_tokens)

@@ -146,7 +146,7 @@ class Roster:
         )
         proposer.sessions[session.id] = session
         proposer.outbox.open(session)
-        self._worker.set_drafting(session.id, proposer.id, k)
+        self._worker.set_drafting(session.id, proposer.id, k, runs_ahead=proposer.runs_ahead)
 
     def _assign_undrafted(self) -> None:
         for session in list(self._undrafted.values()):

@@ -6,12 +6,12 @@ no model and pays where output repeats input: edits, summaries, code.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.proposer import DraftRound, Follower, ProposerTraits, SessionKey
 from outrider.errors import ConfigError
-from outrider.types import SamplingParams
+from outrider.types import SamplingParams, TokenIds
 
 
 class NgramProposer:
@@ -31,6 +31,7 @@ class NgramProposer:
         max_draft_tokens: int = 16,
         max_model_len: int = 131_072,
         max_tokens: int = 1_000_000,
+        max_branches: int = 8,
     ) -> None:
         if not 1 <= prompt_lookup_min <= prompt_lookup_max:
             raise ConfigError("prompt_lookup_min must be at least 1, at most prompt_lookup_max.")
@@ -41,9 +42,11 @@ class NgramProposer:
             max_sessions=max_sessions,
             max_draft_tokens=max_draft_tokens,
             max_model_len=min(max_model_len, max_tokens),
+            runs_ahead=max_branches > 0,
         )
         self._sizes = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
         self._max_tokens = max_tokens
+        self._max_branches = max_branches
         self._sessions: dict[SessionKey, _Indexed] = {}  # least recently drafted first
         self._num_tokens = 0
         self._lost: list[SessionKey] = []
@@ -89,12 +92,29 @@ class NgramProposer:
         done = DraftRound()
         for session in sessions:
             indexed = self._sessions.pop(session, None)
-            if indexed is not None:
-                self._sessions[session] = indexed  # now the most recently used
-                base_len = len(indexed.follower.tokens)
-                done.drafts.append((session, DraftTree.chain(base_len, indexed.guess())))
+            if indexed is None:
+                continue
+            self._sessions[session] = indexed  # now the most recently used
+            follower = indexed.follower
+            if follower.at_hand:
+                done.at_hand.append(session)
+                continue
+            tree = DraftTree.chain(len(follower.tokens), indexed.guess((), follower.wanted))
+            follower.pushed = tree
+            done.drafts.append((session, tree))
         done.lost.extend(self._lost)
         self._lost.clear()
+        return done
+
+    def ahead(self, sessions: Sequence[SessionKey]) -> DraftRound:
+        done = DraftRound()
+        for session in sessions:
+            indexed = self._sessions.get(session)
+            if indexed is not None and indexed.follower.at_hand:
+                tree = indexed.branched(self._max_branches)
+                if tree != indexed.follower.pushed:
+                    indexed.follower.pushed = tree
+                    done.drafts.append((session, tree))
         return done
 
     @property
@@ -125,20 +145,52 @@ class _Indexed:
         self._index: dict[int, int] = {}
         self._indexed = 0  # tokens whose preceding n-grams are in the index
 
-    def guess(self) -> list[int]:
-        """At most `follower.wanted` tokens; none where nothing matches."""
-        tokens, wanted = self.follower.tokens, self.follower.wanted
-        self._catch_up(tokens)
+    def guess(self, path: TokenIds, wanted: int) -> list[int]:
+        """`wanted` tokens after the committed text and `path`; none where nothing matches."""
         if wanted == 0:
             return []
+        found = next(self._matches(path), None)
+        if found is None:
+            return []
+        # The copy may run into what it writes: text of period p goes on with period p.
+        period = len(self.follower.tokens) + len(path) - found
+        return [self._token(found + i % period, path) for i in range(wanted)]
+
+    def branched(self, max_branches: int) -> DraftTree:
+        """The draft at hand, and what would follow where it goes wrong or comes true."""
+        follower = self.follower
+        chain = follower.at_hand
+        base_len = len(follower.tokens)
+        branches: list[tuple[int, list[int]]] = []
+        # No measurement is needed: whatever was found is few, and costs nothing.
+        for accepted in (len(chain), *range(len(chain))):
+            path = chain[:accepted]
+            for token in self._next_tokens(path):
+                room = follower.max_len - base_len - accepted - 2
+                if chain[accepted : accepted + 1] != (token,) and room > 0:
+                    wanted = min(follower.num_draft_tokens, room)
+                    branches.append((accepted, [token, *self.guess((*path, token), wanted)]))
+        return DraftTree.branched(base_len, chain, branches[:max_branches])
+
+    def _next_tokens(self, path: TokenIds) -> list[int]:
+        """What followed the matches of the text's end, the longest match first."""
+        return list(dict.fromkeys([self._token(found, path) for found in self._matches(path)]))
+
+    def _token(self, position: int, path: TokenIds) -> int:
+        known = len(self.follower.tokens)
+        return self.follower.tokens[position] if position < known else path[position - known]
+
+    def _matches(self, path: TokenIds) -> Iterator[int]:
+        """Positions after an earlier occurrence of what the text and `path` end with."""
+        tokens = self.follower.tokens
+        self._catch_up(tokens)
+        longest = self._sizes[0]
+        end = [*tokens[-longest:], *path][-longest:]
         for size in self._sizes:
-            tail = tokens[-size:]
+            tail = end[-size:]
             found = self._index.get(hash(tuple(tail)))
             if found is not None and tokens[found - size : found] == tail:
-                # The copy may run into what it writes: text of period p goes on with period p.
-                period = len(tokens) - found
-                return [tokens[found + i % period] for i in range(wanted)]
-        return []
+                yield found
 
     def _catch_up(self, tokens: list[int]) -> None:
         if not tokens:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from outrider.draft_tree import DraftTree
-from outrider.types import SamplingParams
+from outrider.types import SamplingParams, TokenIds
 
 SessionKey = int
 """Names a session within one proposer process. Never used again after `close`."""
@@ -23,17 +23,19 @@ class ProposerTraits:
     max_sessions: int
     max_draft_tokens: int  # per round
     max_model_len: int  # sessions beyond it are followed, not drafted for
+    runs_ahead: bool = False  # can draft past tokens that are not verified yet
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRound:
     """What one call of `Proposer.draft` brought about.
 
-    A session that was asked for is in exactly one of the three. An empty tree says "nothing to
+    A session that was asked for is in exactly one of the four. An empty tree says "nothing to
     guess": the scorer need not wait.
     """
 
     drafts: list[tuple[SessionKey, DraftTree]] = field(default_factory=list)
+    at_hand: list[SessionKey] = field(default_factory=list)  # an earlier tree holds the draft
     unfinished: list[SessionKey] = field(default_factory=list)  # prompt too long for one call
     lost: list[SessionKey] = field(default_factory=list)  # also sessions that were not asked for
     forward_s: float = 0.0  # time inside the model
@@ -77,15 +79,27 @@ class Proposer(Protocol):
         """Guesses what follows each of `sessions`, in one batch; unknown ones are left out."""
         ...
 
+    def ahead(self, sessions: Sequence[SessionKey]) -> DraftRound:
+        """Guesses past the drafts of `sessions`, for the outcomes of their verification.
+
+        Called while the scorer verifies and no message waits; sessions that have no draft are left
+        out. Each tree holds the session's draft and its branches.
+        """
+        ...
+
 
 class Follower:
-    """The committed tokens of one session, moved by committed offset."""
+    """The committed tokens of one session, moved by committed offset.
+
+    `pushed` is what the scorer holds to go on from them: the latest tree, as far as it came true.
+    """
 
     __slots__ = (
         "max_draft_tokens",
         "max_len",
         "max_model_len",
         "num_draft_tokens",
+        "pushed",
         "sampling",
         "tokens",
         "vocab_size",
@@ -100,6 +114,7 @@ class Follower:
         traits: ProposerTraits,
     ) -> None:
         self.tokens: list[int] = []
+        self.pushed: DraftTree | None = None
         self.sampling = sampling
         self.max_model_len = traits.max_model_len
         self.max_len = min(max_len, traits.max_model_len)
@@ -119,7 +134,10 @@ class Follower:
         overlap = min(known - base_len, len(tokens))
         if overlap and self.tokens[base_len : base_len + overlap] != list(tokens[:overlap]):
             return False
-        self._append(tokens[overlap:])
+        fresh = tokens[overlap:]
+        self._append(fresh)
+        if self.pushed is not None:
+            self.pushed = None if self.silent else self.pushed.walk(fresh)
         return True
 
     @property
@@ -137,6 +155,15 @@ class Follower:
         if not self.tokens:
             return 0
         return max(0, min(self.num_draft_tokens, self.max_len - len(self.tokens) - 1))
+
+    @property
+    def at_hand(self) -> TokenIds:
+        """The draft that the scorer holds already; empty if it lacks some of what is wanted."""
+        wanted = self.wanted
+        if self.pushed is None or wanted == 0:
+            return ()
+        path = self.pushed.first_path(wanted)
+        return path if len(path) == wanted else ()
 
     def _append(self, tokens: Sequence[int]) -> None:
         too_long = len(self.tokens) + len(tokens) > self.max_model_len

@@ -2,11 +2,27 @@
 
 Everything maximises one estimate, committed tokens per second of a row:
 
-    goodput(k) = (1 + accepted(k)) / (step_time(rows * (1 + k)) + wait)
+    goodput(k) = (1 + accepted(k)) / (step_time(rows * (1 + k)) + wait(k))
 
 `accepted(k)` = a + a^2 + ... + a^k with `a` the row's own moving average of acceptance; step
-times are measured by size; `wait` is the row's moving average, 0 without a draft. With k = 0 the
-row does not wait at all and its proposer merely follows.
+times are measured by size. With k = 0 the row does not wait at all and its proposer merely
+follows. `wait(k)` is the row's moving average `w`, corrected for what another number of tokens
+would take to draft in the rounds that had to wait: with `h` the row's share of hits (rounds whose
+draft was at hand at once), `t` the proposer's measured time per drafted token and k' the present
+number,
+
+    wait(k) = max(0, w - (1 - h) * (k' - k) * t)
+
+So drafting ahead, which makes h large, and drafting on demand, h = 0, are one case.
+
+A row whose draft is at hand goes at once. One without may go on with one token, or wait. Waiting
+`d` brings accepted(k) more tokens, and costs what the row would commit in `d` otherwise, at the
+rate of a row that never waits, (1 + h * accepted(k)) / step_time. So it pays as long as
+
+    d <= accepted(k) * step_time / (1 + h * accepted(k))
+
+and a row does not wait at all if its proposer's mean delay is beyond that: the draft that comes
+later is used as far as it is still true.
 """
 
 from __future__ import annotations
@@ -97,6 +113,14 @@ class StepTimes:
         return low[1] + slope * (num_tokens - low[0])
 
 
+def accepted(acceptance: float, k: int) -> float:
+    """Draft tokens expected to be accepted of `k`: a + a^2 + ... + a^k."""
+    total = 0.0
+    for _ in range(k):
+        total = acceptance * (1.0 + total)
+    return total
+
+
 class AdaptivePolicy(Policy):
     """Chooses K by expected goodput, and waits about as long as blocks usually take."""
 
@@ -104,6 +128,7 @@ class AdaptivePolicy(Policy):
         super().__init__(num_speculative_tokens)
         self._steps = StepTimes()
         self._delays: dict[str, Average] = {}  # by proposer
+        self._token_s: dict[str, float] = {}  # by proposer: mean seconds per drafted token
         self._num_rows = 1  # of the last step
         self._step_times: dict[int, float] = {}  # by k, the same for all rows until the next step
 
@@ -113,12 +138,14 @@ class AdaptivePolicy(Policy):
             d.plain_rounds = 0
             return limit
         acceptance = d.successes / d.trials
+        token_s = self._token_s.get(d.proposer_id or "", 0.0)
         plain, expected, power = self._step_time(0), 1.0, 1.0
         rates = [1.0 / plain if plain else 0.0]
         for k in range(1, limit + 1):
             power *= acceptance
             expected += power
-            seconds = self._step_time(k) + d.wait_s
+            saved = (1 - d.hit_share) * (d.num_draft_tokens - k) * token_s
+            seconds = self._step_time(k) + max(0.0, d.wait_s - saved)
             rates.append(expected / seconds if seconds else math.inf)
         best = max(rates)
         k = limit if rates[0] < best else 0
@@ -127,7 +154,7 @@ class AdaptivePolicy(Policy):
         return k
 
     def patience(self, seq: Sequence) -> float:
-        """Blocks' mean delay plus four deviations, at most a few step times.
+        """Blocks' mean delay plus four deviations, at most as long as waiting pays.
 
         Until the session's first block came, a multiple of the time the prompt took.
         """
@@ -135,9 +162,14 @@ class AdaptivePolicy(Policy):
         step = self._step_time(d.num_draft_tokens)
         if not d.blocks:
             return min(FIRST_PATIENCE_S, STEPS_OF_PATIENCE * step + seq.counters.prefill_s)
-        cap = min(MAX_PATIENCE_S, max(MIN_PATIENCE_S, STEPS_OF_PATIENCE * step))
+        gain = accepted(d.successes / d.trials, d.num_draft_tokens)
+        worth = max(MIN_PATIENCE_S, gain * step / (1.0 + d.hit_share * gain))
         delay = self._delays.get(d.proposer_id or "")
-        return cap if delay is None else min(cap, delay.mean + 4 * delay.deviation)
+        if delay is None:
+            return min(MAX_PATIENCE_S, worth)
+        if delay.mean > worth:
+            return 0.0
+        return min(MAX_PATIENCE_S, worth, delay.mean + 4 * delay.deviation)
 
     def hold(self, ready: int, waiting: Rows[Sequence], now: float) -> float:
         """Waits for drafts that are due soon if that lets all rows finish earlier on average.
@@ -170,11 +202,17 @@ class AdaptivePolicy(Policy):
         d.successes, d.trials = PRIOR_SUCCESSES, PRIOR_TRIALS
         return d
 
-    def observe_delay(self, drafting: Drafting, seconds: float) -> None:
+    def observe_delay(
+        self, drafting: Drafting, seconds: float, draft_s: float, num_tokens: int
+    ) -> None:
         proposer_id = drafting.proposer_id or ""
         if proposer_id not in self._delays:
             self._delays[proposer_id] = Average()
         self._delays[proposer_id].add(seconds)
+        if num_tokens:
+            token_s = min(draft_s, seconds) / num_tokens  # a proposer need not be believed
+            known = self._token_s.setdefault(proposer_id, token_s)
+            self._token_s[proposer_id] = known + (token_s - known) / 8
 
     def observe_round(self, drafting: Drafting, drafted: int, accepted: int) -> None:
         d = drafting

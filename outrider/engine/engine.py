@@ -157,10 +157,18 @@ class Engine:
         if session_id in self._scheduler.by_session:
             self._scheduler.remove(session_id)
 
-    def set_drafting(self, session_id: int, proposer_id: str | None, max_draft_tokens: int) -> None:
+    def set_drafting(
+        self,
+        session_id: int,
+        proposer_id: str | None,
+        max_draft_tokens: int,
+        *,
+        runs_ahead: bool = False,
+    ) -> None:
         """A proposer drafts for the session from now on; None: nobody does."""
         seq = self._scheduler.by_session.get(session_id)
         if seq is not None:
+            seq.drafting.runs_ahead = runs_ahead
             self._policy.attach(seq, proposer_id, max_draft_tokens, self._clock())
 
     def post_block(
@@ -175,7 +183,7 @@ class Engine:
         if fate is BlockFate.INVALID:
             self._dropped_blocks += 1
             return fate
-        delay = self._policy.block_arrived(seq, block.base_len, fate, self._clock())
+        delay = self._policy.block_arrived(seq, block, fate, draft_us * 1e-6, self._clock())
         counters = seq.counters
         counters.propose_s += draft_us * 1e-6
         counters.network_s += max(0.0, delay - draft_us * 1e-6)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 
+from outrider.draft_tree import DraftTree
 from outrider.engine.sequence import BlockFate, Drafting, Sequence
 from outrider.types import Request
 
@@ -16,6 +17,7 @@ SET_ASIDE_AFTER = 3  # rounds in a row whose draft was waited for in vain
 FIRST_REST = 16  # rounds before it is waited for again; doubles up to MAX_REST
 MAX_REST = 256
 WAIT_FADE = 0.8  # per round, of the moving average of waits
+HIT_FADE = 0.9  # per round, of the share of hits
 
 
 class Policy:
@@ -39,8 +41,10 @@ class Policy:
         """Until when `ready` rows hold back so that `waiting` ones can join them. `now`: go."""
         return now
 
-    def observe_delay(self, drafting: Drafting, seconds: float) -> None:
-        """A block came this long after the commit that it answers."""
+    def observe_delay(
+        self, drafting: Drafting, seconds: float, draft_s: float, num_tokens: int
+    ) -> None:
+        """A draft of so many tokens, which took `draft_s`, came this long after it was wanted."""
 
     def observe_round(self, drafting: Drafting, drafted: int, accepted: int) -> None:
         """A row's round verified `drafted` tokens, perhaps none."""
@@ -65,25 +69,30 @@ class Policy:
         d = seq.drafting
         if proposer_id != d.proposer_id:
             d.misses = d.rest = d.next_rest = d.blocks = 0
+            d.hit, d.hit_share = None, 0.0
             d.commits.clear()
-            d.commits.append((len(seq.token_ids), now))
+            d.commits.append((len(seq.token_ids), now, True))
         d.proposer_id, d.proposer_limit = proposer_id, limit
         d.num_draft_tokens = self._k(d)
 
-    def block_arrived(self, seq: Sequence, base_len: int, fate: BlockFate, now: float) -> float:
+    def block_arrived(
+        self, seq: Sequence, block: DraftTree, fate: BlockFate, draft_s: float, now: float
+    ) -> float:
         """A block came. Returns the seconds since the commit it answers; 0 if it answers none."""
-        d = seq.drafting
+        d, base_len = seq.drafting, block.base_len
         d.blocks += 1
         if fate is BlockFate.USEFUL:
+            d.wrong = False
             d.misses = d.rest = 0
         elif fate is BlockFate.WRONG:
             d.wrong = True
         elif base_len == len(seq.token_ids):  # an empty block
             d.no_guess_at, d.misses = base_len, 0
-        for i, (length, when) in enumerate(d.commits):
+        for i, (length, when, wanted) in enumerate(d.commits):
             if length == base_len:
                 del d.commits[i]  # a second block for the same commit measures nothing
-                self.observe_delay(d, now - when)
+                if wanted:
+                    self.observe_delay(d, now - when, draft_s, len(block.token_ids))
                 return now - when
         return 0.0
 
@@ -117,6 +126,8 @@ class Policy:
         if d.looked_at is None:  # prompt processing waits for nothing and misses nothing
             c.hits += bool(drafted)
             return False
+        wanted = owed(seq) or (d.at_hand and d.num_draft_tokens > 0)
+        self._count_hit(seq, wanted, drafted)
         waited = now - d.looked_at if not d.at_hand and waits(d) else 0.0
         if waited > 0.0:
             c.waits += 1
@@ -129,9 +140,7 @@ class Policy:
         c.fallback_rounds += d.limit > 0
         if d.rest:
             d.rest -= 1
-        elif owed(seq):
-            c.misses_wrong += d.wrong
-            c.misses_late += not d.wrong
+        elif wanted and d.deadline > d.committed_at:  # waited for in vain
             d.misses += 1
             # Tried again after a rest, it gets one chance.
             if d.misses == (1 if d.next_rest else SET_ASIDE_AFTER):
@@ -140,13 +149,27 @@ class Policy:
                 return True
         return False
 
+    def _count_hit(self, seq: Sequence, wanted: bool, drafted: int) -> None:
+        """Hits, and misses by cause, of a round that `wanted` a draft."""
+        d, c = seq.drafting, seq.counters
+        if not wanted:
+            d.hit = None
+            return
+        if d.hit is not None:
+            (c.after_hit if d.hit else c.after_miss)[d.at_hand] += 1
+        d.hit = d.at_hand
+        d.hit_share += (d.at_hand - d.hit_share) * (1 - HIT_FADE)
+        if not d.at_hand and (d.runs_ahead or not drafted):
+            c.misses_wrong += d.wrong
+            c.misses_late += not d.wrong
+
     def round_done(
         self, seq: Sequence, drafted: int, accepted: int, wrong: bool, now: float
     ) -> None:
         """A row emitted tokens; `wrong` says that its draft fell off the committed path."""
         d = seq.drafting
         d.looked_at, d.wrong, d.committed_at = None, wrong, now
-        d.commits.append((len(seq.token_ids), now))
+        d.commits.append((len(seq.token_ids), now, seq.draft is None))
         self.observe_round(d, drafted, accepted)
         d.num_draft_tokens = self._k(d)
 

@@ -129,7 +129,7 @@ class Scheduler:
         base_len = len(seq.token_ids)
         first = base_len == seq.num_prompt_tokens
         output, finish_reason = seq.trim(choices)
-        wrong = seq.commit(output)
+        wrong = seq.commit(output, drafted)
         counters = seq.counters
         if output:
             counters.count_round(drafted, min(accepted, len(output)))

@@ -46,6 +46,8 @@ class Counters:
     cached_prompt_tokens: int = 0
     proposer_ids: list[str] = field(default_factory=list)
     preemptions: int = 0
+    after_hit: list[int] = field(default_factory=lambda: [0, 0])  # misses, hits
+    after_miss: list[int] = field(default_factory=lambda: [0, 0])
 
     def count_round(self, drafted: int, accepted: int) -> None:
         """One round that emitted something; `accepted` after trimming."""
@@ -63,9 +65,11 @@ class Drafting:
     limit: int  # K at most, as the request and the configuration allow
     proposer_id: str | None = None
     proposer_limit: int = 0
+    runs_ahead: bool = False
     num_draft_tokens: int = 0  # K of the next round
-    commits: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=8))
-    """(committed length, when) of the last rounds: a block's base_len says which it answers."""
+    commits: deque[tuple[int, float, bool]] = field(default_factory=lambda: deque(maxlen=8))
+    """(committed length, when, whether no draft was left) of the last rounds: a block's base_len
+    says which it answers."""
     committed_at: float = 0.0
     looked_at: float | None = None  # when the present round was first considered
     at_hand: bool = False  # a draft was there at that moment
@@ -80,6 +84,8 @@ class Drafting:
     trials: float = 0.0  # draft tokens accepted or rejected, fading
     plain_rounds: int = 0  # with K = 0, since drafts were last tried
     wait_s: float = 0.0  # moving average of a round's wait
+    hit: bool | None = None  # whether the last round that wanted a draft had one at once
+    hit_share: float = 0.0  # of such rounds, fading
 
 
 class Sequence:
@@ -144,7 +150,8 @@ class Sequence:
     def take_block(self, block: DraftTree) -> BlockFate:
         """Walks a block by what was committed since, and keeps it if something is left below.
 
-        A block from an older base than the present draft's does not replace it.
+        A block from an older base than the present draft's does not replace it, nor does a smaller
+        one from the same: branches follow the chain that they belong to.
         """
         if not 0 <= block.base_len <= len(self.token_ids):
             return BlockFate.INVALID
@@ -153,21 +160,33 @@ class Sequence:
             return BlockFate.WRONG
         if block.is_leaf(node):
             return BlockFate.LATE
-        if block.base_len >= self.draft_base or self.draft is None:
+        if self.draft is None or (block.base_len, len(block.token_ids)) >= (
+            self.draft_base,
+            len(self.draft.token_ids),
+        ):
             self.draft, self.draft_node, self.draft_base = block, node, block.base_len
         return BlockFate.USEFUL
 
-    def commit(self, emitted: Tokens[int]) -> bool:
-        """Appends tokens and walks the draft by them. True if they fell off: a wrong guess."""
+    def commit(self, emitted: Tokens[int], drafted: int) -> bool:
+        """Appends tokens and walks the draft by them. True if they fell off: a wrong guess.
+
+        Where the proposer runs ahead, and nothing past the `drafted` tokens of this round had come
+        yet, there was no guess to be wrong: it is late.
+        """
+        base_len = len(self.token_ids)
         self.token_ids += emitted
         if self.draft is None:
             return False
+        if self.drafting.runs_ahead:
+            lacks_branches = self.draft_base < base_len or len(self.draft.token_ids) <= drafted
+        else:
+            lacks_branches = False
         node = self.draft.descend(emitted, self.draft_node)
         if node is None or self.draft.is_leaf(node):
             self.draft = None
         else:
             self.draft_node = node
-        return node is None
+        return node is None and not lacks_branches
 
     def trim(self, choices: TokenIds) -> tuple[TokenIds, FinishReason | None]:
         """What of `choices` is output, and whether the request ends with it.
@@ -215,6 +234,10 @@ class Sequence:
             cached_prompt_tokens=c.cached_prompt_tokens,
             proposer_ids=tuple(c.proposer_ids),
             preemptions=c.preemptions,
+            rounds_after_hit=sum(c.after_hit),
+            hits_after_hit=c.after_hit[True],
+            rounds_after_miss=sum(c.after_miss),
+            hits_after_miss=c.after_miss[True],
         )
 
 

@@ -104,12 +104,21 @@ class EngineWorker:
                 self._blocks.pop(session_id, None)
                 self._push(lambda engine: engine.abort(session_id))
 
-    def set_drafting(self, session_id: int, proposer_id: str | None, max_draft_tokens: int) -> None:
+    def set_drafting(
+        self,
+        session_id: int,
+        proposer_id: str | None,
+        max_draft_tokens: int,
+        *,
+        runs_ahead: bool = False,
+    ) -> None:
         """Says who drafts for a session; None: nobody, so its row never waits."""
         with self._wakeup:
             if session_id in self._sessions:
                 self._push(
-                    lambda engine: engine.set_drafting(session_id, proposer_id, max_draft_tokens)
+                    lambda engine: engine.set_drafting(
+                        session_id, proposer_id, max_draft_tokens, runs_ahead=runs_ahead
+                    )
                 )
 
     def post_block(self, session_id: int, tree: DraftTree, proposer_id: str, draft_us: int) -> None:

@@ -152,4 +152,8 @@ def aux_info(
         retries=retries,
         verification=VERIFICATION,
         preemptions=stats.preemptions,
+        rounds_after_hit=stats.rounds_after_hit,
+        hits_after_hit=stats.hits_after_hit,
+        rounds_after_miss=stats.rounds_after_miss,
+        hits_after_miss=stats.hits_after_miss,
     )

@@ -76,7 +76,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class AuxInfo(_message.Message):
-    __slots__ = ("cost_time", "output_len", "iter_count", "avg_tokens_per_iter", "rounds", "drafted", "accepted", "accepted_per_pos", "k_histogram", "hits", "misses_late", "misses_wrong", "waits", "wait_ms", "fallback_rounds", "queue_ms", "prefill_ms", "propose_ms", "score_ms", "network_ms", "cached_prompt_tokens", "proposer_ids", "scorer_id", "retries", "verification", "preemptions")
+    __slots__ = ("cost_time", "output_len", "iter_count", "avg_tokens_per_iter", "rounds", "drafted", "accepted", "accepted_per_pos", "k_histogram", "hits", "misses_late", "misses_wrong", "waits", "wait_ms", "fallback_rounds", "queue_ms", "prefill_ms", "propose_ms", "score_ms", "network_ms", "cached_prompt_tokens", "proposer_ids", "scorer_id", "retries", "verification", "preemptions", "rounds_after_hit", "hits_after_hit", "rounds_after_miss", "hits_after_miss")
     COST_TIME_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_LEN_FIELD_NUMBER: _ClassVar[int]
     ITER_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +103,10 @@ class AuxInfo(_message.Message):
     RETRIES_FIELD_NUMBER: _ClassVar[int]
     VERIFICATION_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_AFTER_HIT_FIELD_NUMBER: _ClassVar[int]
+    HITS_AFTER_HIT_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_AFTER_MISS_FIELD_NUMBER: _ClassVar[int]
+    HITS_AFTER_MISS_FIELD_NUMBER: _ClassVar[int]
     cost_time: float
     output_len: int
     iter_count: int
@@ -129,4 +133,8 @@ class AuxInfo(_message.Message):
     retries: int
     verification: str
     preemptions: int
-    def __init__(self, cost_time: _Optional[float] = ..., output_len: _Optional[int] = ..., iter_count: _Optional[int] = ..., avg_tokens_per_iter: _Optional[float] = ..., rounds: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., accepted_per_pos: _Optional[_Iterable[int]] = ..., k_histogram: _Optional[_Iterable[int]] = ..., hits: _Optional[int] = ..., misses_late: _Optional[int] = ..., misses_wrong: _Optional[int] = ..., waits: _Optional[int] = ..., wait_ms: _Optional[float] = ..., fallback_rounds: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., propose_ms: _Optional[float] = ..., score_ms: _Optional[float] = ..., network_ms: _Optional[float] = ..., cached_prompt_tokens: _Optional[int] = ..., proposer_ids: _Optional[_Iterable[str]] = ..., scorer_id: _Optional[str] = ..., retries: _Optional[int] = ..., verification: _Optional[str] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    rounds_after_hit: int
+    hits_after_hit: int
+    rounds_after_miss: int
+    hits_after_miss: int
+    def __init__(self, cost_time: _Optional[float] = ..., output_len: _Optional[int] = ..., iter_count: _Optional[int] = ..., avg_tokens_per_iter: _Optional[float] = ..., rounds: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., accepted_per_pos: _Optional[_Iterable[int]] = ..., k_histogram: _Optional[_Iterable[int]] = ..., hits: _Optional[int] = ..., misses_late: _Optional[int] = ..., misses_wrong: _Optional[int] = ..., waits: _Optional[int] = ..., wait_ms: _Optional[float] = ..., fallback_rounds: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., propose_ms: _Optional[float] = ..., score_ms: _Optional[float] = ..., network_ms: _Optional[float] = ..., cached_prompt_tokens: _Optional[int] = ..., proposer_ids: _Optional[_Iterable[str]] = ..., scorer_id: _Optional[str] = ..., retries: _Optional[int] = ..., verification: _Optional[str] = ..., preemptions: _Optional[int] = ..., rounds_after_hit: _Optional[int] = ..., hits_after_hit: _Optional[int] = ..., rounds_after_miss: _Optional[int] = ..., hits_after_miss: _Optional[int] = ...) -> None: ...

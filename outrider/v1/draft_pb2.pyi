@@ -28,7 +28,7 @@ class DraftResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., sessions: _Optional[_Union[SessionBatch, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "proposer_id", "incarnation", "method", "model", "vocab_size", "tokenizer_hash", "max_sessions", "max_draft_tokens", "max_model_len", "pool")
+    __slots__ = ("protocol_version", "proposer_id", "incarnation", "method", "model", "vocab_size", "tokenizer_hash", "max_sessions", "max_draft_tokens", "max_model_len", "pool", "runs_ahead")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     PROPOSER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class Hello(_message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
+    RUNS_AHEAD_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     proposer_id: str
     incarnation: int
@@ -51,7 +52,8 @@ class Hello(_message.Message):
     max_draft_tokens: int
     max_model_len: int
     pool: str
-    def __init__(self, protocol_version: _Optional[int] = ..., proposer_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., method: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_sessions: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., pool: _Optional[str] = ...) -> None: ...
+    runs_ahead: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., proposer_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., method: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_sessions: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., pool: _Optional[str] = ..., runs_ahead: _Optional[bool] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("protocol_version", "scorer_id", "vocab_size", "max_block_tokens")

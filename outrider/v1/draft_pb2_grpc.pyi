@@ -13,7 +13,10 @@ The proposer dials ScorerService.Draft and the conversation goes:
   4. proposer -> Block      a tree of guesses rooted at a committed length.
   5. scorer   -> Commit     tokens that are now true. The proposer drafts again.
      4 and 5 repeat; neither side waits for the other. Blocks may be late,
-     repeated or wrong: they cost speed, never a token.
+     repeated or wrong: they cost speed, never a token. A proposer that runs ahead
+     sends a second Block while its first is verified: the same draft with branches
+     for the outcomes. If the Commit lies on it, the scorer goes on from there at
+     once, and only the branches of the next round are to be sent.
   6. scorer   -> Close      the session is over; forget it.
   7. proposer -> Lost       it evicted a session's state. The scorer opens it anew
                             with a higher epoch, or drafts elsewhere.

@@ -31,7 +31,9 @@ LINK = LinkConfig(backoff_first_s=0.01, backoff_max_s=0.1, refused_retry_s=0.2, 
 
 
 def ngram_config(*scorers: str) -> ProposerConfig:
-    return ProposerConfig(scorers=scorers, method=NgramConfig(), proposer_id="p", link=LINK)
+    return ProposerConfig(
+        scorers=scorers, method=NgramConfig(), proposer_id="p", max_branches=0, link=LINK
+    )
 
 
 @asynccontextmanager
@@ -118,8 +120,10 @@ async def test_repeated_and_overlapping_commits_are_harmless(scorer: DraftScorer
         await stream.next_block()
         for base_len, tokens in ((8, [7, 5]), (8, [7, 5]), (9, [5, 6]), (6, [5, 6])):
             stream.send(commits=[commit(1, base_len, tokens)])
-            block = await stream.next_block()
-        assert (block.base_len, list(block.token_ids)) == (11, [7, 5, 6, 7])
+        while (block := await stream.next_block()).base_len < 11:
+            pass
+        assert list(block.token_ids) == [7, 5, 6, 7]
+        await stream.silence()  # what says nothing new needs no answer
 
 
 async def test_k_zero_follows_without_drafting(scorer: DraftScorer) -> None:
@@ -132,6 +136,45 @@ async def test_k_zero_follows_without_drafting(scorer: DraftScorer) -> None:
         stream.send(commits=[commit(1, 9, [5], k=1)])
         block = await stream.next_block()
         assert (block.base_len, list(block.token_ids)) == (10, [6])
+
+
+def ahead_config(*scorers: str, **fields: int) -> ProposerConfig:
+    return replace(ngram_config(*scorers), max_branches=8, **fields)
+
+
+async def test_branches_follow_the_draft_and_a_commit_on_them_needs_no_draft(
+    scorer: DraftScorer,
+) -> None:
+    address = await scorer.start()
+    async with running(ahead_config(address)):
+        stream = await scorer.attached()
+        assert stream.hello.runs_ahead
+        # After "5 6" came 7 most recently, and 8 before.
+        stream.send(opens=[open_(1, [5, 5, 6, 8, 5, 6, 7, 9, 5, 6], k=2)])
+        draft, tree = await stream.next_block(), await stream.next_block()
+        assert list(draft.token_ids) == [7, 9]
+        assert (draft.base_len, tree.base_len) == (10, 10)
+        assert list(tree.token_ids[:5]) == [7, 9, 5, 6, 7], "the draft, and what follows it"
+        # All of the draft and the token after it come true: only new branches are sent.
+        stream.send(commits=[commit(1, 10, [7, 9, 5], k=2)])
+        tree = await stream.next_block()
+        assert (tree.base_len, list(tree.token_ids[:2])) == (13, [6, 7])
+        assert len(tree.token_ids) > 2
+        await stream.silence()
+        # A token that nothing foretold: a draft first, then branches.
+        stream.send(commits=[commit(1, 13, [5], k=2)])
+        draft = await stream.next_block()
+        assert (draft.base_len, list(draft.token_ids)) == (14, [6, 8])
+
+
+async def test_no_block_is_larger_than_the_scorer_allows(scorer: DraftScorer) -> None:
+    scorer.max_block_tokens = 5
+    address = await scorer.start()
+    async with running(ahead_config(address)):
+        stream = await scorer.attached()
+        stream.send(opens=[open_(1, PERIOD, k=4)])
+        assert len((await stream.next_block()).token_ids) == 4
+        assert len((await stream.next_block()).token_ids) == 5
 
 
 async def test_a_gap_is_answered_with_lost_and_a_new_epoch_starts_over(
@@ -161,8 +204,8 @@ async def test_messages_of_another_epoch_are_dropped(scorer: DraftScorer) -> Non
             closes=[close(1, epoch=2)],
         )
         await stream.silence()
-        stream.send(commits=[commit(1, 8, [7], epoch=3, k=1)])
-        assert list((await stream.next_block()).token_ids) == [5]
+        stream.send(commits=[commit(1, 8, [7, 5, 6, 7, 5], epoch=3, k=1)])
+        assert list((await stream.next_block()).token_ids) == [6]
 
 
 async def test_close_and_reopen_in_one_batch(scorer: DraftScorer) -> None:
@@ -192,8 +235,8 @@ async def test_sessions_of_several_scorers_do_not_collide(scorer: DraftScorer) -
             assert list((await first.next_block()).token_ids) == [7, 5, 6, 7]
             assert list((await second.next_block()).token_ids) == [8, 9, 8, 9]
             second.send(closes=[close(1)])
-            first.send(commits=[commit(1, 8, [7], k=1)])
-            assert list((await first.next_block()).token_ids) == [5]
+            first.send(commits=[commit(1, 8, [7, 5, 6, 7, 5], k=1)])
+            assert list((await first.next_block()).token_ids) == [6]
     finally:
         await other.stop()
 
@@ -202,7 +245,7 @@ class SlowProposer(NgramProposer):
     """Holds a cycle up until told to go on."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(max_branches=0)
         self.asked: list[list[int]] = []
         self.loop = asyncio.get_running_loop()
         self.begun = asyncio.Semaphore(0)

@@ -78,6 +78,7 @@ class DraftScorer(scorer_pb2_grpc.ScorerServiceServicer):
     def __init__(self) -> None:
         self.refusal: OutriderError | None = None
         self.refused = 0
+        self.max_block_tokens = 512
         self.conversations: asyncio.Queue[Conversation] = asyncio.Queue(100)
         self._server: GrpcServer | None = None
 
@@ -113,7 +114,9 @@ class DraftScorer(scorer_pb2_grpc.ScorerServiceServicer):
             await status.abort(context, self.refusal)
         conversation = Conversation(first.hello)
         yield draft_pb2.DraftResponse(
-            welcome=draft_pb2.Welcome(protocol_version=1, scorer_id="fake", max_block_tokens=512)
+            welcome=draft_pb2.Welcome(
+                protocol_version=1, scorer_id="fake", max_block_tokens=self.max_block_tokens
+            )
         )
         self.conversations.put_nowait(conversation)
         reading = asyncio.create_task(conversation.read_from(request_iterator))

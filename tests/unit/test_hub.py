@@ -49,7 +49,14 @@ class RecordingWorker:
     def abort(self, session_id: int) -> None:
         self.aborted.append(session_id)
 
-    def set_drafting(self, session_id: int, proposer_id: str | None, k: int) -> None:
+    def set_drafting(
+        self,
+        session_id: int,
+        proposer_id: str | None,
+        k: int,
+        *,
+        runs_ahead: bool = False,  # noqa: ARG002
+    ) -> None:
         self.drafting[session_id] = (proposer_id, k)
 
     def post_block(self, session_id: int, tree: DraftTree, proposer_id: str, _us: int) -> None:

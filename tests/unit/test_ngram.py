@@ -34,7 +34,7 @@ def draft(proposer: NgramProposer, session: int) -> tuple[int, list[int]]:
 
 @given(
     prefix=st.lists(st.integers(0, 3), min_size=1, max_size=30),
-    commits=st.lists(st.lists(st.integers(0, 3), max_size=6), max_size=8),
+    commits=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), max_size=8),
     sizes=st.tuples(st.integers(1, 4), st.integers(0, 3)),
     wanted=st.integers(1, 6),
     overlap=st.integers(0, 5),

@@ -1,0 +1,227 @@
+"""One drafting cycle: what came is applied, sessions are drafted for, blocks are handed over."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from outrider.draft_tree import DraftTree
+from outrider.drafting.proposer import Proposer
+from outrider.errors import CapacityError, UnavailableError
+from outrider.rpc.telemetry import Telemetry
+from outrider.types import SamplingParams, TokenIds
+from outrider.v1 import draft_pb2
+from proposer_service.metrics import ProposerMetrics
+from proposer_service.routes import LinkId, Route, Routes
+
+Deliver = Callable[[list[draft_pb2.DraftRequest]], None]
+Outgoing = dict[LinkId, list[draft_pb2.DraftRequest]]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A guess for one prompt."""
+
+    tree: DraftTree
+    draft_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """A stream came up."""
+
+    link: LinkId
+    deliver: Deliver
+    max_block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """A stream went down."""
+
+    link: LinkId
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a scorer sent."""
+
+    link: LinkId
+    message: draft_pb2.SessionBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """A prompt to draft after, once."""
+
+    token_ids: TokenIds
+    num_draft_tokens: int
+    sampling: SamplingParams
+    answer: Future[Proposal]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The thread is to end."""
+
+
+Item = Attach | Detach | Batch | Propose | Stop
+
+
+class Cycle:
+    """What the drafting thread knows: sessions, who they belong to, and which want a draft."""
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        loop: asyncio.AbstractEventLoop,
+        metrics: ProposerMetrics,
+        telemetry: Telemetry,
+    ) -> None:
+        self._proposer = proposer
+        self._loop = loop
+        self._metrics = metrics
+        self._routes = Routes(proposer, metrics, telemetry)
+        self._links: dict[LinkId, Attach] = {}
+        self._asked: dict[int, Propose] = {}  # by session key
+        self._sessions_seen = 0
+        self._started = 0.0  # of the current cycle
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._routes.wanting or self._asked)
+
+    def apply(self, items: Sequence[Item]) -> bool:
+        """Begins a cycle: applies messages in order; False if one says to stop."""
+        self._started = time.perf_counter()
+        for item in items:
+            if isinstance(item, Batch):
+                if item.link in self._links:
+                    self._routes.apply(item.link, item.message)
+            elif isinstance(item, Attach):
+                self._links[item.link] = item
+            elif isinstance(item, Detach):
+                del self._links[item.link]
+                self._routes.drop_link(item.link)
+            elif isinstance(item, Propose):
+                self._open_proposal(item)
+            else:
+                return False
+        return True
+
+    def draft(self) -> None:
+        """Drafts for every session that wants it and hands the blocks over, one message a link."""
+        round_ = self._proposer.draft([*self._routes.wanting, *self._asked])
+        draft_us = self._elapsed_us()
+        blocks = _Blocks(draft_us)
+        for key, tree in round_.drafts:
+            proposal = self._asked.pop(key, None)
+            if proposal is not None:
+                self._proposer.close(key)
+                proposal.answer.set_result(Proposal(tree, draft_us))
+            else:
+                self._add(blocks, self._routes.answered(key), tree)
+        for key in round_.at_hand:
+            self._routes.answered(key)
+        outgoing = blocks.messages()
+        self._lose(round_.lost, outgoing)
+        self._hand_over(outgoing)
+        if round_.drafts or round_.unfinished:
+            self._metrics.draft_tokens.inc(sum([len(tree.token_ids) for _, tree in round_.drafts]))
+            self._metrics.cycle.observe(time.perf_counter() - self._started)
+            self._metrics.forward.observe(round_.forward_s)
+            self._metrics.batch_size.observe(len(round_.drafts) + len(round_.unfinished))
+        if self._sessions_seen != self._proposer.num_sessions:
+            self._sessions_seen = self._proposer.num_sessions
+            self._metrics.sessions.set(self._sessions_seen)
+
+    def ahead(self) -> None:
+        """Guesses past the drafts that were handed over, and hands over what came of it."""
+        keys = list(self._routes.drafted)
+        if not keys or not self._proposer.traits.runs_ahead:
+            return
+        self._started = time.perf_counter()
+        round_ = self._proposer.ahead(keys)
+        self._routes.drafted.clear()
+        blocks = _Blocks(self._elapsed_us())
+        for key, tree in round_.drafts:
+            self._add(blocks, self._routes.route(key), tree)
+        outgoing = blocks.messages()
+        self._lose(round_.lost, outgoing)
+        self._hand_over(outgoing)
+        if round_.drafts:
+            self._metrics.ahead.observe(time.perf_counter() - self._started)
+            self._metrics.branch_tokens.inc(sum([len(tree.token_ids) for _, tree in round_.drafts]))
+
+    def give_up(self) -> None:
+        """Loses the sessions of a cycle that failed; the scorer may open them again."""
+        keys = [*self._routes.wanting, *self._routes.drafted, *self._asked]
+        outgoing: Outgoing = {}
+        for key in keys:
+            self._proposer.close(key)
+        self._lose(keys, outgoing)
+        self._hand_over(outgoing)
+
+    def close(self) -> None:
+        """Forgets everything."""
+        for proposal in self._asked.values():
+            proposal.answer.set_exception(UnavailableError("the proposer stops"))
+        for link in self._links:
+            self._routes.drop_link(link)
+
+    def _open_proposal(self, item: Propose) -> None:
+        if item.answer.set_running_or_notify_cancel():
+            key = self._routes.new_key()
+            self._asked[key] = item
+            max_len = len(item.token_ids) + item.num_draft_tokens + 1
+            self._proposer.open(key, item.token_ids, item.sampling, item.num_draft_tokens, max_len)
+
+    def _lose(self, keys: Sequence[int], outgoing: Outgoing) -> None:
+        for key in keys:
+            self._metrics.lost.inc()
+            proposal = self._asked.pop(key, None)
+            if proposal is not None:
+                proposal.answer.set_exception(CapacityError("no room for another session"))
+                continue
+            route = self._routes.lost(key)
+            lost = draft_pb2.Lost(session=route.session, epoch=route.epoch)
+            outgoing.setdefault(route.link, []).append(draft_pb2.DraftRequest(lost=lost))
+
+    def _elapsed_us(self) -> int:
+        return round((time.perf_counter() - self._started) * 1e6)
+
+    def _add(self, blocks: _Blocks, route: Route, tree: DraftTree) -> None:
+        blocks.add(route, tree.at_most(self._links[route.link].max_block_tokens))
+
+    def _hand_over(self, outgoing: Outgoing) -> None:
+        for link, messages in outgoing.items():
+            self._loop.call_soon_threadsafe(self._links[link].deliver, messages)
+
+
+class _Blocks:
+    """One BlockBatch a link."""
+
+    def __init__(self, draft_us: int) -> None:
+        self._draft_us = draft_us
+        self._batches: dict[LinkId, draft_pb2.BlockBatch] = {}
+
+    def add(self, route: Route, tree: DraftTree) -> None:
+        batch = self._batches.get(route.link)
+        if batch is None:
+            batch = self._batches[route.link] = draft_pb2.BlockBatch()
+        batch.blocks.add(
+            session=route.session,
+            epoch=route.epoch,
+            base_len=tree.base_len,
+            token_ids=tree.token_ids,
+            parents=() if tree.is_chain else tree.parents,
+            draft_us=self._draft_us,
+        )
+
+    def messages(self) -> Outgoing:
+        return {
+            link: [draft_pb2.DraftRequest(blocks=batch)] for link, batch in self._batches.items()
+        }
