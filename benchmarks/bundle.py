@@ -77,7 +77,9 @@ WHEELS = {
         ),
         drop=(
             *("vllm/vllm-rs", "vllm/third_party/deep_gemm/*", "pycountry/locales/*"),
-            "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",
+            *("vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", "xgrammar/lib/*.a"),
+            "mistral_common/data/*token*",
+            "mistral_common/data/tekken*",
         ),
     ),
 }

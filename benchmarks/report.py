@@ -140,7 +140,7 @@ def markdown(found: dict[str, Any], title: str = "The pair on a CPU") -> str:
         reference = next((r["reference"] for r in rows if r["reference"]), None)
         head = ["system", "tok/s", "min-max", "ratio", "TTFT ms", "TPOT ms"]
         head += ["acc. length", "tok/round", "acceptance", "hits"]
-        table = [
+        speeds = [
             [
                 r["system"],
                 _number(r["tokens_per_s"], 1),
@@ -155,7 +155,7 @@ def markdown(found: dict[str, Any], title: str = "The pair on a CPU") -> str:
             ]
             for r in sorted(rows, key=lambda r: -r["tokens_per_s"])
         ]
-        lines += [*_table(head, table), "", f"Ratios are to {reference}.", ""]
+        lines += [*table(head, speeds), "", f"Ratios are to {reference}.", ""]
         parts = [r for r in rows if r["round_ms"]]
         if parts:
             lines += ["Where a round's time goes, ms (benchmarks/README.md says what each is):", ""]
@@ -163,7 +163,7 @@ def markdown(found: dict[str, Any], title: str = "The pair on a CPU") -> str:
             body = [
                 [r["system"], *(_number(r["round_ms"].get(n), 2) for n in names)] for r in parts
             ]
-            lines += [*_table(["system", *(n.replace("_", " ") for n in names)], body), ""]
+            lines += [*table(["system", *(n.replace("_", " ") for n in names)], body), ""]
     return "\n".join(lines)
 
 
@@ -189,7 +189,8 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.0%}"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table, a line each; the first column to the left, the others to the right."""
     widths = [max(len(r[i]) for r in (head, *rows)) for i in range(len(head))]
 
     def line(cells: Sequence[str]) -> str:

@@ -1,0 +1,310 @@
+"""One step of an 8B-shaped model on a GPU: the engine beside the bandwidth, `transformers`, vLLM.
+
+    python -m benchmarks.gpu_step [--model FOLDER] [--vllm FOLDER|PYTHON] [--transformers 1 8]
+
+Without a folder the weights are random, made on the device. Columns, all in ms:
+  floor         time to read the weights once at the bandwidth of a large copy in this run
+  kv            the same for the keys and values of the rows' context
+  device        the engine's recorded step (forward, draw, verify), replayed: median of event pairs
+  runner        the same with its inputs filled in and its result read, wall time
+  engine, gap   a loop of the whole engine (schedule, run, commit), wall time; in it, the host's
+                time between a result and the next launch
+  transformers  `generate` with a compiled static cache, per token
+  vllm          per token, from two lengths of output, so that prompts do not count
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from benchmarks import report
+from benchmarks.engine_step import EngineSteps, StepTimes
+from benchmarks.gpu import VllmPlace, copy_bandwidth, gpu_name, synchronize
+from benchmarks.inflate import SHAPES, Inflation
+from benchmarks.peers import start_vllm
+from benchmarks.processes import Child, ProcessError, Worker, stopping
+from outrider.engine.loader import build_paged_model
+
+_LOOP_ROOM = 1024  # tokens that a row of the engine's loop may grow by
+_NEW_TOKENS = (16, 144)  # of two runs; their difference is what one token costs
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. None: not measured."""
+
+    rows: int
+    query_len: int
+    context: int
+    floor_ms: float
+    kv_ms: float
+    engine: StepTimes | None = None
+    transformers_ms: float | None = None
+    vllm_ms: float | None = None
+
+
+def main() -> int:
+    args = _parser().parse_args()
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    config, model = _load(args, device, dtype)
+    bandwidth = copy_bandwidth(device)
+    weights, kv = _bytes_read(model)
+    say(f"{weights / 1e9:.2f} GB of weights a step; {bandwidth / 1e12:.2f} TB/s")
+    table = [
+        Row(n, q, c, weights / bandwidth * 1e3, n * c * kv / bandwidth * 1e3)
+        for c in args.context
+        for q in args.query_lens
+        for n in args.rows
+    ]
+    table = _engine(args, model, table)
+    del model
+    _free()
+    table = _transformers(args, device, dtype, table)
+    _free()
+    table = _vllm(args, config, table)
+    setup = {
+        **report.machine(),
+        "gpu": gpu_name(),
+        "command": shlex.join(["python", "-m", "benchmarks.gpu_step", *sys.argv[1:]]),
+        "copy_bandwidth": bandwidth,
+        "weight_bytes": weights,
+        "kv_bytes_per_token": kv,
+    }
+    text = _markdown(table, setup)
+    print(text)
+    found = {"setup": setup, "results": [asdict(row) for row in table]}
+    report.write(found, text, args.out)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("--model", type=Path, help="a checkpoint folder")
+    p.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b", help="of random weights")
+    p.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64])
+    p.add_argument("--query-lens", type=int, nargs="+", default=[1, 5])
+    p.add_argument("--context", type=int, nargs="+", default=[512, 4096])
+    p.add_argument("--repeats", type=int, default=50)
+    p.add_argument("--loop-steps", type=int, default=100, help="0: no loop of the whole engine")
+    p.add_argument("--loop-context", type=int, nargs="+", default=[512])
+    p.add_argument("--page-size", type=int, default=64)
+    p.add_argument("--attention-backend", help="default: the engine's choice")
+    p.add_argument("--transformers", type=int, nargs="*", default=[], help="rows; needs minutes")
+    p.add_argument("--vllm", help="a folder of vLLM's wheels for this Python, or another Python")
+    p.add_argument("--vllm-context", type=int, nargs="+", default=[512])
+    p.add_argument("--dtype", default="bfloat16")
+    p.add_argument("--device", default="cuda")
+    p.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu_step"))
+    return p
+
+
+def say(message: str) -> None:
+    """Progress, on stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def _load(
+    args: argparse.Namespace, device: torch.device, dtype: torch.dtype
+) -> tuple[LlamaConfig, Any]:
+    began = time.perf_counter()
+    if args.model is not None:
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device)
+    else:
+        tiny = LlamaConfig(
+            vocab_size=64,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            tie_word_embeddings=True,
+        )
+        plan = Inflation.plan(LlamaForCausalLM(tiny), SHAPES[args.shape], device, dtype)
+        model = plan.build()
+    say(f"weights on the device after {time.perf_counter() - began:.1f} s")
+    return model.config, model
+
+
+def _bytes_read(model: Any) -> tuple[int, int]:
+    """Bytes of weights that a step reads, and of keys and values per token of context."""
+    config = model.config
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    if not config.tie_word_embeddings:  # a step looks up a few rows of it
+        table = model.model.embed_tokens.weight
+        weights -= table.numel() * table.element_size()
+    width = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return weights, width * model.dtype.itemsize
+
+
+def _engine(args: argparse.Namespace, model: Any, table: list[Row]) -> list[Row]:
+    longest = max(max(args.context) + max(args.query_lens), max(args.loop_context) + _LOOP_ROOM)
+    pages = max(args.rows) * -(-longest // args.page_size)
+    began = time.perf_counter()
+    paged = build_paged_model(
+        model,
+        page_size=args.page_size,
+        num_pages=pages,
+        max_model_len=longest,
+        self_test=False,
+        attention_backend=args.attention_backend,
+    )
+    steps = EngineSteps(paged, [(n, q) for n in args.rows for q in args.query_lens])
+    say(f"engine ready after {time.perf_counter() - began:.1f} s")
+    measured = []
+    for row in table:
+        times = steps.measure(
+            row.rows,
+            row.query_len,
+            row.context,
+            repeats=args.repeats,
+            loop_steps=args.loop_steps if row.context in args.loop_context else 0,
+        )
+        say(f"{row.rows} rows, {row.query_len} tokens, context {row.context}: {times}")
+        measured.append(replace(row, engine=times))
+    return measured
+
+
+def _transformers(
+    args: argparse.Namespace, device: torch.device, dtype: torch.dtype, table: list[Row]
+) -> list[Row]:
+    if not args.transformers:
+        say("*** transformers is left out: --transformers was not given ***")
+        return table
+    _, model = _load(args, device, dtype)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    measured = []
+    for row in table:
+        cost = None
+        if row.rows in args.transformers and row.query_len == 1:
+            cost = _transformers_ms(model, row)
+            say(f"transformers, {row.rows} rows, context {row.context}: {cost:.2f} ms")
+        measured.append(replace(row, transformers_ms=cost))
+    return measured
+
+
+def _transformers_ms(model: Any, row: Row) -> float:
+    ids = torch.randint(0, 1000, (row.rows, row.context - _NEW_TOKENS[1] // 2)).to(model.device)
+
+    def run(tokens: int) -> float:
+        synchronize(model.device)
+        began = time.perf_counter()
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            cache_implementation="static",
+        )
+        synchronize(model.device)
+        return time.perf_counter() - began
+
+    return _per_token_ms(run)
+
+
+def _vllm(args: argparse.Namespace, config: LlamaConfig, table: list[Row]) -> list[Row]:
+    place = VllmPlace.find(args.vllm)
+    if place is None:
+        say("*** vLLM is left out: --vllm was not given ***")
+        return table
+    wanted = [r for r in table if r.query_len == 1 and r.context in args.vllm_context]
+    children: list[Child] = []
+    found: dict[tuple[int, int], float] = {}
+    with tempfile.TemporaryDirectory(prefix="bench-") as work, stopping(children):
+        config.architectures = ["LlamaForCausalLM"]
+        config.save_pretrained(work)
+        say("starting vLLM: it compiles first, which takes minutes")
+        try:
+            worker = start_vllm(
+                place.python,
+                Path(work),
+                None,
+                num_speculative_tokens=0,
+                max_model_len=max(args.vllm_context) + sum(_NEW_TOKENS),
+                log_dir=Path(work),
+                children=children,
+                max_num_seqs=max(args.rows),
+                engine={"load_format": "dummy", "skip_tokenizer_init": True},
+                env=place.env,
+            )
+            for row in wanted:
+                found[row.rows, row.context] = _vllm_ms(worker, row)
+                say(f"vLLM, {row.rows} rows: {found[row.rows, row.context]:.2f} ms")
+        except ProcessError as error:
+            say(f"*** vLLM: {error} ***")
+    return [
+        replace(row, vllm_ms=found.get((row.rows, row.context))) if row in wanted else row
+        for row in table
+    ]
+
+
+def _vllm_ms(worker: Worker, row: Row) -> float:
+    # In the middle of its output a row is as long as the context.
+    length = max(1, row.context - _NEW_TOKENS[1] // 2)
+    prompts = [[(7 * j + i) % 1000 for j in range(length)] for i in range(row.rows)]
+
+    def run(tokens: int) -> float:
+        request = {"prompts": prompts, "max_tokens": tokens, "concurrency": row.rows}
+        answer = worker.ask(request, timeout_s=120)
+        seconds: float = answer["wall_s"]
+        return seconds
+
+    return _per_token_ms(run)
+
+
+def _per_token_ms(run: Callable[[int], float]) -> float:
+    """What one token costs in `run(tokens) -> seconds`: the median of three differences."""
+    short, long = _NEW_TOKENS
+    run(short)
+    run(long)
+    costs = [(run(long) - run(short)) / (long - short) * 1e3 for _ in range(3)]
+    return statistics.median(costs)
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _markdown(table: list[Row], setup: dict[str, Any]) -> str:
+    head = ["rows", "q", "context", "floor", "kv", "device", "/ floor", "runner", "engine", "gap"]
+    head += ["transformers", "vllm", "vllm / engine"]
+    lines = []
+    for row in table:
+        e = row.engine
+        assert e is not None
+        ours = e.engine_ms if e.engine_ms is not None else e.runner_ms
+        ratio = None if row.vllm_ms is None else row.vllm_ms / ours
+        numbers = [row.floor_ms, row.kv_ms, e.device_ms, e.device_ms / (row.floor_ms + row.kv_ms)]
+        rest = [e.runner_ms, e.engine_ms, e.gap_ms, row.transformers_ms, row.vllm_ms, ratio]
+        cells = ["" if x is None else f"{x:.2f}" for x in [*numbers, *rest]]
+        lines.append([str(row.rows), str(row.query_len), str(row.context), *cells])
+    shown = ("date", "commit", "gpu", "torch", "transformers")
+    about = "; ".join(f"{name} {setup[name]}" for name in shown)
+    about += f"; {setup['weight_bytes'] / 1e9:.2f} GB read a step; copy bandwidth "
+    about += f"{setup['copy_bandwidth'] / 1e12:.2f} TB/s."
+    parts = ["# One step on a GPU", "", f"`{setup['command']}`", "", about, ""]
+    return "\n".join([*parts, *report.table(head, lines), ""])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
