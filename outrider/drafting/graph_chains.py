@@ -138,10 +138,13 @@ class GraphChains:
             sampling = [ready[i].sampling for i in rows]
             wanted = max(ready[i].wanted for i in rows)
             drafted = self._run([slices[i] for i in rows], sampling, wanted, 0)
-            assert drafted is not None
+            if drafted is None:
+                eager += rows
+                continue
             for i, chain in zip(rows, drafted[:, :, 0].tolist(), strict=True):
                 chains[i] = chain[: ready[i].wanted]
-        if eager:  # in their order, so that those that are ready come first
+        if eager:
+            eager.sort()  # those that are ready come first again, most tokens wanted first
             drafting = [i for i in eager if i < len(ready)]
             rest = draft_chains(
                 self._model, [slices[i] for i in eager], [ready[i] for i in drafting]
