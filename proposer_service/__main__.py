@@ -36,6 +36,12 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
     add("--pool", default="default", help="name of the pool, for metrics")
     add("--max-sessions", type=int, default=256, help="sessions held at once")
     add("--max-draft-tokens", type=int, default=16, help="draft tokens per round at most")
+    add(
+        "--max-branches",
+        type=int,
+        default=8,
+        help="outcomes of a verification drafted for ahead of it, per session at most; 0: none",
+    )
     add("--model", default=draft.model, help="draft_model: embedded, a folder, Hugging Face id")
     add("--dtype", choices=("float32", "bfloat16"), default=draft.dtype, help="draft_model")
     add("--device", choices=("cpu", "cuda"), default=draft.device, help="draft_model")
@@ -78,6 +84,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
         metrics_port=args.metrics_port,
         max_sessions=args.max_sessions,
         max_draft_tokens=args.max_draft_tokens,
+        max_branches=args.max_branches,
     )
     return config, args.exit_with_parent
 

@@ -65,6 +65,8 @@ class ProposerConfig:
     """None: metrics are not served."""
     max_sessions: int = 256
     max_draft_tokens: int = 16
+    max_branches: int = 8
+    """Outcomes of a verification that are drafted for ahead of it, per session at most; 0: none."""
     link: LinkConfig = LinkConfig()
 
     def __post_init__(self) -> None:
@@ -72,3 +74,5 @@ class ProposerConfig:
             raise ConfigError("a scorer is named twice in --scorer.")
         if self.max_sessions < 1 or self.max_draft_tokens < 1:
             raise ConfigError("--max-sessions and --max-draft-tokens are at least 1.")
+        if self.max_branches < 0:
+            raise ConfigError("--max-branches is at least 0.")

@@ -28,6 +28,7 @@ def build_proposer(config: ProposerConfig) -> tuple[Proposer, str]:
             prompt_lookup_max=method.prompt_lookup_max,
             max_sessions=config.max_sessions,
             max_draft_tokens=config.max_draft_tokens,
+            max_branches=config.max_branches,
         )
         return ngram, ""
     return _build_draft_model(config, method)
