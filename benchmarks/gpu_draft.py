@@ -1,0 +1,251 @@
+"""The recorded draft loop on a GPU: chains, and the branches of drafting ahead, beside their floor.
+
+    python -m benchmarks.gpu_draft [--shape llama-3.2-1b] [--rows 1 8 32] [--num-tokens 4]
+
+The weights are random. Columns, all in ms:
+  floor     (forwards) x (weights read once, at the bandwidth of a large copy in this run)
+  kv        the same for the keys and values of the rows' context
+  wall      the whole call, from rows to tokens on the host
+  fill      of it, writing the inputs and enqueuing their copy
+  eager     the same call without recorded loops
+A branch row belongs to a session; `branches` counts them per session.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks import report
+from benchmarks.gpu import copy_bandwidth, gpu_name, wall_ms
+from benchmarks.inflate import SHAPES
+from outrider.drafting.branches import Branch, EagerForks, ForkDrafter, Trunk, draft_branches, drop
+from outrider.drafting.chain_inputs import ChainInputs, LoopShape
+from outrider.drafting.draft_steps import ReadyRow, draft_chains
+from outrider.drafting.graph_chains import GraphChains, TorchDraws, make_shapes
+from outrider.engine.batch import RowSlice
+from outrider.engine.block_pool import BlockPool
+from outrider.engine.loader import build_paged_model
+from outrider.types import SamplingParams
+
+_PAGE_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. `branches` 0: chains."""
+
+    sessions: int
+    branches: int
+    temperature: float
+    floor_ms: float
+    kv_ms: float
+    wall_ms: float
+    fill_ms: float
+    eager_ms: float
+
+
+class Bench:
+    """A model of random weights, its recorded loops, and sessions of `context` tokens."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self.device = torch.device(args.device)
+        config = LlamaConfig(**SHAPES[args.shape], max_position_embeddings=8192)
+        with self.device:
+            torch.set_default_dtype(getattr(torch, args.dtype))
+            model = LlamaForCausalLM(config)
+            torch.set_default_dtype(torch.float32)
+        self.weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        sessions, branches = max(args.rows), max(args.branches, default=0)
+        tokens = args.context + 2 * (args.num_tokens + 1)
+        own = -(-(2 * args.num_tokens + 2) // _PAGE_SIZE) + 1  # pages of a branch at most
+        self.model = build_paged_model(
+            model,
+            page_size=_PAGE_SIZE,
+            num_pages=sessions * (-(-tokens // _PAGE_SIZE) + branches * own),
+            max_model_len=args.max_model_len,
+            self_test=False,
+            attention_backend=args.attention_backend,
+        )
+        self.kv_bytes = self.model.kv_bytes_per_page / _PAGE_SIZE
+        shapes = make_shapes(max_rows=sessions, query_lens=(2,), num_tokens=(args.num_tokens,))
+        if branches:
+            shapes += make_shapes(
+                max_rows=sessions * branches,
+                query_lens=(1,),
+                num_tokens=(args.num_tokens,),
+                fanout=args.fanout,
+            )
+        began = time.perf_counter()
+        self.graphs = self._record(shapes)
+        seconds = time.perf_counter() - began
+        print(f"{len(shapes)} loops recorded in {seconds:.1f} s", file=sys.stderr)
+        self._inputs = ChainInputs(
+            shapes,
+            max_model_len=self.model.max_model_len,
+            page_size=_PAGE_SIZE,
+            scratch_page=self.model.scratch_page,
+            device=self.device,
+        )
+        self.pool = BlockPool(self.model.num_pages)
+        self.tables = [
+            array("i", [self.pool.allocate() for _ in range(-(-tokens // _PAGE_SIZE))])
+            for _ in range(sessions)
+        ]
+
+    def _record(self, shapes: Sequence[LoopShape]) -> GraphChains:
+        if self.device.type != "cuda":  # to try this program out
+            return GraphChains(self.model, shapes, record=lambda work: work, draws=TorchDraws())
+        from outrider.drafting.triton_draws import TritonDraws
+        from outrider.engine.cuda.graphs import CudaGraphs
+
+        return GraphChains(self.model, shapes, record=CudaGraphs(), draws=TritonDraws())
+
+    def chains(self, sessions: int, temperature: float, bandwidth: float) -> Row:
+        """Half of the rows catch up one token, the others two."""
+        args = self._args
+        sampling = [SamplingParams(temperature=temperature, seed=i) for i in range(sessions)]
+        slices = [
+            RowSlice([7] * (1 + i % 2), args.context - 1 - i % 2, self.tables[i], 1)
+            for i in range(sessions)
+        ]
+        ready = [ReadyRow(args.context, args.num_tokens, params) for params in sampling]
+        shape = LoopShape(sessions, 2, args.num_tokens)
+        return self._row(
+            (sessions, 0, temperature),
+            args.num_tokens,
+            bandwidth,
+            lambda: self.graphs.draft(slices, ready),
+            lambda: self._inputs.fill(shape, slices, sampling),
+            lambda: draft_chains(self.model, slices, ready),
+        )
+
+    def branches(self, sessions: int, each: int, temperature: float, bandwidth: float) -> Row:
+        """The branches leave the chain at all places of it, one after another."""
+        args = self._args
+        trunks = [
+            Trunk(args.context, self.tables[i], SamplingParams(temperature=temperature, seed=i))
+            for i in range(sessions)
+        ]
+        wanted = [
+            Branch(i, j % (args.num_tokens + 1), 100 + j)
+            for j in range(each)
+            for i in range(sessions)
+        ]
+        slices = [
+            RowSlice([w.token], args.context + w.accepted, self.tables[w.trunk], 1) for w in wanted
+        ]
+        sampling = [trunks[w.trunk].sampling for w in wanted]
+        shape = LoopShape(len(wanted), 1, args.num_tokens, args.fanout)
+
+        def draft(drafter: ForkDrafter) -> None:
+            drafted = draft_branches(
+                drafter,
+                self.pool,
+                trunks,
+                wanted,
+                num_tokens=args.num_tokens,
+                fanout=args.fanout,
+            )
+            assert len(drafted) == len(wanted)
+            drop(self.pool, drafted)
+
+        return self._row(
+            (sessions, each, temperature),
+            args.num_tokens + 1,
+            bandwidth,
+            lambda: draft(self.graphs),
+            lambda: self._inputs.fill(shape, slices, sampling),
+            lambda: draft(EagerForks(self.model)),
+        )
+
+    def _row(
+        self,
+        what: tuple[int, int, float],
+        forwards: int,
+        bandwidth: float,
+        recorded: Callable[[], object],
+        fill: Callable[[], object],
+        eager: Callable[[], object],
+    ) -> Row:
+        rows = what[0] * max(1, what[1])
+        repeats = self._args.repeats
+        found = Row(
+            *what,
+            floor_ms=forwards * self.weights / bandwidth * 1e3,
+            kv_ms=forwards * rows * self._args.context * self.kv_bytes / bandwidth * 1e3,
+            wall_ms=wall_ms(recorded, self.device, repeats),
+            fill_ms=wall_ms(fill, self.device, repeats),
+            eager_ms=wall_ms(eager, self.device, max(3, repeats // 10)),
+        )
+        print(found, file=sys.stderr, flush=True)
+        return found
+
+
+def main() -> int:
+    args = _parser().parse_args()
+    bench = Bench(args)
+    bandwidth = copy_bandwidth(bench.device)
+    table: list[Row] = []
+    for temperature in args.temperatures:
+        table += [bench.chains(n, temperature, bandwidth) for n in args.rows]
+        table += [
+            bench.branches(n, m, temperature, bandwidth) for n in args.rows for m in args.branches
+        ]
+    setup = {
+        **report.machine(),
+        "gpu": gpu_name(),
+        "command": shlex.join(["python", "-m", "benchmarks.gpu_draft", *sys.argv[1:]]),
+        "copy_bandwidth": bandwidth,
+        "weight_bytes": bench.weights,
+    }
+    head = ["sessions", "branches", "T", "floor", "kv", "wall", "/ floor", "fill", "eager"]
+    lines = []
+    for row in table:
+        floor = row.floor_ms + row.kv_ms
+        times = [row.floor_ms, row.kv_ms, row.wall_ms, row.wall_ms / floor, row.fill_ms]
+        cells = [f"{x:.2f}" for x in (*times, row.eager_ms)]
+        lines.append([str(row.sessions), str(row.branches), f"{row.temperature:g}", *cells])
+    about = f"{setup['gpu']}; {bench.weights / 1e9:.2f} GB of weights; {bandwidth / 1e12:.2f} TB/s."
+    title = f"# Drafting {args.num_tokens} tokens, context {args.context}"
+    parts = [title, "", f"`{setup['command']}`", "", about, "", *report.table(head, lines), ""]
+    text = "\n".join(parts)
+    print(text)
+    report.write({"setup": setup, "results": [asdict(row) for row in table]}, text, args.out)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_draft",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
+    p.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], help="sessions")
+    p.add_argument("--branches", type=int, nargs="*", default=[8], help="per session")
+    p.add_argument("--num-tokens", type=int, default=4)
+    p.add_argument("--fanout", type=int, default=4)
+    p.add_argument("--context", type=int, default=512)
+    p.add_argument("--max-model-len", type=int, default=8192)
+    p.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    p.add_argument("--repeats", type=int, default=50)
+    p.add_argument("--attention-backend", help="default: the engine's choice")
+    p.add_argument("--dtype", default="bfloat16")
+    p.add_argument("--device", default="cuda")
+    p.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu_draft"))
+    return p
+
+
+if __name__ == "__main__":
+    sys.exit(main())
