@@ -167,6 +167,18 @@ def _triton(traits: AttentionTraits, device: torch.device) -> str | None:
     return _heads_fit(traits, 256, 1)
 
 
+def _numba(traits: AttentionTraits, device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return f"it runs on CPU, not {device.type}"
+    if traits.latent:
+        return "this model caches latents, which it cannot expand"
+    if traits.softcap or traits.sinks:
+        return "it knows no softcap and no attention sinks"
+    if traits.dtype is torch.float16:
+        return "it does not read float16"
+    return _heads_fit(traits, 1024, 32)
+
+
 def _programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -196,6 +208,12 @@ def _make_triton(traits: AttentionTraits, device: torch.device) -> AttentionBack
     return TritonBackend(_programs(device))
 
 
+def _make_numba(traits: AttentionTraits, device: torch.device) -> AttentionBackend:  # noqa: ARG001
+    from outrider.engine.cpu.attention import NumbaAttention
+
+    return NumbaAttention.backend(traits.dtype)
+
+
 _CHOICES = {
     "flash": _Choice(("flash_attn.cute",), "pip install 'outrider[cuda]'", _flash4, _make_flash4),
     "flash_attn": _Choice(
@@ -208,8 +226,9 @@ _CHOICES = {
         ("flashinfer",), "pip install 'outrider[flashinfer]'", _flashinfer, _make_flashinfer
     ),
     "triton": _Choice(("triton",), "it comes with torch for CUDA", _triton, _make_triton),
+    "numba": _Choice(("numba",), "pip install numba", _numba, _make_numba),
     "sdpa": _Choice((), "", lambda *_: None, lambda *_: SdpaAttention),
 }
 # FlashInfer only by name: it plans every step on the host, and outside a captured graph.
-_AUTOMATIC = ("flash", "flash_attn", "triton", "sdpa")
+_AUTOMATIC = ("flash", "flash_attn", "triton", "numba", "sdpa")
 BACKEND_NAMES = tuple(_CHOICES)

@@ -117,11 +117,15 @@ def build_paged_model(
 
 
 def _llama_ops(device: torch.device, dtype: torch.dtype) -> LlamaOps:
-    if device.type != "cuda" or dtype is torch.float64:
-        return TorchOps()
-    from outrider.engine.cuda.triton_ops import TritonOps
+    if device.type == "cpu" and dtype is not torch.float16:
+        from outrider.engine.cpu.ops import NumbaOps
 
-    return TritonOps()
+        return NumbaOps(dtype)
+    if device.type == "cuda" and dtype is not torch.float64:
+        from outrider.engine.cuda.triton_ops import TritonOps
+
+        return TritonOps()
+    return TorchOps()
 
 
 def _read(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:

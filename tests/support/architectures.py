@@ -62,8 +62,9 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
         sliding_window=7,
         layer_types=_HYBRID,
     ),
-    "qwen3": _build("Qwen3Config", "Qwen3ForCausalLM"),
-    "mistral": _build("MistralConfig", "MistralForCausalLM", sliding_window=9),
+    # Heads of 32: what the compiled attention of a CPU asks for.
+    "qwen3": _build("Qwen3Config", "Qwen3ForCausalLM", head_dim=32),
+    "mistral": _build("MistralConfig", "MistralForCausalLM", sliding_window=9, head_dim=32),
     "gemma2": _build(
         "Gemma2Config",
         "Gemma2ForCausalLM",

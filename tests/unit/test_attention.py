@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.engine.attention import AttentionParams
+from outrider.engine.attention import AttentionBackend, AttentionParams
 from outrider.engine.batch import RowSlice, pack
+from outrider.engine.cpu.attention import NumbaAttention
 from outrider.engine.kv_cache import KVPools, LayerPool
 from outrider.engine.sdpa import SdpaAttention
 from outrider.engine.step_context import split_by_context
@@ -32,6 +33,13 @@ params_strategy = st.builds(
     sliding_window=st.sampled_from([None, 1, 3, 12, 100]),
     softcap=st.sampled_from([None, 1.5]),
     sinks=st.sampled_from([None, torch.linspace(-2, 2, KV_HEADS * GROUP, dtype=torch.float64)]),
+)
+
+
+unmodified_strategy = st.builds(
+    AttentionParams,
+    scaling=st.just(0.2),
+    sliding_window=st.sampled_from([None, 1, 3, 12, 33, 100]),
 )
 
 
@@ -86,18 +94,20 @@ def _both(
     rows: list[tuple[int, int]],
     params: AttentionParams,
     dtype: torch.dtype,
-    value_dim: int = DIM,
+    value_dim: int | None = None,
     *,
+    dim: int = DIM,
+    backend: AttentionBackend = SdpaAttention,
     page_major: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(paged, dense) outputs for the same random step."""
     torch.manual_seed(0)
     slices, num_pages = _scattered(rows, seed=len(rows))
     pools = KVPools(num_pages, PAGE_SIZE, dtype, CPU, page_major=page_major)
-    pool = pools.allocate(0, KV_HEADS, DIM, value_dim)
+    pool = pools.allocate(0, KV_HEADS, dim, value_dim or dim)
     filled = _fill(pool, slices)
-    attention = SdpaAttention(pack(slices, PAGE_SIZE, CPU))
-    query = torch.randn(sum(new for _, new in rows), KV_HEADS, GROUP, DIM).to(dtype)
+    attention = backend(pack(slices, PAGE_SIZE, CPU))
+    query = torch.randn(sum(new for _, new in rows), KV_HEADS, GROUP, dim).to(dtype)
     paged = attention.attend(query, pool, params)
     dense = [
         _dense_row(q.double(), keys.double(), values.double(), params)
@@ -113,6 +123,28 @@ def test_any_mix_of_rows_equals_dense_attention(
 ) -> None:
     paged, dense = _both(rows, params, torch.float64, page_major=page_major)
     torch.testing.assert_close(paged, dense)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows_strategy, unmodified_strategy, st.sampled_from([32, 64]))
+def test_compiled_attention_equals_dense_attention(
+    rows: list[tuple[int, int]], params: AttentionParams, dim: int
+) -> None:
+    backend = NumbaAttention.backend(torch.float64)
+    paged, dense = _both(rows, params, torch.float64, dim=dim, backend=backend)
+    torch.testing.assert_close(paged, dense)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 2e-6), (torch.bfloat16, 0.01)])
+@pytest.mark.parametrize("rows", [[(700, 5)], [(40, 1)] * 7, [(0, 300)], [(3, 8), (900, 1)]])
+@pytest.mark.parametrize("window", [None, 50])
+def test_compiled_attention_is_as_exact_as_its_elements(
+    dtype: torch.dtype, error: float, rows: list[tuple[int, int]], window: int | None
+) -> None:
+    params = AttentionParams(0.125, sliding_window=window)
+    backend = NumbaAttention.backend(dtype)
+    paged, dense = _both(rows, params, dtype, dim=64, backend=backend)
+    torch.testing.assert_close(paged, dense, atol=error, rtol=error)
 
 
 @pytest.mark.parametrize("rows", [[(700, 5)], [(200, 1)] * 4, [(130, 5), (300, 1), (90, 3)]])

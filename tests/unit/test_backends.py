@@ -23,13 +23,31 @@ LLAMA_8B = AttentionTraits(
 )
 
 
-def test_a_cpu_gets_plain_torch() -> None:
+def test_a_cpu_gets_compiled_attention_where_that_knows_the_layer() -> None:
     backend = choose_backend(None, LLAMA_8B, CPU)
-    assert backend is SdpaAttention
+    assert backend is not SdpaAttention
     assert not is_capturable(backend)
+    assert choose_backend("sdpa", LLAMA_8B, CPU) is SdpaAttention
 
 
-@pytest.mark.parametrize("name", [name for name in BACKEND_NAMES if name != "sdpa"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"softcap": True},
+        {"sinks": True},
+        {"latent": True},
+        {"head_dims": frozenset({64, 80})},
+        {"dtype": torch.float16},
+    ],
+)
+def test_a_cpu_gets_plain_torch_for_anything_else(change: dict[str, object]) -> None:
+    traits = replace(LLAMA_8B, **change)  # type: ignore[arg-type]
+    assert choose_backend(None, traits, CPU) is SdpaAttention
+    with pytest.raises(ConfigError, match="'numba' cannot be used"):
+        choose_backend("numba", traits, CPU)
+
+
+@pytest.mark.parametrize("name", [name for name in BACKEND_NAMES if name not in ("numba", "sdpa")])
 def test_a_gpu_backend_on_a_cpu_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="needs a CUDA device"):
         choose_backend(name, LLAMA_8B, CPU)

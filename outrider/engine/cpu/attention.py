@@ -1,0 +1,78 @@
+"""Attention that reads keys and values in their pages, by a compiled kernel.
+
+A block of a row's queries, with all heads that share a key head, reads each key once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.attention import AttentionBackend, AttentionParams
+from outrider.engine.batch import PackedBatch
+from outrider.engine.cpu import attend
+from outrider.engine.cpu.team import Kernel
+from outrider.engine.kv_cache import LayerPool
+
+_TEAM_SIZE = 1 << 12  # scores per call from which waking the other threads pays
+
+
+class NumbaAttention:
+    """Implements `StepAttention` over a `HeadMajorPool` whose keys are as wide as its values.
+
+    The width is a multiple of `attend.DIM_STEP`; softcap and sinks are not supported.
+    """
+
+    def __init__(self, batch: PackedBatch, kernel: Kernel) -> None:
+        self.batch = batch
+        self._kernel = kernel
+        self._blocks, self._pairs = _blocks(batch)
+
+    @staticmethod
+    def backend(dtype: torch.dtype) -> AttentionBackend:
+        """Compiles the kernel, or loads what was compiled before."""
+        kernel = Kernel(attend.attend, "15qd", dtype)
+        return lambda batch: NumbaAttention(batch, kernel)
+
+    def attend(self, query: Tensor, pool: LayerPool, params: AttentionParams) -> Tensor:
+        tokens, kv_heads, group, dim = query.shape
+        batch = self.batch
+        longest = batch.max_context_len
+        out = query.new_empty(tokens, kv_heads, group, dim)
+        self._kernel(
+            self._pairs * kv_heads * group >= _TEAM_SIZE,
+            len(self._blocks) * kv_heads,
+            self._blocks.ctypes.data,
+            query.data_ptr(),
+            out.data_ptr(),
+            pool.keys.data_ptr(),
+            pool.values.data_ptr(),
+            batch.block_table.data_ptr(),
+            query.stride(0),
+            longest,
+            kv_heads,
+            group,
+            dim,
+            pool.keys.shape[1],
+            batch.block_table.shape[1],
+            batch.page_size,
+            min(params.sliding_window or longest, longest),
+            params.scaling,
+        )
+        return out
+
+
+def _blocks(batch: PackedBatch) -> tuple[NDArray[np.int64], int]:
+    """The kernel's blocks [n, 4], and how many pairs of query and key there are."""
+    blocks = []
+    pairs = first = 0
+    for row, (count, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+        pairs += count * context
+        start = context - count
+        for done in range(0, count, attend.QUERY_BLOCK):
+            size = min(attend.QUERY_BLOCK, count - done)
+            blocks.append((row, first + done, size, start + done))
+        first += count
+    return np.array(blocks, np.int64), pairs

@@ -1,0 +1,120 @@
+"""What lies between the products of a Llama layer, compiled. See `scalars` for the form.
+
+Rounds where `TorchOps` rounds.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import numpy as np
+
+from outrider.engine.cpu.scalars import (
+    array,
+    bits,
+    element_of,
+    exp,
+    narrow,
+    take,
+    values_of,
+    wide_of,
+    widen,
+)
+
+
+def rms_norm(arguments):
+    """Arguments: x, weight, out, hidden, eps; an item is a token."""
+    args, element, wide = values_of(arguments), element_of(arguments), wide_of(arguments)
+    tokens, hidden, eps = args[1], args[5], wide(bits(args[6]))
+    x = array(args[2], tokens * hidden, element)
+    weight = array(args[3], hidden, element)
+    out = array(args[4], tokens * hidden, element)
+    token = take(arguments)
+    while token < tokens:
+        row = x[token * hidden : (token + 1) * hidden]
+        to = out[token * hidden : (token + 1) * hidden]
+        total = wide(0)
+        for i in range(hidden):
+            total += widen(row[i]) * widen(row[i])
+        scale = wide(1) / np.sqrt(total / wide(hidden) + eps)
+        for i in range(hidden):
+            to[i] = narrow(widen(row[i]) * scale * widen(weight[i]), element)
+        token = take(arguments)
+
+
+def qk_norm(arguments):
+    """Arguments: qkv, weight, stride of a token, heads, dim, eps; an item is a token."""
+    args, element, wide = values_of(arguments), element_of(arguments), wide_of(arguments)
+    tokens, stride, heads, dim, eps = args[1], args[4], args[5], args[6], wide(bits(args[7]))
+    qkv = array(args[2], tokens * stride, element)
+    weight = array(args[3], heads * dim, element)
+    token = take(arguments)
+    while token < tokens:
+        for head in range(heads):
+            start = token * stride + head * dim
+            x = qkv[start : start + dim]
+            w = weight[head * dim : (head + 1) * dim]
+            total = wide(0)
+            for i in range(dim):
+                total += widen(x[i]) * widen(x[i])
+            scale = wide(1) / np.sqrt(total / wide(dim) + eps)
+            for i in range(dim):
+                normed = widen(narrow(widen(x[i]) * scale, element))
+                x[i] = narrow(normed * widen(w[i]), element)
+        token = take(arguments)
+
+
+def rotate_and_store(arguments):
+    """Arguments: qkv, rope, slots, keys, values, heads, kv_heads, dim, number of slots."""
+    args, element = values_of(arguments), element_of(arguments)
+    tokens, heads, kv_heads, dim, num_slots = args[1], args[7], args[8], args[9], args[10]
+    stride, half, pool_size = (heads + 2 * kv_heads) * dim, dim // 2, kv_heads * num_slots * dim
+    qkv = array(args[2], tokens * stride, element)
+    rope = array(args[3], tokens * 2 * dim, element)
+    slots = array(args[4], tokens, np.int64)
+    keys = array(args[5], pool_size, element)
+    values = array(args[6], pool_size, element)
+    token = take(arguments)
+    while token < tokens:
+        cos = rope[token * 2 * dim :][:dim]
+        sin = rope[token * 2 * dim + dim :][:dim]
+        for head in range(heads + kv_heads):
+            start = token * stride + head * dim
+            first, second = qkv[start : start + half], qkv[start + half : start + dim]
+            if head < heads:
+                to = qkv[start : start + dim]
+            else:
+                at = ((head - heads) * num_slots + slots[token]) * dim
+                to = keys[at : at + dim]
+            for i in range(half):
+                a, b = widen(first[i]), widen(second[i])
+                turned_a = widen(narrow(a * widen(cos[i]), element)) + b * widen(sin[i])
+                turned_b = widen(narrow(b * widen(cos[half + i]), element)) + a * widen(
+                    sin[half + i]
+                )
+                to[i] = narrow(turned_a, element)
+                to[half + i] = narrow(turned_b, element)
+        for head in range(kv_heads):
+            start = token * stride + (heads + kv_heads + head) * dim
+            at = (head * num_slots + slots[token]) * dim
+            for i in range(dim):
+                values[at + i] = qkv[start + i]
+        token = take(arguments)
+
+
+def silu_mul(arguments):
+    """Arguments: gate_up, out, width; an item is a token."""
+    args, element, wide = values_of(arguments), element_of(arguments), wide_of(arguments)
+    tokens, width = args[1], args[4]
+    gate_up = array(args[2], tokens * 2 * width, element)
+    out = array(args[3], tokens * width, element)
+    token = take(arguments)
+    while token < tokens:
+        gate = gate_up[token * 2 * width :][:width]
+        up = gate_up[token * 2 * width + width :][:width]
+        to = out[token * width : (token + 1) * width]
+        for i in range(width):
+            x = widen(gate[i])
+            silu = widen(narrow(x / (wide(1) + exp(-x)), element))
+            to[i] = narrow(silu * widen(up[i]), element)
+        token = take(arguments)

@@ -1,0 +1,61 @@
+"""`LlamaOps` by compiled kernels: one call of a microsecond or two each."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.engine.cpu import elementwise
+from outrider.engine.cpu.team import Kernel
+from outrider.engine.kv_cache import LayerPool
+
+_TEAM_SIZE = 1 << 16  # elements from which waking the other threads pays
+
+
+class NumbaOps:
+    """Rounds where `TorchOps` does. Compiles, or loads what was compiled before, when made."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._rms_norm = Kernel(elementwise.rms_norm, "4qd", dtype)
+        self._qk_norm = Kernel(elementwise.qk_norm, "5qd", dtype)
+        self._rotate_and_store = Kernel(elementwise.rotate_and_store, "9q", dtype)
+        self._silu_mul = Kernel(elementwise.silu_mul, "3q", dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        tokens, hidden = x.shape
+        out = torch.empty_like(x)
+        team = tokens * hidden >= _TEAM_SIZE
+        self._rms_norm(team, tokens, x.data_ptr(), weight.data_ptr(), out.data_ptr(), hidden, eps)
+        return out
+
+    def qk_norm_(self, qkv: Tensor, weight: Tensor, eps: float) -> None:
+        tokens, stride = qkv.shape
+        heads, dim = weight.shape
+        team = tokens * heads * dim >= _TEAM_SIZE
+        self._qk_norm(team, tokens, qkv.data_ptr(), weight.data_ptr(), stride, heads, dim, eps)
+
+    def rotate_and_store(self, qkv: Tensor, rope: Tensor, slots: Tensor, pool: LayerPool) -> Tensor:
+        tokens, stride = qkv.shape
+        kv_heads, dim, _ = pool.shape
+        heads = stride // dim - 2 * kv_heads
+        self._rotate_and_store(
+            tokens * stride >= _TEAM_SIZE,
+            tokens,
+            qkv.data_ptr(),
+            rope.data_ptr(),
+            slots.data_ptr(),
+            pool.keys.data_ptr(),
+            pool.values.data_ptr(),
+            heads,
+            kv_heads,
+            dim,
+            pool.keys.shape[1],
+        )
+        return qkv[:, : heads * dim].view(tokens, kv_heads, -1, dim)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(tokens, width)
+        team = tokens * width * 4 >= _TEAM_SIZE  # an exponential each
+        self._silu_mul(team, tokens, gate_up.data_ptr(), out.data_ptr(), width)
+        return out

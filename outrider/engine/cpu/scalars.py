@@ -1,0 +1,176 @@
+"""What every compiled loop is made of: its arguments, its element types, and `exp`.
+
+A kernel is a C function of one pointer, because that is what a team of OpenMP threads can run (see
+`team`). The pointer leads to int64 arguments: the first counts the items taken so far, the second
+is their number, tensors are addresses. Threads take items until none is left.
+
+Elements are float32, float64, or uint16 for bfloat16, which is the upper half of a float32. Sums
+run in the "wide" type: float32 for bfloat16, else the element's own.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, import-untyped"
+# ruff: noqa: ARG001, ARG005, E501
+
+from __future__ import annotations
+
+import math
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, overload, register_model
+from numba.np.numpy_support import as_dtype
+
+# Sums may be reordered, else nothing vectorises. NaN and infinity keep their meaning.
+OPTIONS: dict[str, Any] = {
+    "fastmath": {"reassoc", "contract", "arcp", "nsz"},
+    "error_model": "numpy",
+}
+loop = njit(**OPTIONS)
+_as_written = njit(fastmath={"contract"}, error_model="numpy")
+
+# Numba keeps compiled code as long as the file of the kernel itself is unchanged, no matter what
+# it calls. With this in its type a kernel is compiled anew after any change in this folder.
+_VERSION = zlib.crc32(b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py"))))
+
+
+class Arguments(types.Type):
+    """The pointer that a kernel gets; it stands for the tensors' element type as well."""
+
+    def __init__(self, element: Any) -> None:
+        self.element = element
+        super().__init__(f"Arguments({element}, {_VERSION})")
+
+
+@register_model(Arguments)
+class _ArgumentsModel(models.PrimitiveModel):
+    def __init__(self, manager, arguments):
+        super().__init__(manager, arguments, ir.IntType(64).as_pointer())
+
+
+@intrinsic
+def values_of(_context, arguments):
+    """The arguments as a pointer that can be indexed."""
+    return types.CPointer(types.int64)(arguments), lambda _, __, ___, args: args[0]
+
+
+@intrinsic
+def take(_context, arguments):
+    """The number of the next item; each goes to one thread."""
+
+    def generate(_, builder, __, args):
+        one = ir.Constant(ir.IntType(64), 1)
+        return builder.atomic_rmw("add", args[0], one, "monotonic")
+
+    return types.int64(arguments), generate
+
+
+def element_of(arguments: Any) -> Any:
+    """The type of the tensors' elements."""
+    raise NotImplementedError
+
+
+@overload(element_of)
+def _element_of(arguments):
+    element = as_dtype(arguments.element).type
+    return lambda arguments: element
+
+
+def wide_of(arguments: Any) -> Any:
+    """The type of sums."""
+    raise NotImplementedError
+
+
+@overload(wide_of)
+def _wide_of(arguments):
+    bfloat16 = arguments.element == types.uint16
+    wide = np.float32 if bfloat16 else as_dtype(arguments.element).type
+    return lambda arguments: wide
+
+
+@intrinsic
+def _pointer(_context, address):
+    def generate(_, builder, __, args):
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(address), generate
+
+
+@loop
+def array(address, size, dtype):
+    """The memory at an address."""
+    return carray(_pointer(address), (size,), dtype)
+
+
+@intrinsic
+def bits(_context, x):
+    """float32 as uint32, uint32 as float32, int64 as float64, bit by bit."""
+    target = {types.float32: types.uint32, types.uint32: types.float32, types.int64: types.float64}
+
+    def generate(context, builder, _, args):
+        return builder.bitcast(args[0], context.get_value_type(target[x]))
+
+    return target[x](x), generate
+
+
+def widen(x: Any) -> Any:
+    """An element as a number to count with."""
+    raise NotImplementedError
+
+
+@overload(widen)
+def _widen(x):
+    if x == types.uint16:
+        return lambda x: bits(np.uint32(np.uint32(x) << np.uint32(16)))
+    return lambda x: x
+
+
+def narrow(x: Any, element: Any) -> Any:
+    """A number as an element: the nearest one, the even one of two."""
+    raise NotImplementedError
+
+
+@overload(narrow)
+def _narrow(x, element):
+    if element.dtype != types.uint16:
+        return lambda x, element: x
+
+    def round_to_even(x, element):
+        word = bits(x)
+        word = np.uint32(word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1)))
+        return np.uint16(word >> np.uint32(16)) if x == x else np.uint16(0x7FC0)
+
+    return round_to_even
+
+
+def exp(x: Any) -> Any:
+    """In float32 within 1.4 units in the last place, and in a form that vectorises."""
+    raise NotImplementedError
+
+
+@overload(exp)
+def _exp(x):
+    if x == types.float32:
+        return lambda x: _exp32(x)
+    return lambda x: math.exp(x)
+
+
+@_as_written
+def _exp32(x):
+    """Cephes' expf: exp(x) = 2**n * exp(r) with |r| <= log(2) / 2, and a polynomial for exp(r)."""
+    x = min(max(x, np.float32(-87.0)), np.float32(89.0))  # exp(89) becomes infinite
+    shifted = x * np.float32(1.4426950408889634) + np.float32(12582912.0)  # 1.5 * 2**23: rounds
+    n = shifted - np.float32(12582912.0)
+    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * (r * r) + r + np.float32(1.0)
+    return p * bits(np.uint32((bits(shifted) << np.uint32(23)) + np.uint32(0x3F800000)))

@@ -1,0 +1,157 @@
+"""Vectors of 16 numbers inside Numba functions: what its compiler does not find by itself."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, import-untyped"
+# ruff: noqa: ARG001, E501
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, models, register_model
+
+LANES = 16
+
+
+class Vector(types.Type):
+    """16 numbers of one type, in registers."""
+
+    def __init__(self, number):
+        self.number = number
+        super().__init__(name=f"Vector({number})")
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager, vector):
+        number = manager.lookup(vector.number).get_value_type()
+        super().__init__(manager, vector, ir.VectorType(number, LANES))
+
+
+def _at(context, builder, array_type, array, index):
+    """A pointer to a vector of elements; arrays are only as aligned as their elements."""
+    data = context.make_array(array_type)(context, builder, array).data
+    pointer = builder.gep(data, [index])
+    element = context.get_data_type(array_type.dtype)
+    return builder.bitcast(pointer, ir.VectorType(element, LANES).as_pointer())
+
+
+def _alignment(context, array_type):
+    return context.get_abi_sizeof(context.get_data_type(array_type.dtype))
+
+
+@intrinsic
+def load(_context, array, index):
+    """array[index : index + 16], widened if it is of bfloat16."""
+    bfloat16 = array.dtype == types.uint16
+    vector = Vector(types.float32 if bfloat16 else array.dtype)
+
+    def generate(context, builder, _, args):
+        loaded = builder.load(_at(context, builder, array, args[0], args[1]))
+        loaded.align = _alignment(context, array)
+        if not bfloat16:
+            return loaded
+        words = ir.VectorType(ir.IntType(32), LANES)
+        bits = builder.shl(builder.zext(loaded, words), ir.Constant(words, [16] * LANES))
+        return builder.bitcast(bits, context.get_value_type(vector))
+
+    return vector(array, types.intp), generate
+
+
+@intrinsic
+def store(_context, array, index, vector):
+    """array[index : index + 16] = vector."""
+
+    def generate(context, builder, _, args):
+        stored = builder.store(args[2], _at(context, builder, array, args[0], args[1]))
+        stored.align = _alignment(context, array)
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp, vector), generate
+
+
+@intrinsic
+def splat(_context, x):
+    """16 times x."""
+    vector = Vector(x)
+
+    def generate(context, builder, _, args):
+        return _shuffle(builder, _first(context, builder, vector, args[0]), [0] * LANES)
+
+    return vector(x), generate
+
+
+def _first(context, builder, vector, x):
+    empty = ir.Constant(context.get_value_type(vector), ir.Undefined)
+    return builder.insert_element(empty, x, ir.Constant(ir.IntType(32), 0))
+
+
+def _shuffle(builder, vector, lanes, other=None):
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
+    other = ir.Constant(vector.type, ir.Undefined) if other is None else other
+    return builder.shuffle_vector(vector, other, mask)
+
+
+@intrinsic
+def fma(_context, a, b, c):
+    """a * b + c."""
+
+    def generate(_, builder, __, args):
+        x, y, z = args
+        return builder.fadd(builder.fmul(x, y, flags=["contract"]), z, flags=["contract"])
+
+    return a(a, b, c), generate
+
+
+def _larger(builder, x, y):
+    return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+
+@intrinsic
+def larger(_context, a, b):
+    """The larger of each pair of lanes."""
+
+    def generate(_, builder, __, args):
+        return _larger(builder, *args)
+
+    return a(a, b), generate
+
+
+@intrinsic
+def largest(_context, vector):
+    """The largest lane."""
+
+    def generate(_, builder, __, args):
+        (x,) = args
+        for half in (8, 4, 2, 1):
+            low = _shuffle(builder, x, list(range(half)))
+            x = _larger(builder, low, _shuffle(builder, x, list(range(half, 2 * half))))
+        return builder.extract_element(x, ir.Constant(ir.IntType(32), 0))
+
+    return vector.number(vector), generate
+
+
+def _meet(builder, x, y, width):
+    """Lanes in blocks of `width`, x's and y's in turn, each added to its neighbour."""
+    from_x = [i // width % 2 == 0 for i in range(LANES)]
+    first = [i if own else i - width + LANES for i, own in enumerate(from_x)]
+    second = [i + width if own else i + LANES for i, own in enumerate(from_x)]
+    return builder.fadd(_shuffle(builder, x, first, y), _shuffle(builder, x, second, y))
+
+
+@intrinsic
+def store_sums(_context, array, index, a, b, c, d):
+    """array[index : index + 4] = the sums of a, b, c and d over their lanes."""
+
+    def generate(context, builder, _, args):
+        a, b, c, d = args[2:]
+        sums = _meet(builder, _meet(builder, a, b, 1), _meet(builder, c, d, 1), 2)
+        for half in (8, 4):
+            low = _shuffle(builder, sums, list(range(half)))
+            sums = builder.fadd(low, _shuffle(builder, sums, list(range(half, 2 * half))))
+        pointer = builder.bitcast(
+            _at(context, builder, array, args[0], args[1]), sums.type.as_pointer()
+        )
+        builder.store(sums, pointer).align = _alignment(context, array)
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp, a, b, c, d), generate
