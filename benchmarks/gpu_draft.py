@@ -78,10 +78,10 @@ class Bench:
             attention_backend=args.attention_backend,
         )
         self.kv_bytes = self.model.kv_bytes_per_page / _PAGE_SIZE
-        shapes = make_shapes(max_rows=sessions, query_lens=(2,), num_tokens=(args.num_tokens,))
+        shapes = make_shapes(rows=args.rows, query_lens=(2,), num_tokens=(args.num_tokens,))
         if branches:
             shapes += make_shapes(
-                max_rows=sessions * branches,
+                rows=[n * m for n in args.rows for m in args.branches],
                 query_lens=(1,),
                 num_tokens=(args.num_tokens,),
                 fanout=args.fanout,

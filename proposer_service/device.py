@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
+from outrider.drafting.branch_plan import NUM_RANKS
+from outrider.drafting.chain_inputs import LoopShape
 from outrider.drafting.graph_chains import GraphChains, make_shapes
 from outrider.drafting.triton_draws import TritonDraws
 from outrider.engine.cuda.graphs import CudaGraphs
@@ -13,16 +16,42 @@ from outrider.engine.paged_model import PagedModel
 from outrider.errors import ConfigError
 from outrider.rpc.runtime import progress
 
-_MAX_ROWS = 128
-"""Of one loop; more sessions take several."""
-_QUERY_LENS = (2, 8)
-"""Tokens to catch up: after most rounds, and after some that went on without a draft."""
+_ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
+"""Of one loop; what fills up costs little, as long as the weights are what takes the time."""
+_ROWS_CUT = (4, 32, 128)
+_CATCH_UP, _LONG_CATCH_UP = 2, 8
+"""Tokens: after most rounds, and after some that went on without a draft."""
 _NUM_TOKENS = (1, 2, 3, 4, 6, 8, 12)
 
 
-def record_loops(
-    model: PagedModel, *, max_sessions: int, max_draft_tokens: int
-) -> GraphChains | None:
+def loop_shapes(*, max_sessions: int, max_draft_tokens: int, max_branches: int) -> list[LoopShape]:
+    """What is recorded: chains, and for running ahead chains with candidates and branches."""
+    lengths = [*(k for k in _NUM_TOKENS if k < max_draft_tokens), max_draft_tokens]
+    kinds = [(max_sessions, (_CATCH_UP,), 0)]
+    if max_branches:
+        kinds.append((max_sessions, (_CATCH_UP,), NUM_RANKS))
+        kinds.append((max_sessions * max_branches, (1,), NUM_RANKS))
+    shapes = make_shapes(
+        rows=_up_to(max_sessions, _ROWS), query_lens=(_LONG_CATCH_UP,), num_tokens=lengths
+    )
+    for cut, sizes in ((False, _ROWS), (True, _ROWS_CUT)):
+        for count, query_lens, fanout in kinds:
+            shapes += make_shapes(
+                rows=_up_to(count, sizes),
+                query_lens=query_lens,
+                num_tokens=lengths,
+                fanout=fanout,
+                cut=cut,
+            )
+    return shapes
+
+
+def _up_to(count: int, sizes: Sequence[int]) -> list[int]:
+    """The sizes below `count`, and the next one if there is one."""
+    return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < count]
+
+
+def record_loops(model: PagedModel, shapes: Sequence[LoopShape]) -> GraphChains | None:
     """The recorded draft loops, or None (said aloud) if the attention cannot be recorded.
 
     Raises `ConfigError` if they do not fit into the device's memory.
@@ -31,21 +60,15 @@ def record_loops(
         progress("proposer", "this attention backend cannot be recorded: every forward is launched")
         return None
     began = time.perf_counter()
-    shapes = [
-        shape
-        for cut in (False, True)
-        for shape in make_shapes(
-            max_rows=min(max_sessions, _MAX_ROWS),
-            query_lens=_QUERY_LENS,
-            num_tokens=[*(k for k in _NUM_TOKENS if k < max_draft_tokens), max_draft_tokens],
-            cut=cut,
-        )
-    ]
+    free = torch.cuda.mem_get_info(model.device)[0]
 
     def on_progress(done: int, total: int) -> None:
         if done * 10 // total > (done - 1) * 10 // total:
             seconds = time.perf_counter() - began
-            progress("proposer", f"recorded {done} of {total} draft loops ({seconds:.1f} s)")
+            mib = (free - torch.cuda.mem_get_info(model.device)[0]) // 2**20
+            progress(
+                "proposer", f"recorded {done} of {total} draft loops: {seconds:.1f} s, {mib} MiB"
+            )
 
     try:
         return GraphChains(

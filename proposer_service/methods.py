@@ -74,11 +74,15 @@ def _build_draft_model(config: ProposerConfig, method: DraftModelConfig) -> tupl
         ) from error
     chain_drafter: ChainDrafter | None = None
     if method.device == "cuda":
-        from proposer_service.device import record_loops  # without CUDA there may be no Triton
+        # Imported here: without CUDA there may be no Triton.
+        from proposer_service.device import loop_shapes, record_loops
 
-        chain_drafter = record_loops(
-            model, max_sessions=config.max_sessions, max_draft_tokens=config.max_draft_tokens
+        shapes = loop_shapes(
+            max_sessions=config.max_sessions,
+            max_draft_tokens=config.max_draft_tokens,
+            max_branches=0,
         )
+        chain_drafter = record_loops(model, shapes)
     elif dtype is torch.float32 and method.threads == 1:
         chain_drafter = LlamaChains.load(folder, model.pools, model.max_model_len)
     proposer = DraftModelProposer(

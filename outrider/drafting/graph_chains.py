@@ -69,17 +69,16 @@ class TorchDraws:
 
 def make_shapes(
     *,
-    max_rows: int,
+    rows: Iterable[int],
     query_lens: Sequence[int],
     num_tokens: Sequence[int],
     fanout: int = 0,
     cut: bool = False,
 ) -> list[LoopShape]:
-    """Loops for powers of two of rows up to `max_rows`, and all combinations of the rest."""
-    rows = [2**i for i in range(max_rows.bit_length()) if 2**i < max_rows]
+    """Loops for all combinations."""
     return [
         LoopShape(n, query_len, k, fanout, cut)
-        for n in (*rows, max_rows)
+        for n in rows
         for query_len in query_lens
         for k in num_tokens
     ]

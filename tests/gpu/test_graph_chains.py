@@ -111,7 +111,7 @@ def test_graphs_draft_what_the_eager_way_drafts() -> None:
         for fanout in (0, 3)
         for cut in (False, True)
         for shape in make_shapes(
-            max_rows=8, query_lens=(2,), num_tokens=(4,), fanout=fanout, cut=cut
+            rows=(1, 4, 8), query_lens=(2,), num_tokens=(4,), fanout=fanout, cut=cut
         )
     ]
     drafter = GraphChains(model, shapes, record=CudaGraphs(), draws=TritonDraws())
@@ -132,7 +132,7 @@ def test_graphs_draft_what_the_eager_way_drafts() -> None:
 @graphs
 def test_a_loop_copies_pages_first() -> None:
     model = llama()
-    shapes = make_shapes(max_rows=4, query_lens=(1,), num_tokens=(4,), fanout=2)
+    shapes = make_shapes(rows=(2, 4), query_lens=(1,), num_tokens=(4,), fanout=2)
     drafter = GraphChains(model, shapes, record=CudaGraphs(), draws=TritonDraws())
     rng = random.Random(2)
     text = [rng.randrange(1000) for _ in range(21)]

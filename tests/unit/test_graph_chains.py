@@ -32,7 +32,7 @@ def drafter_of(model: Recordable, max_rows: int = 4) -> GraphChains:
         for fanout in (0, 3)
         for cut in (False, True)
         for shape in make_shapes(
-            max_rows=max_rows, query_lens=(1, 3), num_tokens=(2, 5), fanout=fanout, cut=cut
+            rows=(1, 2, max_rows), query_lens=(1, 3), num_tokens=(2, 5), fanout=fanout, cut=cut
         )
     ]
     return GraphChains(model, shapes, record=rerun, draws=TorchDraws())
