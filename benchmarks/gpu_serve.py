@@ -53,7 +53,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--scorer-flags", type=shlex.split, default=[], help="more of them, quoted")
     p.add_argument("--proposer-flags", type=shlex.split, default=[], help="more of them, quoted")
     p.add_argument("--vllm", help="a folder of vLLM's wheels for this Python, or another Python")
-    p.add_argument("--vllm-memory", type=float, default=0.25, help="of the GPU, for each engine")
+    p.add_argument("--scorer-memory", type=float, default=0.3, help="part of the GPU")
+    p.add_argument("--vllm-memory", type=float, default=0.22, help="the same, for each engine")
     p.add_argument("--soak", type=float, default=0.0, metavar="SECONDS")
     p.add_argument("--soak-requests", type=int, default=128, help="in flight at once")
     p.add_argument("--start-timeout", type=float, default=300.0, help="seconds, per process")
@@ -133,7 +134,9 @@ def say(message: str) -> None:
 
 def _stack_config(args: argparse.Namespace) -> StackConfig:
     synthetic = args.synthetic_acceptance_length
-    flags = list(args.scorer_flags)
+    flags = [*args.scorer_flags]
+    if args.device != "cpu":
+        flags += ["--gpu-memory-utilization", str(args.scorer_memory)]
     if synthetic is not None:
         flags += ["--synthetic-acceptance-length", str(synthetic)]
     return StackConfig(
