@@ -45,7 +45,7 @@ class LlamaChains:
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(config)
-        if not can_run(model, max_model_len):
+        if not can_run(model, max_model_len) or pools.page_size % 4:
             return None
         try:
             weights = read_weights(folder, model, max_model_len)

@@ -124,7 +124,7 @@ def _forward(weights: Weights, pools: tuple[Floats, ...], fed: Fed) -> Floats:
     """Normed last hidden states [num_tokens, hidden]; writes keys and values."""
     kv_heads, page_size, dim = pools[0].shape[0] // 2, pools[0].shape[2], pools[0].shape[3]
     num_tokens, width = len(fed.tokens), weights.o.shape[2]
-    num_heads = width // dim
+    num_group = width // dim // kv_heads  # query heads that share a key head
     x = np.empty((num_tokens, len(weights.norm)), np.float32)
     for t in range(num_tokens):
         row = weights.embedding[fed.tokens[t]]
@@ -136,7 +136,7 @@ def _forward(weights: Weights, pools: tuple[Floats, ...], fed: Fed) -> Floats:
     attended = np.empty((num_tokens, width), np.float32)
     gate_up = np.empty((num_tokens, weights.gate_up.shape[1]), np.float32)
     gated = np.empty((num_tokens, weights.down.shape[2]), np.float32)
-    scores = np.empty(fed.block_tables.shape[1] * page_size, np.float32)
+    scores = np.empty((num_group, fed.block_tables.shape[1] * page_size), np.float32)
     for layer in range(len(pools)):
         pool = pools[layer]
         _rms_norm(x, weights.input_norm[layer], weights.eps, normed)
@@ -145,12 +145,12 @@ def _forward(weights: Weights, pools: tuple[Floats, ...], fed: Fed) -> Floats:
             _store(qkv[t], weights.qkv_bias[layer], weights, pool, fed, t)
         for t in range(num_tokens):
             table = fed.block_tables[fed.rows[t]]
-            used = scores[: fed.positions[t] + 1]
-            for head in range(num_heads):
-                kv_head = head * kv_heads // num_heads
-                part = slice(head * dim, (head + 1) * dim)
+            length = fed.positions[t] + 1
+            queries, out = qkv[t, :width].reshape(-1, dim), attended[t].reshape(-1, dim)
+            for kv_head in range(kv_heads):
+                group = slice(kv_head * num_group, (kv_head + 1) * num_group)
                 keys, values = pool[kv_head], pool[kv_heads + kv_head]
-                _attend(qkv[t, part], keys, values, table, used, attended[t, part])
+                _attend(queries[group], keys, values, table, length, scores, out[group])
         _product(attended, weights.o[layer], added)
         _add(x, added)
         _rms_norm(x, weights.post_norm[layer], weights.eps, normed)
@@ -192,36 +192,67 @@ def _product(x: Floats, matrix: Matrix, out: Floats) -> None:
 
 @compiled
 def _attend(
-    query: Floats,  # [dim]
+    queries: Floats,  # [group, dim]
     keys: Floats,  # [num_pages, page_size, dim]
     values: Floats,  # [num_pages, page_size, dim]
     table: Ints,
-    scores: Floats,  # scratch [length]
-    out: Floats,  # [dim]
+    length: int,
+    scores: Floats,  # scratch [group, max_pages * page_size]
+    out: Floats,  # [group, dim]
 ) -> None:
-    length, page_size, dim = len(scores), keys.shape[1], keys.shape[2]
+    page_size, dim = keys.shape[1], keys.shape[2]
+    num_pages = (length + page_size - 1) // page_size
+    for i in range(num_pages):  # beyond the length too: whatever is there, its weight is 0
+        _product(queries, keys[table[i]], scores[:, i * page_size : (i + 1) * page_size])
     scale = np.float32(dim**-0.5)
-    highest = np.float32(-np.inf)
-    for start in range(0, length, page_size):
-        page = keys[table[start // page_size]]
-        for i in range(min(page_size, length - start)):
-            key = page[i]
-            score = np.float32(0.0)
-            for j in range(dim):
-                score += query[j] * key[j]
-            scores[start + i] = score * scale
-            highest = max(highest, score * scale)
-    total = np.float32(0.0)
-    for i in range(length):
-        scores[i] = math.exp(scores[i] - highest)
-        total += scores[i]
-    out[:] = 0.0
-    for start in range(0, length, page_size):
-        page = values[table[start // page_size]]
-        for i in range(min(page_size, length - start)):
-            value, weight = page[i], scores[start + i] / total
-            for j in range(dim):
-                out[j] += weight * value[j]
+    for head in range(len(queries)):
+        weights, sums = scores[head], out[head]
+        highest = weights[0]
+        for i in range(length):
+            highest = max(highest, weights[i])
+        total = np.float32(0.0)
+        for i in range(length):
+            weights[i] = _exp((weights[i] - highest) * scale)
+            total += weights[i]
+        for i in range(length):
+            weights[i] /= total
+        weights[length : num_pages * page_size] = 0.0
+        sums[:] = 0.0
+        quarter = page_size // 4
+        for i in range(num_pages):
+            page = values[table[i]]
+            for j in range(quarter):
+                k = i * page_size + j
+                row_0, row_1 = page[j], page[quarter + j]
+                row_2, row_3 = page[2 * quarter + j], page[3 * quarter + j]
+                weight_0, weight_1 = weights[k], weights[quarter + k]
+                weight_2, weight_3 = weights[2 * quarter + k], weights[3 * quarter + k]
+                for d in range(dim):
+                    sums[d] += (
+                        weight_0 * row_0[d]
+                        + weight_1 * row_1[d]
+                        + weight_2 * row_2[d]
+                        + weight_3 * row_3[d]
+                    )
+
+
+@compiled
+def _exp(x: _Float) -> _Float:
+    """e to the power of x <= 88, within 2 units in the last place: vectorises, as a call does not.
+
+    x = n ln 2 + r; the polynomial is Cephes'.
+    """
+    x = max(np.float32(x), np.float32(-87.0))
+    n = np.float32(math.floor(x * np.float32(1.44269504) + np.float32(0.5)))
+    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+    power = np.float32(1.9875691500e-4)
+    power = power * r + np.float32(1.3981999507e-3)
+    power = power * r + np.float32(8.3334519073e-3)
+    power = power * r + np.float32(4.1665795894e-2)
+    power = power * r + np.float32(1.6666665459e-1)
+    power = power * r + np.float32(5.0000001201e-1)
+    power = power * r * r + r + np.float32(1.0)
+    return power * np.uint32(np.uint32(np.int32(n) + 127) << 23).view(np.float32)
 
 
 @compiled
@@ -273,8 +304,7 @@ def _silu_mul(gate_up: Floats, out: Floats) -> None:
     for t in range(len(out)):
         for i in range(width):
             gate = gate_up[t, i]
-            # Past -80 the exponential overflows, and silu is 0 in float32 anyway.
-            sigmoid = np.float32(1.0) / (np.float32(1.0) + math.exp(-max(gate, np.float32(-80.0))))
+            sigmoid = np.float32(1.0) / (np.float32(1.0) + _exp(min(-gate, np.float32(88.0))))
             out[t, i] = gate * sigmoid * gate_up[t, width + i]
 
 

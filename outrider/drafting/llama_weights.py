@@ -89,7 +89,7 @@ def read_weights(folder: Path, model: nn.Module, max_model_len: int) -> Weights:
 
 
 def _packed(matrices: list[Tensor]) -> list[Matrix]:
-    """The matrices side by side in one block, which may then lie on huge pages.
+    """The matrices side by side in one block on huge pages.
 
     As the bits of bfloat16 if all are representable, half as much to read, else as float32.
     """
@@ -98,6 +98,7 @@ def _packed(matrices: list[Tensor]) -> list[Matrix]:
     block: Matrix = flat.numpy()
     if torch.equal(short.float(), flat):
         block = short.view(torch.uint16).numpy()
+    block = block.copy()  # in memory of NumPy's, which asks for huge pages
     packed: list[Matrix] = []
     start = 0
     for matrix in matrices:
