@@ -10,7 +10,6 @@ import torch
 from outrider.drafting.branch_plan import NUM_RANKS
 from outrider.drafting.chain_inputs import LoopShape
 from outrider.drafting.graph_chains import GraphChains, make_shapes
-from outrider.drafting.triton_draws import TritonDraws
 from outrider.engine.cuda.graphs import CudaGraphs
 from outrider.engine.paged_model import PagedModel
 from outrider.errors import ConfigError
@@ -56,6 +55,9 @@ def record_loops(model: PagedModel, shapes: Sequence[LoopShape]) -> GraphChains 
 
     Raises `ConfigError` if they do not fit into the device's memory.
     """
+    # Imported here: without CUDA there may be no Triton.
+    from outrider.drafting.triton_draws import TritonDraws
+
     if not model.capturable:
         progress("proposer", "this attention backend cannot be recorded: every forward is launched")
         return None

@@ -24,7 +24,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -42,12 +42,11 @@ class Trunk:
     """A session whose cache holds `length` committed tokens and, after them, its whole chain."""
 
     length: int
-    block_table: Sequence[int]  # fastest as array("i")
+    block_table: Sequence[int]
     sampling: SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
+class Branch(NamedTuple):
     """The guess that `accepted` tokens of a trunk's chain come true, and then `token`."""
 
     trunk: int  # index into the trunks of the call
@@ -55,8 +54,7 @@ class Branch:
     token: int
 
 
-@dataclass(frozen=True, slots=True)
-class DraftedBranch:
+class DraftedBranch(NamedTuple):
     """A branch with its chain, whose keys and values are all in the cache, and its own pages."""
 
     branch: Branch
@@ -142,19 +140,18 @@ def draft_branches(
     slices: list[RowSlice] = []
     copies: list[tuple[int, int]] = []
     owned: list[array[int]] = []
+    tables = [array("i", trunk.block_table) for trunk in trunks]
     for branch in branches:
-        trunk = trunks[branch.trunk]
-        position = trunk.length + branch.accepted  # of the branch's token
+        shared = tables[branch.trunk]
+        position = trunks[branch.trunk].length + branch.accepted  # of the branch's token
         first, offset = divmod(position, page_size)
         needed = -(-(position + 1 + num_tokens) // page_size) - first
         if needed > pool.num_free:
             break
         pages = array("i", [pool.allocate() for _ in range(needed)])
         if offset:
-            copies.append((trunk.block_table[first], pages[0]))
-        table = array("i", trunk.block_table[:first])
-        table += pages
-        slices.append(RowSlice((branch.token,), position, table, 1))
+            copies.append((shared[first], pages[0]))
+        slices.append(RowSlice((branch.token,), position, shared[:first] + pages, 1))
         owned.append(pages)
     if not slices:
         return []

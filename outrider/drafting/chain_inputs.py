@@ -120,7 +120,10 @@ class ChainInputs:
         if count:
             header[:count, _START] = [row.start for row in slices]
             header[:count, _COUNT] = counts
-            header[:count, _SAMPLING:_TOKENS] = [_sampling_columns(each) for each in sampling]
+            # Branches share their session's: hashing the parameters takes longer than the rest.
+            known = {id(params): params for params in sampling}
+            columns = {key: _sampling_columns(params) for key, params in known.items()}
+            header[:count, _SAMPLING:_TOKENS] = [columns[id(params)] for params in sampling]
         if copies:
             header[: len(copies), _SOURCE : _TARGET + 1] = copies
         for i in range(max(counts, default=0)):

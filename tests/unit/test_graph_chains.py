@@ -15,6 +15,7 @@ from outrider.drafting.graph_chains import GraphChains, TorchDraws, make_shapes
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.paged_model import PagedModel
 from outrider.types import SamplingParams
+from proposer_service.device import loop_shapes
 from tests.support.recordable import RecordableHashModel, recordable_llama, rerun
 
 SAMPLINGS = (
@@ -155,3 +156,24 @@ def test_a_proposer_drafts_the_same_with_recorded_loops() -> None:
         drafts.append(said)
     assert drafts[0] == drafts[1]
     assert len(drafts[0]) > 30
+
+
+@pytest.mark.parametrize(("max_sessions", "max_branches"), [(1, 0), (5, 3), (256, 8)])
+def test_a_proposer_records_a_loop_for_all_that_its_rounds_bring(
+    max_sessions: int, max_branches: int
+) -> None:
+    shapes = loop_shapes(max_sessions=max_sessions, max_draft_tokens=5, max_branches=max_branches)
+    assert len(shapes) == len(set(shapes))
+
+    def recorded(rows: int, query_len: int, fanout: int) -> bool:
+        return any(
+            shape.rows >= rows and shape.query_len >= query_len and shape.fanout == fanout
+            for shape in shapes
+            if shape.num_tokens == 5 and not shape.cut
+        )
+
+    assert recorded(max_sessions, 8, 0)
+    if max_branches:
+        fanout = max(shape.fanout for shape in shapes)
+        assert recorded(max_sessions, 2, fanout)
+        assert recorded(min(256, max_sessions * max_branches), 1, fanout)
