@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-from outrider.drafting.branch_plan import Pace
 from outrider.drafting.ngram import NgramProposer
 from outrider.drafting.proposer import Proposer
 from outrider.errors import ConfigError
@@ -39,7 +38,6 @@ def _build_draft_model(config: ProposerConfig, method: DraftModelConfig) -> tupl
     # Imported here: prompt lookup starts without torch.
     import torch
 
-    from outrider.drafting.branches import EagerForks, ForkDrafter
     from outrider.drafting.draft_model import ChainDrafter, DraftModelProposer
     from outrider.drafting.llama_chains import LlamaChains
     from outrider.engine.loader import kv_bytes_per_page, load_model
@@ -75,18 +73,15 @@ def _build_draft_model(config: ProposerConfig, method: DraftModelConfig) -> tupl
             "device's free memory."
         ) from error
     chain_drafter: ChainDrafter | None = None
-    fork_drafter: ForkDrafter = EagerForks(model)
     if method.device == "cuda":
         from proposer_service.device import loop_shapes, record_loops
 
         shapes = loop_shapes(
             max_sessions=config.max_sessions,
             max_draft_tokens=config.max_draft_tokens,
-            max_branches=config.max_branches,
+            max_branches=0,
         )
-        loops = record_loops(model, shapes)
-        if loops is not None:
-            chain_drafter = fork_drafter = loops
+        chain_drafter = record_loops(model, shapes)
     elif dtype is torch.float32 and method.threads == 1:
         chain_drafter = LlamaChains.load(folder, model.pools, model.max_model_len)
     proposer = DraftModelProposer(
@@ -95,8 +90,6 @@ def _build_draft_model(config: ProposerConfig, method: DraftModelConfig) -> tupl
         max_sessions=config.max_sessions,
         max_draft_tokens=config.max_draft_tokens,
         chain_drafter=chain_drafter,
-        fork_drafter=fork_drafter,
-        max_branches=config.max_branches,
     )
     progress("proposer", "warming up")
     _warm_up(proposer)
@@ -118,6 +111,5 @@ def _warm_up(proposer: Proposer) -> None:
             for key in keys:
                 proposer.commit(key, len(prefix), [1, 1], 4)
             proposer.draft(keys)  # every later round's
-            proposer.ahead(keys, Pace())
             for key in keys:
                 proposer.close(key)
