@@ -11,6 +11,7 @@ from outrider.errors import OutriderError
 from proposer_service.config import DraftModelConfig, NgramConfig, ProposerConfig
 
 _CUDA_KV_CACHE = 4096  # MiB; a part of the device, which the proposer may share with a scorer
+_MAX_BRANCHES = 8
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
@@ -39,8 +40,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
     add(
         "--max-branches",
         type=int,
-        default=8,
-        help="outcomes of a verification drafted for ahead of it, per session at most; 0: none",
+        help="outcomes of a verification drafted for ahead of it, per session at most; 0: none; "
+        "unset: 8, but none for a draft model on CPU, where that costs more than it hides",
     )
     add("--model", default=draft.model, help="draft_model: embedded, a folder, Hugging Face id")
     add("--dtype", choices=("float32", "bfloat16"), default=draft.dtype, help="draft_model")
@@ -60,6 +61,10 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
     add("--prompt-lookup-max", type=int, default=ngram.prompt_lookup_max, help="ngram")
     add("--exit-with-parent", action="store_true", help="stop when the parent process is gone")
     args = parser.parse_args(argv)
+    on_cpu = args.method == "draft_model" and args.device == "cpu"
+    max_branches = args.max_branches
+    if max_branches is None:
+        max_branches = 0 if on_cpu else _MAX_BRANCHES
     method: NgramConfig | DraftModelConfig
     if args.method == "draft_model":
         kv_cache = _CUDA_KV_CACHE if args.device == "cuda" else draft.kv_cache_memory
@@ -84,7 +89,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
         metrics_port=args.metrics_port,
         max_sessions=args.max_sessions,
         max_draft_tokens=args.max_draft_tokens,
-        max_branches=args.max_branches,
+        max_branches=max_branches,
     )
     return config, args.exit_with_parent
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.proposer import Proposer
+from outrider.drafting.proposer import Proposer, SessionKey
 from outrider.errors import CapacityError, UnavailableError
 from outrider.rpc.telemetry import Telemetry
 from outrider.types import SamplingParams, TokenIds
@@ -51,6 +51,7 @@ class Batch:
 
     link: LinkId
     message: draft_pb2.SessionBatch
+    arrived: float  # perf_counter
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class Cycle:
         for item in items:
             if isinstance(item, Batch):
                 if item.link in self._links:
-                    self._routes.apply(item.link, item.message)
+                    self._routes.apply(item.link, item.message, item.arrived)
             elif isinstance(item, Attach):
                 self._links[item.link] = item
             elif isinstance(item, Detach):
@@ -117,18 +118,23 @@ class Cycle:
         round_ = self._proposer.draft([*self._routes.wanting, *self._asked])
         draft_us = self._elapsed_us()
         blocks = _Blocks(draft_us)
+        answered: list[SessionKey] = []
         for key, tree in round_.drafts:
             proposal = self._asked.pop(key, None)
             if proposal is not None:
                 self._proposer.close(key)
                 proposal.answer.set_result(Proposal(tree, draft_us))
             else:
+                answered.append(key)
                 self._add(blocks, self._routes.answered(key), tree)
         for key in round_.at_hand:
             self._routes.answered(key)
         outgoing = blocks.messages()
         self._lose(round_.lost, outgoing)
         self._hand_over(outgoing)
+        now = time.perf_counter()
+        for key in answered:
+            self._routes.pace.handed_over(key, now)
         if round_.drafts or round_.unfinished:
             self._metrics.draft_tokens.inc(sum([len(tree.token_ids) for _, tree in round_.drafts]))
             self._metrics.cycle.observe(time.perf_counter() - self._started)
@@ -144,7 +150,7 @@ class Cycle:
         if not keys or not self._proposer.traits.runs_ahead:
             return
         self._started = time.perf_counter()
-        round_ = self._proposer.ahead(keys)
+        round_ = self._proposer.ahead(keys, self._routes.pace.pace)
         self._routes.drafted.clear()
         blocks = _Blocks(self._elapsed_us())
         for key, tree in round_.drafts:

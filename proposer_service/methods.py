@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from outrider.drafting.branch_plan import Pace
 from outrider.drafting.ngram import NgramProposer
 from outrider.drafting.proposer import Proposer
 from outrider.errors import ConfigError
@@ -38,6 +39,7 @@ def _build_draft_model(config: ProposerConfig, method: DraftModelConfig) -> tupl
     # Imported here: prompt lookup starts without torch.
     import torch
 
+    from outrider.drafting.branches import EagerForks, ForkDrafter
     from outrider.drafting.draft_model import ChainDrafter, DraftModelProposer
     from outrider.drafting.llama_chains import LlamaChains
     from outrider.engine.loader import kv_bytes_per_page, load_model
@@ -73,15 +75,18 @@ def _build_draft_model(config: ProposerConfig, method: DraftModelConfig) -> tupl
             "device's free memory."
         ) from error
     chain_drafter: ChainDrafter | None = None
+    fork_drafter: ForkDrafter = EagerForks(model)
     if method.device == "cuda":
         from proposer_service.device import loop_shapes, record_loops
 
         shapes = loop_shapes(
             max_sessions=config.max_sessions,
             max_draft_tokens=config.max_draft_tokens,
-            max_branches=0,
+            max_branches=config.max_branches,
         )
-        chain_drafter = record_loops(model, shapes)
+        loops = record_loops(model, shapes)
+        if loops is not None:
+            chain_drafter = fork_drafter = loops
     elif dtype is torch.float32 and method.threads == 1:
         chain_drafter = LlamaChains.load(folder, model.pools, model.max_model_len)
     proposer = DraftModelProposer(
@@ -90,6 +95,8 @@ def _build_draft_model(config: ProposerConfig, method: DraftModelConfig) -> tupl
         max_sessions=config.max_sessions,
         max_draft_tokens=config.max_draft_tokens,
         chain_drafter=chain_drafter,
+        fork_drafter=fork_drafter,
+        max_branches=config.max_branches,
     )
     progress("proposer", "warming up")
     _warm_up(proposer)
@@ -111,5 +118,6 @@ def _warm_up(proposer: Proposer) -> None:
             for key in keys:
                 proposer.commit(key, len(prefix), [1, 1], 4)
             proposer.draft(keys)  # every later round's
+            proposer.ahead(keys, Pace())
             for key in keys:
                 proposer.close(key)

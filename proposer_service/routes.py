@@ -14,6 +14,7 @@ from outrider.rpc import codec
 from outrider.rpc.telemetry import Telemetry, extract
 from outrider.v1 import draft_pb2
 from proposer_service.metrics import ProposerMetrics
+from proposer_service.pace import PaceMeter
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Routes:
         self._keys = itertools.count(1)
         self._by_name: dict[tuple[LinkId, int], Route] = {}
         self._by_key: dict[SessionKey, Route] = {}
+        self.pace = PaceMeter()
         self.wanting: dict[SessionKey, None] = {}
         """Sessions that want a draft, in the order in which they asked."""
         self.drafted: dict[SessionKey, None] = {}
@@ -55,14 +57,17 @@ class Routes:
     def new_key(self) -> SessionKey:
         return next(self._keys)
 
-    def apply(self, link: LinkId, batch: draft_pb2.SessionBatch) -> None:
+    def apply(self, link: LinkId, batch: draft_pb2.SessionBatch, arrived: float) -> None:
         """Opens, then commits, then closes, as draft.proto says."""
+        step_s = batch.step_us * 1e-6
+        self.pace.step(step_s)
         for opened in batch.opens:
             self._open(link, opened)
         for commit in batch.commits:
             route = self._by_name.get((link, commit.session))
             if route is not None and route.epoch == commit.epoch:
                 wanted = commit.num_draft_tokens
+                self.pace.committed(route.key, arrived, step_s)
                 self._proposer.commit(route.key, commit.base_len, list(commit.tokens), wanted)
                 self._want(route.key, wanted)
         for closed in batch.closes:
@@ -129,6 +134,7 @@ class Routes:
         del self._by_key[route.key]
         self.wanting.pop(route.key, None)
         self.drafted.pop(route.key, None)
+        self.pace.forget(route.key)
         if route.span is not None:
             route.span.set_attribute("outrider.rounds", route.rounds)
             route.span.end()

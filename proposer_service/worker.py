@@ -12,6 +12,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ class DraftWorker:
         """Hands over what a scorer sent; False if the queue is full (try again later)."""
         if self._queue.qsize() >= self._max_queued:
             return False
-        self._queue.put(Batch(link, message))
+        self._queue.put(Batch(link, message, time.perf_counter()))
         return True
 
     async def propose(

@@ -100,10 +100,12 @@ class Hub:
 
     def on_events(self, events: StepEvents) -> None:
         """What one engine step brought about."""
+        timings = events.timings
+        step_us = 0 if timings is None else round((timings.forward_ms + timings.verify_ms) * 1e3)
         for commit in events.commits:  # proposers first: they are what the next step waits for
             session = self._sessions.get(commit.session_id)
             if session is not None:
-                self._advance(session, commit)
+                self._advance(session, commit, step_us)
         for failure in events.failures:
             session = self._sessions.get(failure.session_id)
             if session is not None:
@@ -124,7 +126,7 @@ class Hub:
         if self._failed_steps >= _MAX_FAILED_STEPS:
             self.failed.set()
 
-    def _advance(self, session: Session, commit: Commit) -> None:
+    def _advance(self, session: Session, commit: Commit, step_us: int) -> None:
         session.committed += commit.token_ids
         session.num_draft_tokens = commit.num_draft_tokens
         session.stats = commit.stats or session.stats
@@ -135,7 +137,7 @@ class Hub:
                 self._metrics.count_request(commit.stats, commit.finish_reason)
         elif proposer is not None:
             if len(session.committed) < proposer.max_model_len:
-                proposer.outbox.commit(session, commit.base_len, commit.token_ids)
+                proposer.outbox.commit(session, commit.base_len, commit.token_ids, step_us)
             else:
                 self.roster.reassign(session)
         session.mailbox.put(commit)

@@ -43,7 +43,8 @@ class Outbox:
         )
         self._grow(len(session.committed))
 
-    def commit(self, session: Session, base_len: int, tokens: Sequence[int]) -> None:
+    def commit(self, session: Session, base_len: int, tokens: Sequence[int], step_us: int) -> None:
+        self._batch.step_us = step_us
         self._batch.commits.add(
             session=session.id,
             epoch=session.epoch,

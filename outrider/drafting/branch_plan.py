@@ -14,14 +14,24 @@ token is decided, c1 or an alternative to it; with `undrafted` the share of such
 
 Outcomes exclude one another and each costs one branch, so the best use of a budget is to take the
 likeliest ones. Outcomes that end on the draft itself need no branch.
+
+How large the budget is depends on time. With T the scorer's step, R the way there and back, C what
+a draft takes that is made on demand, D(M) what M branches take and h(M) the sum of their chances, a
+round takes
+
+    max(T, D(M) + R) + (1 - h(M)) * (C + R)
+
+and brings the same tokens whatever M is; M = 0, with D(0) = h(0) = 0, is drafting on demand. The M
+of the shortest round gives the most tokens per second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from outrider.types import TokenIds, common_prefix_len
+from outrider.types import common_prefix_len
 
 NUM_RANKS = 4  # alternatives that are told apart at each depth
 _FADE = 0.98  # per observed round of a counter's own kind
@@ -30,6 +40,22 @@ _PRIOR_RECOVERED = (0.6, 0.2, 0.08, 0.04)
 _PRIOR_BONUS = (0.8, 0.1, 0.04, 0.02)
 _PRIOR_UNDRAFTED = 0.1
 _PRIOR_WEIGHT = 8.0  # rounds
+
+
+class Outcome(NamedTuple):
+    """`accepted` tokens of the draft come true, and then the token ranked `rank` there."""
+
+    accepted: int
+    rank: int
+    chance: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What drafting ahead is to be hidden behind, as measured. Zeros: not known yet."""
+
+    step_s: float = 0.0  # the scorer's step
+    network_s: float = 0.0  # the way to the scorer and back
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +68,45 @@ class OutcomeRates:
     undrafted: float = 0.0
 
 
-def plan_branches(rates: OutcomeRates, budget: int, k: int) -> tuple[tuple[int, int], ...]:
-    """At most `budget` outcomes (accepted, rank) of a draft of `k` tokens, the likeliest first."""
-    chances: list[tuple[float, int, int]] = []
+def plan_branches(rates: OutcomeRates, budget: int, k: int) -> tuple[Outcome, ...]:
+    """At most `budget` outcomes of a draft of `k` tokens, the likeliest first."""
+    outcomes: list[Outcome] = []
     reached = 1.0
     for a in range(k):
         accepted = rates.acceptance[min(a, len(rates.acceptance) - 1)]
         missed = (1.0 - rates.undrafted) * reached * (1.0 - accepted)
         if a == 0:
             missed += rates.undrafted * (1.0 - accepted)
-        chances += [(missed * p, a, r) for r, p in enumerate(rates.recovered)]
+        outcomes += [Outcome(a, r, missed * p) for r, p in enumerate(rates.recovered)]
         reached *= accepted
-    chances += [((1.0 - rates.undrafted) * reached * p, k, r) for r, p in enumerate(rates.bonus)]
-    chances.sort(key=lambda item: (-item[0], item[1:]))
-    return tuple((a, r) for chance, a, r in chances[: max(0, budget)] if chance > 0.0)
+    reached *= 1.0 - rates.undrafted
+    outcomes += [Outcome(k, r, reached * p) for r, p in enumerate(rates.bonus)]
+    outcomes.sort(key=lambda outcome: -outcome.chance)
+    return tuple([outcome for outcome in outcomes[: max(0, budget)] if outcome.chance > 0.0])
+
+
+def choose_budget(
+    plans: Sequence[Sequence[Outcome]],
+    branches_s: Callable[[int], float],
+    draft_s: float,
+    pace: Pace,
+) -> int:
+    """Branches per session that make a round shortest; 0: better drafted on demand.
+
+    `plans` are the sessions' outcomes, the likeliest first; `branches_s(n)` is what n branches in
+    one batch take, `draft_s` what their drafts take.
+    """
+    most = max(map(len, plans), default=0)
+    on_demand = draft_s + pace.network_s
+    best, shortest = 0, pace.step_s + on_demand
+    hits = 0.0
+    for m in range(1, most + 1):
+        hits += sum([plan[m - 1].chance for plan in plans if len(plan) >= m]) / len(plans)
+        ahead = branches_s(sum([min(m, len(plan)) for plan in plans])) + pace.network_s
+        round_s = max(pace.step_s, ahead) + (1.0 - hits) * on_demand
+        if round_s < shortest:
+            best, shortest = m, round_s
+    return best
 
 
 class _Share:
@@ -116,8 +167,9 @@ class Outcomes:
         """For a draft of `k` tokens that was at hand when it was wanted (`hit`), or was not."""
         return OutcomeRates(
             tuple([session.at(depth) for depth in range(k)]),
-            tuple([share.value for share in self._recovered]),
-            tuple([share.value for share in self._bonus]),
+            # A better rank is likelier; where few measurements say otherwise, they are noise.
+            tuple(sorted([share.value for share in self._recovered], reverse=True)),
+            tuple(sorted([share.value for share in self._bonus], reverse=True)),
             self._undrafted[hit].value,
         )
 
@@ -125,24 +177,23 @@ class Outcomes:
         self,
         session: Acceptance,
         chain: Sequence[int],
-        alternatives: Sequence[TokenIds],
+        alternatives: Sequence[int],
         committed: Sequence[int],
         *,
         hit: bool,
     ) -> None:
         """`committed` followed where `chain` was guessed; `hit` as for `rates`.
 
-        `alternatives[a]`, as far as they were drawn, are the tokens ranked 0, 1, ... after `a`
-        tokens of the chain.
+        `alternatives` are the tokens ranked 0, 1, ... where `committed` leaves the chain.
         """
         accepted = common_prefix_len(chain, committed)
         for depth in range(accepted):
             session.add(depth, True)
         if accepted < min(len(chain), len(committed)):
             session.add(accepted, False)
-        if accepted < min(len(committed), len(alternatives)):
+        if accepted < len(committed):
             ranks = self._bonus if accepted == len(chain) else self._recovered
-            for share, token in zip(ranks, alternatives[accepted], strict=False):
+            for share, token in zip(ranks, alternatives, strict=False):
                 share.add(token == committed[accepted])
         if accepted and len(chain) > 1:
             # A verified draft whose first token is accepted brings a second token.

@@ -5,6 +5,11 @@ lacks, then num_draft_tokens - 1 forwards of one token per session. Nothing is r
 cache holds is compared with what was committed, and what differs is overwritten. After a fully
 accepted draft the last drafted token was never fed, so it is among the tokens to catch up.
 
+With a `ForkDrafter` it runs ahead: a draft comes with the likeliest other tokens at each place, and
+while the scorer verifies it, branches are drafted for the likeliest outcomes (branch_plan.py). The
+branch that comes true is the next draft, and its pages are the session's: only branches are drafted
+until an outcome is missed.
+
 Tokens are drawn with the session's own sampling parameters and noise at their absolute positions
 (`engine.sampling`), so a draft equals the target's choice wherever the models are close enough.
 """
@@ -13,16 +18,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from outrider.draft_tree import DraftTree
+from outrider.drafting.branch_plan import NUM_RANKS, Outcomes, Pace, choose_budget
+from outrider.drafting.branches import Branch, ForkDrafter, draft_branches
+from outrider.drafting.draft_state import DraftRow, DraftState
 from outrider.drafting.draft_steps import ReadyRow, draft_chains
 from outrider.drafting.proposer import DraftRound, Follower, ProposerTraits, SessionKey
+from outrider.engine.adaptive import Average, StepTimes
 from outrider.engine.batch import Model, RowSlice
-from outrider.engine.block_pool import ROOT_HASH, BlockPool, PageHash, page_hash
+from outrider.engine.block_pool import BlockPool
 from outrider.errors import ConfigError
-from outrider.types import SamplingParams, common_prefix_len
+from outrider.types import SamplingParams
 
 _SHORT = 16
 """Tokens to catch up that never wait for the prefill budget: what a round or two committed."""
@@ -57,6 +66,8 @@ class DraftModelProposer:
         max_draft_tokens: int = 16,
         prefill_budget: int = 256,
         chain_drafter: ChainDrafter | None = None,
+        fork_drafter: ForkDrafter | None = None,
+        max_branches: int = 8,
     ) -> None:
         if max_sessions < 1 or max_draft_tokens < 1 or prefill_budget < 1:
             raise ConfigError("max_sessions, max_draft_tokens and prefill_budget are at least 1.")
@@ -73,12 +84,18 @@ class DraftModelProposer:
             max_sessions=max_sessions,
             max_draft_tokens=max_draft_tokens,
             max_model_len=min(model.max_model_len, room),
+            runs_ahead=fork_drafter is not None and max_branches > 0,
         )
         self._model = model
         self._pool = BlockPool(model.num_pages)
         self._prefill_budget = prefill_budget
         self._chain_drafter = chain_drafter
-        self._sessions: dict[SessionKey, _State] = {}  # least recently drafted first
+        self._fork_drafter = fork_drafter if max_branches > 0 else None
+        self._max_branches = max_branches
+        self._outcomes = Outcomes()
+        self._draft_s = Average()
+        self._branches_s = StepTimes()  # by number of branches
+        self._sessions: dict[SessionKey, DraftState] = {}  # least recently drafted first
         self._lost: list[SessionKey] = []
 
     @property
@@ -97,7 +114,7 @@ class DraftModelProposer:
         if len(self._sessions) >= self.traits.max_sessions:
             self._lose(next(iter(self._sessions)))
         follower = Follower(prefix, sampling, num_draft_tokens, max_len, self.traits)
-        state = _State(follower)
+        state = DraftState(follower, self._outcomes.session())
         state.adopt_cached_prefix(self._pool, self._model.page_size)
         self._sessions[session] = state
 
@@ -107,11 +124,14 @@ class DraftModelProposer:
         state = self._sessions.get(session)
         if state is None:
             return
-        if not state.follower.commit(base_len, tokens, num_draft_tokens):
+        follower = state.follower
+        known = len(follower.tokens)
+        if not follower.commit(base_len, tokens, num_draft_tokens):
             self._lose(session)
-            return
-        if state.follower.silent:
+        elif follower.silent:
             state.drop(self._pool)
+        elif fresh := follower.tokens[known:]:
+            state.follow(self._pool, fresh, self._outcomes)
 
     def close(self, session: SessionKey) -> None:
         state = self._sessions.pop(session, None)
@@ -125,61 +145,123 @@ class DraftModelProposer:
         self._lost.clear()
         if not rows:
             return done
-        chains, forward_s = self._run(rows)
-        page_size = self._model.page_size
-        for row in rows:
+        started = time.perf_counter()
+        forked = [row for row in rows if row.num_forked]
+        others = [row for row in rows if not row.num_forked]
+        chains = self._run_forks(forked) + self._run_chains(others)
+        forward_s = time.perf_counter() - started
+        if forked and not others:
+            self._draft_s.add(forward_s)
+        for row in (*forked, *others):
             state = row.state
-            length = len(state.follower.tokens)
             state.computed += row.num_tokens
-            state.publish(self._pool, page_size)
+            state.publish(self._pool, self._model.page_size)
             if row.wanted == 0:
                 done.unfinished.append(row.session)
                 continue
-            chain = chains.pop(0)
-            state.drafted = chain[:-1]  # the last token was never fed
-            done.drafts.append((row.session, DraftTree.chain(length, chain)))
+            tree = DraftTree.chain(len(state.follower.tokens), chains.pop(0))
+            state.hit, state.follower.pushed = False, tree
+            done.drafts.append((row.session, tree))
         return replace(done, forward_s=forward_s)
 
-    def ahead(self, sessions: Sequence[SessionKey]) -> DraftRound:  # noqa: ARG002
-        return DraftRound()
+    def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:
+        drafter = self._fork_drafter
+        known = [(session, self._sessions.get(session)) for session in sessions]
+        num_tokens = max([state.follower.wanted for _, state in known if state], default=0)
+        room = self.traits.max_model_len - num_tokens
+        states = [(key, state) for key, state in known if state and state.can_branch(room)]
+        if drafter is None or not states:
+            return DraftRound()
+        plans = [state.plan(self._outcomes, self._max_branches) for _, state in states]
+        count = choose_budget(
+            [[outcome for outcome, _ in plan] for plan in plans],
+            self._branches_s.estimate,
+            self._draft_s.mean,
+            pace,
+        )
+        wanted = [
+            (outcome.chance, Branch(i, outcome.accepted, token))
+            for i, plan in enumerate(plans)
+            for outcome, token in plan[:count]
+        ]
+        if not wanted:
+            return DraftRound()
+        wanted.sort(key=lambda item: -item[0])
+        started = time.perf_counter()
+        drafted = draft_branches(
+            drafter,
+            self._pool,
+            [state.trunk() for _, state in states],
+            [branch for _, branch in wanted],
+            num_tokens=num_tokens,
+            fanout=NUM_RANKS,
+        )
+        forward_s = time.perf_counter() - started
+        if drafted:
+            self._branches_s.observe(len(drafted), forward_s)
+        for branch in drafted:
+            states[branch.branch.trunk][1].ahead.branches.append(branch)
+        trees = [(session, state.push_tree()) for session, state in states]
+        return DraftRound(drafts=trees, forward_s=forward_s)
 
     def check_invariants(self) -> None:
         """Raises `AssertionError` unless pages and sessions agree."""
-        self._pool.check_invariants(state.block_table for state in self._sessions.values())
-        for state in self._sessions.values():
+        states = self._sessions.values()
+        branches = [branch.pages for state in states for branch in state.ahead.branches]
+        self._pool.check_invariants([*(state.block_table for state in states), *branches])
+        for state in states:
             room = len(state.block_table) * self._model.page_size
-            assert state.computed + len(state.drafted) <= room
+            assert state.computed + len(state.ahead.line) <= room
             assert state.computed <= len(state.follower.tokens)
 
-    def _plan(self, sessions: Sequence[SessionKey], done: DraftRound) -> list[_Row]:
+    def _plan(self, sessions: Sequence[SessionKey], done: DraftRound) -> list[DraftRow]:
         """Who takes part with how many tokens, their pages reserved; most drafts wanted first."""
         budget = self._prefill_budget
         asked = set(sessions)
-        rows: list[_Row] = []
+        rows: list[DraftRow] = []
         for session in sessions:
             state = self._sessions.pop(session, None)
             if state is None:
                 continue
             self._sessions[session] = state  # now the most recently drafted
             wanted = state.follower.wanted
+            if state.at_hand:
+                state.hit = True
+                state.publish(self._pool, self._model.page_size)
+                done.at_hand.append(session)
+                continue
             if wanted == 0:
                 done.drafts.append((session, DraftTree.chain(len(state.follower.tokens), ())))
                 continue
-            missing = state.settle()
+            missing = state.settle(self._pool)
             if missing > _SHORT:
                 missing, whole = min(missing, budget), missing
                 budget -= missing
                 wanted = wanted if missing == whole else 0
             if missing == 0:
                 done.unfinished.append(session)
-            elif self._reserve(state, state.computed + missing + max(wanted - 1, 0), asked):
-                rows.append(_Row(session, state, missing, wanted))
             else:
-                self._lose(session)
+                rows.append(DraftRow(session, state, missing, wanted))
         rows.sort(key=lambda row: -row.wanted)
-        return rows
+        if self._fork_drafter is not None and rows:
+            # All chains with candidates are drafted together, to one length.
+            longest, limit = rows[0].wanted, self.traits.max_model_len
+            rows = [
+                replace(row, num_forked=longest)
+                if row.wanted and row.num_tokens <= _SHORT and row.end + longest <= limit
+                else row
+                for row in rows
+            ]
+        return [row for row in rows if self._reserve_row(row, asked)]
 
-    def _reserve(self, state: _State, num_tokens: int, asked: set[SessionKey]) -> bool:
+    def _reserve_row(self, row: DraftRow, asked: set[SessionKey]) -> bool:
+        """Pages for what a row's round writes; without them the session is lost."""
+        if self._reserve(row.state, row.end + (row.num_forked or max(row.wanted - 1, 0)), asked):
+            return True
+        self._lose(row.session)
+        return False
+
+    def _reserve(self, state: DraftState, num_tokens: int, asked: set[SessionKey]) -> bool:
         """Extends the block table to `num_tokens`, at the cost of sessions not asked for."""
         needed = -(-num_tokens // self._model.page_size) - len(state.block_table)
         while needed > self._pool.num_free:
@@ -191,18 +273,26 @@ class DraftModelProposer:
             state.block_table.append(self._pool.allocate())
         return True
 
-    def _run(self, rows: list[_Row]) -> tuple[list[list[int]], float]:
-        slices = []
-        ready = []
-        for row in rows:
-            state = row.state
-            tokens = state.follower.tokens
-            start = state.computed
-            end = start + row.num_tokens
-            slices.append(RowSlice(tokens[start:end], start, state.block_table, 1))
-            if row.wanted:
-                ready.append(ReadyRow(end, row.wanted, state.follower.sampling))
-        started = time.perf_counter()
+    def _run_forks(self, rows: list[DraftRow]) -> list[list[int]]:
+        if not rows:
+            return []
+        assert self._fork_drafter is not None
+        forks = self._fork_drafter.forks(
+            [row.slice() for row in rows],
+            [row.state.follower.sampling for row in rows],
+            rows[0].num_forked,
+            NUM_RANKS,
+        )
+        chains: list[list[int]] = forks.chains.tolist()
+        for row, chain, candidates in zip(rows, chains, forks.candidates, strict=True):
+            row.state.ahead.line, row.state.ahead.candidates = chain, candidates
+        return [chain[: row.wanted] for row, chain in zip(rows, chains, strict=True)]
+
+    def _run_chains(self, rows: list[DraftRow]) -> list[list[int]]:
+        slices = [row.slice() for row in rows]
+        ready = [
+            ReadyRow(row.end, row.wanted, row.state.follower.sampling) for row in rows if row.wanted
+        ]
         fast = self._chain_drafter
         chains: list[list[int]] = []
         num_tokens = sum(row.num_tokens for row in rows[: len(ready)])
@@ -211,70 +301,10 @@ class DraftModelProposer:
             slices, ready = slices[len(ready) :], []
         if slices:
             chains += draft_chains(self._model, slices, ready)
-        return chains, time.perf_counter() - started
+        for row, chain in zip(rows, chains, strict=False):
+            row.state.ahead.line = chain[:-1]  # the last token was never fed
+        return chains
 
     def _lose(self, session: SessionKey) -> None:
         self.close(session)
         self._lost.append(session)
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A session's part in one round."""
-
-    session: SessionKey
-    state: _State
-    num_tokens: int  # committed tokens fed by the catch-up forward
-    wanted: int  # draft tokens; 0: the prompt is not through yet
-
-
-class _State:
-    """A session's tokens and what the cache holds of them."""
-
-    __slots__ = ("block_table", "computed", "drafted", "follower", "hashes")
-
-    def __init__(self, follower: Follower) -> None:
-        self.follower = follower
-        self.block_table: list[int] = []
-        self.computed = 0  # committed tokens whose keys and values are in the cache
-        self.drafted: list[int] = []  # guesses whose keys and values follow them there
-        self.hashes: list[PageHash] = []  # of the full pages that are shared or published
-
-    def settle(self) -> int:
-        """Counts drafted tokens that came true as computed; returns how many are to be fed.
-
-        At least one: the last token's logits are what the draft begins with.
-        """
-        tokens = self.follower.tokens
-        if self.drafted:
-            fresh = tokens[self.computed : self.computed + len(self.drafted)]
-            self.computed += common_prefix_len(fresh, self.drafted)
-            self.drafted = []
-        self.computed = min(self.computed, len(tokens) - 1)
-        return len(tokens) - self.computed
-
-    def adopt_cached_prefix(self, pool: BlockPool, page_size: int) -> None:
-        tokens = self.follower.tokens
-        key = ROOT_HASH
-        hashes: list[PageHash] = []
-        for start in range(0, (len(tokens) - 1) // page_size * page_size, page_size):
-            key = page_hash(key, tokens[start : start + page_size])
-            hashes.append(key)
-        pages = pool.match(hashes)
-        pool.share(pages)
-        self.block_table = pages
-        self.hashes = hashes[: len(pages)]
-        self.computed = len(pages) * page_size
-
-    def publish(self, pool: BlockPool, page_size: int) -> None:
-        """Shares the full pages; not the one of the last token, which may be fed again."""
-        end = min(self.computed, len(self.follower.tokens) - 1) // page_size
-        for i in range(len(self.hashes), end):
-            tokens = self.follower.tokens[i * page_size : (i + 1) * page_size]
-            self.hashes.append(page_hash(self.hashes[-1] if self.hashes else ROOT_HASH, tokens))
-            pool.publish(self.block_table[i], self.hashes[-1])
-
-    def drop(self, pool: BlockPool) -> None:
-        pool.release(self.block_table)
-        self.block_table, self.hashes, self.drafted = [], [], []
-        self.computed = 0

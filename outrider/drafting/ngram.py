@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from outrider.draft_tree import DraftTree
+from outrider.drafting.branch_plan import Pace
 from outrider.drafting.proposer import DraftRound, Follower, ProposerTraits, SessionKey
 from outrider.errors import ConfigError
 from outrider.types import SamplingParams, TokenIds
@@ -106,7 +107,7 @@ class NgramProposer:
         self._lost.clear()
         return done
 
-    def ahead(self, sessions: Sequence[SessionKey]) -> DraftRound:
+    def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:  # noqa: ARG002
         done = DraftRound()
         for session in sessions:
             indexed = self._sessions.get(session)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from outrider.draft_tree import DraftTree
+from outrider.drafting.branch_plan import Pace
 from outrider.types import SamplingParams, TokenIds
 
 SessionKey = int
@@ -79,11 +80,12 @@ class Proposer(Protocol):
         """Guesses what follows each of `sessions`, in one batch; unknown ones are left out."""
         ...
 
-    def ahead(self, sessions: Sequence[SessionKey]) -> DraftRound:
+    def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:
         """Guesses past the drafts of `sessions`, for the outcomes of their verification.
 
         Called while the scorer verifies and no message waits; sessions that have no draft are left
-        out. Each tree holds the session's draft and its branches.
+        out. Each tree holds the session's draft and its branches. `pace` says how much time there
+        is.
         """
         ...
 

@@ -68,14 +68,16 @@ class Welcome(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., scorer_id: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_block_tokens: _Optional[int] = ...) -> None: ...
 
 class SessionBatch(_message.Message):
-    __slots__ = ("opens", "commits", "closes")
+    __slots__ = ("opens", "commits", "closes", "step_us")
     OPENS_FIELD_NUMBER: _ClassVar[int]
     COMMITS_FIELD_NUMBER: _ClassVar[int]
     CLOSES_FIELD_NUMBER: _ClassVar[int]
+    STEP_US_FIELD_NUMBER: _ClassVar[int]
     opens: _containers.RepeatedCompositeFieldContainer[Open]
     commits: _containers.RepeatedCompositeFieldContainer[Commit]
     closes: _containers.RepeatedCompositeFieldContainer[Close]
-    def __init__(self, opens: _Optional[_Iterable[_Union[Open, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[Close, _Mapping]]] = ...) -> None: ...
+    step_us: int
+    def __init__(self, opens: _Optional[_Iterable[_Union[Open, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[Close, _Mapping]]] = ..., step_us: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("session", "epoch", "prefix", "sampling", "num_draft_tokens", "max_len", "traceparent")

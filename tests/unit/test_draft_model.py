@@ -10,6 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from outrider.draft_tree import DraftTree
+from outrider.drafting.branch_plan import Pace
+from outrider.drafting.branches import EagerForks
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.engine.loader import build_paged_model
 from outrider.engine.sampling import SamplingBatch, sample
@@ -46,16 +49,19 @@ opens = st.tuples(
     samplings,
     st.integers(0, 6),
 )
-# So many tokens of the last draft come true, then others; some known ones are told again.
+# A path of the last tree comes true, then other tokens; some known ones are told again.
 commits = st.tuples(
     st.just("commit"),
     st.integers(0, 3),
-    st.tuples(st.integers(0, 6), st.lists(st.integers(0, 31), max_size=4), st.integers(0, 4)),
+    st.tuples(st.integers(-1, 60), st.lists(st.integers(0, 31), max_size=4), st.integers(0, 4)),
     st.integers(1, 6),
 )
+aheads = st.tuples(st.just("ahead"), st.integers(1, 15), st.none(), st.none())
 closes = st.tuples(st.just("close"), st.integers(0, 3), st.none(), st.none())
 drafts = st.tuples(st.just("draft"), st.integers(1, 15), st.none(), st.none())
-rounds = st.tuples(commits, commits, drafts).map(list)
+rounds = st.one_of(
+    st.tuples(commits, drafts, aheads), st.tuples(commits, aheads, commits, drafts)
+).map(list)
 histories = st.tuples(
     st.lists(opens, min_size=1, max_size=4),
     st.lists(st.one_of(rounds, rounds, st.tuples(opens).map(list), st.tuples(closes).map(list))),
@@ -65,15 +71,22 @@ histories = st.tuples(
 class Bench:
     """Sessions as a scorer sees them, beside the proposer."""
 
-    def __init__(self, num_pages: int, max_sessions: int, prefill_budget: int) -> None:
+    def __init__(
+        self, num_pages: int, max_sessions: int, prefill_budget: int, max_branches: int
+    ) -> None:
         self.model = HashModel(num_pages=num_pages, max_model_len=60)
         self.proposer = DraftModelProposer(
-            self.model, name="hash", max_sessions=max_sessions, prefill_budget=prefill_budget
+            self.model,
+            name="hash",
+            max_sessions=max_sessions,
+            prefill_budget=prefill_budget,
+            fork_drafter=EagerForks(self.model),
+            max_branches=max_branches,
         )
         self.text: dict[int, list[int]] = {}
         self.sampling: dict[int, SamplingParams] = {}
         self.wanted: dict[int, int] = {}
-        self.last: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self.last: dict[int, DraftTree] = {}  # what a scorer holds
         self.next_key = 1
 
     def open(self, prefix: list[int], sampling: SamplingParams, k: int) -> None:
@@ -82,13 +95,18 @@ class Bench:
         self.text[key], self.sampling[key], self.wanted[key] = list(prefix), sampling, k
         self.proposer.open(key, prefix, sampling, k, 50)
 
-    def commit(self, which: int, accept: int, more: list[int], overlap: int, k: int) -> None:
+    def commit(self, which: int, node: int, more: list[int], overlap: int, k: int) -> None:
         key = list(self.text)[which % len(self.text)]
         text = self.text[key]
-        base_len, draft = self.last.pop(key, (len(text), ()))
-        tokens = [*draft[:accept], *more] if base_len == len(text) else more
+        tree = self.last.get(key)
+        tokens = more
+        if tree is not None and tree.token_ids and node >= 0:
+            tokens = [*path_to(tree, node % len(tree.token_ids)), *more]
         if len(text) + len(tokens) > 50:
             return
+        if tree is not None:
+            left = tree.walk(tokens)
+            self.last.pop(key) if left is None else self.last.update({key: left})
         start = max(0, len(text) - overlap)
         text += tokens
         self.wanted[key] = k
@@ -121,12 +139,42 @@ class Bench:
                 expected = generate(self.logits, text, self.sampling[key], max(0, wanted))
                 assert tree.base_len == len(text)
                 assert list(tree.token_ids) == expected
-                self.last[key] = (len(text), tree.token_ids)
-            answered = {key for key, _ in done.drafts} | set(done.lost)
+                self.last[key] = tree
+            for key in done.at_hand:
+                wanted = min(self.wanted[key], 50 - len(self.text[key]) - 1)
+                assert len(self.last[key].first_path(wanted)) == wanted > 0
+            answered = {key for key, _ in done.drafts} | {*done.lost, *done.at_hand}
             assert set(done.unfinished) == set(waiting) - answered
             waiting = done.unfinished
             rounds += 1
             assert rounds < 100, "no progress"
+
+    def ahead(self, mask: int) -> None:
+        keys = [key for i, key in enumerate(self.text) if mask >> (i % 4) & 1]
+        done = self.proposer.ahead(keys, Pace())
+        self.proposer.check_invariants()
+        assert not done.lost + done.unfinished + done.at_hand
+        for key, tree in done.drafts:
+            text, last = self.text[key], self.last[key]
+            assert tree.base_len == len(text)
+            draft = last.first_path(9)
+            assert tree.first_path(len(draft)) == draft, "a tree goes on from the draft"
+            self.last[key] = tree
+            for node in range(-1, len(tree.token_ids)):
+                if not tree.is_leaf(node):
+                    # Whatever branch it is on, what it goes on with is what the model says.
+                    context = [*text, *path_to(tree, node)]
+                    assert [*tree.first_path(1, node)] == generate(
+                        self.logits, context, self.sampling[key], 1
+                    )
+
+
+def path_to(tree: DraftTree, node: int) -> list[int]:
+    path: list[int] = []
+    while node >= 0:
+        path.append(tree.token_ids[node])
+        node = tree.parents[node]
+    return path[::-1]
 
 
 @settings(max_examples=300, deadline=None)
@@ -135,21 +183,25 @@ class Bench:
     num_pages=st.sampled_from([16, 24, 64]),
     max_sessions=st.integers(1, 5),
     prefill_budget=st.sampled_from([1, 5, 17, 256]),
+    max_branches=st.sampled_from([0, 1, 3, 8]),
 )
 def test_drafts_equal_generate_under_any_history(
     history: list[tuple[str, object, object, object]],
     num_pages: int,
     max_sessions: int,
     prefill_budget: int,
+    max_branches: int,
 ) -> None:
-    """Any accept lengths, batches, re-opens, shared prefixes, evictions and chunked prompts."""
-    bench = Bench(num_pages, max_sessions, prefill_budget)
+    """Any outcomes, batches, re-opens, shared prefixes, evictions and chunked prompts."""
+    bench = Bench(num_pages, max_sessions, prefill_budget, max_branches)
     for kind, a, b, c in history:
         match kind, a, b, c:
             case "open", list(prefix), SamplingParams() as sampling, int(k):
                 bench.open(prefix, sampling, k)
-            case "commit", int(which), (accept, more, overlap), int(k) if bench.text:
-                bench.commit(which, accept, more, overlap, k)
+            case "commit", int(which), (node, more, overlap), int(k) if bench.text:
+                bench.commit(which, node, more, overlap, k)
+            case "ahead", int(mask), _, _:
+                bench.ahead(mask)
             case "close", int(which), _, _ if bench.text:
                 bench.close(which)
             case "draft", int(mask), _, _:

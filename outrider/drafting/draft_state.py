@@ -1,0 +1,206 @@
+"""What a draft model knows and its cache holds of one session: its text, and guesses past it."""
+
+from __future__ import annotations
+
+from collections.abc import MutableSequence, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.draft_tree import DraftTree
+from outrider.drafting.branch_plan import NUM_RANKS, Acceptance, Outcome, Outcomes, plan_branches
+from outrider.drafting.branches import DraftedBranch, Trunk, adopt, drop
+from outrider.drafting.proposer import Follower, SessionKey
+from outrider.engine.batch import RowSlice
+from outrider.engine.block_pool import ROOT_HASH, BlockPool, PageHash, page_hash
+from outrider.types import common_prefix_len
+
+
+class Lookahead:
+    """A line of guesses, what else may come at each place of it, and branches that leave it.
+
+    The line's keys and values follow the committed text's in the session's pages; a branch has
+    pages of its own (drafting/branches.py).
+    """
+
+    __slots__ = ("branches", "candidates", "line")
+
+    def __init__(self) -> None:
+        self.line: list[int] = []
+        self.candidates: NDArray[np.int32] | None = None  # [len(line) + 1, F]; None: not known
+        self.branches: list[DraftedBranch] = []
+
+    def alternatives(self, accepted: int) -> list[int]:
+        """The likeliest tokens after `accepted` tokens of the line, other than the line's next."""
+        if self.candidates is None:
+            return []
+        line = self.line[accepted : accepted + 1]
+        return [token for token in self.candidates[accepted].tolist() if token not in line]
+
+    def follow(
+        self, pool: BlockPool, block_table: MutableSequence[int], fresh: Sequence[int]
+    ) -> int:
+        """The text went on with `fresh`; returns how many of these are in the cache.
+
+        If all are, the line goes on after them: along the branch that came true, or, where the
+        line itself did, along the branch that continues it. Else nothing is left.
+        """
+        on_line = common_prefix_len(fresh, self.line)
+        chosen = next((b for b in self.branches if self._lies_on(b, fresh, on_line)), None)
+        if chosen is not None:
+            assert self.candidates is not None
+            place = chosen.branch.accepted
+            self.branches.remove(chosen)
+            adopt(pool, block_table, chosen)
+            self.line = [*self.line[:place], chosen.branch.token, *chosen.tokens]
+            self.candidates = np.concatenate((self.candidates[: place + 1], chosen.candidates))
+        drop(pool, self.branches)
+        self.branches = []
+        known = common_prefix_len(fresh, self.line)
+        if known == len(fresh):
+            self.line = self.line[known:]
+            if self.candidates is not None:
+                self.candidates = self.candidates[known:]
+        else:
+            self.line, self.candidates = [], None
+        return known
+
+    def _lies_on(self, branch: DraftedBranch, fresh: Sequence[int], on_line: int) -> bool:
+        accepted = branch.branch.accepted
+        if on_line == len(fresh):
+            return accepted == len(self.line)
+        return accepted == on_line and branch.branch.token == fresh[on_line]
+
+    def drop(self, pool: BlockPool) -> None:
+        """Forgets all; the pages of the branches are free."""
+        drop(pool, self.branches)
+        self.line, self.candidates, self.branches = [], None, []
+
+
+class DraftState:
+    """A session's tokens and what the cache holds of them, and past them."""
+
+    __slots__ = ("acceptance", "ahead", "block_table", "computed", "follower", "hashes", "hit")
+
+    def __init__(self, follower: Follower, acceptance: Acceptance) -> None:
+        self.follower = follower
+        self.acceptance = acceptance
+        self.block_table: list[int] = []
+        self.computed = 0  # committed tokens whose keys and values are in the cache
+        self.ahead = Lookahead()  # what follows them there
+        self.hit = False  # the draft that is verified was at hand when it was wanted
+        self.hashes: list[PageHash] = []  # of the full pages that are shared or published
+
+    @property
+    def at_hand(self) -> bool:
+        """The scorer holds the next draft already, and so does the cache."""
+        path = self.follower.at_hand
+        return bool(path) and tuple(self.ahead.line[: len(path)]) == path
+
+    def follow(self, pool: BlockPool, fresh: Sequence[int], outcomes: Outcomes) -> None:
+        """The text went on with `fresh`: what of it was guessed is computed already."""
+        if self.computed != len(self.follower.tokens) - len(fresh):
+            return  # the prompt is not through, or nothing was drafted since the last commit
+        line, ahead = self.ahead.line, self.ahead
+        if ahead.candidates is not None:
+            left = common_prefix_len(fresh, line)
+            others = ahead.alternatives(left)
+            outcomes.observe(self.acceptance, line, others, fresh, hit=self.hit)
+        self.computed += ahead.follow(pool, self.block_table, fresh)
+
+    def settle(self, pool: BlockPool) -> int:
+        """Gives up what was guessed; returns how many committed tokens are to be fed.
+
+        At least one: the last token's logits are what the draft begins with.
+        """
+        self.ahead.drop(pool)
+        length = len(self.follower.tokens)
+        self.computed = min(self.computed, length - 1)
+        return length - self.computed
+
+    def can_branch(self, room: int) -> bool:
+        """Whether outcomes of the draft's verification can be drafted for, and are of use.
+
+        `room` is the longest text that a branch may begin with.
+        """
+        follower, ahead = self.follower, self.ahead
+        wanted, length = follower.wanted, len(follower.tokens)
+        return (
+            0 < wanted <= len(ahead.line)
+            and ahead.candidates is not None
+            and not ahead.branches
+            and self.computed == length
+            and length + wanted + 1 <= room
+            and follower.max_len - length - wanted > 2
+        )
+
+    def plan(self, outcomes: Outcomes, max_branches: int) -> list[tuple[Outcome, int]]:
+        """The likeliest outcomes of the draft's verification, and the token of each."""
+        k = self.follower.wanted
+        rates = outcomes.rates(self.acceptance, k, hit=self.hit)
+        others = [self.ahead.alternatives(accepted) for accepted in range(k + 1)]
+        planned = plan_branches(rates, (k + 1) * NUM_RANKS, k)
+        return [
+            (outcome, others[outcome.accepted][outcome.rank])
+            for outcome in planned
+            if outcome.rank < len(others[outcome.accepted])
+        ][:max_branches]
+
+    def trunk(self) -> Trunk:
+        return Trunk(len(self.follower.tokens), self.block_table, self.follower.sampling)
+
+    def push_tree(self) -> DraftTree:
+        """The draft and its branches, which the scorer is about to hold."""
+        branches = [(b.branch.accepted, (b.branch.token, *b.tokens)) for b in self.ahead.branches]
+        tree = DraftTree.branched(len(self.follower.tokens), self.ahead.line, branches)
+        self.follower.pushed = tree
+        return tree
+
+    def adopt_cached_prefix(self, pool: BlockPool, page_size: int) -> None:
+        tokens = self.follower.tokens
+        key = ROOT_HASH
+        hashes: list[PageHash] = []
+        for start in range(0, (len(tokens) - 1) // page_size * page_size, page_size):
+            key = page_hash(key, tokens[start : start + page_size])
+            hashes.append(key)
+        pages = pool.match(hashes)
+        pool.share(pages)
+        self.block_table = pages
+        self.hashes = hashes[: len(pages)]
+        self.computed = len(pages) * page_size
+
+    def publish(self, pool: BlockPool, page_size: int) -> None:
+        """Shares the full pages; not the one of the last token, which may be fed again."""
+        end = min(self.computed, len(self.follower.tokens) - 1) // page_size
+        for i in range(len(self.hashes), end):
+            tokens = self.follower.tokens[i * page_size : (i + 1) * page_size]
+            self.hashes.append(page_hash(self.hashes[-1] if self.hashes else ROOT_HASH, tokens))
+            pool.publish(self.block_table[i], self.hashes[-1])
+
+    def drop(self, pool: BlockPool) -> None:
+        self.ahead.drop(pool)
+        pool.release(self.block_table)
+        self.block_table, self.hashes = [], []
+        self.computed = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRow:
+    """A session's part in one round."""
+
+    session: SessionKey
+    state: DraftState
+    num_tokens: int  # committed tokens fed by the catch-up forward
+    wanted: int  # draft tokens; 0: the prompt is not through yet
+    num_forked: int = 0  # tokens drafted with candidates; 0: without
+
+    @property
+    def end(self) -> int:
+        """Committed tokens in the cache after the catch-up."""
+        return self.state.computed + self.num_tokens
+
+    def slice(self) -> RowSlice:
+        start = self.state.computed
+        tokens = self.state.follower.tokens[start : self.end]
+        return RowSlice(tokens, start, self.state.block_table, 1)
