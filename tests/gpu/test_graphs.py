@@ -1,0 +1,220 @@
+"""CUDA graphs and the memory budget on a device: texts, near ties, and no memory later."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from outrider.config import EngineConfig
+from outrider.draft_tree import DraftTree
+from outrider.engine.batch import PackedBatch
+from outrider.engine.cuda.graph_runner import GraphRunner
+from outrider.engine.cuda.graphs import CudaGraphs
+from outrider.engine.cuda.memory import TRIAL_PAGES, DeviceMemory
+from outrider.engine.cuda.triton_sampling import choose
+from outrider.engine.engine import Engine
+from outrider.engine.loader import build_paged_model, load_model
+from outrider.engine.paged_model import PagedModel
+from outrider.engine.policy import Policy
+from outrider.engine.runner import Runner, StepRunner
+from outrider.engine.static_step import make_buckets
+from outrider.errors import ConfigError
+from outrider.models.resolve import resolve_model
+from outrider.types import Request, SamplingParams, StopParams, TokenIds
+from scorer_service.device import StepLimits, record_steps, size_cache
+from tests.support.architectures import ARCHITECTURES, random_model
+
+pytestmark = pytest.mark.gpu
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+K = 4
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLINGS = (
+    GREEDY,
+    SamplingParams(temperature=1.0, seed=5),
+    SamplingParams(temperature=0.7, seed=2**64 - 1),
+    SamplingParams(temperature=1.2, seed=2**31, top_k=12, top_p=0.9, min_p=0.01),
+)
+PROMPTS = Path("outrider/models/data/heldout_prompts.jsonl")
+
+
+def graph_runner(model: PagedModel, max_num_seqs: int) -> GraphRunner:
+    buckets = make_buckets(max_num_seqs, (1, K + 1))
+    return GraphRunner(model, buckets, record=CudaGraphs(), choose=choose)
+
+
+def generate(
+    model: PagedModel,
+    runner: StepRunner,
+    requests: Sequence[Request],
+    truth: Sequence[TokenIds] | None = None,
+) -> list[TokenIds]:
+    """What the engine says to each request; drafts follow `truth`, with mistakes, if given."""
+    config = EngineConfig(
+        page_size=model.page_size,
+        num_pages=model.num_pages,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_model_len=model.max_model_len,
+        num_speculative_tokens=K,
+    )
+    engine = Engine(model, config, policy=Policy(K, max_wait_s=0.0), runner=runner)
+    rng = random.Random(0)
+    said: list[TokenIds] = [()] * len(requests)
+    left = set(range(len(requests)))
+    for request in requests:
+        engine.submit(request)
+        engine.set_drafting(request.session_id, "a", K)
+    while left:
+        for i in left if truth is not None else ():
+            future = [t if rng.random() < 0.8 else 3 for t in truth[i][len(said[i]) :][:6]]
+            base = len(requests[i].prompt_token_ids) + len(said[i])
+            tree = DraftTree.validated(
+                base,
+                future,
+                list(range(-1, len(future) - 1)),
+                vocab_size=model.vocab_size,
+                max_nodes=8,
+            )
+            engine.post_block(requests[i].session_id, tree, "a", 1)
+        events = engine.step()
+        assert events is not None
+        assert not events.failures
+        for commit in events.commits:
+            said[commit.session_id] += commit.token_ids
+            if commit.finish_reason is not None:
+                left.discard(commit.session_id)
+    engine.check_invariants()
+    return said
+
+
+def requests_of(
+    prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], n: int
+) -> list[Request]:
+    return [
+        Request(
+            i,
+            tuple(prompt),
+            sampling=samplings[i % len(samplings)],
+            stop=StopParams(max_tokens=n, ignore_eos=True),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def tiny(device: torch.device, dtype: torch.dtype) -> PagedModel:
+    return build_paged_model(
+        random_model(ARCHITECTURES["llama"], dtype).to(device),
+        page_size=4,
+        num_pages=400,
+        max_model_len=100,
+    )
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_texts_of_a_tiny_model_equal_the_cpus(drafts: bool) -> None:
+    rng = random.Random(1)
+    prompts = [[rng.randrange(97) for _ in range(rng.randint(1, 30))] for _ in range(12)]
+    requests = requests_of(prompts, SAMPLINGS, 40)
+    on_cpu = tiny(CPU, torch.float32)
+    truth = generate(on_cpu, Runner(on_cpu), requests)
+    model = tiny(CUDA, torch.float32)
+    runner = graph_runner(model, 8)
+    assert generate(model, runner, requests, truth if drafts else None) == truth
+    assert generate(model, Runner(model), requests, truth if drafts else None) == truth
+
+
+def embedded_prompts(count: int) -> list[list[int]]:
+    folder = resolve_model("embedded", "target")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    lines = PROMPTS.read_text(encoding="utf-8").splitlines()
+    texts = [json.loads(line)["prompt"] for line in lines[:count]]
+    return [tokenizer.encode(text).ids[:200] for text in texts]
+
+
+def embedded(device: torch.device, dtype: torch.dtype) -> PagedModel:
+    return load_model(
+        resolve_model("embedded", "target"),
+        dtype=dtype,
+        page_size=64,
+        num_pages=64,
+        max_model_len=400,
+        device=device,
+    )
+
+
+def test_texts_of_the_embedded_model_equal_the_cpus_in_float32() -> None:
+    requests = requests_of(embedded_prompts(8), (GREEDY,), 64)
+    on_cpu = embedded(CPU, torch.float32)
+    truth = generate(on_cpu, Runner(on_cpu), requests)
+    model = embedded(CUDA, torch.float32)
+    runner = graph_runner(model, 8)
+    assert generate(model, runner, requests) == truth
+    assert generate(model, runner, requests, truth) == truth
+
+
+def test_in_bfloat16_graphs_part_from_eager_steps_at_near_ties_only(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    requests = requests_of(embedded_prompts(8), (GREEDY,), 64)
+    model = embedded(CUDA, torch.bfloat16)
+    eager = generate(model, Runner(model), requests)
+    recorded = generate(model, graph_runner(model, 8), requests, eager)
+    gaps = []
+    for request, a, b in zip(requests, eager, recorded, strict=True):
+        parted = next((i for i in range(len(a)) if a[i] != b[i]), None)
+        if parted is None:
+            continue
+        prefix = Request(0, (*request.prompt_token_ids, *a[:parted]))
+        logits = last_logits(model, prefix.prompt_token_ids)
+        gaps.append((parted, float(logits[a[parted]] - logits[b[parted]])))
+    with capsys.disabled():
+        print(f"\nbfloat16: {len(gaps)} of {len(requests)} texts part; (token, logit gap): {gaps}")
+    assert all(abs(gap) < 0.5 for _, gap in gaps)
+
+
+def last_logits(model: PagedModel, tokens: TokenIds) -> torch.Tensor:
+    from outrider.engine.batch import RowSlice, pack
+
+    table = range(-(-len(tokens) // model.page_size))
+    batch: PackedBatch = pack([RowSlice(tokens, 0, table, 1)], model.page_size, model.device)
+    return model.forward(batch)[0]
+
+
+def test_memory_is_shared_out_and_then_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    lines: list[str] = []
+    limits = StepLimits(max_num_seqs=16, max_num_batched_tokens=512, num_speculative_tokens=K)
+    memory = DeviceMemory(CUDA, 0.2)
+    model = load_model(
+        resolve_model("embedded", "target"),
+        dtype=torch.bfloat16,
+        page_size=64,
+        num_pages=TRIAL_PAGES,
+        device=CUDA,
+    )
+    size_cache(memory, model, limits, lines.append)
+    runner = record_steps(model, limits, lines.append)
+    assert runner is not None
+    assert 0.8 * memory.limit < memory.used() <= memory.limit
+    requests = requests_of(embedded_prompts(8), SAMPLINGS, 64)
+    generate(model, runner, requests)
+    before = memory.used()
+    generate(model, runner, requests)
+    torch.cuda.synchronize()
+    assert memory.used() == before <= memory.limit
+    with capsys.disabled():
+        print("\n" + "\n".join(lines))
+
+
+def test_more_memory_than_is_free_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--gpu-memory-utilization 1 asks for"):
+        DeviceMemory(CUDA, 1.0)
