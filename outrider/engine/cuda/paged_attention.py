@@ -18,7 +18,7 @@ from outrider.engine.batch import PackedBatch
 from outrider.engine.cuda.kernels.attention import combine_splits_kernel, paged_attention_kernel
 from outrider.engine.kv_cache import LayerPool, PageMajorPool
 
-_MAX_SPLITS = 32
+_MAX_SPLITS = 16
 _MAX_QUERIES = 64  # query tokens times heads per key head in one tile
 _KEYS = 64  # per block
 _SHARED_BYTES = 64 * 1024  # for keys and values in flight, per program
@@ -30,7 +30,7 @@ class TritonBackend:
 
     capturable: ClassVar[bool] = True
 
-    programs: int  # of the device at once: its multiprocessors
+    programs: int  # that the device runs at once
 
     def __call__(self, batch: PackedBatch) -> TritonPagedAttention:
         return TritonPagedAttention(batch, self.programs)
@@ -39,8 +39,8 @@ class TritonBackend:
 class TritonPagedAttention:
     """Implements `StepAttention` over page-major pools. Safe to capture in a CUDA graph.
 
-    `programs` is how many programs should run at once, usually the device's multiprocessors. A
-    captured graph keeps its number of splits: it depends on the batch's shape, not on its lengths.
+    `programs` is how many programs should run at once. A captured graph keeps its number of
+    splits: it depends on the batch's shape, not on its lengths.
     """
 
     def __init__(self, batch: PackedBatch, programs: int) -> None:
