@@ -17,8 +17,9 @@ from outrider.rpc.runtime import progress
 
 _ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
 """Of one loop; what fills up costs little, as long as the weights are what takes the time."""
-_ROWS_CUT = (4, 32, 128)
-_CATCH_UP, _LONG_CATCH_UP = 2, 8
+_FEW_ROWS = (4, 32, 128)
+"""Of loops that are seldom needed: long catch-ups, and rows with cuts."""
+_CATCH_UP, _LONG_CATCH_UP = 2, 16
 """Tokens: after most rounds, and after some that went on without a draft."""
 _NUM_TOKENS = (1, 2, 3, 4, 6, 8, 12)
 
@@ -30,10 +31,15 @@ def loop_shapes(*, max_sessions: int, max_draft_tokens: int, max_branches: int) 
     if max_branches:
         kinds.append((max_sessions, (_CATCH_UP,), NUM_RANKS))
         kinds.append((max_sessions * max_branches, (1,), NUM_RANKS))
-    shapes = make_shapes(
-        rows=_up_to(max_sessions, _ROWS), query_lens=(_LONG_CATCH_UP,), num_tokens=lengths
-    )
-    for cut, sizes in ((False, _ROWS), (True, _ROWS_CUT)):
+    shapes: list[LoopShape] = []
+    for fanout in {fanout for _, _, fanout in kinds}:
+        shapes += make_shapes(
+            rows=_up_to(max_sessions, _FEW_ROWS),
+            query_lens=(_LONG_CATCH_UP,),
+            num_tokens=lengths,
+            fanout=fanout,
+        )
+    for cut, sizes in ((False, _ROWS), (True, _FEW_ROWS)):
         for count, query_lens, fanout in kinds:
             shapes += make_shapes(
                 rows=_up_to(count, sizes),

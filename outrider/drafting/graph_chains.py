@@ -108,7 +108,6 @@ class GraphChains:
         # The largest first: what they allocate serves the others.
         ordered = sorted(set(shapes), key=_cost, reverse=True)
         self._smallest_first = ordered[::-1]
-        self._max_rows = max(shape.rows for shape in ordered)
         self._inputs = ChainInputs(
             ordered,
             max_model_len=model.max_model_len,
@@ -126,29 +125,22 @@ class GraphChains:
 
     def draft(self, slices: Sequence[RowSlice], ready: Sequence[ReadyRow]) -> list[list[int]]:
         """What `draft_chains` returns, by recorded loops as far as they hold the rows."""
+        pieces, eager = self._divide(slices[: len(ready)], [row.wanted for row in ready], 0)
         chains: list[list[int]] = [[] for _ in ready]
-        eager: list[int] = []
-        short: list[int] = []
-        for i, row in enumerate(slices):
-            fits = i < len(ready) and self._find(1, len(row.token_ids), ready[i].wanted, 0, False)
-            (short if fits else eager).append(i)
-        for begin in range(0, len(short), self._max_rows):
-            rows = short[begin : begin + self._max_rows]
-            sampling = [ready[i].sampling for i in rows]
-            wanted = max(ready[i].wanted for i in rows)
-            drafted = self._run([slices[i] for i in rows], sampling, wanted, 0)
-            if drafted is None:
-                eager += rows
-                continue
+        for rows in pieces:
+            drafted = self._run(
+                [slices[i] for i in rows],
+                [ready[i].sampling for i in rows],
+                max(ready[i].wanted for i in rows),
+                0,
+            )
+            assert drafted is not None
             for i, chain in zip(rows, drafted[:, :, 0].tolist(), strict=True):
                 chains[i] = chain[: ready[i].wanted]
-        if eager:
-            eager.sort()  # those that are ready come first again, most tokens wanted first
-            drafting = [i for i in eager if i < len(ready)]
-            rest = draft_chains(
-                self._model, [slices[i] for i in eager], [ready[i] for i in drafting]
-            )
-            for i, chain in zip(drafting, rest, strict=True):
+        rest = [*[slices[i] for i in eager], *slices[len(ready) :]]
+        if rest:
+            drafts = draft_chains(self._model, rest, [ready[i] for i in eager])
+            for i, chain in zip(eager, drafts, strict=True):
                 chains[i] = chain
         return chains
 
@@ -161,24 +153,36 @@ class GraphChains:
         copies: Sequence[tuple[int, int]] = (),
     ) -> Forks:
         """What `ForkDrafter.forks` says."""
-        step = self._max_rows
-        if len(slices) > step:
-            self._eager.copy(copies)
-            parts = [
-                self.forks(slices[i : i + step], sampling[i : i + step], num_tokens, fanout)
-                for i in range(0, len(slices), step)
-            ]
-            return Forks(
-                np.concatenate([part.candidates for part in parts]),
-                np.concatenate([part.gaps for part in parts]),
-            )
         drafted = self._run(slices, sampling, num_tokens, fanout, copies)
-        if drafted is None:
-            return self._eager.forks(slices, sampling, num_tokens, fanout, copies)
-        recorded = drafted.shape[2] // 2
-        places = drafted[:, : num_tokens + 1]
-        gaps = places[:, :, recorded : recorded + fanout].copy().view(np.float32)
-        return Forks(places[:, :, :fanout], gaps)
+        if drafted is not None:
+            return _to_forks(drafted, num_tokens, fanout)
+        self._eager.copy(copies)
+        candidates = np.empty((len(slices), num_tokens + 1, fanout), np.int32)
+        gaps = np.empty(candidates.shape, np.float32)
+        pieces, eager = self._divide(slices, [num_tokens] * len(slices), fanout)
+        for rows in (*pieces, eager):
+            if not rows:
+                continue
+            part = (self._eager if rows is eager else self).forks(
+                [slices[i] for i in rows], [sampling[i] for i in rows], num_tokens, fanout
+            )
+            candidates[rows], gaps[rows] = part.candidates, part.gaps
+        return Forks(candidates, gaps)
+
+    def _divide(
+        self, slices: Sequence[RowSlice], wanted: Sequence[int], fanout: int
+    ) -> tuple[list[list[int]], list[int]]:
+        """The rows that recorded loops hold, by loop, and those that none holds; in order."""
+        lengths = [len(row.token_ids) for row in slices]
+        rows = range(len(slices))
+        held = [i for i in rows if self._find(1, lengths[i], wanted[i], fanout, False)]
+        longest = max((lengths[i] for i in held), default=0)
+        most = max((wanted[i] for i in held), default=0)
+        limit = max((shape.rows for shape in self._fitting(longest, most, fanout)), default=0)
+        if not held or not limit:
+            return [], list(rows)
+        pieces = [held[i : i + limit] for i in range(0, len(held), limit)]
+        return pieces, sorted(set(rows).difference(held))
 
     def _run(
         self,
@@ -203,16 +207,19 @@ class GraphChains:
     def _smallest(
         self, rows: int, query_len: int, num_tokens: int, fanout: int, cut: bool
     ) -> LoopShape | None:
-        fitting = [
+        fitting = [s for s in self._fitting(query_len, num_tokens, fanout) if s.rows >= rows]
+        # Without a loop that cuts, rows are drafted for as if they did not.
+        return next((shape for shape in fitting if shape.cut == cut), next(iter(fitting), None))
+
+    def _fitting(self, query_len: int, num_tokens: int, fanout: int) -> list[LoopShape]:
+        """The loops that hold such rows, the smallest first."""
+        return [
             shape
             for shape in self._smallest_first
-            if shape.rows >= rows
-            and shape.query_len >= query_len
+            if shape.query_len >= query_len
             and shape.num_tokens >= num_tokens
             and (shape.fanout >= fanout if fanout else shape.fanout == 0)
         ]
-        # Without a loop that cuts, rows are drafted for as if they did not.
-        return next((shape for shape in fitting if shape.cut == cut), next(iter(fitting), None))
 
     def _loop(self, shape: LoopShape) -> Work:
         @torch.inference_mode()
@@ -263,6 +270,14 @@ class _Output:
             self._done.record()
             self._done.synchronize()
         return self._host[:size].numpy().copy()
+
+
+def _to_forks(drafted: NDArray[np.int32], num_tokens: int, fanout: int) -> Forks:
+    """From what a loop left, perhaps of more tokens and candidates: int32 [rows, K + 1, 2 * F]."""
+    places = drafted[:, : num_tokens + 1]
+    recorded = drafted.shape[2] // 2
+    gaps = places[:, :, recorded : recorded + fanout].copy().view(np.float32)
+    return Forks(places[:, :, :fanout], gaps)
 
 
 def _output_size(shape: LoopShape) -> int:
