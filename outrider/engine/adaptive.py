@@ -4,12 +4,12 @@ Everything maximises one estimate, committed tokens per second of a row:
 
     goodput(k) = (1 + accepted(k)) / (step_time(rows * (1 + k)) + wait(k))
 
-`accepted(k)` = a + a^2 + ... + a^k with `a` the row's own moving average of acceptance; step
-times are measured by size. With k = 0 the row does not wait at all and its proposer merely
-follows. `wait(k)` is the row's moving average `w`, corrected for what another number of tokens
-would take to draft in the rounds that had to wait: with `h` the row's share of hits (rounds whose
-draft was at hand at once), `t` the proposer's measured time per drafted token and k' the present
-number,
+`accepted(k)` = a + a^2 + ... + a^k with `a` the row's own moving average of acceptance, which
+begins as its proposer's over all rows; step times are measured by size. With k = 0 the row does
+not wait at all and its proposer merely follows. `wait(k)` is the row's moving average `w`,
+corrected for what another number of tokens would take to draft in the rounds that had to wait:
+with `h` the row's share of hits (rounds whose draft was at hand at once), `t` the proposer's
+measured time per drafted token and k' the present number,
 
     wait(k) = max(0, w - (1 - h) * (k' - k) * t)
 
@@ -34,8 +34,9 @@ from outrider.engine.policy import Policy
 from outrider.engine.sequence import Drafting, Sequence
 from outrider.types import Request
 
-PRIOR_SUCCESSES, PRIOR_TRIALS = 3.0, 5.0  # acceptance of a proposer that nobody has seen yet
+PRIOR_SUCCESSES, PRIOR_TRIALS = 4.0, 5.0  # of a proposer that nobody has seen: worth a try
 FADE = 0.9  # per round, of what is known about a row's acceptance
+PROPOSER_FADE = 0.98  # and about a proposer's, over all its rows
 NEARLY = 0.95  # of the best goodput: such differences between sizes are noise
 STALE_AFTER = 12  # steps of other sizes after which a size's average is forgotten
 PROBE_EVERY = 16  # rounds with K = 0 before one with drafts renews what was measured
@@ -128,6 +129,7 @@ class AdaptivePolicy(Policy):
         super().__init__(num_speculative_tokens)
         self._steps = StepTimes()
         self._delays: dict[str, Average] = {}  # by proposer
+        self._acceptance: dict[str, tuple[float, float]] = {}  # by proposer: successes, trials
         self._token_s: dict[str, float] = {}  # by proposer: mean seconds per drafted token
         self._num_rows = 1  # of the last step
         self._step_times: dict[int, float] = {}  # by k, the same for all rows until the next step
@@ -202,6 +204,13 @@ class AdaptivePolicy(Policy):
         d.successes, d.trials = PRIOR_SUCCESSES, PRIOR_TRIALS
         return d
 
+    def expect(self, drafting: Drafting, proposer_id: str) -> None:
+        known = self._acceptance.get(proposer_id)
+        if known is not None:
+            successes, trials = known
+            drafting.successes = PRIOR_TRIALS * successes / trials
+            drafting.trials = PRIOR_TRIALS
+
     def observe_delay(
         self, drafting: Drafting, seconds: float, draft_s: float, num_tokens: int
     ) -> None:
@@ -217,8 +226,15 @@ class AdaptivePolicy(Policy):
     def observe_round(self, drafting: Drafting, drafted: int, accepted: int) -> None:
         d = drafting
         if drafted:
+            tried = accepted + (accepted < drafted)
             d.successes = FADE * d.successes + accepted
-            d.trials = FADE * d.trials + accepted + (accepted < drafted)
+            d.trials = FADE * d.trials + tried
+            prior = (PRIOR_SUCCESSES, PRIOR_TRIALS)
+            successes, trials = self._acceptance.get(d.proposer_id or "", prior)
+            self._acceptance[d.proposer_id or ""] = (
+                PROPOSER_FADE * successes + accepted,
+                PROPOSER_FADE * trials + tried,
+            )
         if d.num_draft_tokens == 0:
             d.plain_rounds += 1
 

@@ -172,9 +172,18 @@ class Engine:
             self._policy.attach(seq, proposer_id, max_draft_tokens, self._clock())
 
     def post_block(
-        self, session_id: int, block: DraftTree, proposer_id: str, draft_us: int
+        self,
+        session_id: int,
+        block: DraftTree,
+        proposer_id: str,
+        draft_us: int,
+        arrived_at: float | None = None,
     ) -> BlockFate | None:
-        """Takes a validated block; None if the session is unknown or drafted for by another."""
+        """Takes a validated block; None if the session is unknown or drafted for by another.
+
+        `arrived_at`, on the engine's clock: when it came, if not now. What it then waited for a
+        step to end is no delay of the proposer's.
+        """
         seq = self._scheduler.by_session.get(session_id)
         if seq is None or seq.drafting.proposer_id != proposer_id:
             self._dropped_blocks += 1
@@ -183,7 +192,8 @@ class Engine:
         if fate is BlockFate.INVALID:
             self._dropped_blocks += 1
             return fate
-        delay = self._policy.block_arrived(seq, block, fate, draft_us * 1e-6, self._clock())
+        now = self._clock() if arrived_at is None else arrived_at
+        delay = self._policy.block_arrived(seq, block, fate, draft_us * 1e-6, now)
         counters = seq.counters
         counters.propose_s += draft_us * 1e-6
         counters.network_s += max(0.0, delay - draft_us * 1e-6)

@@ -41,6 +41,9 @@ class Policy:
         """Until when `ready` rows hold back so that `waiting` ones can join them. `now`: go."""
         return now
 
+    def expect(self, drafting: Drafting, proposer_id: str) -> None:
+        """A proposer begins with a row: what is known of the proposer holds for the row."""
+
     def observe_delay(
         self, drafting: Drafting, seconds: float, draft_s: float, num_tokens: int
     ) -> None:
@@ -72,6 +75,8 @@ class Policy:
             d.hit, d.hit_share = None, 0.0
             d.commits.clear()
             d.commits.append((len(seq.token_ids), now, True))
+            if proposer_id is not None:
+                self.expect(d, proposer_id)
         d.proposer_id, d.proposer_limit = proposer_id, limit
         d.num_draft_tokens = self._k(d)
 
@@ -91,9 +96,9 @@ class Policy:
         for i, (length, when, wanted) in enumerate(d.commits):
             if length == base_len:
                 del d.commits[i]  # a second block for the same commit measures nothing
-                if wanted:
+                if wanted and d.blocks > 1:  # the first one also took the prompt's processing
                     self.observe_delay(d, now - when, draft_s, len(block.token_ids))
-                return now - when
+                return max(0.0, now - when)
         return 0.0
 
     def split(

@@ -33,6 +33,7 @@ class _Block:
     tree: DraftTree
     proposer_id: str
     draft_us: int
+    arrived_at: float
 
 
 class EngineWorker:
@@ -126,7 +127,7 @@ class EngineWorker:
         with self._wakeup:
             if session_id in self._sessions:
                 queue = self._blocks.setdefault(session_id, deque(maxlen=MAX_BLOCKS_AT_ONCE))
-                queue.append(_Block(tree, proposer_id, draft_us))
+                queue.append(_Block(tree, proposer_id, draft_us, time.perf_counter()))
                 self._wakeup.notify()
 
     def snapshot(self) -> EngineSnapshot:
@@ -195,7 +196,9 @@ class EngineWorker:
             command(engine)
         for session_id, queue in blocks.items():
             for block in queue:
-                engine.post_block(session_id, block.tree, block.proposer_id, block.draft_us)
+                engine.post_block(
+                    session_id, block.tree, block.proposer_id, block.draft_us, block.arrived_at
+                )
         if commands:
             with self._wakeup:
                 self._submitted -= submitted
