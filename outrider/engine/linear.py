@@ -6,6 +6,8 @@ is bad at them, in bfloat16 it re-packs the weight at every call.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,6 +22,18 @@ def can_prepack(dtype: torch.dtype, device: torch.device) -> bool:
     if dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype is torch.float32
+
+
+class Linear(Protocol):
+    """A linear layer with a fixed weight."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., in] to [..., out]."""
+        ...
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """`residual + self(x)` in one pass over the output; `residual` may be overwritten."""
+        ...
 
 
 class PackedLinear(nn.Module):
@@ -61,12 +75,22 @@ class PackedLinear(nn.Module):
         return residual
 
 
+def pack_linear(weight: Tensor, bias: Tensor | None) -> Linear:
+    """The fastest layer for a fixed weight [out, in], which it copies."""
+    if weight.device.type == "cpu" and weight.dtype is torch.bfloat16:
+        from outrider.engine.cpu.linear import CompiledLinear, fits  # imports Numba
+
+        if fits(weight):
+            return CompiledLinear(weight, bias)
+    return PackedLinear(weight, bias)
+
+
 def prepack_linears(model: nn.Module) -> int:
     """Replaces every plain `nn.Linear` of a loaded model in place; returns how many."""
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and can_prepack(child.weight.dtype, child.weight.device):
-                setattr(parent, name, PackedLinear(child.weight, child.bias))
+                setattr(parent, name, pack_linear(child.weight, child.bias))
                 count += 1
     return count

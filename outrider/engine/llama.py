@@ -16,19 +16,19 @@ from torch import Tensor, nn
 
 from outrider.engine.attention import AttentionParams, StepAttention
 from outrider.engine.kv_cache import KVPools, LayerPool
-from outrider.engine.linear import PackedLinear
+from outrider.engine.linear import Linear, pack_linear
 from outrider.engine.llama_ops import LlamaOps
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
     input_norm: Tensor  # [hidden]
-    qkv: PackedLinear
+    qkv: Linear
     qk_norm: Tensor | None  # [heads + kv_heads, head_dim]: Qwen3's norm of every q and k head
-    o: PackedLinear
+    o: Linear
     post_norm: Tensor  # [hidden]
-    gate_up: PackedLinear
-    down: PackedLinear
+    gate_up: Linear
+    down: Linear
     pool: LayerPool
     params: AttentionParams
 
@@ -70,7 +70,7 @@ class FusedLlama:
         self._eps = config.rms_norm_eps
         self._embedding: Tensor = base.embed_tokens.weight.detach()
         self._norm: Tensor = base.norm.weight.detach()
-        self._head = PackedLinear(parts.lm_head.weight, parts.lm_head.bias)
+        self._head = pack_linear(parts.lm_head.weight, parts.lm_head.bias)
         self._rope = self._rope_table(base.rotary_emb, max_model_len)
         self._layers = [
             self._layer(layer, pools.allocate(i, self._kv_heads, self._head_dim, self._head_dim))
@@ -97,14 +97,14 @@ class FusedLlama:
             ).detach()
         return _Layer(
             input_norm=layer.input_layernorm.weight.detach(),
-            qkv=PackedLinear(weight, bias),
+            qkv=pack_linear(weight, bias),
             qk_norm=qk_norm,
-            o=PackedLinear(attention.o_proj.weight, attention.o_proj.bias),
+            o=pack_linear(attention.o_proj.weight, attention.o_proj.bias),
             post_norm=layer.post_attention_layernorm.weight.detach(),
-            gate_up=PackedLinear(
+            gate_up=pack_linear(
                 torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)), gate_up_bias
             ),
-            down=PackedLinear(mlp.down_proj.weight, mlp.down_proj.bias),
+            down=pack_linear(mlp.down_proj.weight, mlp.down_proj.bias),
             pool=pool,
             params=AttentionParams(
                 scaling=attention.scaling,
@@ -138,4 +138,4 @@ class FusedLlama:
             x = layer.down.add(ops.silu_mul(y), x)
         if len(batch.logits_index) != len(x):
             x = x.index_select(0, batch.logits_index)
-        return self._head(ops.rms_norm(x, self._norm, eps))  # type: ignore[no-any-return]
+        return self._head(ops.rms_norm(x, self._norm, eps))

@@ -16,7 +16,7 @@ from outrider.engine.cpu import attend
 from outrider.engine.cpu.team import Kernel
 from outrider.engine.kv_cache import LayerPool
 
-_TEAM_SIZE = 1 << 12  # scores per call from which waking the other threads pays
+_TEAM_SIZE = 1 << 10  # scores per call from which waking the other threads pays
 
 
 class NumbaAttention:

@@ -81,24 +81,19 @@ def rotate_and_store(arguments):
         for head in range(heads + kv_heads):
             start = token * stride + head * dim
             first, second = qkv[start : start + half], qkv[start + half : start + dim]
-            if head < heads:
-                to = qkv[start : start + dim]
-            else:
-                at = ((head - heads) * num_slots + slots[token]) * dim
-                to = keys[at : at + dim]
             for i in range(half):
                 a, b = widen(first[i]), widen(second[i])
-                turned_a = widen(narrow(a * widen(cos[i]), element)) + b * widen(sin[i])
-                turned_b = widen(narrow(b * widen(cos[half + i]), element)) + a * widen(
-                    sin[half + i]
-                )
-                to[i] = narrow(turned_a, element)
-                to[half + i] = narrow(turned_b, element)
+                turned_a = widen(narrow(a * widen(cos[i]), element))
+                turned_b = widen(narrow(b * widen(cos[half + i]), element))
+                first[i] = narrow(turned_a + b * widen(sin[i]), element)
+                second[i] = narrow(turned_b + a * widen(sin[half + i]), element)
         for head in range(kv_heads):
-            start = token * stride + (heads + kv_heads + head) * dim
+            key = token * stride + (heads + head) * dim
+            value = key + kv_heads * dim
             at = (head * num_slots + slots[token]) * dim
             for i in range(dim):
-                values[at + i] = qkv[start + i]
+                keys[at + i] = qkv[key + i]
+                values[at + i] = qkv[value + i]
         token = take(arguments)
 
 

@@ -9,7 +9,7 @@ from outrider.engine.cpu import elementwise
 from outrider.engine.cpu.team import Kernel
 from outrider.engine.kv_cache import LayerPool
 
-_TEAM_SIZE = 1 << 16  # elements from which waking the other threads pays
+_TEAM_SIZE = 1 << 14  # elements from which waking the other threads pays
 
 
 class NumbaOps:

@@ -68,6 +68,7 @@ class Kernel:
             self._run_alone(self._at)
 
 
+@lru_cache
 def _compile(entry: Callable[[Any], None], element: Any) -> Any:
     began = time.perf_counter()
     signature = types.void(Arguments(element))
