@@ -17,7 +17,7 @@ Tokens are drawn with the session's own sampling parameters and noise at their a
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -68,6 +68,7 @@ class DraftModelProposer:
         chain_drafter: ChainDrafter | None = None,
         fork_drafter: ForkDrafter | None = None,
         max_branches: int = 8,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if max_sessions < 1 or max_draft_tokens < 1 or prefill_budget < 1:
             raise ConfigError("max_sessions, max_draft_tokens and prefill_budget are at least 1.")
@@ -92,6 +93,7 @@ class DraftModelProposer:
         self._chain_drafter = chain_drafter
         self._fork_drafter = fork_drafter if max_branches > 0 else None
         self._max_branches = max_branches
+        self._clock = clock
         self._outcomes = Outcomes()
         self._draft_s = Average()
         self._branches_s = StepTimes()  # by number of branches
@@ -145,11 +147,11 @@ class DraftModelProposer:
         self._lost.clear()
         if not rows:
             return done
-        started = time.perf_counter()
+        started = self._clock()
         forked = [row for row in rows if row.num_forked]
         others = [row for row in rows if not row.num_forked]
         chains = self._run_forks(forked) + self._run_chains(others)
-        forward_s = time.perf_counter() - started
+        forward_s = self._clock() - started
         if forked and not others:
             self._draft_s.add(forward_s)
         for row in (*forked, *others):
@@ -187,7 +189,7 @@ class DraftModelProposer:
         if not wanted:
             return DraftRound()
         wanted.sort(key=lambda item: -item[0])
-        started = time.perf_counter()
+        started = self._clock()
         drafted = draft_branches(
             drafter,
             self._pool,
@@ -196,7 +198,7 @@ class DraftModelProposer:
             num_tokens=num_tokens,
             fanout=NUM_RANKS,
         )
-        forward_s = time.perf_counter() - started
+        forward_s = self._clock() - started
         if drafted:
             self._branches_s.observe(len(drafted), forward_s)
         for branch in drafted:

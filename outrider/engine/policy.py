@@ -87,8 +87,9 @@ class Policy:
         d, base_len = seq.drafting, block.base_len
         d.blocks += 1
         if fate is BlockFate.USEFUL:
-            d.wrong = False
             d.misses = d.rest = 0
+            if base_len < len(seq.token_ids):  # the guess was right, and late
+                d.wrong = False
         elif fate is BlockFate.WRONG:
             d.wrong = True
         elif base_len == len(seq.token_ids):  # an empty block

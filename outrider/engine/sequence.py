@@ -170,15 +170,16 @@ class Sequence:
     def commit(self, emitted: Tokens[int], drafted: int) -> bool:
         """Appends tokens and walks the draft by them. True if they fell off: a wrong guess.
 
-        Where the proposer runs ahead, and nothing past the `drafted` tokens of this round had come
-        yet, there was no guess to be wrong: it is late.
+        Where the proposer runs ahead, and nothing past the draft of this round (`drafted` tokens
+        were verified) had come yet, there was no guess to be wrong: it is late.
         """
         base_len = len(self.token_ids)
         self.token_ids += emitted
         if self.draft is None:
             return False
         if self.drafting.runs_ahead:
-            lacks_branches = self.draft_base < base_len or len(self.draft.token_ids) <= drafted
+            verifiable = max(drafted, self.drafting.num_draft_tokens)
+            lacks_branches = self.draft_base < base_len or len(self.draft.token_ids) <= verifiable
         else:
             lacks_branches = False
         node = self.draft.descend(emitted, self.draft_node)

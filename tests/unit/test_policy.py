@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -20,6 +21,7 @@ from outrider.types import (
     StopParams,
 )
 from tests.support.hash_model import HashModel, Sequential
+from tests.support.simulation import Net, World, draft_model
 
 CONFIG = EngineConfig(page_size=4, num_pages=4096, max_model_len=2048)
 # Seconds of a 62 M model's step at 1, 4, 8, 16 tokens: engine-notes' measurements, fused.
@@ -266,3 +268,60 @@ def test_step_times_interpolate_between_what_was_measured() -> None:
     assert times.estimate(12) == pytest.approx((0.0089 + 0.0110) / 2)
     assert times.estimate(2000) > times.estimate(640)
     assert StepTimes().estimate(5) == 0.0
+
+
+def ahead(
+    *, branches: int = 8, sessions: int = 1, step_s: float = 0.0045, delay_s: float = 0.0001
+) -> World:
+    """An 8B target and a 1B draft on two H200s, as anchors.md has them, at temperature 1."""
+    config = EngineConfig(
+        page_size=4, num_pages=20_000, max_model_len=2048, num_speculative_tokens=4
+    )
+    world = World(
+        AdaptivePolicy(4),
+        config,
+        lambda num_tokens: step_s + 2e-5 * num_tokens,
+        random.Random(1),
+    )
+    method = draft_model(0.15, max_branches=branches, num_pages=20_000, max_model_len=2048)
+    world.add(method, Net(delay_s=delay_s))
+    for i in range(sessions):
+        sampling = SamplingParams(temperature=1.0, seed=i)
+        world.submit(Request(i, (i % 32, i // 32, 5), sampling, StopParams(max_tokens=150)))
+    world.run()
+    return world
+
+
+def total(world: World, name: str) -> float:
+    stats = [commit.stats for commit in world.last.values()]
+    return sum(getattr(s, name) for s in stats)
+
+
+def test_drafting_ahead_hides_the_draft_and_the_way() -> None:
+    on_demand, hidden = ahead(branches=0), ahead()
+    rounds = total(hidden, "rounds")
+    assert total(hidden, "hits") > 0.85 * rounds
+    assert total(hidden, "hits_after_hit") > 0.85 * total(hidden, "rounds_after_hit")
+    assert hidden.now < 0.7 * on_demand.now
+    assert hidden.now < 1.1 * rounds * 0.0046, "a round is a step, and little more"
+
+
+def test_a_way_longer_than_the_step_still_pays() -> None:
+    assert ahead(delay_s=0.0025).now < 0.8 * ahead(branches=0, delay_s=0.0025).now
+
+
+@pytest.mark.parametrize("sessions", [8, 32])
+def test_a_batch_alternates_in_cohorts_where_drafts_are_made_on_demand(sessions: int) -> None:
+    """While some rows are verified the others are drafted for: nothing but the policy does it."""
+    world = ahead(branches=0, sessions=sessions)
+    rows = world.rows_per_step[4:-30]
+    assert sum(rows) / len(rows) < 0.65 * sessions
+    assert world.now < 0.9 * (total(world, "rounds") / sessions) * (0.0045 + 0.003 + 0.0002) * 2
+
+
+def test_misses_are_told_apart() -> None:
+    """What comes too late, and what was foretold wrongly."""
+    late = ahead(delay_s=0.001)
+    assert total(late, "misses_late") > total(late, "misses_wrong")
+    few = ahead(branches=1)
+    assert total(few, "misses_wrong") > total(few, "misses_late")

@@ -1,0 +1,113 @@
+"""Whatever a proposer that runs ahead does, and its network, the text is the target's own."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from outrider.config import EngineConfig
+from outrider.drafting.draft_model import DraftModelProposer
+from outrider.engine.adaptive import AdaptivePolicy
+from outrider.engine.policy import Policy
+from outrider.types import Request, SamplingParams, StopParams
+from tests.support.hash_model import HashModel, Sequential
+from tests.support.simulation import VOCAB, Net, World, draft_model, ngram
+
+pytestmark = pytest.mark.timeout(900)
+
+PAGE_SIZE, NUM_PAGES, MAX_LEN = 4, 40, 64
+TRUTH = Sequential(HashModel(VOCAB, num_pages=1))
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, seed=7),
+    SamplingParams(temperature=0.7, seed=2**63 + 1, top_k=8, top_p=0.95),
+)
+
+nets = st.builds(
+    Net,
+    delay_s=st.sampled_from((0.0, 0.0001, 0.001, 0.005)),
+    jitter_s=st.sampled_from((0.0, 0.002)),
+    stall_chance=st.sampled_from((0.0, 0.05)),
+    stall_s=st.sampled_from((0.01, 0.5)),
+    break_chance=st.sampled_from((0.0, 0.03)),
+    repeat_chance=st.sampled_from((0.0, 0.2)),
+    reorder_chance=st.sampled_from((0.0, 0.2)),
+)
+
+
+@settings(
+    max_examples=2000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+@given(
+    seed=st.integers(0, 2**32),
+    net=nets,
+    k=st.integers(1, 5),
+    adaptive=st.booleans(),
+    step_s=st.sampled_from((0.001, 0.004)),
+    forward_s=st.sampled_from((0.0001, 0.0006, 0.003)),
+    eps=st.sampled_from((0.0, 0.2, 0.5)),
+    max_branches=st.sampled_from((0, 1, 8)),
+    num_pages=st.sampled_from((16, 28, 200)),
+    copies=st.booleans(),
+)
+def test_text_is_the_targets_own(
+    seed: int,
+    net: Net,
+    k: int,
+    adaptive: bool,
+    step_s: float,
+    forward_s: float,
+    eps: float,
+    max_branches: int,
+    num_pages: int,
+    copies: bool,
+) -> None:
+    rng = random.Random(seed)
+    config = EngineConfig(
+        page_size=PAGE_SIZE,
+        num_pages=NUM_PAGES,
+        max_num_seqs=3,
+        max_num_batched_tokens=rng.choice((4, 16, 64)),
+        max_model_len=MAX_LEN,
+        num_speculative_tokens=k,
+    )
+    policy = AdaptivePolicy(k) if adaptive else Policy(k, max_wait_s=rng.choice((0.0, 0.003, 0.02)))
+    world = World(policy, config, lambda n: step_s * (1 + n / 64), rng)
+    world.add(
+        draft_model(
+            eps,
+            forward_s,
+            max_branches=max_branches,
+            num_pages=num_pages,
+            max_model_len=MAX_LEN,
+        ),
+        net,
+    )
+    if copies:
+        world.add(ngram(max_branches), net)
+    for session in range(3):
+        prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 12)))
+        world.submit(
+            Request(
+                session, prompt, rng.choice(SAMPLINGS), StopParams(max_tokens=rng.randint(2, 24))
+            )
+        )
+    world.run()
+    for session, request in world.requests.items():
+        tokens, reason = TRUTH.output(request, MAX_LEN, frozenset())
+        assert world.committed[session][len(request.prompt_token_ids) :] == tokens
+        last = world.last[session]
+        assert last.finish_reason is reason
+        stats = last.stats
+        assert stats is not None
+        assert stats.hits_after_hit <= stats.rounds_after_hit
+        assert stats.hits_after_miss <= stats.rounds_after_miss
+        assert stats.hits + stats.misses_late + stats.misses_wrong <= stats.iter_count
+    for player in world.players:
+        if isinstance(player.method, DraftModelProposer):
+            player.method.check_invariants()
+    snapshot = world.engine.snapshot()
+    assert (snapshot.running, snapshot.free_pages) == (0, NUM_PAGES)

@@ -1,0 +1,375 @@
+"""A scorer's engine and its proposers on a simulated clock: real code, made-up times.
+
+The engine, the policy and the drafting methods are the real ones; what stands between them (hub,
+streams, the proposer's thread) is played here: commits and blocks travel with delays, streams stall
+and break, blocks are repeated and reordered. Nothing sleeps.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from outrider.config import EngineConfig
+from outrider.draft_tree import DraftTree
+from outrider.drafting.branches import EagerForks
+from outrider.drafting.draft_model import DraftModelProposer
+from outrider.drafting.ngram import NgramProposer
+from outrider.drafting.proposer import DraftRound, Proposer
+from outrider.engine.batch import PackedBatch
+from outrider.engine.engine import Engine
+from outrider.engine.policy import Policy
+from outrider.types import Commit, Request, StepEvents
+from proposer_service.pace import PaceMeter
+from tests.support.hash_model import HashModel
+
+VOCAB, MAX_LEN = 32, 4096
+
+
+@dataclass(frozen=True)
+class Net:
+    """The way between a scorer and a proposer. Seconds, one way."""
+
+    delay_s: float = 0.0001
+    jitter_s: float = 0.0
+    stall_chance: float = 0.0  # per message
+    stall_s: float = 0.0
+    break_chance: float = 0.0  # per message: the stream breaks
+    redial_s: float = 0.01
+    repeat_chance: float = 0.0  # per block
+    reorder_chance: float = 0.0  # per block: it comes later than those after it
+
+
+@dataclass
+class Clock:
+    """What a drafting thread takes."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class DraftHash(HashModel):
+    """Agrees with the target of the same vocabulary the more, the smaller `eps` is."""
+
+    def __init__(self, clock: Clock, eps: float, forward_s: float, row_s: float, **sizes: int):
+        super().__init__(VOCAB, **sizes)
+        self._clock, self._eps, self._times = clock, eps, (forward_s, row_s)
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        self._clock.now += self._times[0] + self._times[1] * len(batch.query_lens)
+        return super().forward(batch)
+
+    def _logits(self, states):  # type: ignore[no-untyped-def]
+        other = super()._logits(states ^ 0x5BD1E995)
+        return (1 - self._eps) * super()._logits(states) + self._eps * other
+
+
+@dataclass
+class Player:
+    """A proposer with its stream and thread."""
+
+    id: str
+    method: Proposer
+    clock: Clock
+    net: Net
+    rng: random.Random
+    meter: PaceMeter = field(default_factory=PaceMeter)
+    connected: bool = True
+    incarnation: int = 0
+    busy_until: float = 0.0
+    inbox: list[Callable[[], None]] = field(default_factory=list)
+    wanting: dict[int, None] = field(default_factory=dict)
+    drafted: dict[int, None] = field(default_factory=dict)
+    sessions: dict[int, int] = field(default_factory=dict)  # key -> session
+    keys: dict[int, int] = field(default_factory=dict)  # session -> key, as the scorer knows it
+    arrival: dict[str, float] = field(default_factory=lambda: {"to": 0.0, "from": 0.0})
+    bytes_sent: int = 0
+
+
+def draft_model(
+    eps: float = 0.2,
+    forward_s: float = 0.0006,
+    row_s: float = 0.0,
+    *,
+    max_branches: int = 8,
+    num_pages: int = 4096,
+    max_model_len: int = MAX_LEN,
+) -> tuple[Proposer, Clock]:
+    clock = Clock()
+    model = DraftHash(
+        clock, eps, forward_s, row_s, page_size=4, num_pages=num_pages, max_model_len=max_model_len
+    )
+    method = DraftModelProposer(
+        model, name="hash", fork_drafter=EagerForks(model), max_branches=max_branches, clock=clock
+    )
+    return method, clock
+
+
+def ngram(max_branches: int = 8) -> tuple[Proposer, Clock]:
+    return NgramProposer(prompt_lookup_min=1, max_branches=max_branches), Clock()
+
+
+class World:
+    """Runs requests to their end; `texts` and `stats` hold what came of them."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        config: EngineConfig,
+        step_s: Callable[[int], float],
+        rng: random.Random,
+        model: HashModel | None = None,
+    ) -> None:
+        self.now = 0.0
+        self.rng = rng
+        self.model = model or HashModel(
+            VOCAB, config.page_size, config.num_pages, config.max_model_len
+        )
+        self.engine = Engine(self.model, config, policy=policy, clock=lambda: self.now)
+        self.step_s = step_s
+        self.players: list[Player] = []
+        self.requests: dict[int, Request] = {}
+        self.committed: dict[int, list[int]] = {}
+        self.last: dict[int, Commit] = {}
+        self.rows_per_step: list[int] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._blocks: list[tuple[Player, int, int, DraftTree, int]] = []
+        self._commands: list[Callable[[], None]] = []
+        self._in_flight = False
+        self._keys = itertools.count(1)
+
+    def at(self, when: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), what))
+
+    def add(self, method: tuple[Proposer, Clock], net: Net) -> Player:
+        player = Player(f"p{len(self.players)}", *method, net, self.rng)
+        self.players.append(player)
+        return player
+
+    def submit(self, request: Request) -> None:
+        self.engine.submit(request)
+        self.requests[request.session_id] = request
+        self.committed[request.session_id] = list(request.prompt_token_ids)
+        if self.players:
+            self._open(self.players[request.session_id % len(self.players)], request.session_id)
+        self.at(self.now, self._work)
+
+    def run(self) -> None:
+        """Until every request has ended."""
+        while len(self.last) < len(self.requests):
+            assert self._events, "nothing will ever happen again"
+            when, _, what = heapq.heappop(self._events)
+            self.now = max(self.now, when)
+            assert self.now < 3600, "livelock"
+            what()
+            if not self._in_flight:
+                self.engine.check_invariants()
+
+    # The scorer.
+
+    def _command(self, command: Callable[[], None]) -> None:
+        """Between two steps, as the engine's thread does it."""
+        self._commands.append(command)
+        self.at(self.now, self._work)
+
+    def _work(self) -> None:
+        if self._in_flight:
+            return
+        for command in self._commands:
+            command()
+        self._commands.clear()
+        for player, incarnation, key, tree, draft_us in self._blocks:
+            session = player.sessions.get(key)
+            current = incarnation == player.incarnation and session is not None
+            if current and player.keys.get(session) == key:
+                self.engine.post_block(session, tree, player.id, draft_us)
+        self._blocks.clear()
+        if len(self.last) == len(self.requests):
+            return
+        if self.engine.launch():
+            flight = self.engine._in_flight
+            assert flight is not None
+            self._in_flight = True
+            self.rows_per_step.append(len(flight.step.rows))
+            self.at(self.now + self.step_s(flight.step.num_tokens), self._collect)
+        elif self.engine.wake_at < float("inf"):
+            self.at(max(self.now, self.engine.wake_at), self._work)
+
+    def _collect(self) -> None:
+        events = self.engine.collect()
+        assert events is not None
+        assert not events.failures
+        self._in_flight = False
+        self.engine.check_invariants()
+        self._publish(events)
+        self._work()
+
+    def _publish(self, events: StepEvents) -> None:
+        assert events.timings is not None
+        step_s = self.step_s(events.timings.num_tokens)
+        for commit in events.commits:
+            session = commit.session_id
+            assert commit.base_len == len(self.committed[session])
+            self.committed[session] += commit.token_ids
+            player = next((p for p in self.players if session in p.keys), None)
+            if commit.finish_reason is not None:
+                self.last[session] = commit
+                if player is not None:
+                    key = player.keys.pop(session)
+                    self._send(player, lambda p, k=key: self._closed(p, k))
+            elif player is not None:
+                key = player.keys[session]
+                self._send(player, lambda p, k=key, c=commit: self._told(p, k, c, step_s))
+
+    def _open(self, player: Player, session: int) -> None:
+        if not player.connected or session in self.last:
+            return
+        key = next(self._keys)
+        player.keys[session], player.sessions[key] = key, session
+        request, prefix = self.requests[session], list(self.committed[session])
+        k = player.method.traits.max_draft_tokens
+        k = min(k, self.engine.info.num_speculative_tokens)
+        ahead = player.method.traits.runs_ahead
+        self._command(lambda: self.engine.set_drafting(session, player.id, k, runs_ahead=ahead))
+        max_len = len(request.prompt_token_ids) + request.stop.max_tokens
+
+        def opened(p: Player) -> None:
+            p.method.open(key, prefix, request.sampling, k, max_len)
+            p.wanting[key] = None
+
+        self._send(player, opened)
+
+    # The way between them.
+
+    def _send(self, player: Player, message: Callable[[Player], None]) -> None:
+        incarnation = player.incarnation
+
+        def arrive() -> None:
+            if player.incarnation == incarnation:
+                player.inbox.append(lambda: message(player))
+                self._cycle(player)
+
+        self._travel(player, "to", arrive)
+
+    def _travel(self, player: Player, way: str, arrive: Callable[[], None]) -> None:
+        net, rng = player.net, self.rng
+        if rng.random() < net.break_chance:
+            self._break(player)
+            return
+        delay = net.delay_s + rng.random() * net.jitter_s
+        if rng.random() < net.stall_chance:
+            delay += rng.random() * net.stall_s
+        player.arrival[way] = max(player.arrival[way], self.now + delay)
+        self.at(player.arrival[way], arrive)
+
+    def _break(self, player: Player) -> None:
+        """Everything on its way is lost, and the proposer's sessions with it."""
+        player.incarnation += 1
+        player.connected = False
+        for key in list(player.sessions):
+            player.method.close(key)
+        sessions = [s for s in player.keys if s not in self.last]
+        for state in (player.sessions, player.keys, player.wanting, player.drafted):
+            state.clear()
+        player.inbox.clear()
+        player.meter = PaceMeter()
+
+        def redialled() -> None:
+            player.connected = True
+            for session in sessions:
+                self._open(player, session)
+
+        self.at(self.now + player.net.redial_s, redialled)
+        for session in sessions:
+            self._command(lambda s=session: self.engine.set_drafting(s, None, 0))
+
+    # The proposer.
+
+    def _told(self, player: Player, key: int, commit: Commit, step_s: float) -> None:
+        if key in player.sessions:
+            player.meter.step(step_s)
+            player.meter.committed(key, self.now, step_s)
+            k = commit.num_draft_tokens
+            player.method.commit(key, commit.base_len, commit.token_ids, k)
+            player.drafted.pop(key, None)
+            if k:
+                player.wanting[key] = None
+            else:
+                player.wanting.pop(key, None)
+
+    def _closed(self, player: Player, key: int) -> None:
+        player.method.close(key)
+        for mapping in (player.sessions, player.wanting, player.drafted):
+            mapping.pop(key, None)
+
+    def _cycle(self, player: Player) -> None:
+        if player.busy_until > self.now:
+            return
+        inbox, player.inbox = player.inbox, []
+        for message in inbox:
+            message()
+        if player.wanting:
+            round_ = self._timed(player, lambda: player.method.draft(list(player.wanting)))
+            for key in (*(key for key, _ in round_.drafts), *round_.at_hand):
+                del player.wanting[key]
+                player.drafted[key] = None
+            incarnation = player.incarnation
+
+            def handed_over() -> None:
+                if player.incarnation == incarnation:
+                    for key, _ in round_.drafts:
+                        player.meter.handed_over(key, self.now)
+
+            self.at(player.busy_until, handed_over)
+        elif player.drafted and player.method.traits.runs_ahead:
+            keys = list(player.drafted)
+            player.drafted.clear()
+            self._timed(player, lambda: player.method.ahead(keys, player.meter.pace))
+        else:
+            return
+        self.at(player.busy_until, lambda: self._cycle(player))
+
+    def _timed(self, player: Player, work: Callable[[], DraftRound]) -> DraftRound:
+        """Does the work now; its blocks leave when it would have been done."""
+        started = player.clock.now
+        round_ = work()
+        elapsed = player.clock.now - started + 1e-5
+        player.busy_until = self.now + elapsed
+        incarnation = player.incarnation
+
+        def leave() -> None:
+            if player.incarnation != incarnation:
+                return
+            for key in round_.lost:
+                player.wanting.pop(key, None)
+                session = player.sessions.pop(key, None)
+                if session is not None and player.keys.get(session) == key:
+                    del player.keys[session]
+                    self._open(player, session)
+            for key, tree in round_.drafts:
+                player.bytes_sent += 12 + 5 * len(tree.token_ids)
+                self._post(player, incarnation, key, tree, round(elapsed * 1e6))
+
+        self.at(player.busy_until, leave)
+        return round_
+
+    def _post(self, player: Player, incarnation: int, key: int, tree: DraftTree, us: int) -> None:
+        net, rng = player.net, self.rng
+
+        def arrive() -> None:
+            self._blocks.append((player, incarnation, key, tree, us))
+            self._work()
+
+        self._travel(player, "from", arrive)
+        if rng.random() < net.repeat_chance:
+            self._travel(player, "from", arrive)
+        if rng.random() < net.reorder_chance:
+            self.at(self.now + net.delay_s + rng.random() * 0.02, arrive)

@@ -1,0 +1,29 @@
+"""The way to the scorer and back, as commits show it."""
+
+from __future__ import annotations
+
+import pytest
+
+from proposer_service.pace import PaceMeter
+
+
+def test_the_way_is_what_is_left_of_the_shortest_round() -> None:
+    meter = PaceMeter()
+    for i, extra in enumerate((0.004, 0.0, 0.010, 0.002)):
+        now = float(i)
+        meter.handed_over(1, now)
+        meter.step(0.005)
+        meter.committed(1, now + 0.005 + 0.001 + extra, 0.005)
+    assert meter.pace.step_s == pytest.approx(0.005)
+    assert 0.001 <= meter.pace.network_s < 0.002
+
+
+def test_only_a_draft_that_was_waited_for_measures() -> None:
+    meter = PaceMeter()
+    meter.committed(1, 5.0, 0.005)  # its draft was at hand
+    meter.handed_over(2, 1.0)
+    meter.forget(2)
+    meter.committed(2, 5.0, 0.005)
+    meter.handed_over(3, 1.0)
+    meter.committed(3, 5.0, 0.0)  # a scorer that does not say what its step took
+    assert meter.pace.network_s == 0.0
