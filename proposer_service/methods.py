@@ -14,6 +14,9 @@ from proposer_service.config import DraftModelConfig, NgramConfig, ProposerConfi
 
 _PAGE_SIZE = 16
 _MIB = 2**20
+_PREFILL_BUDGET = {"cpu": 256, "cuda": 4096}
+"""Prompt tokens of one round: as many as take about as long as a few drafts."""
+_WARM_UP_TOKENS = 600
 
 
 def build_proposer(config: ProposerConfig) -> tuple[Proposer, str]:
@@ -97,6 +100,7 @@ def _build_draft_model(config: ProposerConfig, method: DraftModelConfig) -> tupl
         chain_drafter=chain_drafter,
         fork_drafter=fork_drafter,
         max_branches=config.max_branches,
+        prefill_budget=_PREFILL_BUDGET[method.device],
     )
     progress("proposer", "warming up")
     _warm_up(proposer)
@@ -111,7 +115,8 @@ def _warm_up(proposer: Proposer) -> None:
     for sampling in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)):
         for num_sessions in (1, 2):
             keys = range(-num_sessions, 0)
-            prefix = [1] * min(24, traits.max_model_len // 2)
+            # The first prompt is long: kernels for many tokens are others than for few.
+            prefix = [1] * min(_WARM_UP_TOKENS, traits.max_model_len // 2)
             for key in keys:
                 proposer.open(key, prefix, sampling, 4, traits.max_model_len)
             proposer.draft(keys)  # the prompt's way

@@ -17,9 +17,11 @@ So drafting ahead, which makes h large, and drafting on demand, h = 0, are one c
 
 A row whose draft is at hand goes at once. One without may go on with one token, or wait. Waiting
 `d` brings accepted(k) more tokens, and costs what the row would commit in `d` otherwise, at the
-rate of a row that never waits, (1 + h * accepted(k)) / step_time. So it pays as long as
+rate of a row that never waits: (1 + f) / step_time, with `f` the row's measured average of tokens
+accepted from drafts that were at hand at once (what is left of a late draft is little; what was
+drafted ahead is much). So it pays as long as
 
-    d <= accepted(k) * step_time / (1 + h * accepted(k))
+    d <= accepted(k) * step_time / (1 + f)
 
 and a row does not wait at all if its proposer's mean delay is beyond that: the draft that comes
 later is used as far as it is still true.
@@ -30,7 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Rows
 
-from outrider.engine.policy import Policy
+from outrider.engine.policy import FIRST_PATIENCE_S, Policy
 from outrider.engine.sequence import Drafting, Sequence
 from outrider.types import Request
 
@@ -41,7 +43,6 @@ NEARLY = 0.95  # of the best goodput: such differences between sizes are noise
 STALE_AFTER = 12  # steps of other sizes after which a size's average is forgotten
 PROBE_EVERY = 16  # rounds with K = 0 before one with drafts renews what was measured
 MIN_PATIENCE_S, MAX_PATIENCE_S = 0.002, 0.1
-FIRST_PATIENCE_S = 0.25  # a proposer must process the prompt before its first block
 STEPS_OF_PATIENCE = 3.0
 
 
@@ -158,14 +159,16 @@ class AdaptivePolicy(Policy):
     def patience(self, seq: Sequence) -> float:
         """Blocks' mean delay plus four deviations, at most as long as waiting pays.
 
-        Until the session's first block came, a multiple of the time the prompt took.
+        Until the session's first block came, about as long as the prompt took, all rounds together:
+        a proposer that is busy with many prompts must not hold a row back round after round.
         """
         d = seq.drafting
         step = self._step_time(d.num_draft_tokens)
         if not d.blocks:
-            return min(FIRST_PATIENCE_S, STEPS_OF_PATIENCE * step + seq.counters.prefill_s)
+            allowed = min(FIRST_PATIENCE_S, STEPS_OF_PATIENCE * step + seq.counters.prefill_s)
+            return max(0.0, d.awaited_since + allowed - d.committed_at)
         gain = accepted(d.successes / d.trials, d.num_draft_tokens)
-        worth = max(MIN_PATIENCE_S, gain * step / (1.0 + d.hit_share * gain))
+        worth = max(MIN_PATIENCE_S, gain * step / (1.0 + d.free_tokens))
         delay = self._delays.get(d.proposer_id or "")
         if delay is None:
             return min(MAX_PATIENCE_S, worth)

@@ -16,6 +16,7 @@ from outrider.types import Request
 SET_ASIDE_AFTER = 3  # rounds in a row whose draft was waited for in vain
 FIRST_REST = 16  # rounds before it is waited for again; doubles up to MAX_REST
 MAX_REST = 256
+FIRST_PATIENCE_S = 0.25  # a proposer must process the prompt before its first block
 WAIT_FADE = 0.8  # per round, of the moving average of waits
 HIT_FADE = 0.9  # per round, of the share of hits
 
@@ -72,7 +73,8 @@ class Policy:
         d = seq.drafting
         if proposer_id != d.proposer_id:
             d.misses = d.rest = d.next_rest = d.blocks = 0
-            d.hit, d.hit_share = None, 0.0
+            d.hit, d.hit_share, d.free_tokens = None, 0.0, 0.0
+            d.awaited_since = now
             d.commits.clear()
             d.commits.append((len(seq.token_ids), now, True))
             if proposer_id is not None:
@@ -146,7 +148,7 @@ class Policy:
         c.fallback_rounds += d.limit > 0
         if d.rest:
             d.rest -= 1
-        elif wanted and d.deadline > d.committed_at:  # waited for in vain
+        elif wanted and (d.deadline > d.committed_at or self._silent(d, now)):  # waited in vain
             d.misses += 1
             # Tried again after a rest, it gets one chance.
             if d.misses == (1 if d.next_rest else SET_ASIDE_AFTER):
@@ -154,6 +156,10 @@ class Policy:
                 d.rest = d.next_rest
                 return True
         return False
+
+    def _silent(self, d: Drafting, now: float) -> bool:
+        """A proposer from which nothing has come for so long is missed, waited for or not."""
+        return not d.blocks and now > d.awaited_since + FIRST_PATIENCE_S
 
     def _count_hit(self, seq: Sequence, wanted: bool, drafted: int) -> None:
         """Hits, and misses by cause, of a round that `wanted` a draft."""
@@ -174,6 +180,11 @@ class Policy:
     ) -> None:
         """A row emitted tokens; `wrong` says that its draft fell off the committed path."""
         d = seq.drafting
+        if d.looked_at is not None:
+            free = accepted if d.at_hand else 0
+            d.free_tokens += (free - d.free_tokens) * (1 - HIT_FADE)
+        else:  # the prompt is through
+            d.awaited_since = now
         d.looked_at, d.wrong, d.committed_at = None, wrong, now
         d.commits.append((len(seq.token_ids), now, seq.draft is None))
         self.observe_round(d, drafted, accepted)

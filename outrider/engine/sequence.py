@@ -80,12 +80,14 @@ class Drafting:
     rest: int = 0  # rounds until a proposer that was set aside is waited for again
     next_rest: int = 0
     blocks: int = 0  # that came from the present proposer
+    awaited_since: float = 0.0  # when the first of them could be used, if it had come
     successes: float = 0.0  # draft tokens accepted, fading
     trials: float = 0.0  # draft tokens accepted or rejected, fading
     plain_rounds: int = 0  # with K = 0, since drafts were last tried
     wait_s: float = 0.0  # moving average of a round's wait
     hit: bool | None = None  # whether the last round that wanted a draft had one at once
     hit_share: float = 0.0  # of such rounds, fading
+    free_tokens: float = 0.0  # accepted per round from drafts that were at hand at once, fading
 
 
 class Sequence:
