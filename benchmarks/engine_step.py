@@ -47,15 +47,17 @@ class EngineSteps:
         cuda = model.device.type == "cuda"
         if cuda:
             from outrider.engine.cuda.graphs import CudaGraphs
-            from outrider.engine.cuda.triton_sampling import choose
+            from outrider.engine.cuda.triton_sampling import choose_and_verify
 
             record: Record = CudaGraphs()
         else:
-            from outrider.engine.sampling import choose
+            from outrider.engine.verifier import choose_and_verify
 
             record = _run_again
         buckets = [Bucket(query_len, rows) for rows, query_len in sizes]
-        self._runner = GraphRunner(model, buckets, record=record, choose=choose)
+        self._runner = GraphRunner(
+            model, buckets, record=record, choose_and_verify=choose_and_verify
+        )
 
     @torch.inference_mode()
     def measure(
@@ -69,12 +71,7 @@ class EngineSteps:
 
         launch_and_wait()  # the inputs are in place
         recorded = self._runner._recorded[Bucket(query_len, rows)]
-
-        def replay() -> None:
-            recorded.forward()
-            recorded.greedy()
-
-        device_ms = time_ms(replay, self._model.device, repeats)
+        device_ms = time_ms(recorded.work, self._model.device, repeats)
         times = []
         for _ in range(repeats):
             began = time.perf_counter()

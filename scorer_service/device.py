@@ -18,7 +18,7 @@ from outrider.engine.cuda.memory import (
     estimate_graphs,
     measure_activations,
 )
-from outrider.engine.cuda.triton_sampling import choose
+from outrider.engine.cuda.triton_sampling import choose_and_verify
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.static_step import Bucket, make_buckets
 from outrider.errors import ConfigError
@@ -106,7 +106,11 @@ def _record(
 ) -> GraphRunner | None:
     try:
         return GraphRunner(
-            model, buckets, record=CudaGraphs(), choose=choose, on_recorded=on_recorded
+            model,
+            buckets,
+            record=CudaGraphs(),
+            choose_and_verify=choose_and_verify,
+            on_recorded=on_recorded,
         )
     except torch.OutOfMemoryError as error:
         raise ConfigError(

@@ -27,8 +27,8 @@ def can_prepack(dtype: torch.dtype, device: torch.device) -> bool:
 class Linear(Protocol):
     """A linear layer with a fixed weight."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [..., in] to [..., out]."""
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [..., in] to [..., out], in `out` if given."""
         ...
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -55,13 +55,21 @@ class PackedLinear(nn.Module):
                 else weight
             )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] to [..., out]."""
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [..., in] to [..., out], in `out` if given."""
         if self._packed:
-            return torch.ops.mkldnn._linear_pointwise(  # type: ignore[no-any-return]
+            y: Tensor = torch.ops.mkldnn._linear_pointwise(
                 x, self._weight, self._bias, "none", [], ""
             )
-        return F.linear(x, self._weight, self._bias)
+            return y if out is None else out.copy_(y)
+        if out is None:
+            return F.linear(x, self._weight, self._bias)
+        flat, into = x.view(-1, self.in_features), out.view(-1, self.out_features)
+        if self._bias is None:
+            torch.mm(flat, self._weight.t(), out=into)
+        else:
+            torch.addmm(self._bias, flat, self._weight.t(), out=into)
+        return out
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """`residual + self(x)` in one pass over the output; `residual` may be overwritten."""

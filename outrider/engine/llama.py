@@ -122,8 +122,8 @@ class FusedLlama:
         sin = torch.stack((-sin[:, 0], sin[:, 1]), dim=1)
         return torch.stack((cos, sin), dim=1).contiguous()
 
-    def forward(self, attention: StepAttention) -> Tensor:
-        """Logits [num_logits, vocab_size] in the model's dtype."""
+    def forward(self, attention: StepAttention, out: Tensor | None = None) -> Tensor:
+        """Logits [num_logits, vocab_size] in the model's dtype, in `out` if given."""
         batch, ops, eps = attention.batch, self._ops, self._eps
         x = F.embedding(batch.input_ids, self._embedding)
         rope = self._rope.index_select(0, batch.positions)
@@ -132,10 +132,10 @@ class FusedLlama:
             if layer.qk_norm is not None:
                 ops.qk_norm_(qkv, layer.qk_norm, eps)
             query = ops.rotate_and_store(qkv, rope, batch.slot_mapping, layer.pool)
-            out = attention.attend(query, layer.pool, layer.params)
-            x = layer.o.add(out.flatten(1), x)
+            heads = attention.attend(query, layer.pool, layer.params)
+            x = layer.o.add(heads.flatten(1), x)
             y = layer.gate_up(ops.rms_norm(x, layer.post_norm, eps))
             x = layer.down.add(ops.silu_mul(y), x)
         if len(batch.logits_index) != len(x):
             x = x.index_select(0, batch.logits_index)
-        return self._head(ops.rms_norm(x, self._norm, eps))
+        return self._head(ops.rms_norm(x, self._norm, eps), out)

@@ -25,8 +25,8 @@ AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
 class Step(Protocol):
     """One way to run the layers."""
 
-    def forward(self, attention: StepAttention) -> Tensor:
-        """Logits [num_logits, vocab_size] in the model's dtype."""
+    def forward(self, attention: StepAttention, out: Tensor | None = None) -> Tensor:
+        """Logits [num_logits, vocab_size] in the model's dtype, in `out` if given."""
         ...
 
 
@@ -43,8 +43,8 @@ class TransformersStep:
         self._cache = PagedCache(pools, latent=latent)
         self._pool_of = None if latent else pools.layer
 
-    def forward(self, attention: StepAttention) -> Tensor:
-        """Logits [num_logits, vocab_size] in the model's dtype."""
+    def forward(self, attention: StepAttention, out: Tensor | None = None) -> Tensor:
+        """Logits [num_logits, vocab_size] in the model's dtype, in `out` if given."""
         batch = attention.batch
         self._cache.begin(attention)
         output: Any = self._model(
@@ -56,7 +56,7 @@ class TransformersStep:
             paged=PagedStep(attention, self._pool_of),
         )
         logits: Tensor = output.logits[0]
-        return logits
+        return logits if out is None else out.copy_(logits)
 
 
 class PagedModel:
@@ -118,9 +118,9 @@ class PagedModel:
         self.pools.copy_pages(source, target)
 
     @torch.inference_mode()
-    def logits(self, batch: PackedBatch) -> Tensor:
-        """What `forward` returns, in the model's dtype."""
-        return self._step.forward(self._backend(batch))
+    def logits(self, batch: PackedBatch, out: Tensor | None = None) -> Tensor:
+        """What `forward` returns, in the model's dtype, in `out` [num_logits, vocab] if given."""
+        return self._step.forward(self._backend(batch), out)
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Writes the new keys and values and returns float32 logits [num_logits, vocab_size].

@@ -8,7 +8,6 @@ or not, is its last key, as attention kernels have it; causality hides inert key
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from torch import Tensor
 from outrider.engine.batch import PackedBatch
 from outrider.engine.sampling import seed_keys
 from outrider.engine.scheduler import ScheduledRow
+from outrider.engine.verifier import VerifyBatch
 from outrider.types import SamplingParams
 
 _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)  # then every 64th
@@ -48,21 +48,10 @@ def make_buckets(max_num_seqs: int, query_lens: Sequence[int]) -> list[Bucket]:
     return sorted(Bucket(q, n) for q in set(query_lens) for n in (*rows, max_num_seqs))
 
 
-class Draw(enum.IntEnum):
-    """What it takes to draw a row's tokens; a step takes the most that a row of it does."""
-
-    GREEDY = 0
-    COUPLED = 1
-    """Temperature and noise, no cuts."""
-    CUT = 2
-    """top_k, top_p or min_p."""
-
-    @staticmethod
-    def of(params: SamplingParams) -> Draw:
-        if params.greedy:
-            return Draw.GREEDY
-        cut = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-        return Draw.CUT if cut else Draw.COUPLED
+def cuts(params: SamplingParams) -> bool:
+    """Whether drawing a token cuts by top_k, top_p or min_p."""
+    cut = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+    return cut and not params.greedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +109,14 @@ class _Twins:
 class _Constants:
     """What stays as it is in a row from step to step; converting it again would take too long.
 
-    A page table may grow; any other change of it is another list.
+    A page table may grow; any other change of it is another list. No two sequences share one.
     """
 
     table: Sequence[int]
     pages: NDArray[Any]  # int32: `table` as far as it was known, then the scratch page
     temperature: float
     keys: NDArray[Any]  # int64 [2]
-    draw: Draw
+    cuts: bool
     num_pages: int = 0
 
 
@@ -162,7 +151,8 @@ class StaticInputs:
         self._seq_lens = twins.host("seq_lens")
         self._tables = twins.host("block_table")
         self._tables.fill(sizes.scratch_page)
-        self._inert = _Constants((), np.empty(0), 0.0, np.zeros(2, np.int64), Draw.GREEDY)
+        pages = np.full(sizes.table_width, sizes.scratch_page, np.int32)
+        self._inert = _Constants((), pages, 0.0, np.zeros(2, np.int64), cuts=False)
         self._known: dict[object, _Constants] = {}  # by sequence
         self._at: list[_Constants] = [self._inert] * rows  # what each row of the buffer holds,
         self._lengths = [0] * rows  # and so much of its table
@@ -189,71 +179,69 @@ class StaticInputs:
             recorded=True,
         )
 
-    def drafts(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """The drafts int64 [rows, query_len - 1], filled up with anything, and how many are real.
+    def verify_batch(self, bucket: Bucket) -> VerifyBatch:
+        """What a bucket's verification reads: views of the device's buffer."""
+        twins, rows, tokens = self._twins, bucket.rows, bucket.tokens
+        return VerifyBatch(
+            input_ids=twins.device("input_ids")[:tokens].view(rows, -1),
+            positions=twins.device("positions")[:tokens].view(rows, -1),
+            draft_lens=twins.device("draft_lens")[:rows],
+            temperature=twins.device("temperature")[:rows],
+            keys=twins.device("keys")[:rows],
+        )
 
-        int32 [rows]
-        """
-        tokens = self._twins.device("input_ids")[: bucket.tokens].view(bucket.rows, -1)
-        return tokens[:, 1:], self._twins.device("draft_lens")[: bucket.rows]
-
-    def sampling(self, bucket: Bucket) -> tuple[Tensor, Tensor, Tensor]:
-        """Per token of a bucket: temperature, keys and the position that is drawn.
-
-        Makes new tensors: float32 [n], int64 [n, 2], int64 [n].
-        """
-        rows, repeats, twins = bucket.rows, bucket.query_len, self._twins
-        temperature = twins.device("temperature")[:rows, None].expand(-1, repeats).reshape(-1)
-        keys = twins.device("keys")[:rows, None].expand(-1, repeats, -1).reshape(-1, 2)
-        return temperature, keys, twins.device("positions")[: bucket.tokens] + 1
-
-    def fill(self, rows: Sequence[ScheduledRow], bucket: Bucket) -> Draw:
+    def fill(self, rows: Sequence[ScheduledRow], bucket: Bucket) -> bool:
         """Writes a step's rows, and inert ones after them, to the host's buffer.
 
-        Nothing may be copying from it. Returns what it takes to draw the rows' tokens.
+        Nothing may be copying from it. Returns whether drawing a row's tokens cuts any.
         """
         sizes, query_len = self._sizes, bucket.query_len
-        draw = Draw.GREEDY
+        any_cuts = False
         for i, row in enumerate(rows):
-            constants = self._known.get(row.seq)
-            if constants is None or constants.table is not row.slice.block_table:
-                constants = self._learn(row)
-            known, length = constants.num_pages, len(constants.table)
-            if length > known:
-                constants.pages[known:length] = constants.table[known:]
-                constants.num_pages = length
-            if self._at[i] is not constants or self._lengths[i] < length:
+            constants, table = self._at[i], row.slice.block_table
+            if constants.table is not table:
+                constants = self._known.get(row.seq, self._inert)
+                if constants.table is not table:
+                    constants = self._learn(row)
                 self._place(i, constants)
-            draw = max(draw, constants.draw)
+            if self._lengths[i] < len(table):
+                self._grow(i, constants)
+            any_cuts = any_cuts or constants.cuts
         for i in range(len(rows), bucket.rows):
             if self._at[i] is not self._inert:
-                self._tables[i] = sizes.scratch_page
-                self._at[i] = self._inert
+                self._place(i, self._inert)
         if len(self._known) > 2 * sizes.rows:
             self._known = {row.seq: self._known[row.seq] for row in rows}
-        slices = [row.slice for row in rows]
-        counts = np.zeros(bucket.rows, np.int64)
-        counts[: len(rows)] = [len(piece.token_ids) for piece in slices]
-        starts = np.zeros(bucket.rows, np.int64)
-        starts[: len(rows)] = [piece.start for piece in slices]
-        self._draft_lens[: bucket.rows] = counts - 1
-        self._seq_lens[: bucket.rows] = starts + query_len
 
-        steps = self._steps[:query_len]
-        real = steps < counts[:, None]  # [rows, query_len]
+        tokens = [row.slice.token_ids for row in rows]
+        padding = [0] * (bucket.rows - len(rows))
+        counts = np.array([*map(len, tokens), *padding])[:, None]
+        starts = np.array([*[row.slice.start for row in rows], *padding])[:, None]
+        self._draft_lens[: bucket.rows, None] = counts - 1
+        self._seq_lens[: bucket.rows, None] = starts + query_len
+
         shape = (bucket.rows, query_len)
         input_ids = self._input_ids[: bucket.tokens].reshape(shape)
-        input_ids.fill(0)
-        input_ids[real] = list(chain.from_iterable(piece.token_ids for piece in slices))
+        positions = self._positions[: bucket.tokens].reshape(shape)
+        slots = self._slots[: bucket.tokens].reshape(shape)
+        steps = self._steps[:query_len]
         # Behind the longest context there are no positions any more; only inert tokens get there.
-        positions = np.minimum(starts[:, None] + steps, sizes.max_model_len - 1)
-        self._positions[: bucket.tokens] = positions.ravel()
-        pages, offsets = np.divmod(positions, sizes.page_size)
-        slots = self._tables.ravel().take(pages + self._first_pages[: bucket.rows])
-        slots = slots.astype(np.int64) * sizes.page_size + offsets
-        slots[~real] = sizes.scratch_page * sizes.page_size
-        self._slots[: bucket.tokens] = slots.ravel()
-        return draw
+        np.minimum(starts + steps, sizes.max_model_len - 1, out=positions)
+        pages = positions // sizes.page_size
+        # A position p of a page that is the table's n-th: (table[n] - n) * page_size + p.
+        tables = self._tables.ravel()
+        np.subtract(tables.take(pages + self._first_pages[: bucket.rows]), pages, out=slots)
+        slots *= sizes.page_size
+        slots += positions
+        flat = np.fromiter(chain.from_iterable(tokens), np.int64)
+        if len(flat) == bucket.tokens:
+            input_ids.ravel()[:] = flat
+        else:
+            real = steps < counts  # [rows, query_len]
+            input_ids.fill(0)
+            input_ids[real] = flat
+            slots[~real] = sizes.scratch_page * sizes.page_size
+        return any_cuts
 
     def _learn(self, row: ScheduledRow) -> _Constants:
         params = row.seq.request.sampling
@@ -262,7 +250,7 @@ class StaticInputs:
             pages=np.full(self._sizes.table_width, self._sizes.scratch_page, np.int32),
             temperature=params.temperature,
             keys=seed_keys([params.seed])[0].numpy(),
-            draw=Draw.of(params),
+            cuts=cuts(params),
         )
         return constants
 
@@ -271,6 +259,15 @@ class StaticInputs:
         self._tables[i] = constants.pages
         self._temperature[i] = constants.temperature
         self._keys[i] = constants.keys
+
+    def _grow(self, i: int, constants: _Constants) -> None:
+        """Takes in what was appended to the table of the row at place i."""
+        known, length = constants.num_pages, len(constants.table)
+        constants.pages[known:length] = constants.table[known:]
+        constants.num_pages = length
+        new = slice(self._lengths[i], length)
+        self._tables[i, new] = constants.pages[new]
+        self._lengths[i] = length
 
     def copy(self, bucket: Bucket) -> None:
         """Enqueues the copy of what a bucket needs to the device."""

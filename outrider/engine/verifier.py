@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from outrider.engine.sampling import choose
 
 
 def verify(draft_tokens: Sequence[int], target_choices: Sequence[int]) -> int:
@@ -31,3 +35,34 @@ def verify_rows(drafts: Tensor, choices: Tensor) -> Tensor:
     [n, k + 1], padded with anything. Returns int64 [n].
     """
     return (drafts == choices[:, :-1]).cumprod(dim=1).sum(dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyBatch:
+    """What drawing without cuts and verifying take besides logits: n rows of k + 1 tokens."""
+
+    input_ids: Tensor  # int64 [n, k + 1]: the token before the drafts, then these
+    positions: Tensor  # int64 [n, k + 1]: of `input_ids`; the token after each is drawn
+    draft_lens: Tensor  # int32 [n]: what follows so many drafts is not looked at
+    temperature: Tensor  # float32 [n]; 0: greedy
+    keys: Tensor  # int64 [n, 2], as `SamplingBatch.seed`
+
+
+ChooseAndVerify = Callable[[Tensor, VerifyBatch, Tensor], None]
+"""`choose_and_verify`, or a faster equal of it."""
+
+
+def choose_and_verify(logits: Tensor, batch: VerifyBatch, out: Tensor) -> None:
+    """Draws a token from each row of logits [n * (k + 1), vocab] and verifies the drafts.
+
+    `out`, int32 [n, k + 2], gets per row how many drafts are accepted, and then what was drawn.
+    """
+    width = batch.input_ids.shape[1]
+    temperature = batch.temperature.repeat_interleave(width)
+    keys = batch.keys.repeat_interleave(width, dim=0)
+    drawn = choose(logits, temperature, keys, batch.positions.flatten() + 1)
+    choices = drawn.view(-1, width)
+    # What fills a draft up may be equal to a choice by chance.
+    agreeing = verify_rows(batch.input_ids[:, 1:], choices)
+    out[:, 0] = torch.minimum(agreeing, batch.draft_lens)
+    out[:, 1:] = choices

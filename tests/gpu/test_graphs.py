@@ -20,7 +20,7 @@ from outrider.engine.batch import PackedBatch
 from outrider.engine.cuda.graph_runner import GraphRunner
 from outrider.engine.cuda.graphs import CudaGraphs
 from outrider.engine.cuda.memory import TRIAL_PAGES, DeviceMemory
-from outrider.engine.cuda.triton_sampling import choose
+from outrider.engine.cuda.triton_sampling import choose_and_verify
 from outrider.engine.engine import Engine
 from outrider.engine.loader import build_paged_model, load_model
 from outrider.engine.paged_model import PagedModel
@@ -49,7 +49,7 @@ PROMPTS = Path("outrider/models/data/heldout_prompts.jsonl")
 
 def graph_runner(model: PagedModel, max_num_seqs: int) -> GraphRunner:
     buckets = make_buckets(max_num_seqs, (1, K + 1))
-    return GraphRunner(model, buckets, record=CudaGraphs(), choose=choose)
+    return GraphRunner(model, buckets, record=CudaGraphs(), choose_and_verify=choose_and_verify)
 
 
 def generate(

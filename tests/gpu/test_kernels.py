@@ -6,6 +6,7 @@ TRITON_INTERPRET=1 pytest -m gpu -W ignore::RuntimeWarning tests/gpu
 
 import os
 from collections.abc import Sequence
+from dataclasses import fields
 
 import pytest
 import torch
@@ -25,11 +26,13 @@ from outrider.engine.backends import (  # noqa: E402
 from outrider.engine.batch import PackedBatch, RowSlice, pack  # noqa: E402
 from outrider.engine.cuda.paged_attention import TritonPagedAttention  # noqa: E402
 from outrider.engine.cuda.triton_ops import TritonOps  # noqa: E402
-from outrider.engine.cuda.triton_sampling import choose  # noqa: E402
+from outrider.engine.cuda.triton_sampling import choose, choose_and_verify  # noqa: E402
 from outrider.engine.kv_cache import PageMajorPool  # noqa: E402
 from outrider.engine.llama_ops import TorchOps  # noqa: E402
-from outrider.engine.sampling import SamplingBatch, sample  # noqa: E402
+from outrider.engine.sampling import SamplingBatch, sample, seed_keys  # noqa: E402
 from outrider.engine.sdpa import SdpaAttention  # noqa: E402
+from outrider.engine.verifier import VerifyBatch  # noqa: E402
+from outrider.engine.verifier import choose_and_verify as torch_choose_and_verify  # noqa: E402
 from outrider.errors import ConfigError  # noqa: E402
 from outrider.types import SamplingParams  # noqa: E402
 
@@ -126,6 +129,33 @@ def test_choose_names_a_token_even_for_broken_logits() -> None:
     temperature = torch.tensor([0.0, 1.0], device=DEVICE)
     chosen = choose(logits, temperature, keys, torch.zeros(2, dtype=torch.int64, device=DEVICE))
     assert bool(((chosen >= 0) & (chosen < 3000)).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 3, 5])
+def test_drafts_are_verified_as_by_torch(dtype: torch.dtype, width: int) -> None:
+    temperature = torch.tensor([0.0, 1.0, 0.7, 0.0, 1.3, 1.0])
+    rows, vocab_size = len(temperature), 1000 if not ON_GPU else 128256
+    logits = _random(rows * width, vocab_size, dtype=dtype).cpu() * 3
+    batch = VerifyBatch(
+        input_ids=torch.zeros(rows, width, dtype=torch.int64),
+        positions=torch.arange(rows)[:, None] * 1000 + torch.arange(width),
+        draft_lens=torch.tensor([width - 1, width - 1, -1, width - 1, 1, width // 2]).int(),
+        temperature=temperature,
+        keys=seed_keys([1, 2, 2**63 + 5, 4, 2**64 - 1, 6]),
+    )
+    expected = torch.empty(rows, 1 + width, dtype=torch.int32)
+    torch_choose_and_verify(logits, batch, expected)
+    batch.input_ids[:, 1:] = expected[:, 1:-1]  # all agree, the ones that fill up, too,
+    batch.input_ids[3, 1:3] += 1  # but in one row
+    torch_choose_and_verify(logits, batch, expected)
+    real = batch.draft_lens >= 0
+    accepted = torch.where(torch.arange(rows) == 3, 0, batch.draft_lens.clamp(max=width - 1))
+    assert expected[real, 0].tolist() == accepted[real].tolist()
+    actual = torch.full((rows, 1 + width), -7, dtype=torch.int32, device=DEVICE)
+    moved = [getattr(batch, field.name).to(DEVICE) for field in fields(batch)]
+    choose_and_verify(logits.to(DEVICE), VerifyBatch(*moved), actual)
+    assert actual[real.to(DEVICE)].tolist() == expected[real].tolist()
 
 
 Rows = Sequence[tuple[int, int]]  # (tokens before, query tokens)

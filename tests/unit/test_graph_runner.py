@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -20,10 +21,10 @@ from outrider.engine.loader import build_paged_model
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.policy import Policy
 from outrider.engine.runner import Pending, Runner
-from outrider.engine.sampling import choose
 from outrider.engine.scheduler import ScheduledRow, Step
 from outrider.engine.sequence import Drafting, Sequence
-from outrider.engine.static_step import Bucket, Draw, StaticInputs, StaticSizes, make_buckets
+from outrider.engine.static_step import Bucket, StaticInputs, StaticSizes, cuts, make_buckets
+from outrider.engine.verifier import choose_and_verify
 from outrider.types import Request, SamplingParams
 from tests.property.test_engine_equality import EOS, MAX_LEN, VOCAB, Scenario, configs
 from tests.support.architectures import ARCHITECTURES, random_model
@@ -129,7 +130,9 @@ steps = st.lists(st.integers(0, K), min_size=1, max_size=7)
 
 @pytest.fixture(scope="module")
 def graphs(model: PagedModel) -> GraphRunner:
-    return GraphRunner(model, make_buckets(7, (1, 3, K + 1)), record=rerun, choose=choose)
+    return GraphRunner(
+        model, make_buckets(7, (1, 3, K + 1)), record=rerun, choose_and_verify=choose_and_verify
+    )
 
 
 @settings(
@@ -152,7 +155,7 @@ def test_recorded_steps_equal_eager_ones(
 
 
 def test_what_fills_up_changes_no_real_logit(model: PagedModel) -> None:
-    graphs = GraphRunner(model, [Bucket(5, 8)], record=rerun, choose=choose)
+    graphs = GraphRunner(model, [Bucket(5, 8)], record=rerun, choose_and_verify=choose_and_verify)
     step = make_step(random.Random(4), [0, 4, 2], model.vocab_size)
     real = [0, *range(5, 10), *range(10, 13)]
     seen = []
@@ -169,7 +172,7 @@ def test_what_fills_up_changes_no_real_logit(model: PagedModel) -> None:
 
 
 def test_no_page_but_the_scratch_page_and_the_rows_own_is_written(model: PagedModel) -> None:
-    graphs = GraphRunner(model, [Bucket(5, 8)], record=rerun, choose=choose)
+    graphs = GraphRunner(model, [Bucket(5, 8)], record=rerun, choose_and_verify=choose_and_verify)
     step = make_step(random.Random(5), [0, 4, 2], model.vocab_size)
     before = model.pools.layer(1).keys.clone()
     graphs.launch(step).wait()
@@ -183,7 +186,9 @@ def test_no_page_but_the_scratch_page_and_the_rows_own_is_written(model: PagedMo
 
 
 def test_prompts_and_steps_that_are_too_large_run_eagerly(model: PagedModel) -> None:
-    graphs = GraphRunner(model, make_buckets(2, (1, 3)), record=rerun, choose=choose)
+    graphs = GraphRunner(
+        model, make_buckets(2, (1, 3)), record=rerun, choose_and_verify=choose_and_verify
+    )
     rng = random.Random(1)
     long, wide = (make_step(rng, drafts, model.vocab_size) for drafts in ([3], [0, 0, 0]))
     row = make_row(rng, 2, list(range(NUM_PAGES)), model.vocab_size)
@@ -221,29 +226,14 @@ def test_a_row_may_grow_move_and_leave() -> None:
         assert inputs.fill(present, bucket) == fresh.fill(present, bucket)
         for used in (inputs, fresh):
             used.copy(bucket)
-        for got, want in (
-            (inputs.batch(bucket), fresh.batch(bucket)),
-            (inputs.drafts(bucket), fresh.drafts(bucket)),
-        ):
-            for a, b in zip(tensors(got), tensors(want), strict=True):
-                assert torch.equal(a, b)
-        live = len(present) * bucket.query_len
-        for a, b in zip(inputs.sampling(bucket), fresh.sampling(bucket), strict=True):
-            assert torch.equal(a[:live], b[:live])
+        for a, b in zip(tensors(inputs, bucket), tensors(fresh, bucket), strict=True):
+            assert torch.equal(a, b)
 
 
-def tensors(held: PackedBatch | tuple[Tensor, ...]) -> list[Tensor]:
-    if isinstance(held, tuple):
-        return list(held)
-    return [
-        held.input_ids,
-        held.positions,
-        held.slot_mapping,
-        held.cu_seqlens_q,
-        held.seq_lens,
-        held.block_table,
-        held.logits_index,
-    ]
+def tensors(inputs: StaticInputs, bucket: Bucket) -> list[Tensor]:
+    held = (inputs.batch(bucket), inputs.verify_batch(bucket))
+    values = [getattr(each, field.name) for each in held for field in fields(each)]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def test_buckets_hold_any_number_of_rows() -> None:
@@ -253,9 +243,9 @@ def test_buckets_hold_any_number_of_rows() -> None:
     assert len(make_buckets(4, (1, 1))) == 3  # K = 0
 
 
-def test_a_draw_is_as_costly_as_its_parameters() -> None:
-    assert [Draw.of(params) for params in SAMPLINGS] == [0, 1, 1, 2, 2]
-    assert Draw.of(SamplingParams(temperature=0.0, top_k=5)) is Draw.GREEDY
+def test_only_what_cuts_is_drawn_outside_the_recorded_step() -> None:
+    assert [cuts(params) for params in SAMPLINGS] == [False, False, False, True, True]
+    assert not cuts(SamplingParams(temperature=0.0, top_k=5))
 
 
 class RecordableHashModel(HashModel):
@@ -267,7 +257,7 @@ class RecordableHashModel(HashModel):
         super().__init__(VOCAB, page_size, num_pages, MAX_LEN)
         self.scratch_page = num_pages
 
-    def logits(self, batch: PackedBatch) -> Tensor:
+    def logits(self, batch: PackedBatch, out: Tensor) -> Tensor:
         self.forwards += 1
         slots, query_len = batch.slot_mapping, batch.query_lens[0]
         real = slots < self.num_pages * self.page_size
@@ -278,11 +268,11 @@ class RecordableHashModel(HashModel):
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("the device fell over")
-        logits = torch.full((len(slots), self.vocab_size), float("inf"))  # inert: anything
+        out.fill_(float("inf"))  # inert: anything
         for i in real.nonzero().flatten().tolist():
             state = context_hash(self._context(batch, i // query_len, i))
-            logits[i] = torch.from_numpy(self._logits(np.array([state], np.uint64)))[0]
-        return logits
+            out[i] = torch.from_numpy(self._logits(np.array([state], np.uint64)))[0]
+        return out
 
 
 class GraphScenario(Scenario):
@@ -292,7 +282,7 @@ class GraphScenario(Scenario):
         super().__init__(rng, config, policy)
         self.model = model = RecordableHashModel(config.page_size, config.num_pages)
         buckets = make_buckets(config.max_num_seqs, (1, 3, 5))
-        self.graphs = GraphRunner(model, buckets, record=rerun, choose=choose)
+        self.graphs = GraphRunner(model, buckets, record=rerun, choose_and_verify=choose_and_verify)
         self.engine = Engine(
             model, config, eos_token_ids=EOS, policy=policy, runner=self.graphs, clock=self.clock
         )

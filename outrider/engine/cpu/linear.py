@@ -37,9 +37,10 @@ class CompiledLinear(nn.Module):
         self._bias = None if bias is None else bias.detach()
         self._kernel = Kernel(products.linear, "7q", weight.dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] to [..., out]."""
-        return self._run(x, 0)
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [..., in] to [..., out], in `out` if given."""
+        y = self._run(x, 0)
+        return y if out is None else out.copy_(y)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """`residual + self(x)`."""

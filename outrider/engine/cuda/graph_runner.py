@@ -1,4 +1,4 @@
-"""Decode and verification steps as recorded work: a copy in, two launches, a copy out.
+"""Decode and verification steps as recorded work: a copy in, one launch, a copy out.
 
 Steps that are nothing but rows that have caught up (each token of theirs gets logits) run in the
 smallest recorded bucket that holds them. All others run eagerly, on the same model.
@@ -6,6 +6,7 @@ smallest recorded bucket that holds them. All others run eagerly, on the same mo
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,13 +17,10 @@ from torch import Tensor
 
 from outrider.engine.batch import Model, PackedBatch
 from outrider.engine.cuda.graphs import Record, Work
-from outrider.engine.runner import Pending, Runner, to_result
+from outrider.engine.runner import Pending, Runner
 from outrider.engine.scheduler import Step, StepResult
-from outrider.engine.static_step import Bucket, Draw, StaticInputs, StaticSizes
-from outrider.engine.verifier import verify_rows
-
-Choose = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""`outrider.engine.sampling.choose`, or a faster equal of it."""
+from outrider.engine.static_step import Bucket, StaticInputs, StaticSizes
+from outrider.engine.verifier import ChooseAndVerify, VerifyBatch
 
 
 class RecordableModel(Model, Protocol):
@@ -36,19 +34,19 @@ class RecordableModel(Model, Protocol):
         """A page that no sequence ever gets."""
         ...
 
-    def logits(self, batch: PackedBatch) -> Tensor:
-        """`forward` in the model's dtype."""
+    def logits(self, batch: PackedBatch, out: Tensor) -> Tensor:
+        """What `forward` returns, in `out`, which has the model's dtype."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """One bucket: the forward that ends with the logits, and two ways to go on from there."""
+    """One bucket: its forward, and then a draw without cuts and the verification by it."""
 
-    batch: PackedBatch  # kept, because the recorded work reads its tensors
-    forward: Work
-    greedy: Work
-    coupled: Work
+    inputs: tuple[PackedBatch, VerifyBatch]  # kept, because the recorded work reads their tensors
+    verified: Tensor  # int32 [rows, 1 + query_len]: per row, drafts accepted and then choices
+    on_host: Tensor  # a place for the same
+    work: Work
 
 
 class GraphRunner:
@@ -63,7 +61,7 @@ class GraphRunner:
         buckets: Sequence[Bucket],
         *,
         record: Record,
-        choose: Choose,
+        choose_and_verify: ChooseAndVerify,
         on_recorded: Callable[[int, int], None] | None = None,
     ) -> None:
         rows = max(bucket.rows for bucket in buckets)
@@ -71,7 +69,7 @@ class GraphRunner:
         tokens = max(bucket.tokens for bucket in buckets)
         self._model = model
         self._runner = Runner(model)
-        self._choose = choose
+        self._choose_and_verify = choose_and_verify
         sizes = StaticSizes(
             rows, query_len, model.max_model_len, model.page_size, model.scratch_page
         )
@@ -98,66 +96,44 @@ class GraphRunner:
         if bucket is None:
             return self._runner.launch(step)
         recorded = self._recorded[bucket]
-        draw = self._inputs.fill(step.rows, bucket)
+        any_cuts = self._inputs.fill(step.rows, bucket)
         self._marks.mark(0)
         self._inputs.copy(bucket)
-        recorded.forward()
+        recorded.work()
         self._marks.mark(1)
-        if draw is Draw.CUT:  # sorts, of a size that follows the numbers: not recorded
+        verified, on_host = recorded.verified, recorded.on_host
+        if any_cuts:  # sorts, of a size that follows the numbers: not recorded
             verified = self._runner.verify(step, self._real_logits(step, bucket))
-        else:
-            (recorded.greedy if draw is Draw.GREEDY else recorded.coupled)()
-            verified = self._output(self._verified, bucket)[: len(step.rows)]
-        on_host = self._on_host[: verified.numel()].view(verified.shape)
+            on_host = self._on_host[: verified.numel()].view(verified.shape)
         on_host.copy_(verified, non_blocking=True)
         self._marks.mark(2)
         return _InFlight(step, on_host, self._marks)
 
     def _fit(self, step: Step) -> Bucket | None:
         """The smallest bucket for a step; None if none fits."""
-        longest = 0
-        for row in step.rows:
-            length = len(row.slice.token_ids)
-            if row.slice.num_logits != length:
-                return None
-            longest = max(longest, length)
+        lengths = [len(row.slice.token_ids) for row in step.rows]
+        if lengths != [row.slice.num_logits for row in step.rows]:
+            return None
+        longest = max(lengths)
         for bucket in self._buckets:
-            if bucket.query_len >= longest and bucket.rows >= len(step.rows):
+            if bucket.query_len >= longest and bucket.rows >= len(lengths):
                 return bucket
         return None
 
     def _record(self, bucket: Bucket, record: Record) -> _Recorded:
         self._inputs.fill((), bucket)
         self._inputs.copy(bucket)
-        batch = self._inputs.batch(bucket)
-        logits = self._logits[: bucket.tokens]
+        batch, verify_batch = self._inputs.batch(bucket), self._inputs.verify_batch(bucket)
+        shape = (bucket.rows, 1 + bucket.query_len)
+        verified = self._verified[: math.prod(shape)].view(shape)
+        on_host = self._on_host[: math.prod(shape)].view(shape)
 
         @torch.inference_mode()
-        def forward() -> None:
-            logits.copy_(self._model.logits(batch))
+        def work() -> None:
+            logits = self._model.logits(batch, self._logits[: bucket.tokens])
+            self._choose_and_verify(logits, verify_batch, verified)
 
-        @torch.inference_mode()
-        def greedy() -> None:
-            self._verify(bucket, logits.argmax(dim=-1))
-
-        @torch.inference_mode()
-        def coupled() -> None:
-            self._verify(bucket, self._choose(logits, *self._inputs.sampling(bucket)))
-
-        return _Recorded(batch, record(forward), record(greedy), record(coupled))
-
-    def _verify(self, bucket: Bucket, choices: Tensor) -> None:
-        """Compares drafts with choices int64 [tokens], and leaves the verdict in its place."""
-        choices = choices.view(bucket.rows, -1)
-        drafts, num_drafts = self._inputs.drafts(bucket)
-        output = self._output(self._verified, bucket)
-        # What fills a draft up may be equal to a choice by chance.
-        output[:, 0] = torch.minimum(verify_rows(drafts, choices), num_drafts)
-        output[:, 1:] = choices
-
-    def _output(self, flat: Tensor, bucket: Bucket) -> Tensor:
-        """Per row, drafts accepted and then choices: [rows, 1 + query_len]."""
-        return flat[: bucket.rows + bucket.tokens].view(bucket.rows, -1)
+        return _Recorded((batch, verify_batch), verified, on_host, record(work))
 
     def _real_logits(self, step: Step, bucket: Bucket) -> Tensor:
         """The logits of the tokens that are not inert, as an eager forward returns them."""
@@ -170,12 +146,12 @@ class GraphRunner:
 
 
 class _Marks(Protocol):
-    """Three moments of a step: its start, its logits, its end."""
+    """Three moments of a step: its start, the end of what is recorded of it, its end."""
 
     def mark(self, moment: int) -> None: ...
 
     def wait(self) -> tuple[float, float]:
-        """Blocks until the end; seconds from start to logits and from there to the end."""
+        """Blocks until the end; seconds of what is recorded, and from there to the end."""
         ...
 
 
@@ -192,9 +168,9 @@ class _CudaMarks:
         self._events[moment].record()
 
     def wait(self) -> tuple[float, float]:
-        start, logits, end = self._events
+        start, recorded, end = self._events
         end.synchronize()
-        return start.elapsed_time(logits) * 1e-3, logits.elapsed_time(end) * 1e-3
+        return start.elapsed_time(recorded) * 1e-3, recorded.elapsed_time(end) * 1e-3
 
 
 class _HostMarks:
@@ -207,8 +183,8 @@ class _HostMarks:
         self._moments[moment] = time.perf_counter()
 
     def wait(self) -> tuple[float, float]:
-        start, logits, end = self._moments
-        return logits - start, end - logits
+        start, recorded, end = self._moments
+        return recorded - start, end - recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +192,10 @@ class _InFlight:
     """A recorded step that was launched."""
 
     step: Step
-    on_host: Tensor  # int32 [rows, 1 + query_len], once the end is reached
+    on_host: Tensor  # int32 [at least rows, 1 + query_len], once the end is reached
     marks: _Marks
 
     def wait(self) -> StepResult:
         forward_s, verify_s = self.marks.wait()
-        return to_result(self.step, self.on_host.tolist(), forward_s, verify_s)
+        verified = self.on_host[: len(self.step.rows)].numpy()
+        return StepResult(verified[:, 1:].tolist(), verified[:, 0].tolist(), forward_s, verify_s)

@@ -11,7 +11,9 @@ from outrider.engine.cuda.kernels.sampling import (
     choose_row_kernel,
     top_block_kernel,
     top_row_kernel,
+    verify_row_kernel,
 )
+from outrider.engine.verifier import VerifyBatch
 
 _BLOCK = 1024  # of the vocabulary per program: enough programs for a whole GPU at one row
 
@@ -23,6 +25,50 @@ def choose(logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor)
     positions int64 [n] as in `SamplingBatch`. Of equal scores the lowest token wins. The hash has
     the same bits as on a CPU; its logarithm may differ in the last bit of a float64. Safe to
     capture in a CUDA graph.
+    """
+    best, token = _best_of_blocks(logits, temperature, keys, positions, repeat=1, ahead=0)
+    n, blocks = best.shape
+    chosen = torch.empty(n, dtype=torch.int64, device=logits.device)
+    choose_row_kernel[(n,)](best, token, chosen, blocks, triton.next_power_of_2(blocks))
+    return chosen
+
+
+def choose_and_verify(logits: Tensor, batch: VerifyBatch, out: Tensor) -> None:
+    """As `outrider.engine.verifier.choose_and_verify`, drawing as `choose` does.
+
+    All tensors contiguous. Safe to capture in a CUDA graph.
+    """
+    rows, width = batch.input_ids.shape
+    best, token = _best_of_blocks(
+        logits, batch.temperature, batch.keys, batch.positions, repeat=width, ahead=1
+    )
+    blocks = best.shape[1]
+    verify_row_kernel[(rows,)](
+        best,
+        token,
+        batch.input_ids,
+        batch.draft_lens,
+        out,
+        blocks,
+        width,
+        triton.next_power_of_2(width),
+        triton.next_power_of_2(blocks),
+    )
+
+
+def _best_of_blocks(
+    logits: Tensor,
+    temperature: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    *,
+    repeat: int,
+    ahead: int,
+) -> tuple[Tensor, Tensor]:
+    """The best score in each block of the vocabulary, and its token.
+
+    float64 and int32 [n, blocks]. `repeat` rows of logits share a row of temperature and keys; each
+    draws the token `ahead` of its position.
     """
     n, vocab = logits.shape
     assert logits.stride(1) == 1
@@ -38,12 +84,12 @@ def choose(logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor)
         token,
         logits.stride(0),
         vocab,
+        repeat,
+        ahead,
         _BLOCK,
         num_warps=4,
     )
-    chosen = torch.empty(n, dtype=torch.int64, device=logits.device)
-    choose_row_kernel[(n,)](best, token, chosen, blocks, triton.next_power_of_2(blocks))
-    return chosen
+    return best, token
 
 
 def choose_top(

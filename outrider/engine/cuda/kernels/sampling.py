@@ -17,16 +17,27 @@ def _mix(x):
 
 
 @triton.jit
-def _scores(logits_ptr, temperature_ptr, keys_ptr, position_ptr, row, token, inside, logits_stride):
+def _scores(
+    logits_ptr,
+    temperature_ptr,
+    keys_ptr,
+    position_ptr,
+    row,  # of the logits and the positions
+    sampling,  # row of the temperatures and the keys
+    ahead,  # of its position is what a row draws
+    token,
+    inside,
+    logits_stride,
+):
     """float64: logit / temperature + noise of some tokens of a row; the logit of a greedy row."""
     logits = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=-float("inf"))
-    temperature = tl.load(temperature_ptr + row)
+    temperature = tl.load(temperature_ptr + sampling)
     if temperature == 0.0:
         score = logits.to(tl.float64)
     else:
-        position = tl.load(position_ptr + row).to(tl.uint32)
-        first = _mix(tl.load(keys_ptr + 2 * row).to(tl.uint32) ^ position)
-        second = _mix(tl.load(keys_ptr + 2 * row + 1).to(tl.uint32) ^ position)
+        position = (tl.load(position_ptr + row) + ahead).to(tl.uint32)
+        first = _mix(tl.load(keys_ptr + 2 * sampling).to(tl.uint32) ^ position)
+        second = _mix(tl.load(keys_ptr + 2 * sampling + 1).to(tl.uint32) ^ position)
         mixed = _mix((_mix(token.to(tl.uint32)) ^ first) + second)
         uniform = (mixed.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
         scaled = tl.math.div_rn(logits.to(tl.float32), temperature)
@@ -37,13 +48,15 @@ def _scores(logits_ptr, temperature_ptr, keys_ptr, position_ptr, row, token, ins
 @triton.jit
 def choose_block_kernel(
     logits_ptr,  # [n, vocab]
-    temperature_ptr,  # float32 [n]; 0: greedy
-    keys_ptr,  # int64 [n, 2]
+    temperature_ptr,  # float32 [n / REPEAT]; 0: greedy
+    keys_ptr,  # int64 [n / REPEAT, 2]
     position_ptr,  # int64 [n]
     best_ptr,  # float64 [n, blocks]: the best score of each block
     token_ptr,  # int32 [n, blocks]: and the lowest token that has it
     logits_stride,
     vocab,
+    REPEAT: tl.constexpr,  # rows in a row with the same temperature and keys
+    AHEAD: tl.constexpr,  # of its position is what a row draws
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -51,7 +64,16 @@ def choose_block_kernel(
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
     score = _scores(
-        logits_ptr, temperature_ptr, keys_ptr, position_ptr, row, token, inside, logits_stride
+        logits_ptr,
+        temperature_ptr,
+        keys_ptr,
+        position_ptr,
+        row,
+        row // REPEAT,
+        AHEAD,
+        token,
+        inside,
+        logits_stride,
     )
     best = tl.max(score, axis=0)
     at = row * tl.num_programs(1) + block
@@ -59,6 +81,17 @@ def choose_block_kernel(
     # Whatever the scores are, even NaN, the token exists.
     lowest = tl.min(tl.where((score == best) & inside, token, vocab - 1), axis=0)
     tl.store(token_ptr + at, lowest)
+
+
+@triton.jit
+def _best_token(best_ptr, token_ptr, at, inside, AXIS: tl.constexpr):
+    """int32: the lowest of the tokens with the best score among those `inside`, along an axis."""
+    best = tl.load(best_ptr + at, mask=inside, other=-float("inf"))
+    token = tl.load(token_ptr + at, mask=inside, other=2147483647)
+    equal = (best == tl.max(best, axis=AXIS, keep_dims=True)) & inside
+    # If the best is NaN, which equals nothing, the last.
+    last = tl.max(tl.where(inside, token, 0), axis=AXIS, keep_dims=True)
+    return tl.min(tl.where(equal, token, last), axis=AXIS)
 
 
 @triton.jit
@@ -71,12 +104,35 @@ def choose_row_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
-    inside = block < blocks
-    best = tl.load(best_ptr + row * blocks + block, mask=inside, other=-float("inf"))
-    token = tl.load(token_ptr + row * blocks + block, mask=inside, other=2147483647)
-    equal = (best == tl.max(best, axis=0)) & inside
-    last = tl.max(tl.where(inside, token, 0), axis=0)  # if the best is NaN, which equals nothing
-    tl.store(out_ptr + row, tl.min(tl.where(equal, token, last), axis=0).to(tl.int64))
+    chosen = _best_token(best_ptr, token_ptr, row * blocks + block, block < blocks, 0)
+    tl.store(out_ptr + row, chosen.to(tl.int64))
+
+
+@triton.jit
+def verify_row_kernel(
+    best_ptr,  # float64 [rows * WIDTH, blocks]
+    token_ptr,  # int32 [rows * WIDTH, blocks]
+    input_ids_ptr,  # int64 [rows, WIDTH]: the token before the drafts, then these
+    draft_lens_ptr,  # int32 [rows]
+    out_ptr,  # int32 [rows, 1 + WIDTH]: drafts accepted, then what was chosen
+    blocks,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,  # at least WIDTH
+    BLOCKS: tl.constexpr,  # at least blocks
+):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, PADDED)
+    block = tl.arange(0, BLOCKS)
+    at = (row * WIDTH + place)[:, None] * blocks + block[None, :]
+    inside = (place < WIDTH)[:, None] & (block < blocks)[None, :]
+    chosen = _best_token(best_ptr, token_ptr, at, inside, 1)
+    draft = tl.load(input_ids_ptr + row * WIDTH + place + 1, mask=place + 1 < WIDTH, other=-1)
+    # What fills a draft up may be equal to a choice by chance.
+    agrees = (draft == chosen) & (place < tl.load(draft_lens_ptr + row))
+    accepted = tl.min(tl.where(agrees, PADDED, place), axis=0)
+    out = out_ptr + row * (1 + WIDTH)
+    tl.store(out, accepted)
+    tl.store(out + 1 + place, chosen, mask=place < WIDTH)
 
 
 @triton.jit
@@ -97,7 +153,16 @@ def top_block_kernel(
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
     score = _scores(
-        logits_ptr, temperature_ptr, keys_ptr, position_ptr, row, token, inside, logits_stride
+        logits_ptr,
+        temperature_ptr,
+        keys_ptr,
+        position_ptr,
+        row,
+        row,
+        0,
+        token,
+        inside,
+        logits_stride,
     )
     at = (row * tl.num_programs(1) + block) * COUNT
     for i in tl.static_range(COUNT):
