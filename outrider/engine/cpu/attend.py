@@ -18,7 +18,17 @@ from outrider.engine.cpu.scalars import (
     wide_of,
     widen,
 )
-from outrider.engine.cpu.vectors import LANES, fma, larger, largest, load, splat, store, store_sums
+from outrider.engine.cpu.vectors import (
+    LANES,
+    fma,
+    larger,
+    largest,
+    load,
+    prefetch,
+    splat,
+    store,
+    store_sums,
+)
 
 QUERY_BLOCK = 8  # queries of a row that share one reading of its keys
 DIM_STEP = 2 * LANES  # what a head's width must be a multiple of
@@ -88,10 +98,13 @@ def _gather(pool, table, page_size, first, end, rows):
     dim = len(rows) // _KEYS
     page = first // page_size
     offset = first - page * page_size
-    for j in range(min(_KEYS, end - first)):
+    for j in range(min(2 * _KEYS, end - first)):
         at = (table[page] * page_size + offset) * dim
         for d in range(0, dim, LANES):
-            store(rows, j * dim + d, load(pool, at + d))
+            if j < _KEYS:
+                store(rows, j * dim + d, load(pool, at + d))
+            else:  # the next block's: they come while this one is worked on
+                prefetch(pool, at + d)
         offset += 1
         if offset == page_size:
             page, offset = page + 1, 0

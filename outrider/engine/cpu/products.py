@@ -26,7 +26,7 @@ from outrider.engine.cpu.scalars import (
     wide_of,
     widen,
 )
-from outrider.engine.cpu.vectors import LANES
+from outrider.engine.cpu.vectors import LANES, request
 
 COLUMNS = 2 * LANES  # of the output, side by side in an item
 _MOST_ROWS = 12  # 24 sums, of 32 registers
@@ -109,14 +109,6 @@ def _multiply(count, weights, weight, x, at, inputs, sums):
         _tile_product(weights, weight, x, at, inputs, sums, 12)
 
 
-def _prefetch(builder, pointer):
-    """Asks for the line of a pointer, for reading, into all caches."""
-    byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-    kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [builder.bitcast(pointer, byte), word(0), word(3), word(1)])
-
-
 @intrinsic(prefer_literal=True)
 def _tile_product(_context, weights, weight, x, at, inputs, sums, rows):
     """`rows` is a literal: that many rows of sums stay in registers."""
@@ -145,7 +137,7 @@ def _tile_product(_context, weights, weight, x, at, inputs, sums, rows):
             place = builder.gep(weights_at, [builder.mul(k, k.type(LANES))])
             word = builder.load(builder.bitcast(place, words.as_pointer()))
             word.align = 4
-            _prefetch(builder, builder.gep(place, [k.type(_AHEAD * LANES)]))
+            request(builder, builder.gep(place, [k.type(_AHEAD * LANES)]))
             pair = [
                 builder.bitcast(builder.shl(word, low), floats),
                 builder.bitcast(builder.and_(word, high), floats),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 LANES = 16
@@ -67,6 +68,25 @@ def store(_context, array, index, vector):
         return context.get_dummy_value()
 
     return types.none(array, types.intp, vector), generate
+
+
+def request(builder, pointer):
+    """Asks for the line of a pointer, for reading, into all caches."""
+    byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [builder.bitcast(pointer, byte), word(0), word(3), word(1)])
+
+
+@intrinsic
+def prefetch(_context, array, index):
+    """Asks for array[index] before it is needed."""
+
+    def generate(context, builder, _, args):
+        request(builder, _at(context, builder, array, args[0], args[1]))
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp), generate
 
 
 @intrinsic
