@@ -105,6 +105,19 @@ class _Twins:
         return buffer[start : start + dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _BucketViews:
+    """Where a bucket's inputs are in the host's buffer, and what its shape alone decides."""
+
+    input_ids: NDArray[Any]  # int64 [rows, query_len]
+    positions: NDArray[Any]  # int64 [rows, query_len]
+    slots: NDArray[Any]  # int64 [rows, query_len]
+    draft_lens: NDArray[Any]  # int32 [rows]
+    seq_lens: NDArray[Any]  # int32 [rows]
+    first_pages: NDArray[Any]  # int64 [rows, 1]: where each row's page table starts
+    steps: NDArray[Any]  # int64 [query_len]: 0, 1, ...
+
+
 @dataclass(slots=True, eq=False)
 class _Constants:
     """What stays as it is in a row from step to step; converting it again would take too long.
@@ -142,22 +155,17 @@ class StaticInputs:
             },
             device,
         )
-        self._input_ids = twins.host("input_ids")
-        self._positions = twins.host("positions")
-        self._slots = twins.host("slots")
+        self._views: dict[Bucket, _BucketViews] = {}
         self._keys = twins.host("keys")
         self._temperature = twins.host("temperature")
-        self._draft_lens = twins.host("draft_lens")
-        self._seq_lens = twins.host("seq_lens")
         self._tables = twins.host("block_table")
         self._tables.fill(sizes.scratch_page)
+        self._flat_tables = self._tables.ravel()
         pages = np.full(sizes.table_width, sizes.scratch_page, np.int32)
         self._inert = _Constants((), pages, 0.0, np.zeros(2, np.int64), cuts=False)
         self._known: dict[object, _Constants] = {}  # by sequence
         self._at: list[_Constants] = [self._inert] * rows  # what each row of the buffer holds,
         self._lengths = [0] * rows  # and so much of its table
-        self._first_pages = np.arange(rows)[:, None] * sizes.table_width
-        self._steps = np.arange(sizes.query_len)
 
     def batch(self, bucket: Bucket) -> PackedBatch:
         """A bucket's batch: views of the device's buffer, and constants for the host's numbers."""
@@ -195,14 +203,15 @@ class StaticInputs:
 
         Nothing may be copying from it. Returns whether drawing a row's tokens cuts any.
         """
-        sizes, query_len = self._sizes, bucket.query_len
-        any_cuts = False
-        for i, row in enumerate(rows):
-            constants, table = self._at[i], row.slice.block_table
+        sizes, query_len, any_cuts = self._sizes, bucket.query_len, False
+        slices = [row.slice for row in rows]
+        tokens, starts, tables, _ = zip(*slices, strict=True) if rows else ((),) * 4
+        for i, table in enumerate(tables):
+            constants = self._at[i]
             if constants.table is not table:
-                constants = self._known.get(row.seq, self._inert)
+                constants = self._known.get(rows[i].seq, self._inert)
                 if constants.table is not table:
-                    constants = self._learn(row)
+                    constants = self._learn(rows[i])
                 self._place(i, constants)
             if self._lengths[i] < len(table):
                 self._grow(i, constants)
@@ -213,35 +222,45 @@ class StaticInputs:
         if len(self._known) > 2 * sizes.rows:
             self._known = {row.seq: self._known[row.seq] for row in rows}
 
-        tokens = [row.slice.token_ids for row in rows]
-        padding = [0] * (bucket.rows - len(rows))
-        counts = np.array([*map(len, tokens), *padding])[:, None]
-        starts = np.array([*[row.slice.start for row in rows], *padding])[:, None]
-        self._draft_lens[: bucket.rows, None] = counts - 1
-        self._seq_lens[: bucket.rows, None] = starts + query_len
-
-        shape = (bucket.rows, query_len)
-        input_ids = self._input_ids[: bucket.tokens].reshape(shape)
-        positions = self._positions[: bucket.tokens].reshape(shape)
-        slots = self._slots[: bucket.tokens].reshape(shape)
-        steps = self._steps[:query_len]
+        to = self._views.get(bucket) or self._view(bucket)
+        padding = (0,) * (bucket.rows - len(rows))
+        counts = np.array([*map(len, tokens), *padding])
+        first = np.array(starts + padding)
+        np.subtract(counts, 1, out=to.draft_lens, casting="same_kind")
+        np.add(first, query_len, out=to.seq_lens, casting="same_kind")
+        np.add(first[:, None], to.steps, out=to.positions)
         # Behind the longest context there are no positions any more; only inert tokens get there.
-        np.minimum(starts + steps, sizes.max_model_len - 1, out=positions)
-        pages = positions // sizes.page_size
+        np.minimum(to.positions, sizes.max_model_len - 1, out=to.positions)
+        pages = to.positions // sizes.page_size
         # A position p of a page that is the table's n-th: (table[n] - n) * page_size + p.
-        tables = self._tables.ravel()
-        np.subtract(tables.take(pages + self._first_pages[: bucket.rows]), pages, out=slots)
-        slots *= sizes.page_size
-        slots += positions
-        flat = np.fromiter(chain.from_iterable(tokens), np.int64)
-        if len(flat) == bucket.tokens:
-            input_ids.ravel()[:] = flat
+        np.subtract(self._flat_tables.take(pages + to.first_pages), pages, out=to.slots)
+        np.multiply(to.slots, sizes.page_size, out=to.slots)
+        np.add(to.slots, to.positions, out=to.slots)
+        num_tokens = int(counts.sum())
+        flat = np.fromiter(chain.from_iterable(tokens), np.int64, num_tokens)
+        if num_tokens == bucket.tokens:
+            to.input_ids[:] = flat.reshape(to.input_ids.shape)
         else:
-            real = steps < counts  # [rows, query_len]
-            input_ids.fill(0)
-            input_ids[real] = flat
-            slots[~real] = sizes.scratch_page * sizes.page_size
+            real = to.steps < counts[:, None]  # [rows, query_len]
+            to.input_ids.fill(0)
+            to.input_ids[real] = flat
+            to.slots[~real] = sizes.scratch_page * sizes.page_size
         return any_cuts
+
+    def _view(self, bucket: Bucket) -> _BucketViews:
+        rows, tokens = bucket.rows, bucket.tokens
+        shape = (rows, bucket.query_len)
+        host = self._twins.host
+        self._views[bucket] = views = _BucketViews(
+            input_ids=host("input_ids")[:tokens].reshape(shape),
+            positions=host("positions")[:tokens].reshape(shape),
+            slots=host("slots")[:tokens].reshape(shape),
+            draft_lens=host("draft_lens")[:rows],
+            seq_lens=host("seq_lens")[:rows],
+            first_pages=np.arange(rows)[:, None] * self._sizes.table_width,
+            steps=np.arange(bucket.query_len),
+        )
+        return views
 
     def _learn(self, row: ScheduledRow) -> _Constants:
         params = row.seq.request.sampling
