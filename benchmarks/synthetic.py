@@ -8,6 +8,7 @@ target would have said another. Nothing under outrider/ knows of this.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from outrider.engine.runner import Pending, StepRunner
@@ -31,9 +32,7 @@ class SyntheticRunner:
         self._seed = seed
 
     def launch(self, step: Step) -> Pending:
-        pending = self._inner.launch(step)
-        # Decided while the step runs: it costs the round nothing.
-        return _Synthetic(pending, step, tuple(self._accepted(row) for row in step.rows))
+        return _Synthetic(self._inner.launch(step), step, self._accepted)
 
     def _accepted(self, row: ScheduledRow) -> int:
         first = row.slice.start + len(row.slice.token_ids) - len(row.draft)
@@ -47,15 +46,17 @@ class SyntheticRunner:
 class _Synthetic:
     pending: Pending
     step: Step
-    accepted: tuple[int, ...]
+    accepted: Callable[[ScheduledRow], int]
 
     def wait(self) -> StepResult:
+        # While the step runs, and after its launch was timed: of a real step this is no part.
+        accepted = tuple(self.accepted(row) for row in self.step.rows)
         result = self.pending.wait()
         choices = [
             (*row.draft[:n], *chosen[n:]) if row.draft else chosen
-            for row, n, chosen in zip(self.step.rows, self.accepted, result.choices, strict=True)
+            for row, n, chosen in zip(self.step.rows, accepted, result.choices, strict=True)
         ]
-        return replace(result, choices=choices, accepted=self.accepted)
+        return replace(result, choices=choices, accepted=accepted)
 
 
 def _uniform(seed: int, session_id: int, position: int) -> float:
