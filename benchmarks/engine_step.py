@@ -117,23 +117,32 @@ class EngineSteps:
         for i in range(rows):
             engine.submit(_request(i, context))
             engine.set_drafting(i, "proposer" if k else None, k)
+        draft, parents = tuple(range(1, k + 1)), tuple(range(-1, k - 1))
         times: list[float] = []
         gaps: list[float] = []
+        lengths = dict.fromkeys(range(rows), context)
         decoding: set[int] = set()
         while len(times) < steps + _WARM_UP_STEPS:
             all_decode = len(decoding) == rows
             began = time.perf_counter()
-            events = engine.step()
-            if events is None:
+            if not engine.launch():
                 continue
+            # Blocks are made by other threads than the engine's: here for every outcome, meanwhile.
+            blocks = {
+                i: [DraftTree(length + n, draft, parents) for n in range(k + 2)]
+                for i, length in lengths.items()
+                if k
+            }
+            events = engine.collect()
+            assert events is not None
             if events.failures:
                 raise events.failures[0].error
             for commit in events.commits:
-                decoding.add(commit.session_id)
-                length = commit.base_len + len(commit.token_ids)
+                i, emitted = commit.session_id, len(commit.token_ids)
+                decoding.add(i)
+                lengths[i] += emitted
                 if k:
-                    block = DraftTree.chain(length, tuple(range(1, k + 1)))
-                    engine.post_block(commit.session_id, block, "proposer", 0)
+                    engine.post_block(i, blocks[i][emitted], "proposer", 0)
             if all_decode:
                 times.append((time.perf_counter() - began) * 1e3)
                 if events.timings is not None and events.timings.gap_ms is not None:
