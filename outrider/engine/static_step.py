@@ -95,9 +95,9 @@ class _Twins:
     def device(self, name: str) -> Tensor:
         return self._view(self._device, name)
 
-    def copy(self, end: int) -> None:
-        """Enqueues a copy of the first `end` bytes to the device."""
-        self._device[:end].copy_(self._host[:end], non_blocking=True)
+    def first(self, end: int) -> tuple[Tensor, Tensor]:
+        """The first `end` bytes on the host and on the device."""
+        return self._host[:end], self._device[:end]
 
     def _view(self, buffer: Tensor, name: str) -> Tensor:
         dtype, shape = self._fields[name]
@@ -116,6 +116,8 @@ class _BucketViews:
     seq_lens: NDArray[Any]  # int32 [rows]
     first_pages: NDArray[Any]  # int64 [rows, 1]: where each row's page table starts
     steps: NDArray[Any]  # int64 [query_len]: 0, 1, ...
+    on_host: Tensor  # the bytes that hold all of it,
+    on_device: Tensor  # and their place there
 
 
 @dataclass(slots=True, eq=False)
@@ -222,7 +224,7 @@ class StaticInputs:
         if len(self._known) > 2 * sizes.rows:
             self._known = {row.seq: self._known[row.seq] for row in rows}
 
-        to = self._views.get(bucket) or self._view(bucket)
+        to = self._view(bucket)
         padding = (0,) * (bucket.rows - len(rows))
         counts = np.array([*map(len, tokens), *padding])
         first = np.array(starts + padding)
@@ -248,9 +250,12 @@ class StaticInputs:
         return any_cuts
 
     def _view(self, bucket: Bucket) -> _BucketViews:
-        rows, tokens = bucket.rows, bucket.tokens
-        shape = (rows, bucket.query_len)
+        if bucket in self._views:
+            return self._views[bucket]
+        rows, tokens, shape = bucket.rows, bucket.tokens, (bucket.rows, bucket.query_len)
         host = self._twins.host
+        table_bytes = rows * self._sizes.table_width * torch.int32.itemsize
+        on_host, on_device = self._twins.first(self._twins.offsets["block_table"] + table_bytes)
         self._views[bucket] = views = _BucketViews(
             input_ids=host("input_ids")[:tokens].reshape(shape),
             positions=host("positions")[:tokens].reshape(shape),
@@ -259,6 +264,8 @@ class StaticInputs:
             seq_lens=host("seq_lens")[:rows],
             first_pages=np.arange(rows)[:, None] * self._sizes.table_width,
             steps=np.arange(bucket.query_len),
+            on_host=on_host,
+            on_device=on_device,
         )
         return views
 
@@ -290,5 +297,5 @@ class StaticInputs:
 
     def copy(self, bucket: Bucket) -> None:
         """Enqueues the copy of what a bucket needs to the device."""
-        table_bytes = bucket.rows * self._sizes.table_width * torch.int32.itemsize
-        self._twins.copy(self._twins.offsets["block_table"] + table_bytes)
+        to = self._view(bucket)
+        to.on_device.copy_(to.on_host, non_blocking=True)

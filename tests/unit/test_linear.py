@@ -27,6 +27,9 @@ def test_equals_plain_linear(dtype: torch.dtype, shape: tuple[int, ...], with_bi
     close = {"atol": 6 * TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
     expected = F.linear(x, weight, bias)
     torch.testing.assert_close(packed(x), expected, **close)
+    out = torch.empty_like(expected)
+    assert packed(x, out) is out
+    assert torch.equal(out, packed(x))
     torch.testing.assert_close(packed.add(x, residual.clone()), residual + expected, **close)
 
 
@@ -43,6 +46,7 @@ def test_compiled_linear_rounds_once(shape: tuple[int, ...], with_bias: bool) ->
     compiled = CompiledLinear(weight, bias)
     exact = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     assert torch.equal(compiled(x), exact.bfloat16())
+    assert torch.equal(compiled(x, torch.empty_like(residual)), exact.bfloat16())
     assert torch.equal(compiled.add(x, residual.clone()), (exact + residual.float()).bfloat16())
 
 
