@@ -134,15 +134,15 @@ def test_choose_names_a_token_even_for_broken_logits() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 3, 5])
 def test_drafts_are_verified_as_by_torch(dtype: torch.dtype, width: int) -> None:
-    temperature = torch.tensor([0.0, 1.0, 0.7, 0.0, 1.3, 1.0])
-    rows, vocab_size = len(temperature), 1000 if not ON_GPU else 128256
+    temperature = torch.tensor([0.0, 1.0, 0.7, 0.0, 1.3, 1.0, 0.0])
+    rows, vocab_size = len(temperature), 5000 if not ON_GPU else 128256
     logits = _random(rows * width, vocab_size, dtype=dtype).cpu() * 3
     batch = VerifyBatch(
         input_ids=torch.zeros(rows, width, dtype=torch.int64),
         positions=torch.arange(rows)[:, None] * 1000 + torch.arange(width),
-        draft_lens=torch.tensor([width - 1, width - 1, -1, width - 1, 1, width // 2]).int(),
+        draft_lens=torch.tensor([width - 1, width - 1, -1, width - 1, 1, width // 2, 0]).int(),
         temperature=temperature,
-        keys=seed_keys([1, 2, 2**63 + 5, 4, 2**64 - 1, 6]),
+        keys=seed_keys([1, 2, 2**63 + 5, 4, 2**64 - 1, 6, 7]),
     )
     expected = torch.empty(rows, 1 + width, dtype=torch.int32)
     torch_choose_and_verify(logits, batch, expected)

@@ -16,6 +16,8 @@ from outrider.engine.cuda.kernels.sampling import (
 from outrider.engine.verifier import VerifyBatch
 
 _BLOCK = 1024  # of the vocabulary per program: enough programs for a whole GPU at one row
+_LARGE_BLOCK = 4096  # where rows alone are enough of them, so that each reads more at a time
+_MANY_ROWS = 32
 
 
 def choose(logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
@@ -72,7 +74,8 @@ def _best_of_blocks(
     """
     n, vocab = logits.shape
     assert logits.stride(1) == 1
-    blocks = triton.cdiv(vocab, _BLOCK)
+    block = _BLOCK if n < _MANY_ROWS else _LARGE_BLOCK
+    blocks = triton.cdiv(vocab, block)
     best = torch.empty((n, blocks), dtype=torch.float64, device=logits.device)
     token = torch.empty((n, blocks), dtype=torch.int32, device=logits.device)
     choose_block_kernel[(n, blocks)](
@@ -86,8 +89,9 @@ def _best_of_blocks(
         vocab,
         repeat,
         ahead,
+        block,
         _BLOCK,
-        num_warps=4,
+        num_warps=4 if block == _BLOCK else 8,
     )
     return best, token
 

@@ -17,32 +17,15 @@ def _mix(x):
 
 
 @triton.jit
-def _scores(
-    logits_ptr,
-    temperature_ptr,
-    keys_ptr,
-    position_ptr,
-    row,  # of the logits and the positions
-    sampling,  # row of the temperatures and the keys
-    ahead,  # of its position is what a row draws
-    token,
-    inside,
-    logits_stride,
-):
-    """float64: logit / temperature + noise of some tokens of a row; the logit of a greedy row."""
-    logits = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=-float("inf"))
-    temperature = tl.load(temperature_ptr + sampling)
-    if temperature == 0.0:
-        score = logits.to(tl.float64)
-    else:
-        position = (tl.load(position_ptr + row) + ahead).to(tl.uint32)
-        first = _mix(tl.load(keys_ptr + 2 * sampling).to(tl.uint32) ^ position)
-        second = _mix(tl.load(keys_ptr + 2 * sampling + 1).to(tl.uint32) ^ position)
-        mixed = _mix((_mix(token.to(tl.uint32)) ^ first) + second)
-        uniform = (mixed.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
-        scaled = tl.math.div_rn(logits.to(tl.float32), temperature)
-        score = scaled.to(tl.float64) - tl.log(-tl.log(uniform))
-    return score
+def _scores(logits, temperature, keys_ptr, position, token):
+    """float64: logit / temperature + noise of some tokens of a row, from two keys."""
+    position = position.to(tl.uint32)
+    first = _mix(tl.load(keys_ptr).to(tl.uint32) ^ position)
+    second = _mix(tl.load(keys_ptr + 1).to(tl.uint32) ^ position)
+    mixed = _mix((_mix(token.to(tl.uint32)) ^ first) + second)
+    uniform = (mixed.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
+    scaled = tl.math.div_rn(logits.to(tl.float32), temperature)
+    return scaled.to(tl.float64) - tl.log(-tl.log(uniform))
 
 
 @triton.jit
@@ -58,28 +41,36 @@ def choose_block_kernel(
     REPEAT: tl.constexpr,  # rows in a row with the same temperature and keys
     AHEAD: tl.constexpr,  # of its position is what a row draws
     BLOCK: tl.constexpr,
+    PART: tl.constexpr,  # of a block: noise is made for so many tokens at once
 ):
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    inside = token < vocab
-    score = _scores(
-        logits_ptr,
-        temperature_ptr,
-        keys_ptr,
-        position_ptr,
-        row,
-        row // REPEAT,
-        AHEAD,
-        token,
-        inside,
-        logits_stride,
-    )
-    best = tl.max(score, axis=0)
+    logits_ptr += row * logits_stride
+    temperature = tl.load(temperature_ptr + row // REPEAT)
+    # Whatever the scores are, even NaN, the token exists.
+    if temperature == 0.0:  # nothing but reading: all at once
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        inside = token < vocab
+        logits = tl.load(logits_ptr + token, mask=inside, other=-float("inf"))
+        highest = tl.max(logits, axis=0)
+        lowest = tl.min(tl.where((logits == highest) & inside, token, vocab - 1), axis=0)
+        best = highest.to(tl.float64)
+    else:
+        keys_ptr += 2 * (row // REPEAT)
+        position = tl.load(position_ptr + row) + AHEAD
+        best = tl.full([], -float("inf"), tl.float64)
+        lowest = tl.full([], 0, tl.int32) + vocab - 1
+        for part in range(BLOCK // PART):
+            token = block * BLOCK + part * PART + tl.arange(0, PART)
+            inside = token < vocab
+            logits = tl.load(logits_ptr + token, mask=inside, other=-float("inf"))
+            score = _scores(logits, temperature, keys_ptr, position, token)
+            best_here = tl.max(score, axis=0)
+            here = tl.min(tl.where((score == best_here) & inside, token, vocab - 1), axis=0)
+            lowest = tl.where(best_here > best, here, lowest)
+            best = tl.maximum(best, best_here)
     at = row * tl.num_programs(1) + block
     tl.store(best_ptr + at, best)
-    # Whatever the scores are, even NaN, the token exists.
-    lowest = tl.min(tl.where((score == best) & inside, token, vocab - 1), axis=0)
     tl.store(token_ptr + at, lowest)
 
 
@@ -152,18 +143,13 @@ def top_block_kernel(
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
-    score = _scores(
-        logits_ptr,
-        temperature_ptr,
-        keys_ptr,
-        position_ptr,
-        row,
-        row,
-        0,
-        token,
-        inside,
-        logits_stride,
-    )
+    logits = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=-float("inf"))
+    temperature = tl.load(temperature_ptr + row)
+    if temperature == 0.0:
+        score = logits.to(tl.float64)
+    else:
+        position = tl.load(position_ptr + row)
+        score = _scores(logits, temperature, keys_ptr + 2 * row, position, token)
     at = (row * tl.num_programs(1) + block) * COUNT
     for i in tl.static_range(COUNT):
         best = tl.max(score, axis=0)
