@@ -90,6 +90,11 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> Linear:
 
         if fits(weight):
             return CompiledLinear(weight, bias)
+    if weight.device.type == "cuda" and weight.dtype is torch.bfloat16:
+        from outrider.engine.cuda import products  # imports Triton
+
+        if products.fits(weight, bias):
+            return products.FewRowsLinear(weight)
     return PackedLinear(weight, bias)
 
 

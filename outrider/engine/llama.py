@@ -76,6 +76,11 @@ class FusedLlama:
             self._layer(layer, pools.allocate(i, self._kv_heads, self._head_dim, self._head_dim))
             for i, layer in enumerate(base.layers)
         ]
+        ops.tune(
+            normed=[*((x.input_norm, x.qkv) for x in self._layers), (self._norm, self._head)],
+            gated=[(x.post_norm, x.gate_up) for x in self._layers],
+            added=[each for x in self._layers for each in (x.o, x.down)],
+        )
 
     def _layer(self, layer: Any, pool: LayerPool) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -128,14 +133,13 @@ class FusedLlama:
         x = F.embedding(batch.input_ids, self._embedding)
         rope = self._rope.index_select(0, batch.positions)
         for layer in self._layers:
-            qkv = layer.qkv(ops.rms_norm(x, layer.input_norm, eps))
+            qkv = ops.norm_linear(x, layer.input_norm, eps, layer.qkv)
             if layer.qk_norm is not None:
                 ops.qk_norm_(qkv, layer.qk_norm, eps)
             query = ops.rotate_and_store(qkv, rope, batch.slot_mapping, layer.pool)
             heads = attention.attend(query, layer.pool, layer.params)
             x = layer.o.add(heads.flatten(1), x)
-            y = layer.gate_up(ops.rms_norm(x, layer.post_norm, eps))
-            x = layer.down.add(ops.silu_mul(y), x)
+            x = layer.down.add(ops.norm_gated(x, layer.post_norm, eps, layer.gate_up), x)
         if len(batch.logits_index) != len(x):
             x = x.index_select(0, batch.logits_index)
-        return self._head(ops.rms_norm(x, self._norm, eps), out)
+        return ops.norm_linear(x, self._norm, eps, self._head, out)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.engine.kv_cache import LayerPool
+from outrider.engine.linear import Linear
 
 
 class LlamaOps(Protocol):
@@ -34,8 +36,27 @@ class LlamaOps(Protocol):
         """silu(gate) * up: [tokens, 2 * intermediate] to [tokens, intermediate]."""
         ...
 
+    def norm_linear(
+        self, x: Tensor, norm: Tensor, eps: float, linear: Linear, out: Tensor | None = None
+    ) -> Tensor:
+        """`linear` of x [tokens, hidden] normed, in `out` if given."""
+        return linear(self.rms_norm(x, norm, eps), out)
 
-class TorchOps:
+    def norm_gated(self, x: Tensor, norm: Tensor, eps: float, gate_up: Linear) -> Tensor:
+        """silu(gate) * up [tokens, intermediate] of x [tokens, hidden] normed."""
+        return self.silu_mul(gate_up(self.rms_norm(x, norm, eps)))
+
+    def tune(
+        self,
+        normed: Sequence[tuple[Tensor, Linear]],  # noqa: ARG002
+        gated: Sequence[tuple[Tensor, Linear]],  # noqa: ARG002
+        added: Sequence[Linear],  # noqa: ARG002
+    ) -> None:
+        """Told once of all layers, with their norms: of `norm_linear`, `norm_gated` and `add`."""
+        return
+
+
+class TorchOps(LlamaOps):
     """`LlamaOps` in plain torch operations: any device, any dtype."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

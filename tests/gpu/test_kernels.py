@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
@@ -25,6 +25,7 @@ from outrider.engine.backends import (  # noqa: E402
 )
 from outrider.engine.batch import PackedBatch, RowSlice, pack  # noqa: E402
 from outrider.engine.cuda.paged_attention import TritonPagedAttention  # noqa: E402
+from outrider.engine.cuda.products import FewRowsLinear, Strips  # noqa: E402
 from outrider.engine.cuda.triton_ops import TritonOps  # noqa: E402
 from outrider.engine.cuda.triton_sampling import choose, choose_and_verify  # noqa: E402
 from outrider.engine.kv_cache import PageMajorPool  # noqa: E402
@@ -247,3 +248,31 @@ def test_triton_attention(
     )
     actual = TritonPagedAttention(batch, programs).attend(query, pool, params)
     _close(actual, _reference(batch, pool, query, params), dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 7])
+@pytest.mark.parametrize("inner", [256, 296])  # the second is no power of two
+def test_products_of_few_rows(rows: int, inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.engine.linear.can_prepack", lambda *_: False)  # on CPU
+    dtype = torch.bfloat16
+    strips = Strips(32, 1)
+    layer = FewRowsLinear((_random(128, inner, dtype=dtype) * inner**-0.5).to(dtype))
+    x, norm = _random(rows, inner, dtype=dtype, seed=1), _random(inner, dtype=dtype, seed=2)
+    plain, ours = TorchOps(), TritonOps()
+    residual = _random(rows, 128, dtype=dtype, seed=3)
+    expected = (
+        plain.norm_linear(x, norm, 1e-5, layer),
+        plain.norm_gated(x, norm, 1e-5, layer),
+        layer.add(x, residual.clone()),
+    )
+    layer.choices = {triton.next_power_of_2(rows): strips}
+    out = torch.empty_like(residual)
+    actual = (
+        ours.norm_linear(x, norm, 1e-5, layer, out),
+        ours.norm_gated(x, norm, 1e-5, layer),
+        layer.add(x, residual),
+    )
+    assert actual[0] is out
+    assert actual[2] is residual
+    for mine, theirs in zip(actual, expected, strict=True):
+        _close(mine, theirs, dtype, size=4.0)

@@ -8,11 +8,12 @@ from torch import Tensor
 from outrider.engine.cpu import elementwise
 from outrider.engine.cpu.team import Kernel
 from outrider.engine.kv_cache import LayerPool
+from outrider.engine.llama_ops import LlamaOps
 
 _TEAM_SIZE = 1 << 14  # elements from which waking the other threads pays
 
 
-class NumbaOps:
+class NumbaOps(LlamaOps):
     """Rounds where `TorchOps` does. Compiles, or loads what was compiled before, when made."""
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from outrider.engine.attention import AttentionParams
 from outrider.engine.batch import PackedBatch
 from outrider.engine.cuda.kernels.attention import combine_splits_kernel, paged_attention_kernel
+from outrider.engine.cuda.launch import launch_options
 from outrider.engine.kv_cache import LayerPool, PageMajorPool
 
 _MAX_SPLITS = 16
@@ -102,10 +103,18 @@ class TritonPagedAttention:
             block_value_dim,
             2 * buffers + 1 if buffers > 1 else 1,
             num_warps=4,
+            **launch_options(),
         )
         if splits > 1:
             combine_splits_kernel[(len(lse),)](
-                partial, lse, out, value_dim, splits, block_value_dim, num_warps=1
+                partial,
+                lse,
+                out,
+                value_dim,
+                splits,
+                block_value_dim,
+                num_warps=1,
+                **launch_options(),
             )
         return out
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 import triton
 from torch import Tensor
@@ -12,13 +15,19 @@ from outrider.engine.cuda.kernels.pointwise import (
     rotate_and_store_kernel,
     silu_mul_kernel,
 )
+from outrider.engine.cuda.launch import launch_options
+from outrider.engine.cuda.products import FewRowsLinear
+from outrider.engine.cuda.tuning import Use, tune
 from outrider.engine.kv_cache import LayerPool, PageMajorPool
+from outrider.engine.linear import Linear
+from outrider.engine.llama_ops import LlamaOps
 
 _HEADS_PER_PROGRAM = 4  # 512 numbers per program at 128 a head: a warp with 16 numbers a thread
 _SILU_BLOCK = 1024
+_EPS = 1e-5  # while measuring: it makes no difference to the time
 
 
-class TritonOps:
+class TritonOps(LlamaOps):
     """Implements `LlamaOps` over page-major pools. Safe to capture in a CUDA graph.
 
     A token whose slot is negative stores no key and no value: padding rows are inert.
@@ -29,7 +38,15 @@ class TritonOps:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         block = triton.next_power_of_2(hidden)
         rms_norm_kernel[(tokens,)](
-            x, weight, out, x.stride(0), hidden, eps, block, num_warps=_warps(block)
+            x,
+            weight,
+            out,
+            x.stride(0),
+            hidden,
+            eps,
+            block,
+            num_warps=_warps(block),
+            **launch_options(),
         )
         return out
 
@@ -46,6 +63,7 @@ class TritonOps:
             triton.next_power_of_2(dim),
             _HEADS_PER_PROGRAM,
             num_warps=1,
+            **launch_options(),
         )
 
     def rotate_and_store(self, qkv: Tensor, rope: Tensor, slots: Tensor, pool: LayerPool) -> Tensor:
@@ -67,6 +85,7 @@ class TritonOps:
             triton.next_power_of_2(dim // 2),
             _HEADS_PER_PROGRAM,
             num_warps=1,
+            **launch_options(),
         )
         return qkv[:, : heads * dim].view(tokens, kv_heads, -1, dim)
 
@@ -74,8 +93,42 @@ class TritonOps:
         tokens, width = gate_up.shape
         out = gate_up.new_empty(tokens, width // 2)
         grid = (tokens, triton.cdiv(width // 2, _SILU_BLOCK))
-        silu_mul_kernel[grid](gate_up, out, width // 2, _SILU_BLOCK, num_warps=4)
+        silu_mul_kernel[grid](
+            gate_up, out, width // 2, _SILU_BLOCK, num_warps=4, **launch_options()
+        )
         return out
+
+    def norm_linear(
+        self, x: Tensor, norm: Tensor, eps: float, linear: Linear, out: Tensor | None = None
+    ) -> Tensor:
+        if isinstance(linear, FewRowsLinear) and (strips := linear.choice(len(x))) is not None:
+            return linear.normed(strips, x, norm, eps, out)
+        return super().norm_linear(x, norm, eps, linear, out)
+
+    def norm_gated(self, x: Tensor, norm: Tensor, eps: float, gate_up: Linear) -> Tensor:
+        if isinstance(gate_up, FewRowsLinear) and (strips := gate_up.choice(len(x))) is not None:
+            return gate_up.normed_gated(strips, x, norm, eps)
+        return super().norm_gated(x, norm, eps, gate_up)
+
+    def tune(
+        self,
+        normed: Sequence[tuple[Tensor, Linear]],
+        gated: Sequence[tuple[Tensor, Linear]],
+        added: Sequence[Linear],
+    ) -> None:
+        tune(
+            [
+                *(Use("norm_linear", pair[1], partial(self._normed, *pair)) for pair in normed),
+                *(Use("norm_gated", pair[1], partial(self._gated, *pair)) for pair in gated),
+                *(Use("add", linear, linear.add) for linear in added),
+            ]
+        )
+
+    def _normed(self, norm: Tensor, linear: Linear, x: Tensor, out: Tensor) -> Tensor:
+        return self.norm_linear(x, norm, _EPS, linear, out)
+
+    def _gated(self, norm: Tensor, gate_up: Linear, x: Tensor, _: Tensor) -> Tensor:
+        return self.norm_gated(x, norm, _EPS, gate_up)
 
 
 def _warps(block: int) -> int:

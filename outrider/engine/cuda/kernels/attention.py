@@ -6,6 +6,7 @@ that keys and values are read once.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -39,7 +40,11 @@ def paged_attention_kernel(
     BLOCK_DIM: tl.constexpr,  # at least DIM
     BLOCK_VALUE_DIM: tl.constexpr,  # at least VALUE_DIM
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     split = tl.program_id(0) % SPLITS
     tile = tl.program_id(0) // SPLITS
     kv_head = tl.program_id(1)
@@ -134,7 +139,11 @@ def combine_splits_kernel(
     VALUE_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_VALUE_DIM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     at = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     column = tl.arange(0, BLOCK_VALUE_DIM)

@@ -6,6 +6,7 @@ sizes of a decoding step the time is latency, not bandwidth.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -17,11 +18,15 @@ def rms_norm_kernel(
     hidden,
     eps,
     BLOCK: tl.constexpr,  # at least hidden
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     x = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / hidden + eps)
     normed = (x * scale).to(out_ptr.dtype.element_ty).to(tl.float32)
@@ -38,6 +43,7 @@ def qk_norm_kernel(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,  # at least DIM
     HEADS: tl.constexpr,  # heads per program
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -46,6 +52,9 @@ def qk_norm_kernel(
     at = head * DIM + column
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
     here = qkv_ptr + token * qkv_stride + at
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     x = tl.load(here, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)
     normed = (x * scale[:, None]).to(qkv_ptr.dtype.element_ty).to(tl.float32)
@@ -65,6 +74,7 @@ def rotate_and_store_kernel(
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,  # at least HALF
     HEADS: tl.constexpr,  # heads per program
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -74,6 +84,9 @@ def rotate_and_store_kernel(
     dtype = qkv_ptr.dtype.element_ty
 
     here = qkv_ptr + token * qkv_stride + head * (2 * HALF) + column
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     first = tl.load(here, mask=present, other=0.0)
     second = tl.load(here + HALF, mask=present, other=0.0)
     rope = rope_ptr + token * (4 * HALF) + column
@@ -107,11 +120,15 @@ def silu_mul_kernel(
     out_ptr,  # [tokens, intermediate]
     intermediate,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < intermediate
     here = gate_up_ptr + token * 2 * intermediate + column
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     gate = tl.load(here, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(here + intermediate, mask=inside, other=0.0).to(tl.float32)
     activated = (gate / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty).to(tl.float32)

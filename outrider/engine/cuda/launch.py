@@ -1,0 +1,104 @@
+"""How kernels are launched one after another, and how long that takes."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_PLAIN: dict[str, Any] = {"PDL": False}
+_EARLY: dict[str, Any] = {"PDL": True, "launch_pdl": True}
+
+
+def graph_us(calls: Sequence[Callable[[], object]], repeats: int = 5) -> float:
+    """Microseconds per call, the median of replays of all calls in a row; compiles before."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        calls[0]()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for call in calls:
+            call()
+    times: list[float] = []
+    for _ in range(repeats + 1):
+        start, end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times[1:])
+
+
+@cache
+def launch_options() -> dict[str, Any]:
+    """Arguments of every launch of a kernel with a constant `PDL`, as measured on this device.
+
+    With PDL (programmatic dependent launch, from compute capability 9.0) a kernel starts while the
+    one before still runs and waits for its results itself. All of ours say at once that the next
+    may start, and wait before they read what another kernel writes and before they write; so a
+    kernel's end is also the end of all before it.
+    """
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+        return _PLAIN
+    try:
+        early = _early_launches_help()
+    except Exception as error:  # whatever it is, plain launches always work
+        logger.warning("kernels are launched one after another: %s", error)
+        return _PLAIN
+    return _EARLY if early else _PLAIN
+
+
+@torch.inference_mode()
+def _early_launches_help() -> bool:
+    """Runs a chain of small products, each of which needs the one before, both ways."""
+    from outrider.engine.cuda.kernels.products import few_rows_kernel
+
+    size, count = 2048, 16
+    weights = torch.randn(count, size, size, dtype=torch.bfloat16, device="cuda") * size**-0.5
+    states = torch.randn(count + 1, 1, size, dtype=torch.bfloat16, device="cuda")
+    results, times = [], []
+    for options in (_PLAIN, _EARLY):
+        states[1:] = 0.0
+        calls = [
+            partial(
+                few_rows_kernel[(size // 4,)],
+                states[i],
+                weights[i],
+                states[i],
+                states[i + 1],
+                1,
+                size,
+                size,
+                0.0,
+                False,
+                False,
+                False,
+                1,
+                4,
+                size,
+                num_warps=4,
+                **options,
+            )
+            for i in range(count)
+        ]
+        times.append(graph_us(calls))
+        results.append(states.clone())
+    equal = torch.equal(*results)
+    logger.info(
+        "a chain of small products: %.1f us each, %.1f us with early launches%s",
+        *times,
+        "" if equal else ", and wrong",
+    )
+    return equal and times[1] < times[0]
