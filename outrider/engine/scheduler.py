@@ -46,8 +46,8 @@ class StepResult:
 
     choices: Rows[Rows[int]]
     accepted: Rows[int]
-    forward_s: float  # packing and the model
-    verify_s: float = 0.0  # drawing and verification, where they are told apart
+    forward_s: float  # packing and the model; of a recorded step all that is recorded
+    verify_s: float = 0.0  # what follows: drawing and verification, or only the way to the host
 
 
 class Scheduler:
