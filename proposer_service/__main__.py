@@ -105,6 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Read when torch and NumPy are imported, which happens below.
         for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
             os.environ[variable] = str(config.method.threads)
+    # How long the event loop may keep the drafting thread waiting, and the other way round: Python's
+    # default of 5 ms is more than a round takes on a GPU.
+    sys.setswitchinterval(0.0005)
     from outrider.rpc.runtime import run
     from proposer_service.service import ProposerService
 
