@@ -133,23 +133,28 @@ class AdaptivePolicy(Policy):
         self._acceptance: dict[str, tuple[float, float]] = {}  # by proposer: successes, trials
         self._token_s: dict[str, float] = {}  # by proposer: mean seconds per drafted token
         self._num_rows = 1  # of the last step
-        self._step_times: dict[int, float] = {}  # by k, the same for all rows until the next step
+        self._step_times: list[float] = []  # by k, the same for all rows until the next step
 
     def choose_k(self, drafting: Drafting, limit: int) -> int:
         d = drafting
         if d.plain_rounds == PROBE_EVERY:
             d.plain_rounds = 0
             return limit
-        acceptance = d.successes / d.trials
-        token_s = self._token_s.get(d.proposer_id or "", 0.0)
-        plain, expected, power = self._step_time(0), 1.0, 1.0
-        rates = [1.0 / plain if plain else 0.0]
+        times = self._step_times
+        if len(times) <= limit:
+            times = self._times_up_to(limit)
+        plain = times[0]
+        if not plain:
+            return limit
+        acceptance, expected, power = d.successes / d.trials, 1.0, 1.0
+        # A draft token more or less changes the wait of the rounds that have one.
+        token_s = (1.0 - d.hit_share) * self._token_s.get(d.proposer_id or "", 0.0)
+        wait_s = d.wait_s - token_s * d.num_draft_tokens
+        rates = [1.0 / plain]
         for k in range(1, limit + 1):
             power *= acceptance
             expected += power
-            saved = (1 - d.hit_share) * (d.num_draft_tokens - k) * token_s
-            seconds = self._step_time(k) + max(0.0, d.wait_s - saved)
-            rates.append(expected / seconds if seconds else math.inf)
+            rates.append(expected / (times[k] + max(0.0, wait_s + token_s * k)))
         best = max(rates)
         k = limit if rates[0] < best else 0
         while rates[k] < NEARLY * best:
@@ -244,12 +249,16 @@ class AdaptivePolicy(Policy):
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         self._num_rows = num_rows
         self._steps.observe(num_tokens, seconds)
-        self._step_times.clear()
+        self._step_times = []
 
     def _step_time(self, k: int) -> float:
         """Expected seconds of a step as large as the last one, with `k` draft tokens per row."""
-        seconds = self._step_times.get(k)
-        if seconds is None:
-            seconds = self._steps.estimate(self._num_rows * (1 + k))
-            self._step_times[k] = seconds
-        return seconds
+        times = self._step_times
+        return times[k] if k < len(times) else self._times_up_to(k)[k]
+
+    def _times_up_to(self, limit: int) -> list[float]:
+        """The same for all k up to `limit`; kept until the next step."""
+        self._step_times = [
+            self._steps.estimate(self._num_rows * (1 + k)) for k in range(limit + 1)
+        ]
+        return self._step_times
