@@ -11,6 +11,21 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
+@triton.jit
+def _prefetch(starts, LENGTH: tl.constexpr):
+    """Asks the L2 cache for LENGTH numbers from each of the pointers."""
+    per_line: tl.constexpr = 1024 // starts.dtype.element_ty.primitive_bitwidth  # of 128 bytes
+    for i in tl.static_range(0, LENGTH, per_line):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [(starts + i).to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
 @triton.jit(do_not_specialize=["table_stride"])  # it follows the longest context of the step
 def paged_attention_kernel(
     query_ptr,  # [tokens, kv_heads * GROUP, DIM], tokens query_stride apart
@@ -42,9 +57,6 @@ def paged_attention_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     split = tl.program_id(0) % SPLITS
     tile = tl.program_id(0) // SPLITS
     kv_head = tl.program_id(1)
@@ -52,9 +64,33 @@ def paged_attention_kernel(
     row = tl.program_id(2)
     start = tl.load(cu_seqlens_ptr + row)
     query_len = tl.load(cu_seqlens_ptr + row + 1) - start
+    seq_len = tl.load(seq_lens_ptr + row)
+
+    # The blocks of keys that some query of the tile sees, and this split's share of them.
+    last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, query_len - 1)
+    end = seq_len - query_len + last + 1
+    first_block = 0
+    if HAS_WINDOW:
+        first_seen = seq_len - query_len + tile * BLOCK_M // GROUP - window + 1
+        first_block = tl.maximum(first_seen, 0) // BLOCK_N
+    share = tl.cdiv(tl.cdiv(end, BLOCK_N) - first_block, SPLITS)
+    from_block = first_block + split * share
+    to_block = tl.minimum(from_block + share, tl.cdiv(end, BLOCK_N))
+
+    if PDL:
+        # The batch was there before the first layer, and so were most keys: they may be on their
+        # way while the kernel before still runs. A line fetched too early does no harm.
+        gdc_launch_dependents()
+        if from_block < to_block:
+            early = from_block * BLOCK_N + tl.arange(0, BLOCK_N)
+            early = tl.minimum(early, end - 1)
+            page = tl.load(table_ptr + row * table_stride + early // PAGE_SIZE)
+            slot = (page.to(tl.int64) * PAGE_SIZE + early % PAGE_SIZE) * kv_heads + kv_head
+            _prefetch(keys_ptr + slot * DIM, DIM)
+            _prefetch(values_ptr + slot * VALUE_DIM, VALUE_DIM)
+        gdc_wait()
     if tile * BLOCK_M >= query_len * GROUP:
         return
-    seq_len = tl.load(seq_lens_ptr + row)
 
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     in_row = m < query_len * GROUP
@@ -68,17 +104,6 @@ def paged_attention_kernel(
         mask=in_row[:, None] & (column < DIM)[None, :],
         other=0.0,
     )
-
-    # The blocks of keys that some query of the tile sees, and this split's share of them.
-    last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, query_len - 1)
-    end = seq_len - query_len + last + 1
-    first_block = 0
-    if HAS_WINDOW:
-        first_seen = seq_len - query_len + tile * BLOCK_M // GROUP - window + 1
-        first_block = tl.maximum(first_seen, 0) // BLOCK_N
-    share = tl.cdiv(tl.cdiv(end, BLOCK_N) - first_block, SPLITS)
-    from_block = first_block + split * share
-    to_block = tl.minimum(from_block + share, tl.cdiv(end, BLOCK_N))
 
     highest = tl.full([BLOCK_M], -float("inf"), tl.float32)  # in units of log2
     total = tl.zeros([BLOCK_M], tl.float32)
