@@ -14,6 +14,7 @@ A branch row belongs to a session; `branches` counts them per session.
 from __future__ import annotations
 
 import argparse
+import logging
 import shlex
 import sys
 import time
@@ -194,6 +195,7 @@ class Bench:
 
 def main() -> int:
     args = _parser().parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # what is chosen at start-up
     bench = Bench(args)
     bandwidth = copy_bandwidth(bench.device)
     table: list[Row] = []

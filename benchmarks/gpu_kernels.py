@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,10 @@ from outrider.engine.kv_cache import PageMajorPool
 from outrider.engine.sampling import SamplingBatch
 from outrider.types import SamplingParams
 
+if TYPE_CHECKING:
+    from outrider.engine.cuda.products import FewRowsLinear
+    from outrider.engine.cuda.triton_ops import TritonOps
+
 CUDA = torch.device("cuda")
 BF16 = torch.bfloat16
 HIDDEN, INTERMEDIATE, VOCAB, HEADS, KV_HEADS, DIM = 4096, 14336, 128256, 32, 8, 128
@@ -38,16 +42,14 @@ PRODUCTS = {
     "down": (HIDDEN, INTERMEDIATE),
     "head": (VOCAB, HIDDEN),
 }
+DRAFT_PRODUCTS = {  # of a 1B model
+    "qkv": (3072, 2048),
+    "o": (2048, 2048),
+    "gate_up": (16384, 2048),
+    "down": (2048, 8192),
+    "head": (VOCAB, 2048),
+}
 ROWS = (1, 5, 8, 32, 40, 160)
-# BLOCK_N, BLOCK_K, STAGES, warps
-SKINNY = (
-    (16, 512, 4, 4),
-    (32, 256, 4, 4),
-    (32, 256, 6, 4),
-    (64, 128, 5, 4),
-    (64, 256, 4, 8),
-    (128, 64, 6, 4),
-)
 COLD_BYTES = 192 * 2**20  # what a graph must read before it comes back: well above the L2 cache
 Record = dict[str, Any]
 
@@ -95,42 +97,40 @@ def linear() -> Iterator[Record]:
 
 
 def skinny() -> Iterator[Record]:
-    """The same products in Triton, each at its best configuration."""
-    import triton
+    """Products with their norm, activation or residual: the best two, and cuBLAS."""
+    from outrider.engine.cuda.launch import launch_options
+    from outrider.engine.cuda.products import CANDIDATES, FewRowsLinear
+    from outrider.engine.cuda.triton_ops import TritonOps
 
-    from benchmarks.skinny_gemm import skinny_gemm_kernel
+    ops = TritonOps()
+    yield {"op": "early launches", "by": launch_options()["PDL"]}
+    for model, products in {"1B": DRAFT_PRODUCTS, "8B": PRODUCTS}.items():
+        for name, (n, k) in products.items():
+            layers = [FewRowsLinear(w) for w in _weights(n, k)]
+            for rows in CANDIDATES:
+                x, norm, residual = _rand(rows, k), _rand(k), _rand(rows, n)
+                results: list[tuple[float, str]] = []
+                for strips in (None, *CANDIDATES[rows]):
+                    for layer in layers:
+                        layer.choices = {} if strips is None else {rows: strips}
+                    calls = [partial(_product, ops, name, y, x, norm, residual) for y in layers]
+                    us = graph_us(calls, repeats=3)
+                    by = f"{strips.per_thread}x{strips.warps}" if strips else "cuBLAS"
+                    results.append((us, by))
+                for us, by in dict.fromkeys((*sorted(results)[:2], results[0])):
+                    size = {"model": model, "product": name, "rows": rows}
+                    yield {"op": "few rows", **size, "by": by, **_speed(us, n, k)}
 
-    for name, (n, k) in PRODUCTS.items():
-        weights = _weights(n, k)
-        for rows in (1, 5, 8, 32, 40):
-            x, out = _rand(rows, k), torch.zeros(rows, n, dtype=BF16, device=CUDA)
-            block_rows = max(16, triton.next_power_of_2(rows))
-            results: dict[tuple[int, int, int, int], float] = {}
-            for block_n, block_k, stages, warps in SKINNY:
-                call = partial(
-                    skinny_gemm_kernel[(n // block_n,)],
-                    x,
-                    out_ptr=out,
-                    rows=rows,
-                    N=n,
-                    K=k,
-                    ADD=False,
-                    BLOCK_ROWS=block_rows,
-                    BLOCK_N=block_n,
-                    BLOCK_K=block_k,
-                    STAGES=stages,
-                    num_warps=warps,
-                )
-                try:
-                    call(weight_ptr=weights[0])
-                except triton.runtime.errors.OutOfResources:
-                    continue
-                torch.testing.assert_close(out, F.linear(x, weights[0]), rtol=0.05, atol=0.05)
-                us = graph_us([partial(call, weight_ptr=w) for w in weights], repeats=3)
-                results[block_n, block_k, stages, warps] = us
-            best = min(results, key=lambda config: results[config])
-            size = {"product": name, "rows": rows, "config": "/".join(map(str, best))}
-            yield {"op": "triton", **size, **_speed(results[best], n, k)}
+
+def _product(
+    ops: TritonOps, name: str, layer: FewRowsLinear, x: Tensor, norm: Tensor, residual: Tensor
+) -> Tensor:
+    """As a step uses the layer of this name."""
+    if name in ("o", "down"):
+        return layer.add(x, residual)
+    if name == "gate_up":
+        return ops.norm_gated(x, norm, 1e-5, layer)
+    return ops.norm_linear(x, norm, 1e-5, layer)
 
 
 def pointwise() -> Iterator[Record]:

@@ -16,6 +16,7 @@ Without a folder the weights are random, made on the device. Columns, all in ms:
 from __future__ import annotations
 
 import argparse
+import logging
 import gc
 import shlex
 import statistics
@@ -58,6 +59,7 @@ class Row:
 
 def main() -> int:
     args = _parser().parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # what is chosen at start-up
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     config, model = _load(args, device, dtype)
     bandwidth = copy_bandwidth(device)

@@ -24,6 +24,7 @@ from outrider.engine.backends import (  # noqa: E402
     choose_backend,
 )
 from outrider.engine.batch import PackedBatch, RowSlice, pack  # noqa: E402
+from outrider.engine.cuda.graphs import CudaGraphs  # noqa: E402
 from outrider.engine.cuda.paged_attention import TritonPagedAttention  # noqa: E402
 from outrider.engine.cuda.products import FewRowsLinear, Strips  # noqa: E402
 from outrider.engine.cuda.triton_ops import TritonOps  # noqa: E402
@@ -276,3 +277,40 @@ def test_products_of_few_rows(rows: int, inner: int, monkeypatch: pytest.MonkeyP
     assert actual[2] is residual
     for mine, theirs in zip(actual, expected, strict=True):
         _close(mine, theirs, dtype, size=4.0)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="measures a device")
+def test_tuned_products_in_a_recorded_chain() -> None:
+    """What is chosen, and what starts early, changes nothing but roundings."""
+    dtype, hidden, layers = torch.bfloat16, 2048, 8
+    ops = TritonOps()
+    norm = _random(hidden, dtype=dtype)
+    scale = hidden**-0.5
+    up = [
+        FewRowsLinear(_random(4 * hidden, hidden, dtype=dtype, seed=i) * scale)
+        for i in range(layers)
+    ]
+    down = [
+        FewRowsLinear(_random(hidden, 2 * hidden, dtype=dtype, seed=i) * scale)
+        for i in range(layers)
+    ]
+
+    def chain(x: Tensor) -> Tensor:
+        x = x.clone()
+        for first, second in zip(up, down, strict=True):
+            x = second.add(ops.norm_gated(x, norm, 1e-5, first), x)
+        return x
+
+    inputs = [_random(rows, hidden, dtype=dtype, seed=rows) for rows in (1, 2, 3, 8, 17)]
+    expected = [chain(x) for x in inputs]
+    ops.tune([], [(norm, layer) for layer in up], down)
+    for x, wanted in zip(inputs, expected, strict=True):
+        results: list[Tensor] = []
+        replay = CudaGraphs()(lambda x=x, to=results: to.append(chain(x)))  # type: ignore[misc]
+        replay()
+        first = results[-1].clone()
+        for _ in range(20):
+            replay()
+            assert torch.equal(results[-1], first)
+        error = (results[-1] - wanted).abs().max() / wanted.abs().max()
+        assert error < 0.03

@@ -49,13 +49,14 @@ def tune(uses: Sequence[Use]) -> None:
             use.layer.choices = choices.setdefault(key, {})
     began = time.perf_counter()
     for key, group in groups.items():
+        said = []
         for rows in CANDIDATES:
             try:
-                said = _choose(key, group, choices[key], rows)
+                said.append(f"{rows} rows {_choose(key, group, choices[key], rows)}")
             except Exception as error:  # of a compiler or a device that nobody has tried
                 choices[key].pop(rows, None)
-                said = f"left to cuBLAS: {error}"
-            logger.info("%s %dx%d, %d rows: %s", *key, rows, said)
+                logger.warning("%s %dx%d of %d rows is left to cuBLAS: %s", *key, rows, error)
+        logger.info("%s %dx%d: %s", *key, "; ".join(said))
     if groups:
         torch.cuda.empty_cache()
         logger.info("measured products of few rows in %.1f s", time.perf_counter() - began)
@@ -88,6 +89,6 @@ def _choose(
             best, fastest = strips, us
     if best is None:
         choices.pop(rows)
-        return f"cuBLAS, {plain:.1f} us"
+        return f"{plain:.1f} us by cuBLAS"
     choices[rows] = best
-    return f"{best.per_thread} numbers x {best.warps} warps, {fastest:.1f} us; cuBLAS {plain:.1f}"
+    return f"{fastest:.1f} us by strips {best.per_thread}x{best.warps}, cuBLAS {plain:.1f}"
