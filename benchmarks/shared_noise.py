@@ -30,7 +30,7 @@ from benchmarks.records import TokenIds
 from outrider.engine.sampling import gumbel_noise, seed_keys
 from outrider.models.resolve import resolve_model
 
-_FANOUTS = (1, 2, 4)
+_FANOUTS = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,8 @@ class Cycle:
 
     def draft(self) -> None:
         """Drafts for every session that wants it and hands the blocks over, one message a link."""
-        round_ = self._proposer.draft([*self._routes.wanting, *self._asked])
+        pace = self._routes.pace.pace
+        round_ = self._proposer.draft([*self._routes.wanting, *self._asked], pace)
         draft_us = self._elapsed_us()
         blocks = _Blocks(draft_us)
         answered: list[SessionKey] = []
@@ -129,6 +130,8 @@ class Cycle:
                 self._add(blocks, self._routes.answered(key), tree)
         for key in round_.at_hand:
             self._routes.answered(key)
+        for key, tree in round_.trees:
+            self._add(blocks, self._routes.route(key), tree)
         outgoing = blocks.messages()
         self._lose(round_.lost, outgoing)
         self._hand_over(outgoing)
@@ -153,14 +156,14 @@ class Cycle:
         round_ = self._proposer.ahead(keys, self._routes.pace.pace)
         self._routes.drafted.clear()
         blocks = _Blocks(self._elapsed_us())
-        for key, tree in round_.drafts:
+        for key, tree in round_.trees:
             self._add(blocks, self._routes.route(key), tree)
         outgoing = blocks.messages()
         self._lose(round_.lost, outgoing)
         self._hand_over(outgoing)
-        if round_.drafts:
+        if round_.trees:
             self._metrics.ahead.observe(time.perf_counter() - self._started)
-            self._metrics.branch_tokens.inc(sum([len(tree.token_ids) for _, tree in round_.drafts]))
+            self._metrics.branch_tokens.inc(sum([len(tree.token_ids) for _, tree in round_.trees]))
 
     def give_up(self) -> None:
         """Loses the sessions of a cycle that failed; the scorer may open them again."""

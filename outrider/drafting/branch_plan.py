@@ -58,6 +58,9 @@ class Pace:
     network_s: float = 0.0  # the way to the scorer and back
 
 
+NO_PACE = Pace()
+
+
 @dataclass(frozen=True, slots=True)
 class OutcomeRates:
     """What was measured: all that a plan depends on."""

@@ -22,12 +22,12 @@ from dataclasses import replace
 from typing import Protocol
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.branch_plan import NUM_RANKS, Outcomes, Pace, choose_budget
-from outrider.drafting.branches import Branch, ForkDrafter, draft_branches
+from outrider.drafting.branch_plan import NO_PACE, Outcomes, Pace
+from outrider.drafting.brancher import Brancher
+from outrider.drafting.branches import ForkDrafter
 from outrider.drafting.draft_state import DraftRow, DraftState
 from outrider.drafting.draft_steps import ReadyRow, draft_chains
 from outrider.drafting.proposer import DraftRound, Follower, ProposerTraits, SessionKey
-from outrider.engine.adaptive import Average, StepTimes
 from outrider.engine.batch import Model, RowSlice
 from outrider.engine.block_pool import BlockPool
 from outrider.errors import ConfigError
@@ -91,12 +91,18 @@ class DraftModelProposer:
         self._pool = BlockPool(model.num_pages)
         self._prefill_budget = prefill_budget
         self._chain_drafter = chain_drafter
-        self._fork_drafter = fork_drafter if max_branches > 0 else None
-        self._max_branches = max_branches
         self._clock = clock
         self._outcomes = Outcomes()
-        self._draft_s = Average()
-        self._branches_s = StepTimes()  # by number of branches
+        self._brancher: Brancher | None = None
+        if fork_drafter is not None and max_branches > 0:
+            self._brancher = Brancher(
+                fork_drafter,
+                self._pool,
+                self._outcomes,
+                max_branches=max_branches,
+                max_model_len=self.traits.max_model_len,
+                clock=clock,
+            )
         self._sessions: dict[SessionKey, DraftState] = {}  # least recently drafted first
         self._lost: list[SessionKey] = []
 
@@ -116,7 +122,7 @@ class DraftModelProposer:
         if len(self._sessions) >= self.traits.max_sessions:
             self._lose(next(iter(self._sessions)))
         follower = Follower(prefix, sampling, num_draft_tokens, max_len, self.traits)
-        state = DraftState(follower, self._outcomes.session())
+        state = DraftState(session, follower, self._outcomes.session())
         state.adopt_cached_prefix(self._pool, self._model.page_size)
         self._sessions[session] = state
 
@@ -140,7 +146,7 @@ class DraftModelProposer:
         if state is not None:
             state.drop(self._pool)
 
-    def draft(self, sessions: Sequence[SessionKey]) -> DraftRound:
+    def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:
         done = DraftRound()
         rows = self._plan(sessions, done)
         done.lost.extend(self._lost)
@@ -150,10 +156,13 @@ class DraftModelProposer:
         started = self._clock()
         forked = [row for row in rows if row.num_forked]
         others = [row for row in rows if not row.num_forked]
-        chains = self._run_forks(forked) + self._run_chains(others)
+        if forked:
+            assert self._brancher is not None
+            at_hand = [self._sessions[session] for session in done.at_hand]
+            branched = self._brancher.draft(forked, at_hand, pace)
+            done.trees.extend([(state.session, state.push_tree()) for state in branched])
+        chains = [row.state.ahead.line[: row.wanted] for row in forked] + self._run_chains(others)
         forward_s = self._clock() - started
-        if forked and not others:
-            self._draft_s.add(forward_s)
         for row in (*forked, *others):
             state = row.state
             state.computed += row.num_tokens
@@ -167,44 +176,13 @@ class DraftModelProposer:
         return replace(done, forward_s=forward_s)
 
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:
-        drafter = self._fork_drafter
-        known = [(session, self._sessions.get(session)) for session in sessions]
-        num_tokens = max([state.follower.wanted for _, state in known if state], default=0)
-        room = self.traits.max_model_len - num_tokens
-        states = [(key, state) for key, state in known if state and state.can_branch(room)]
-        if drafter is None or not states:
+        if self._brancher is None:
             return DraftRound()
-        plans = [state.plan(self._outcomes, self._max_branches) for _, state in states]
-        count = choose_budget(
-            [[outcome for outcome, _ in plan] for plan in plans],
-            self._branches_s.estimate,
-            self._draft_s.mean,
-            pace,
-        )
-        wanted = [
-            (outcome.chance, Branch(i, outcome.accepted, token))
-            for i, plan in enumerate(plans)
-            for outcome, token in plan[:count]
-        ]
-        if not wanted:
-            return DraftRound()
-        wanted.sort(key=lambda item: -item[0])
         started = self._clock()
-        drafted = draft_branches(
-            drafter,
-            self._pool,
-            [state.trunk() for _, state in states],
-            [branch for _, branch in wanted],
-            num_tokens=num_tokens,
-            fanout=NUM_RANKS,
-        )
-        forward_s = self._clock() - started
-        if drafted:
-            self._branches_s.observe(len(drafted), forward_s)
-        for branch in drafted:
-            states[branch.branch.trunk][1].ahead.branches.append(branch)
-        trees = [(session, state.push_tree()) for session, state in states]
-        return DraftRound(drafts=trees, forward_s=forward_s)
+        states = [self._sessions[session] for session in sessions if session in self._sessions]
+        branched = self._brancher.branch(states, pace)
+        trees = [(state.session, state.push_tree()) for state in branched]
+        return DraftRound(trees=trees, forward_s=self._clock() - started)
 
     def check_invariants(self) -> None:
         """Raises `AssertionError` unless pages and sessions agree."""
@@ -245,7 +223,7 @@ class DraftModelProposer:
             else:
                 rows.append(DraftRow(session, state, missing, wanted))
         rows.sort(key=lambda row: -row.wanted)
-        if self._fork_drafter is not None and rows:
+        if self._brancher is not None and rows:
             # All chains with candidates are drafted together, to one length.
             longest, limit = rows[0].wanted, self.traits.max_model_len
             rows = [
@@ -274,21 +252,6 @@ class DraftModelProposer:
         for _ in range(needed):
             state.block_table.append(self._pool.allocate())
         return True
-
-    def _run_forks(self, rows: list[DraftRow]) -> list[list[int]]:
-        if not rows:
-            return []
-        assert self._fork_drafter is not None
-        forks = self._fork_drafter.forks(
-            [row.slice() for row in rows],
-            [row.state.follower.sampling for row in rows],
-            rows[0].num_forked,
-            NUM_RANKS,
-        )
-        chains: list[list[int]] = forks.chains.tolist()
-        for row, chain, candidates in zip(rows, chains, forks.candidates, strict=True):
-            row.state.ahead.line, row.state.ahead.candidates = chain, candidates
-        return [chain[: row.wanted] for row, chain in zip(rows, chains, strict=True)]
 
     def _run_chains(self, rows: list[DraftRow]) -> list[list[int]]:
         slices = [row.slice() for row in rows]

@@ -81,9 +81,19 @@ class Lookahead:
 class DraftState:
     """A session's tokens and what the cache holds of them, and past them."""
 
-    __slots__ = ("acceptance", "ahead", "block_table", "computed", "follower", "hashes", "hit")
+    __slots__ = (
+        "acceptance",
+        "ahead",
+        "block_table",
+        "computed",
+        "follower",
+        "hashes",
+        "hit",
+        "session",
+    )
 
-    def __init__(self, follower: Follower, acceptance: Acceptance) -> None:
+    def __init__(self, session: SessionKey, follower: Follower, acceptance: Acceptance) -> None:
+        self.session = session
         self.follower = follower
         self.acceptance = acceptance
         self.block_table: list[int] = []

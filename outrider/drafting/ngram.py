@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.branch_plan import Pace
+from outrider.drafting.branch_plan import NO_PACE, Pace
 from outrider.drafting.proposer import DraftRound, Follower, ProposerTraits, SessionKey
 from outrider.errors import ConfigError
 from outrider.types import SamplingParams, TokenIds
@@ -89,7 +89,11 @@ class NgramProposer:
         if indexed is not None:
             self._num_tokens -= len(indexed.follower.tokens)
 
-    def draft(self, sessions: Sequence[SessionKey]) -> DraftRound:
+    def draft(
+        self,
+        sessions: Sequence[SessionKey],
+        pace: Pace = NO_PACE,  # noqa: ARG002
+    ) -> DraftRound:
         done = DraftRound()
         for session in sessions:
             indexed = self._sessions.pop(session, None)
@@ -115,7 +119,7 @@ class NgramProposer:
                 tree = indexed.branched(self._max_branches)
                 if tree != indexed.follower.pushed:
                     indexed.follower.pushed = tree
-                    done.drafts.append((session, tree))
+                    done.trees.append((session, tree))
         return done
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.branch_plan import Pace
+from outrider.drafting.branch_plan import NO_PACE, Pace
 from outrider.types import SamplingParams, TokenIds
 
 SessionKey = int
@@ -39,6 +39,8 @@ class DraftRound:
     at_hand: list[SessionKey] = field(default_factory=list)  # an earlier tree holds the draft
     unfinished: list[SessionKey] = field(default_factory=list)  # prompt too long for one call
     lost: list[SessionKey] = field(default_factory=list)  # also sessions that were not asked for
+    trees: list[tuple[SessionKey, DraftTree]] = field(default_factory=list)
+    """Beside that: drafts that the scorer has, with branches for the outcomes of verifying them."""
     forward_s: float = 0.0  # time inside the model
 
 
@@ -76,16 +78,18 @@ class Proposer(Protocol):
         """Forgets a session, known or not."""
         ...
 
-    def draft(self, sessions: Sequence[SessionKey]) -> DraftRound:
-        """Guesses what follows each of `sessions`, in one batch; unknown ones are left out."""
+    def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:
+        """Guesses what follows each of `sessions`, in one batch; unknown ones are left out.
+
+        It may do what `ahead` does for those whose draft is at hand, if that delays no other.
+        """
         ...
 
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:
         """Guesses past the drafts of `sessions`, for the outcomes of their verification.
 
         Called while the scorer verifies and no message waits; sessions that have no draft are left
-        out. Each tree holds the session's draft and its branches. `pace` says how much time there
-        is.
+        out, and only `trees` of the result is filled. `pace` says how much time there is.
         """
         ...
 

@@ -13,6 +13,7 @@ import grpc
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from outrider.drafting.branch_plan import NO_PACE, Pace
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.ngram import NgramProposer
 from outrider.drafting.proposer import DraftRound, Proposer
@@ -251,12 +252,12 @@ class SlowProposer(NgramProposer):
         self.begun = asyncio.Semaphore(0)
         self.go = asyncio.Semaphore(0)
 
-    def draft(self, sessions: object) -> DraftRound:
+    def draft(self, sessions: object, pace: Pace = NO_PACE) -> DraftRound:
         assert isinstance(sessions, list)
         if sessions:
             self.asked.append(sessions)
             asyncio.run_coroutine_threadsafe(self._pass(), self.loop).result(10)
-        return super().draft(sessions)
+        return super().draft(sessions, pace)
 
     async def _pass(self) -> None:
         self.begun.release()
@@ -412,7 +413,7 @@ async def test_drafting_that_fails_loses_the_sessions_not_the_process(scorer: Dr
 
 
 class BrokenProposer(NgramProposer):
-    def draft(self, sessions: object) -> DraftRound:
+    def draft(self, sessions: object, pace: Pace = NO_PACE) -> DraftRound:  # noqa: ARG002
         if sessions:
             raise RuntimeError("the device is gone")
         return DraftRound()

@@ -317,7 +317,9 @@ class World:
         for message in inbox:
             message()
         if player.wanting:
-            round_ = self._timed(player, lambda: player.method.draft(list(player.wanting)))
+            round_ = self._timed(
+                player, lambda: player.method.draft(list(player.wanting), player.meter.pace)
+            )
             for key in (*(key for key, _ in round_.drafts), *round_.at_hand):
                 del player.wanting[key]
                 player.drafted[key] = None
@@ -354,7 +356,7 @@ class World:
                 if session is not None and player.keys.get(session) == key:
                     del player.keys[session]
                     self._open(player, session)
-            for key, tree in round_.drafts:
+            for key, tree in (*round_.drafts, *round_.trees):
                 player.bytes_sent += 12 + 5 * len(tree.token_ids)
                 self._post(player, incarnation, key, tree, round(elapsed * 1e6))
 

@@ -14,6 +14,7 @@ from outrider.draft_tree import DraftTree
 from outrider.drafting.branch_plan import Pace
 from outrider.drafting.branches import EagerForks
 from outrider.drafting.draft_model import DraftModelProposer
+from outrider.drafting.proposer import DraftRound
 from outrider.engine.loader import build_paged_model
 from outrider.engine.sampling import SamplingBatch, sample
 from outrider.errors import ConfigError
@@ -143,6 +144,7 @@ class Bench:
             for key in done.at_hand:
                 wanted = min(self.wanted[key], 50 - len(self.text[key]) - 1)
                 assert len(self.last[key].first_path(wanted)) == wanted > 0
+            self.check_trees(done)
             answered = {key for key, _ in done.drafts} | {*done.lost, *done.at_hand}
             assert set(done.unfinished) == set(waiting) - answered
             waiting = done.unfinished
@@ -153,8 +155,11 @@ class Bench:
         keys = [key for i, key in enumerate(self.text) if mask >> (i % 4) & 1]
         done = self.proposer.ahead(keys, Pace())
         self.proposer.check_invariants()
-        assert not done.lost + done.unfinished + done.at_hand
-        for key, tree in done.drafts:
+        assert not done.lost + done.unfinished + done.at_hand + done.drafts
+        self.check_trees(done)
+
+    def check_trees(self, done: DraftRound) -> None:
+        for key, tree in done.trees:
             text, last = self.text[key], self.last[key]
             assert tree.base_len == len(text)
             draft = last.first_path(9)

@@ -1,0 +1,154 @@
+"""Drafts with candidates, and branches for the outcomes of their verification, in joint batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from outrider.drafting.branch_plan import NUM_RANKS, Outcomes, Pace, choose_budget
+from outrider.drafting.branches import Branch, DraftedBranch, ForkDrafter, draft_branches
+from outrider.drafting.draft_state import DraftRow, DraftState
+from outrider.drafting.draft_steps import Forks
+from outrider.engine.adaptive import Average, StepTimes
+from outrider.engine.batch import RowSlice
+from outrider.engine.block_pool import BlockPool
+from outrider.types import SamplingParams
+
+_FREE = 1.25
+"""Rows that make a batch this much slower at the most may join drafts that are waited for."""
+
+
+class Brancher:
+    """Chooses branches by what was measured, drafts them, and measures what that took."""
+
+    def __init__(
+        self,
+        drafter: ForkDrafter,
+        pool: BlockPool,
+        outcomes: Outcomes,
+        *,
+        max_branches: int,
+        max_model_len: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._drafter = drafter
+        self._outcomes = outcomes
+        self._pool = pool
+        self._max_branches = max_branches
+        self._max_model_len = max_model_len
+        self._clock = clock
+        self._draft_s = Average()
+        self._rows_s = StepTimes()  # seconds of a batch by its rows
+
+    def draft(
+        self, rows: Sequence[DraftRow], others: Sequence[DraftState], pace: Pace
+    ) -> list[DraftState]:
+        """Drafts for `rows`, all to one length, which are left with lines and candidates.
+
+        `others` have their drafts: those of them that got branches along with it are returned.
+        """
+        num_tokens = rows[0].num_forked
+        longest = max([state.follower.wanted for state in others], default=0)
+        states = self._branching(others, num_tokens) if longest <= num_tokens else []
+        branches = self._choose(states, pace)
+        alone = self._rows_s.estimate(len(rows))
+        if self._rows_s.estimate(len(rows) + len(branches)) > _FREE * alone:
+            branches = []
+        joint = _Joint(self._drafter, rows)
+        started = self._clock()
+        drafted = self._run(joint, states, branches, num_tokens)
+        if joint.drafted is None:
+            joint.forks((), (), num_tokens, NUM_RANKS)
+        seconds = self._clock() - started
+        self._rows_s.observe(len(rows) + len(drafted), seconds)
+        self._draft_s.add(seconds)
+        joint.hand_out()
+        return [state for state in states if state.ahead.branches]
+
+    def branch(self, states: Sequence[DraftState], pace: Pace) -> list[DraftState]:
+        """Drafts branches for the sessions of `states` that want some; returns those."""
+        num_tokens = max([state.follower.wanted for state in states], default=0)
+        branching = self._branching(states, num_tokens)
+        branches = self._choose(branching, pace)
+        if not branches:
+            return []
+        started = self._clock()
+        drafted = self._run(self._drafter, branching, branches, num_tokens)
+        if drafted:
+            self._rows_s.observe(len(drafted), self._clock() - started)
+        return branching
+
+    def _branching(self, states: Sequence[DraftState], num_tokens: int) -> list[DraftState]:
+        room = self._max_model_len - num_tokens
+        return [state for state in states if state.can_branch(room)]
+
+    def _choose(self, states: Sequence[DraftState], pace: Pace) -> list[Branch]:
+        """Of all the sessions' outcomes those worth a branch, the likeliest first."""
+        plans = [state.plan(self._outcomes, self._max_branches) for state in states]
+        count = choose_budget(
+            [[outcome for outcome, _ in plan] for plan in plans],
+            self._rows_s.estimate,
+            self._draft_s.mean,
+            pace,
+        )
+        wanted = [
+            (outcome.chance, Branch(i, outcome.accepted, token))
+            for i, plan in enumerate(plans)
+            for outcome, token in plan[:count]
+        ]
+        wanted.sort(key=lambda item: -item[0])
+        return [branch for _, branch in wanted]
+
+    def _run(
+        self,
+        drafter: ForkDrafter,
+        states: Sequence[DraftState],
+        branches: Sequence[Branch],
+        num_tokens: int,
+    ) -> list[DraftedBranch]:
+        drafted = draft_branches(
+            drafter,
+            self._pool,
+            [state.trunk() for state in states],
+            branches,
+            num_tokens=num_tokens,
+            fanout=NUM_RANKS,
+        )
+        for branch in drafted:
+            states[branch.branch.trunk].ahead.branches.append(branch)
+        return drafted
+
+
+class _Joint:
+    """A `ForkDrafter` that drafts for `rows`, too, in the batch that it is asked for."""
+
+    def __init__(self, drafter: ForkDrafter, rows: Sequence[DraftRow]) -> None:
+        self.page_size = drafter.page_size
+        self.drafted: Forks | None = None
+        self._drafter = drafter
+        self._rows = rows
+
+    def forks(
+        self,
+        slices: Sequence[RowSlice],
+        sampling: Sequence[SamplingParams],
+        num_tokens: int,
+        fanout: int,
+        copies: Sequence[tuple[int, int]] = (),
+    ) -> Forks:
+        forks = self._drafter.forks(
+            [*(row.slice() for row in self._rows), *slices],
+            [*(row.state.follower.sampling for row in self._rows), *sampling],
+            num_tokens,
+            fanout,
+            copies,
+        )
+        n = len(self._rows)
+        self.drafted = Forks(forks.candidates[:n], forks.gaps[:n])
+        return Forks(forks.candidates[n:], forks.gaps[n:])
+
+    def hand_out(self) -> None:
+        """Gives the rows what was drafted for them."""
+        assert self.drafted is not None
+        chains: list[list[int]] = self.drafted.chains.tolist()
+        for row, chain, candidates in zip(self._rows, chains, self.drafted.candidates, strict=True):
+            row.state.ahead.line, row.state.ahead.candidates = chain, candidates
