@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from outrider.config import EngineConfig
+from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.engine import Engine
 from outrider.engine.loader import kv_bytes_per_page, load_model
 from outrider.engine.paged_model import PagedModel
@@ -140,7 +141,7 @@ def build_engine(folder: Path, options: Options) -> Engine:
     began = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()  # our own lines say it
     runtime.progress(NAME, f"loading {options.model} as {options.dtype} on {options.device}")
-    model, runner = _load(folder, options)
+    model, runner, step_times = _load(folder, options)
     config = EngineConfig(
         page_size=options.page_size,
         num_pages=model.num_pages,
@@ -150,7 +151,10 @@ def build_engine(folder: Path, options: Options) -> Engine:
         num_speculative_tokens=options.num_speculative_tokens,
         enable_prefix_caching=options.enable_prefix_caching,
     )
-    engine = Engine(model, config, eos_token_ids=model.eos_token_ids, runner=runner)
+    policy = AdaptivePolicy(options.num_speculative_tokens)
+    for rows, tokens, seconds in step_times:
+        policy.observe_step(rows, tokens, seconds)
+    engine = Engine(model, config, eos_token_ids=model.eos_token_ids, policy=policy, runner=runner)
     loaded = time.perf_counter()
     runtime.progress(
         NAME,
@@ -166,8 +170,13 @@ def build_engine(folder: Path, options: Options) -> Engine:
     return engine
 
 
-def _load(folder: Path, options: Options) -> tuple[PagedModel, StepRunner | None]:
-    """The model with its cache, and what runs its steps if they are recorded."""
+def _load(
+    folder: Path, options: Options
+) -> tuple[PagedModel, StepRunner | None, list[tuple[int, int, float]]]:
+    """The model with its cache; what runs its steps if they are recorded, and how long they take.
+
+    Times are (rows, tokens, seconds).
+    """
     dtype, device = getattr(torch, options.dtype), torch.device(options.device)
 
     def load(num_pages: int) -> PagedModel:
@@ -186,7 +195,7 @@ def _load(folder: Path, options: Options) -> tuple[PagedModel, StepRunner | None
         return _with_room(load(_given_pages(options, page_bytes)), options)
 
     if device.type != "cuda":
-        return load_given(), None
+        return load_given(), None, []
     # Imported here: without a CUDA device there may be no Triton.
     from outrider.engine.cuda.memory import TRIAL_PAGES, DeviceMemory
     from scorer_service.device import StepLimits, record_steps, size_cache
@@ -205,7 +214,8 @@ def _load(folder: Path, options: Options) -> tuple[PagedModel, StepRunner | None
         size_cache(memory, model, limits, say)
     else:
         model = load_given()
-    return model, record_steps(model, limits, say)
+    runner = record_steps(model, limits, say)
+    return model, runner, [] if runner is None else runner.trial_times()
 
 
 def _given_pages(options: Options, page_bytes: int) -> int:

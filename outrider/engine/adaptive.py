@@ -41,7 +41,7 @@ FADE = 0.9  # per round, of what is known about a row's acceptance
 PROPOSER_FADE = 0.98  # and about a proposer's, over all its rows
 NEARLY = 0.95  # of the best goodput: such differences between sizes are noise
 STALE_AFTER = 12  # steps of other sizes after which a size's average is forgotten
-PROBE_EVERY = 16  # rounds with K = 0 before one with drafts renews what was measured
+PROBE_EVERY = 16  # rounds with a smaller K before one with the greatest renews what was measured
 MIN_PATIENCE_S, MAX_PATIENCE_S = 0.002, 0.1
 STEPS_OF_PATIENCE = 3.0
 
@@ -137,8 +137,8 @@ class AdaptivePolicy(Policy):
 
     def choose_k(self, drafting: Drafting, limit: int) -> int:
         d = drafting
-        if d.plain_rounds == PROBE_EVERY:
-            d.plain_rounds = 0
+        if d.short_rounds == PROBE_EVERY:
+            d.short_rounds = 0
             return limit
         times = self._step_times
         if len(times) <= limit:
@@ -243,8 +243,10 @@ class AdaptivePolicy(Policy):
                 PROPOSER_FADE * successes + accepted,
                 PROPOSER_FADE * trials + tried,
             )
-        if d.num_draft_tokens == 0:
-            d.plain_rounds += 1
+        if d.num_draft_tokens < min(d.limit, d.proposer_limit):
+            d.short_rounds += 1
+        else:
+            d.short_rounds = 0
 
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         self._num_rows = num_rows

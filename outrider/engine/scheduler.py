@@ -105,7 +105,9 @@ class Scheduler:
 
     def commit(self, step: Step, result: StepResult, seconds: float, now: float) -> list[Commit]:
         """Makes a step's result true. `seconds`: from its launch to its result."""
-        self.policy.observe_step(len(step.rows), step.num_tokens, seconds)
+        if step.num_tokens <= len(step.rows) * (1 + self.config.num_speculative_tokens):
+            # Prompts say little about a round: on a GPU they run another way.
+            self.policy.observe_step(len(step.rows), step.num_tokens, seconds)
         commits: list[Commit] = []
         for row, choices, accepted in zip(step.rows, result.choices, result.accepted, strict=True):
             seq = row.seq

@@ -83,7 +83,7 @@ class Drafting:
     awaited_since: float = 0.0  # when the first of them could be used, if it had come
     successes: float = 0.0  # draft tokens accepted, fading
     trials: float = 0.0  # draft tokens accepted or rejected, fading
-    plain_rounds: int = 0  # with K = 0, since drafts were last tried
+    short_rounds: int = 0  # with less than the greatest K, since that was last tried
     wait_s: float = 0.0  # moving average of a round's wait
     hit: bool | None = None  # whether the last round that wanted a draft had one at once
     hit_share: float = 0.0  # of such rounds, fading

@@ -185,6 +185,16 @@ def test_no_page_but_the_scratch_page_and_the_rows_own_is_written(model: PagedMo
     assert set(written.tolist()) <= allowed
 
 
+def test_every_bucket_is_timed(model: PagedModel) -> None:
+    buckets = make_buckets(3, (1, 2))
+    graphs = GraphRunner(model, buckets, record=rerun, choose_and_verify=choose_and_verify)
+    times = graphs.trial_times()
+    assert sorted((rows, tokens) for rows, tokens, _ in times) == sorted(
+        (bucket.rows, bucket.tokens) for bucket in buckets
+    )
+    assert all(seconds > 0 for _, _, seconds in times)
+
+
 def test_prompts_and_steps_that_are_too_large_run_eagerly(model: PagedModel) -> None:
     graphs = GraphRunner(
         model, make_buckets(2, (1, 3)), record=rerun, choose_and_verify=choose_and_verify

@@ -109,6 +109,22 @@ class GraphRunner:
         self._marks.mark(2)
         return _InFlight(step, on_host, self._marks)
 
+    def trial_times(self, repeats: int = 3) -> list[tuple[int, int, float]]:
+        """(rows, tokens, seconds) of every bucket over no context: where a policy can begin."""
+        times = []
+        for bucket, recorded in self._recorded.items():
+            self._inputs.fill((), bucket)
+            self._inputs.copy(bucket)
+            seconds = []
+            for _ in range(repeats):
+                self._marks.mark(0)
+                recorded.work()
+                self._marks.mark(1)
+                self._marks.mark(2)
+                seconds.append(self._marks.wait()[0])
+            times.append((bucket.rows, bucket.tokens, min(seconds)))
+        return times
+
     def _fit(self, step: Step) -> Bucket | None:
         """The smallest bucket for a step; None if none fits."""
         lengths = [len(row.slice.token_ids) for row in step.rows]
