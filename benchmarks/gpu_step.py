@@ -16,8 +16,8 @@ Without a folder the weights are random, made on the device. Columns, all in ms:
 from __future__ import annotations
 
 import argparse
-import logging
 import gc
+import logging
 import shlex
 import statistics
 import sys

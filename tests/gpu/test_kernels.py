@@ -252,7 +252,7 @@ def test_triton_attention(
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 7])
-@pytest.mark.parametrize("inner", [256, 296])  # the second is no power of two
+@pytest.mark.parametrize("inner", [8, 256, 296])  # the last is no power of two
 def test_products_of_few_rows(rows: int, inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.engine.linear.can_prepack", lambda *_: False)  # on CPU
     dtype = torch.bfloat16

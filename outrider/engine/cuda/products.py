@@ -13,6 +13,7 @@ from outrider.engine.cuda.launch import launch_options
 from outrider.engine.linear import PackedLinear
 
 _MAX_INNER = 16384  # a program holds whole rows of the weight
+_OUTPUTS = 128  # divides the rows of every weight; a gated one has two halves
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Strips:
     def outputs(self, inner: int) -> int:
         """Rows of the weight [out, inner] per program."""
         block: int = triton.next_power_of_2(inner)
-        return max(1, self.per_thread * 32 * self.warps // block)
+        return min(_OUTPUTS // 2, max(1, self.per_thread * 32 * self.warps // block))
 
 
 # What is tried for up to so many rows of x, each of which takes registers, too.
@@ -44,7 +45,7 @@ def fits(weight: Tensor, bias: Tensor | None) -> bool:
         bias is None
         and weight.is_cuda
         and weight.dtype is torch.bfloat16
-        and outputs % 128 == 0
+        and outputs % _OUTPUTS == 0
         and inner % 8 == 0
         and inner <= _MAX_INNER
     )
