@@ -110,13 +110,11 @@ def skinny() -> Iterator[Record]:
             for rows in CANDIDATES:
                 x, norm, residual = _rand(rows, k), _rand(k), _rand(rows, n)
                 results: list[tuple[float, str]] = []
-                for strips in (None, *CANDIDATES[rows]):
+                for way in (None, *filter(layers[0].suits, CANDIDATES[rows])):
                     for layer in layers:
-                        layer.choices = {} if strips is None else {rows: strips}
+                        layer.choices = {} if way is None else {rows: way}
                     calls = [partial(_product, ops, name, y, x, norm, residual) for y in layers]
-                    us = graph_us(calls, repeats=3)
-                    by = f"{strips.per_thread}x{strips.warps}" if strips else "cuBLAS"
-                    results.append((us, by))
+                    results.append((graph_us(calls, repeats=3), str(way or "cuBLAS")))
                 for us, by in dict.fromkeys((*sorted(results)[:2], results[0])):
                     size = {"model": model, "product": name, "rows": rows}
                     yield {"op": "few rows", **size, "by": by, **_speed(us, n, k)}

@@ -63,7 +63,7 @@ def launch_options() -> dict[str, Any]:
 @torch.inference_mode()
 def _early_launches_help() -> bool:
     """Runs a chain of small products, each of which needs the one before, both ways."""
-    from outrider.engine.cuda.kernels.products import few_rows_kernel
+    from outrider.engine.cuda.kernels.products import strip_kernel
 
     size, count = 2048, 16
     weights = torch.randn(count, size, size, dtype=torch.bfloat16, device="cuda") * size**-0.5
@@ -73,7 +73,7 @@ def _early_launches_help() -> bool:
         states[1:] = 0.0
         calls = [
             partial(
-                few_rows_kernel[(size // 4,)],
+                strip_kernel[(size // 4,)],
                 states[i],
                 weights[i],
                 states[i],

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from outrider.engine.cuda.kernels.products import few_rows_kernel
+from outrider.engine.cuda.kernels.products import strip_kernel, tile_kernel
 from outrider.engine.cuda.launch import launch_options
 from outrider.engine.linear import PackedLinear
 
@@ -18,7 +18,7 @@ _OUTPUTS = 128  # divides the rows of every weight; a gated one has two halves
 
 @dataclass(frozen=True, slots=True)
 class Strips:
-    """How `few_rows_kernel` divides a weight among its programs."""
+    """How `strip_kernel` divides a weight among its programs."""
 
     per_thread: int  # numbers of the weight in registers
     warps: int
@@ -29,12 +29,25 @@ class Strips:
         return min(_OUTPUTS // 2, max(1, self.per_thread * 32 * self.warps // block))
 
 
-# What is tried for up to so many rows of x, each of which takes registers, too.
-CANDIDATES: dict[int, tuple[Strips, ...]] = {
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How `tile_kernel` divides a weight."""
+
+    outputs: int  # rows of the weight per program
+    inner: int  # columns of it at a time,
+    stages: int  # and so many of these on their way
+    warps: int
+
+
+Way = Strips | Tiles
+_TILES = (Tiles(16, 512, 4, 4), Tiles(32, 256, 4, 4), Tiles(64, 128, 5, 4))
+# What is tried for up to so many rows of x.
+CANDIDATES: dict[int, tuple[Way, ...]] = {
     1: (Strips(64, 4), Strips(128, 4), Strips(64, 8), Strips(128, 8)),
     2: (Strips(64, 4), Strips(128, 4), Strips(64, 8)),
-    4: (Strips(64, 4), Strips(64, 8)),
-    8: (Strips(32, 8), Strips(64, 8)),
+    4: (Strips(64, 8), *_TILES),
+    8: _TILES,
+    16: _TILES,
 }
 
 
@@ -60,46 +73,41 @@ class FewRowsLinear(PackedLinear):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight, None)
-        self.choices: dict[int, Strips] = {}
+        self.choices: dict[int, Way] = {}
 
-    def choice(self, rows: int) -> Strips | None:
+    def choice(self, rows: int) -> Way | None:
         """How this number of rows is computed; None: by cuBLAS."""
         return self.choices.get(triton.next_power_of_2(rows))
 
+    def suits(self, way: Way) -> bool:
+        """Whether this weight can be divided so."""
+        return isinstance(way, Strips) or self.in_features % way.inner == 0
+
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """`residual + self(x)`, in `residual`."""
-        strips = self.choice(len(x))
-        if strips is None:
+        way = self.choice(len(x))
+        if way is None:
             return super().add(x, residual)
-        return self._run(strips, x, None, 0.0, residual, add=True)
+        if isinstance(way, Tiles):
+            return self.tiled(way, x, residual, add=True)
+        return self.strips(way, x, residual, add=True)
 
-    def normed(
-        self, strips: Strips, x: Tensor, norm: Tensor, eps: float, out: Tensor | None
-    ) -> Tensor:
-        """This layer of x [rows, in] normed, in `out` [rows, out] if given."""
-        if out is None:
-            out = x.new_empty(len(x), self.out_features)
-        return self._run(strips, x, norm, eps, out)
-
-    def normed_gated(self, strips: Strips, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """silu(gate) * up [rows, out / 2], both of x [rows, in] normed."""
-        out = x.new_empty(len(x), self.out_features // 2)
-        return self._run(strips, x, norm, eps, out, gated=True)
-
-    def _run(
+    def strips(
         self,
-        strips: Strips,
+        way: Strips,
         x: Tensor,
-        norm: Tensor | None,
-        eps: float,
         out: Tensor,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
         *,
         gated: bool = False,
         add: bool = False,
     ) -> Tensor:
+        """Into `out` [rows, outputs]: the product of x [rows, in], normed if `norm` is given;
+        silu(gate) * up of its halves if `gated`; added to what is there if `add`."""
         rows, outputs = out.shape
-        per_program = strips.outputs(2 * self.in_features if gated else self.in_features)
-        few_rows_kernel[(outputs // per_program,)](
+        per_program = way.outputs(2 * self.in_features if gated else self.in_features)
+        strip_kernel[(outputs // per_program,)](
             x.contiguous(),
             self._weight,
             x if norm is None else norm,
@@ -114,7 +122,31 @@ class FewRowsLinear(PackedLinear):
             triton.next_power_of_2(rows),
             per_program,
             triton.next_power_of_2(self.in_features),
-            num_warps=strips.warps,
+            num_warps=way.warps,
+            **launch_options(),
+        )
+        return out
+
+    def tiled(
+        self, way: Tiles, x: Tensor, out: Tensor, *, gated: bool = False, add: bool = False
+    ) -> Tensor:
+        """The same without the norm."""
+        rows, outputs = out.shape
+        per_program = max(16, way.outputs // 2) if gated else way.outputs
+        tile_kernel[(outputs // per_program,)](
+            x.contiguous(),
+            self._weight,
+            out,
+            rows,
+            outputs,
+            self.in_features,
+            gated,
+            add,
+            max(16, triton.next_power_of_2(rows)),
+            per_program,
+            way.inner,
+            way.stages,
+            num_warps=way.warps,
             **launch_options(),
         )
         return out

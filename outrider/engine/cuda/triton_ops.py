@@ -16,7 +16,7 @@ from outrider.engine.cuda.kernels.pointwise import (
     silu_mul_kernel,
 )
 from outrider.engine.cuda.launch import launch_options
-from outrider.engine.cuda.products import FewRowsLinear
+from outrider.engine.cuda.products import FewRowsLinear, Strips, Way
 from outrider.engine.cuda.tuning import Use, tune
 from outrider.engine.kv_cache import LayerPool, PageMajorPool
 from outrider.engine.linear import Linear
@@ -101,14 +101,32 @@ class TritonOps(LlamaOps):
     def norm_linear(
         self, x: Tensor, norm: Tensor, eps: float, linear: Linear, out: Tensor | None = None
     ) -> Tensor:
-        if isinstance(linear, FewRowsLinear) and (strips := linear.choice(len(x))) is not None:
-            return linear.normed(strips, x, norm, eps, out)
+        if isinstance(linear, FewRowsLinear) and (way := linear.choice(len(x))) is not None:
+            if out is None:
+                out = x.new_empty(len(x), linear.out_features)
+            return self._product(linear, way, x, norm, eps, out, gated=False)
         return super().norm_linear(x, norm, eps, linear, out)
 
     def norm_gated(self, x: Tensor, norm: Tensor, eps: float, gate_up: Linear) -> Tensor:
-        if isinstance(gate_up, FewRowsLinear) and (strips := gate_up.choice(len(x))) is not None:
-            return gate_up.normed_gated(strips, x, norm, eps)
+        if isinstance(gate_up, FewRowsLinear) and (way := gate_up.choice(len(x))) is not None:
+            out = x.new_empty(len(x), gate_up.out_features // 2)
+            return self._product(gate_up, way, x, norm, eps, out, gated=True)
         return super().norm_gated(x, norm, eps, gate_up)
+
+    def _product(
+        self,
+        linear: FewRowsLinear,
+        way: Way,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        out: Tensor,
+        *,
+        gated: bool,
+    ) -> Tensor:
+        if isinstance(way, Strips):
+            return linear.strips(way, x, out, norm, eps, gated=gated)
+        return linear.tiled(way, self.rms_norm(x, norm, eps), out, gated=gated)
 
     def tune(
         self,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.cuda.launch import graph_us
-from outrider.engine.cuda.products import CANDIDATES, FewRowsLinear, Strips
+from outrider.engine.cuda.products import CANDIDATES, FewRowsLinear, Way
 from outrider.engine.linear import Linear
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def tune(uses: Sequence[Use]) -> None:
     Whatever fails or is not faster is left to cuBLAS.
     """
     groups: dict[tuple[str, int, int], list[Use]] = {}
-    choices: dict[tuple[str, int, int], dict[int, Strips]] = {}
+    choices: dict[tuple[str, int, int], dict[int, Way]] = {}
     for use in uses:
         if isinstance(use.layer, FewRowsLinear):
             key = (use.name, use.layer.out_features, use.layer.in_features)
@@ -63,9 +63,11 @@ def tune(uses: Sequence[Use]) -> None:
 
 
 def _choose(
-    key: tuple[str, int, int], group: Sequence[Use], choices: dict[int, Strips], rows: int
+    key: tuple[str, int, int], group: Sequence[Use], choices: dict[int, Way], rows: int
 ) -> str:
     _, outputs, inner = key
+    layer = group[0].layer
+    assert isinstance(layer, FewRowsLinear)
     x = torch.randn(rows, inner, dtype=torch.bfloat16, device="cuda")
     out = torch.zeros(rows, outputs, dtype=torch.bfloat16, device="cuda")
     count = -(-_COLD_BYTES // (inner * outputs * x.element_size()))
@@ -78,17 +80,19 @@ def _choose(
     expected = outputs_of_first()
     plain = fastest = graph_us(calls)
     best = None
-    for strips in CANDIDATES[rows]:
-        choices[rows] = strips
+    for way in CANDIDATES[rows]:
+        if not layer.suits(way):
+            continue
+        choices[rows] = way
         error = (outputs_of_first() - expected).abs().max()
         if not error <= _TOLERANCE * expected.abs().max():
-            logger.warning("%s %dx%d of %d rows is wrong with %s", *key, rows, strips)
+            logger.warning("%s %dx%d of %d rows is wrong with %s", *key, rows, way)
             continue
         us = graph_us(calls)
         if us < fastest:
-            best, fastest = strips, us
+            best, fastest = way, us
     if best is None:
-        choices.pop(rows)
+        choices.pop(rows, None)
         return f"{plain:.1f} us by cuBLAS"
     choices[rows] = best
-    return f"{fastest:.1f} us by strips {best.per_thread}x{best.warps}, cuBLAS {plain:.1f}"
+    return f"{fastest:.1f} us by {best}, cuBLAS {plain:.1f}"

@@ -8,22 +8,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from outrider.engine.cuda.kernels.prefetch import prefetch
+
 _LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _prefetch(starts, LENGTH: tl.constexpr):
-    """Asks the L2 cache for LENGTH numbers from each of the pointers."""
-    per_line: tl.constexpr = 1024 // starts.dtype.element_ty.primitive_bitwidth  # of 128 bytes
-    for i in tl.static_range(0, LENGTH, per_line):
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [(starts + i).to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit(do_not_specialize=["table_stride"])  # it follows the longest context of the step
@@ -86,8 +73,8 @@ def paged_attention_kernel(
             early = tl.minimum(early, end - 1)
             page = tl.load(table_ptr + row * table_stride + early // PAGE_SIZE)
             slot = (page.to(tl.int64) * PAGE_SIZE + early % PAGE_SIZE) * kv_heads + kv_head
-            _prefetch(keys_ptr + slot * DIM, DIM)
-            _prefetch(values_ptr + slot * VALUE_DIM, VALUE_DIM)
+            prefetch(keys_ptr + slot * DIM, DIM)
+            prefetch(values_ptr + slot * VALUE_DIM, VALUE_DIM)
         gdc_wait()
     if tile * BLOCK_M >= query_len * GROUP:
         return
