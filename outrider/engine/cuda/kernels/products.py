@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from outrider.engine.cuda.kernels.prefetch import prefetch
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # what is compiled at start-up serves all
 def strip_kernel(
     x_ptr,  # [rows, K]
     weight_ptr,  # [N, K]; if GATED [2 * N, K], the gates first
@@ -72,7 +72,7 @@ def strip_kernel(
     tl.store(here, sums.to(dtype), mask=present[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # what is compiled at start-up serves all
 def tile_kernel(
     x_ptr,  # [rows, K]
     weight_ptr,  # [N, K]; if GATED [2 * N, K], the gates first
