@@ -6,20 +6,21 @@ Everything maximises one estimate, committed tokens per second of a row:
 
 `accepted(k)` = a + a^2 + ... + a^k with `a` the row's own moving average of acceptance, which
 begins as its proposer's over all rows; step times are measured by size. With k = 0 the row does
-not wait at all and its proposer merely follows. `wait(k)` is the row's moving average `w`,
-corrected for what another number of tokens would take to draft in the rounds that had to wait:
-with `h` the row's share of hits (rounds whose draft was at hand at once), `t` the proposer's
-measured time per drafted token and k' the present number,
+not wait at all and its proposer merely follows.
 
-    wait(k) = max(0, w - (1 - h) * (k' - k) * t)
+A draft takes its proposer `D(k)` from the commit to its arrival, measured, corrected by the time
+per drafted token; `h` is the row's share of hits: rounds whose draft was at hand at once. So
 
-So drafting ahead, which makes h large, and drafting on demand, h = 0, are one case.
+    wait(k) = (1 - h) * D(k)    drafting on demand
+    wait(k) = max(0, w - (1 - h) * (D(k') - D(k)))    drafting ahead
+
+with `w` the row's average wait and k' its present number. (On demand, `w` would say little: a row
+that does not wait for its drafts has them late, and on a shared device slows them down.)
 
 A row whose draft is at hand goes at once. One without may go on with one token, or wait. Waiting
 `d` brings accepted(k) more tokens, and costs what the row would commit in `d` otherwise, at the
 rate of a row that never waits: (1 + f) / step_time, with `f` the row's measured average of tokens
-accepted from drafts that were at hand at once (what is left of a late draft is little; what was
-drafted ahead is much). So it pays as long as
+accepted from hits. So it pays as long as
 
     d <= accepted(k) * step_time / (1 + f)
 
@@ -132,6 +133,7 @@ class AdaptivePolicy(Policy):
         self._delays: dict[str, Average] = {}  # by proposer
         self._acceptance: dict[str, tuple[float, float]] = {}  # by proposer: successes, trials
         self._token_s: dict[str, float] = {}  # by proposer: mean seconds per drafted token
+        self._draft_len: dict[str, float] = {}  # by proposer: mean tokens of a draft
         self._num_rows = 1  # of the last step
         self._step_times: list[float] = []  # by k, the same for all rows until the next step
 
@@ -147,9 +149,11 @@ class AdaptivePolicy(Policy):
         if not plain:
             return limit
         acceptance, expected, power = d.successes / d.trials, 1.0, 1.0
-        # A draft token more or less changes the wait of the rounds that have one.
         token_s = (1.0 - d.hit_share) * self._token_s.get(d.proposer_id or "", 0.0)
-        wait_s = d.wait_s - token_s * d.num_draft_tokens
+        if d.runs_ahead:
+            wait_s = d.wait_s - token_s * d.num_draft_tokens
+        else:
+            wait_s = (1.0 - d.hit_share) * self._base_delay(d.proposer_id or "")
         rates = [1.0 / plain]
         for k in range(1, limit + 1):
             power *= acceptance
@@ -160,6 +164,13 @@ class AdaptivePolicy(Policy):
         while rates[k] < NEARLY * best:
             k -= 1
         return k
+
+    def _base_delay(self, proposer_id: str) -> float:
+        """Seconds from a commit to its draft's arrival, without the time per drafted token."""
+        delay = self._delays.get(proposer_id)
+        if delay is None:
+            return 0.0
+        return delay.mean - self._token_s.get(proposer_id, 0.0) * self._draft_len[proposer_id]
 
     def patience(self, seq: Sequence) -> float:
         """Blocks' mean delay plus four deviations, at most as long as waiting pays.
@@ -230,6 +241,8 @@ class AdaptivePolicy(Policy):
             token_s = min(draft_s, seconds) / num_tokens  # a proposer need not be believed
             known = self._token_s.setdefault(proposer_id, token_s)
             self._token_s[proposer_id] = known + (token_s - known) / 8
+        length = self._draft_len.setdefault(proposer_id, num_tokens)
+        self._draft_len[proposer_id] = length + (num_tokens - length) / 8
 
     def observe_round(self, drafting: Drafting, drafted: int, accepted: int) -> None:
         d = drafting

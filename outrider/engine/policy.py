@@ -167,10 +167,13 @@ class Policy:
         if not wanted:
             d.hit = None
             return
+        # What is left of a late draft is no hit: only a proposer that runs ahead means it so.
+        fresh = d.runs_ahead or seq.draft_base == len(seq.token_ids)
+        hit = d.at_hand and fresh
         if d.hit is not None:
-            (c.after_hit if d.hit else c.after_miss)[d.at_hand] += 1
-        d.hit = d.at_hand
-        d.hit_share += (d.at_hand - d.hit_share) * (1 - HIT_FADE)
+            (c.after_hit if d.hit else c.after_miss)[hit] += 1
+        d.hit = hit
+        d.hit_share += (hit - d.hit_share) * (1 - HIT_FADE)
         if not d.at_hand and (d.runs_ahead or not drafted):
             c.misses_wrong += d.wrong
             c.misses_late += not d.wrong
@@ -181,7 +184,7 @@ class Policy:
         """A row emitted tokens; `wrong` says that its draft fell off the committed path."""
         d = seq.drafting
         if d.looked_at is not None:
-            free = accepted if d.at_hand else 0
+            free = accepted if d.hit else 0
             d.free_tokens += (free - d.free_tokens) * (1 - HIT_FADE)
         else:  # the prompt is through
             d.awaited_since = now

@@ -54,6 +54,7 @@ class Bench:
     burst: tuple[float, float] = (0.0, 0.0)  # from, until: steps take ten times as long
     steps: tuple[tuple[int, float], ...] = STEP_S
     first_delay_s: float | None = None  # of a session's first block, with the prompt's processing
+    contention_s: float = 0.0  # what a step and a draft at the same time cost each other
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
 
     def __post_init__(self) -> None:
@@ -66,6 +67,9 @@ class Bench:
         def timed(batch):  # type: ignore[no-untyped-def]
             slow = self.burst[0] <= self.now < self.burst[1]
             self.now += times.estimate(len(batch.input_ids)) * (10.0 if slow else 1.0)
+            if self.contention_s and any(arrival > self.now for arrival, _, _ in self._due):
+                self.now += self.contention_s
+                self._due = [(due + self.contention_s, *rest) for due, *rest in self._due]
             return forward(batch)
 
         self.model.forward = timed  # type: ignore[method-assign]
@@ -140,11 +144,21 @@ def test_a_good_proposer_is_waited_for_and_used() -> None:
 GPU_STEP_S = ((1, 0.0046), (8, 0.0048), (40, 0.0052), (160, 0.0063), (320, 0.0097), (640, 0.016))
 
 
-@pytest.mark.parametrize(("requests", "delay_s"), [(1, 0.0069), (8, 0.0075), (32, 0.0080)])
+@pytest.mark.parametrize(
+    ("requests", "delay_s", "contention_s"),
+    [
+        (1, 0.0069, 0.0),
+        (8, 0.0075, 0.0),
+        (32, 0.0080, 0.0),
+        (1, 0.0069, 0.0035),
+        (8, 0.0075, 0.0035),
+    ],
+)
 def test_a_draft_slower_than_a_step_is_waited_for_where_that_pays(
-    requests: int, delay_s: float
+    requests: int, delay_s: float, contention_s: float
 ) -> None:
-    """What is left of late drafts must not look as good as drafts that were waited for."""
+    """Rows that go on without their drafts have them late, and on a shared device slow them down:
+    neither must make it look as if waiting did not pay."""
     bench = Bench(
         AdaptivePolicy(4),
         requests=requests,
@@ -152,12 +166,13 @@ def test_a_draft_slower_than_a_step_is_waited_for_where_that_pays(
         agreement=0.97,
         steps=GPU_STEP_S,
         first_delay_s=0.03,
+        contention_s=contention_s,
     )
     all_stats = bench.run()
     rounds = sum(stats.rounds for stats in all_stats)
-    assert sum(stats.output_tokens for stats in all_stats) / rounds > 3.5
+    assert sum(stats.output_tokens for stats in all_stats) / rounds > 3.2
     plain = interpolated(GPU_STEP_S).estimate(requests) * bench.max_tokens
-    assert bench.now < 0.75 * plain
+    assert bench.now < 0.7 * plain
 
 
 def test_a_burst_of_slow_steps_does_not_end_speculation() -> None:
