@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from outrider.engine.cuda.kernels.products import strip_kernel, tile_kernel
+from outrider.engine.cuda.kernels.products import strip_kernel
 from outrider.engine.cuda.launch import launch_options
 from outrider.engine.linear import PackedLinear
 
@@ -29,25 +29,11 @@ class Strips:
         return min(_OUTPUTS // 2, max(1, self.per_thread * 32 * self.warps // block))
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """How `tile_kernel` divides a weight."""
-
-    outputs: int  # rows of the weight per program
-    inner: int  # columns of it at a time,
-    stages: int  # and so many of these on their way
-    warps: int
-
-
-Way = Strips | Tiles
-_TILES = (Tiles(16, 512, 4, 4), Tiles(32, 256, 4, 4), Tiles(64, 128, 5, 4))
-# What is tried for up to so many rows of x.
-CANDIDATES: dict[int, tuple[Way, ...]] = {
+# What is tried for up to so many rows of x. Beyond, tiles on tensor cores won alone, but lost to
+# cuBLAS within a step (H200, 8B: 2-3 % at 5 and 8 rows).
+CANDIDATES: dict[int, tuple[Strips, ...]] = {
     1: (Strips(64, 4), Strips(128, 4), Strips(64, 8), Strips(128, 8)),
     2: (Strips(64, 4), Strips(128, 4), Strips(64, 8)),
-    4: (Strips(64, 8), *_TILES),
-    8: _TILES,
-    16: _TILES,
 }
 
 
@@ -73,23 +59,17 @@ class FewRowsLinear(PackedLinear):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight, None)
-        self.choices: dict[int, Way] = {}
+        self.choices: dict[int, Strips] = {}
 
-    def choice(self, rows: int) -> Way | None:
+    def choice(self, rows: int) -> Strips | None:
         """How this number of rows is computed; None: by cuBLAS."""
         return self.choices.get(triton.next_power_of_2(rows))
-
-    def suits(self, way: Way) -> bool:
-        """Whether this weight can be divided so."""
-        return isinstance(way, Strips) or self.in_features % way.inner == 0
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """`residual + self(x)`, in `residual`."""
         way = self.choice(len(x))
         if way is None:
             return super().add(x, residual)
-        if isinstance(way, Tiles):
-            return self.tiled(way, x, residual, add=True)
         return self.strips(way, x, residual, add=True)
 
     def strips(
@@ -122,30 +102,6 @@ class FewRowsLinear(PackedLinear):
             triton.next_power_of_2(rows),
             per_program,
             triton.next_power_of_2(self.in_features),
-            num_warps=way.warps,
-            **launch_options(),
-        )
-        return out
-
-    def tiled(
-        self, way: Tiles, x: Tensor, out: Tensor, *, gated: bool = False, add: bool = False
-    ) -> Tensor:
-        """The same without the norm."""
-        rows, outputs = out.shape
-        per_program = max(16, way.outputs // 2) if gated else way.outputs
-        tile_kernel[(outputs // per_program,)](
-            x.contiguous(),
-            self._weight,
-            out,
-            rows,
-            outputs,
-            self.in_features,
-            gated,
-            add,
-            max(16, triton.next_power_of_2(rows)),
-            per_program,
-            way.inner,
-            way.stages,
             num_warps=way.warps,
             **launch_options(),
         )

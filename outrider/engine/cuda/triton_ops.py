@@ -16,7 +16,7 @@ from outrider.engine.cuda.kernels.pointwise import (
     silu_mul_kernel,
 )
 from outrider.engine.cuda.launch import launch_options
-from outrider.engine.cuda.products import FewRowsLinear, Strips, Way
+from outrider.engine.cuda.products import FewRowsLinear
 from outrider.engine.cuda.tuning import Use, tune
 from outrider.engine.kv_cache import LayerPool, PageMajorPool
 from outrider.engine.linear import Linear
@@ -104,29 +104,14 @@ class TritonOps(LlamaOps):
         if isinstance(linear, FewRowsLinear) and (way := linear.choice(len(x))) is not None:
             if out is None:
                 out = x.new_empty(len(x), linear.out_features)
-            return self._product(linear, way, x, norm, eps, out, gated=False)
+            return linear.strips(way, x, out, norm, eps)
         return super().norm_linear(x, norm, eps, linear, out)
 
     def norm_gated(self, x: Tensor, norm: Tensor, eps: float, gate_up: Linear) -> Tensor:
         if isinstance(gate_up, FewRowsLinear) and (way := gate_up.choice(len(x))) is not None:
             out = x.new_empty(len(x), gate_up.out_features // 2)
-            return self._product(gate_up, way, x, norm, eps, out, gated=True)
+            return gate_up.strips(way, x, out, norm, eps, gated=True)
         return super().norm_gated(x, norm, eps, gate_up)
-
-    def _product(
-        self,
-        linear: FewRowsLinear,
-        way: Way,
-        x: Tensor,
-        norm: Tensor,
-        eps: float,
-        out: Tensor,
-        *,
-        gated: bool,
-    ) -> Tensor:
-        if isinstance(way, Strips):
-            return linear.strips(way, x, out, norm, eps, gated=gated)
-        return linear.tiled(way, self.rms_norm(x, norm, eps), out, gated=gated)
 
     def tune(
         self,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.cuda.launch import graph_us
-from outrider.engine.cuda.products import CANDIDATES, FewRowsLinear, Way
+from outrider.engine.cuda.products import CANDIDATES, FewRowsLinear, Strips
 from outrider.engine.linear import Linear
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def tune(uses: Sequence[Use]) -> None:
     Whatever fails or is not faster is left to cuBLAS.
     """
     groups: dict[tuple[str, int, int], list[Use]] = {}
-    choices: dict[tuple[str, int, int], dict[int, Way]] = {}
+    choices: dict[tuple[str, int, int], dict[int, Strips]] = {}
     for use in uses:
         if isinstance(use.layer, FewRowsLinear):
             key = (use.name, use.layer.out_features, use.layer.in_features)
@@ -63,11 +63,9 @@ def tune(uses: Sequence[Use]) -> None:
 
 
 def _choose(
-    key: tuple[str, int, int], group: Sequence[Use], choices: dict[int, Way], rows: int
+    key: tuple[str, int, int], group: Sequence[Use], choices: dict[int, Strips], rows: int
 ) -> str:
     _, outputs, inner = key
-    layer = group[0].layer
-    assert isinstance(layer, FewRowsLinear)
     x = torch.randn(rows, inner, dtype=torch.bfloat16, device="cuda")
     out = torch.zeros(rows, outputs, dtype=torch.bfloat16, device="cuda")
     count = -(-_COLD_BYTES // (inner * outputs * x.element_size()))
@@ -81,8 +79,6 @@ def _choose(
     plain = fastest = graph_us(calls)
     best = None
     for way in CANDIDATES[rows]:
-        if not layer.suits(way):
-            continue
         choices[rows] = way
         error = (outputs_of_first() - expected).abs().max()
         if not error <= _TOLERANCE * expected.abs().max():

@@ -1,18 +1,14 @@
 """Products of few rows: every weight is read once, and what lies around a product is done in it.
 
-For one or two rows (`strip_kernel`) a program holds a strip of the weight, some columns of the
-output over the whole inner dimension, in registers. It asks for all of it before it looks at x:
-with a programmatic dependent launch that is while the kernel before still runs, so that the memory
-never rests between products. Each program norms the rows of x itself, because that costs less than
-a launch. For more rows (`tile_kernel`) that would be too much arithmetic: tensor cores multiply
-tiles as they arrive.
+A program holds a strip of the weight, some columns of the output over the whole inner dimension,
+in registers. It asks for all of it before it looks at x: with a programmatic dependent launch that
+is while the kernel before still runs, so that the memory never rests between products. Each program
+norms the rows of x itself, because for one or two of them that costs less than a launch.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-from outrider.engine.cuda.kernels.prefetch import prefetch
 
 
 @triton.jit(do_not_specialize=["rows"])  # what is compiled at start-up serves all
@@ -70,53 +66,3 @@ def strip_kernel(
     if ADD:
         sums += tl.load(here, mask=present[None, :], other=0.0).to(tl.float32)
     tl.store(here, sums.to(dtype), mask=present[None, :])
-
-
-@triton.jit(do_not_specialize=["rows"])  # what is compiled at start-up serves all
-def tile_kernel(
-    x_ptr,  # [rows, K]
-    weight_ptr,  # [N, K]; if GATED [2 * N, K], the gates first
-    out_ptr,  # [rows, N]
-    rows,
-    N,
-    K,
-    GATED: tl.constexpr,  # the output is silu(gate) * up
-    ADD: tl.constexpr,  # to what is in out
-    ROWS: tl.constexpr,  # at least rows, and 16
-    BLOCK_N: tl.constexpr,  # divides N
-    BLOCK_K: tl.constexpr,  # divides K
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    k = tl.arange(0, BLOCK_K)
-    row = tl.arange(0, ROWS)
-    present = (row < rows)[None, :]
-    weights = weight_ptr + n[:, None] * K + k[None, :]
-    up_weights = weights + N.to(tl.int64) * K
-    inputs = x_ptr + row[None, :] * K + k[:, None]
-    if PDL:
-        gdc_launch_dependents()
-        first = tl.minimum(tl.arange(0, 16) * 64, K - 1)[None, :]  # lines of 128 bytes
-        prefetch(weight_ptr + n[:, None] * K + first, 1)
-        if GATED:
-            prefetch(weight_ptr + (N + n)[:, None] * K + first, 1)
-        gdc_wait()
-    sums = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    up_sums = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        x = tl.load(inputs + start, mask=present, other=0.0)
-        weight = tl.load(weights + start, eviction_policy="evict_first")
-        sums = tl.dot(weight, x, sums)
-        if GATED:
-            up_weight = tl.load(up_weights + start, eviction_policy="evict_first")
-            up_sums = tl.dot(up_weight, x, up_sums)
-    dtype = x_ptr.dtype.element_ty
-    if GATED:  # rounded as by `silu_mul_kernel`
-        gate = sums.to(dtype).to(tl.float32)
-        up = up_sums.to(dtype).to(tl.float32)
-        sums = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
-    here = out_ptr + row[None, :] * N + n[:, None]
-    if ADD:
-        sums += tl.load(here, mask=present, other=0.0).to(tl.float32)
-    tl.store(here, sums.to(dtype), mask=present)
