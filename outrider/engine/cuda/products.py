@@ -29,8 +29,8 @@ class Strips:
         return min(_OUTPUTS // 2, max(1, self.per_thread * 32 * self.warps // block))
 
 
-# What is tried for up to so many rows of x. Beyond, tiles on tensor cores won alone, but lost to
-# cuBLAS within a step (H200, 8B: 2-3 % at 5 and 8 rows).
+# What is tried for up to so many rows of x. At 4 and 8 rows strips won alone, but lost to cuBLAS
+# within a step (H200, 8B: 3 % at 5 and 8 rows).
 CANDIDATES: dict[int, tuple[Strips, ...]] = {
     1: (Strips(64, 4), Strips(128, 4), Strips(64, 8), Strips(128, 8)),
     2: (Strips(64, 4), Strips(128, 4), Strips(64, 8)),
