@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64])
     p.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     p.add_argument("--num-speculative-tokens", type=int, default=4)
-    p.add_argument("--max-branches", type=int, default=8)
+    p.add_argument("--max-branches", type=int, default=16)
     p.add_argument("--max-tokens", type=int, default=96)
     p.add_argument("--max-prompt-tokens", type=int, default=256)
     p.add_argument("--rounds", type=int, default=3, help="repetitions")

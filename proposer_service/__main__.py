@@ -11,7 +11,7 @@ from outrider.errors import OutriderError
 from proposer_service.config import DraftModelConfig, NgramConfig, ProposerConfig
 
 _CUDA_KV_CACHE = 4096  # MiB; a part of the device, which the proposer may share with a scorer
-_MAX_BRANCHES = 8
+_MAX_BRANCHES = 16
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
@@ -41,7 +41,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
         "--max-branches",
         type=int,
         help="outcomes of a verification drafted for ahead of it, per session at most; 0: none; "
-        "unset: 8, but none for a draft model on CPU, where that costs more than it hides",
+        "unset: 16, but none for a draft model on CPU, where that costs more than it hides",
     )
     add("--model", default=draft.model, help="draft_model: embedded, a folder, Hugging Face id")
     add("--dtype", choices=("float32", "bfloat16"), default=draft.dtype, help="draft_model")
@@ -105,8 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Read when torch and NumPy are imported, which happens below.
         for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
             os.environ[variable] = str(config.method.threads)
-    # How long the event loop may keep the drafting thread waiting, and the other way round: Python's
-    # default of 5 ms is more than a round takes on a GPU.
+    # How long the event loop may keep the drafting thread waiting, and the other way round:
+    # Python's default of 5 ms is as long as a step takes on a GPU.
     sys.setswitchinterval(0.0005)
     from outrider.rpc.runtime import run
     from proposer_service.service import ProposerService

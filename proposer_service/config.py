@@ -65,7 +65,7 @@ class ProposerConfig:
     """None: metrics are not served."""
     max_sessions: int = 256
     max_draft_tokens: int = 16
-    max_branches: int = 8
+    max_branches: int = 16
     """Outcomes of a verification that are drafted for ahead of it, per session at most; 0: none."""
     link: LinkConfig = LinkConfig()
 

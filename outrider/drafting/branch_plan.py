@@ -1,16 +1,19 @@
 """Which outcomes of a verification to draft for ahead of it: the likeliest, by measurement.
 
 A draft c1 .. cK is verified. Outcome (a, r): its first `a` tokens are accepted, and the target's
-next token is the one that the draft ranks r-th there (r = 0, 1, ...; at a < K without the rejected
-c_{a+1}). With acceptance[i] the chance that c_{i+1} is true if those before it are,
+next token is the one that the draft ranks r-th there, where c_{a+1} itself is r = 0. With
+chances[a][r] the chance that this candidate is the true one after `a` true tokens,
 
-    P(a, r) = acceptance[0] ... acceptance[a-1] * (1 - acceptance[a]) * recovered[r]    for a < K
-    P(K, r) = acceptance[0] ... acceptance[K-1] * bonus[r]
+    P(a, r) = chances[0][0] ... chances[a-1][0] * chances[a][r]      (r > 0 for a < K)
+
+A candidate's chance is measured by its rank and its gap: how far its score (the logit over the
+temperature, plus the request's noise) is behind the best's. The best's own is taken by the gap of
+the runner-up. So a place where the draft hesitates gets branches, and one where it does not, none.
 
 A row may also go on without its draft, as it does when the draft is late after a miss. Then one
 token is decided, c1 or an alternative to it; with `undrafted` the share of such rounds,
 
-    P'(a, r) = (1 - undrafted) * P(a, r) + undrafted * [a = 0] * (1 - acceptance[0]) * recovered[r]
+    P'(a, r) = (1 - undrafted) * P(a, r) + undrafted * [a = 0] * chances[0][r]
 
 Outcomes exclude one another and each costs one branch, so the best use of a budget is to take the
 likeliest ones. Outcomes that end on the draft itself need no branch.
@@ -31,19 +34,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from outrider.types import common_prefix_len
+import numpy as np
+from numpy.typing import NDArray
 
-NUM_RANKS = 4  # alternatives that are told apart at each depth
-_FADE = 0.98  # per observed round of a counter's own kind
-_PRIOR_ACCEPTANCE = 0.7
-_PRIOR_RECOVERED = (0.6, 0.2, 0.08, 0.04)
-_PRIOR_BONUS = (0.8, 0.1, 0.04, 0.02)
+NUM_RANKS = 8  # candidates at each place, the draft's own included
+_EDGES = np.array((0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10), np.float32)
+_KINDS = 4  # ranks 0, 1, 2, and beyond
+_KEPT = 0.998  # per round, of what was measured
+_PRIOR_WEIGHT = 4.0  # candidates of each kind and gap
 _PRIOR_UNDRAFTED = 0.1
-_PRIOR_WEIGHT = 8.0  # rounds
 
 
 class Outcome(NamedTuple):
-    """`accepted` tokens of the draft come true, and then the token ranked `rank` there."""
+    """`accepted` tokens of the draft come true, and then the candidate ranked `rank` there."""
 
     accepted: int
     rank: int
@@ -61,31 +64,23 @@ class Pace:
 NO_PACE = Pace()
 
 
-@dataclass(frozen=True, slots=True)
-class OutcomeRates:
-    """What was measured: all that a plan depends on."""
-
-    acceptance: tuple[float, ...]  # by depth; the last holds for all that is deeper
-    recovered: tuple[float, ...]  # by rank, after a rejection
-    bonus: tuple[float, ...]  # by rank, after full acceptance
-    undrafted: float = 0.0
-
-
-def plan_branches(rates: OutcomeRates, budget: int, k: int) -> tuple[Outcome, ...]:
-    """At most `budget` outcomes of a draft of `k` tokens, the likeliest first."""
-    outcomes: list[Outcome] = []
-    reached = 1.0
-    for a in range(k):
-        accepted = rates.acceptance[min(a, len(rates.acceptance) - 1)]
-        missed = (1.0 - rates.undrafted) * reached * (1.0 - accepted)
-        if a == 0:
-            missed += rates.undrafted * (1.0 - accepted)
-        outcomes += [Outcome(a, r, missed * p) for r, p in enumerate(rates.recovered)]
-        reached *= accepted
-    reached *= 1.0 - rates.undrafted
-    outcomes += [Outcome(k, r, reached * p) for r, p in enumerate(rates.bonus)]
-    outcomes.sort(key=lambda outcome: -outcome.chance)
-    return tuple([outcome for outcome in outcomes[: max(0, budget)] if outcome.chance > 0.0])
+def plan_branches(
+    chances: NDArray[np.float64], budget: int, undrafted: float = 0.0
+) -> tuple[Outcome, ...]:
+    """At most `budget` outcomes of a draft of K tokens, the likeliest first. chances [K + 1, F]."""
+    reached = np.cumprod(np.concatenate(((1.0,), chances[:-1, 0])))
+    outcomes = (1.0 - undrafted) * reached[:, None] * chances
+    outcomes[0] += undrafted * chances[0]
+    outcomes[:-1, 0] = 0.0
+    num_ranks = chances.shape[1]
+    best = np.argsort(-outcomes, axis=None, kind="stable")[: max(0, budget)]
+    return tuple(
+        [
+            Outcome(place // num_ranks, place % num_ranks, chance)
+            for place, chance in zip(best.tolist(), outcomes.flat[best].tolist(), strict=True)
+            if chance > 0.0
+        ]
+    )
 
 
 def choose_budget(
@@ -112,92 +107,82 @@ def choose_budget(
     return best
 
 
-class _Share:
-    """A fading share of successes, with a prior."""
-
-    __slots__ = ("successes", "trials")
-
-    def __init__(self, prior: float) -> None:
-        self.successes, self.trials = prior * _PRIOR_WEIGHT, _PRIOR_WEIGHT
-
-    def add(self, success: bool) -> None:
-        self.successes = _FADE * self.successes + success
-        self.trials = _FADE * self.trials + 1
-
-    @property
-    def value(self) -> float:
-        return self.successes / self.trials
-
-
-class Acceptance:
-    """Acceptance by depth, fading; of one session, which begins as all of `parent`'s are."""
-
-    def __init__(self, parent: Acceptance | None = None) -> None:
-        self._parent = parent
-        self._depths: list[_Share] = []
-
-    def at(self, depth: int) -> float:
-        """The chance that the token at `depth` is true if those before it are."""
-        return self._share(depth).value
-
-    def add(self, depth: int, accepted: bool) -> None:
-        self._share(depth).add(accepted)
-        if self._parent is not None:
-            self._parent.add(depth, accepted)
-
-    def _share(self, depth: int) -> _Share:
-        while len(self._depths) <= depth:
-            parent = self._parent
-            prior = _PRIOR_ACCEPTANCE if parent is None else parent.at(len(self._depths))
-            self._depths.append(_Share(prior))
-        return self._depths[depth]
-
-
 class Outcomes:
-    """Measures `OutcomeRates` of a proposer from what it drafted and what then came true."""
+    """Measures the chances of candidates from what was drafted and what then came true."""
 
     def __init__(self) -> None:
-        self._acceptance = Acceptance()
-        self._recovered = [_Share(p) for p in _PRIOR_RECOVERED]
-        self._bonus = [_Share(p) for p in _PRIOR_BONUS]
-        self._undrafted = {hit: _Share(_PRIOR_UNDRAFTED) for hit in (False, True)}
+        size = (_KINDS, len(_EDGES) + 1)
+        # Before anything is measured, chances fall with the gap as a softmax's do.
+        middle = np.concatenate((_EDGES, (12.0,)))
+        fall = np.exp(-middle)
+        prior = np.stack((1.0 - 0.5 * fall, 0.4 * fall, 0.3 * fall, 0.2 * fall))
+        self._true = _PRIOR_WEIGHT * prior
+        self._seen = np.full(size, _PRIOR_WEIGHT)
+        self._undrafted = {hit: [_PRIOR_UNDRAFTED * 8, 8.0] for hit in (False, True)}
+        self._noted: list[tuple[NDArray[np.int32], NDArray[np.float32], Sequence[int], bool]] = []
 
-    def session(self) -> Acceptance:
-        """To be kept with a new session."""
-        return Acceptance(self._acceptance)
+    def chances(self, gaps: NDArray[np.float32]) -> NDArray[np.float64]:
+        """The chance of each candidate: gaps [n, F], best first, to [n, F]; never rising."""
+        self._count()
+        cells = _cells(gaps)
+        chances = self._true[cells] / self._seen[cells]
+        chances[~np.isfinite(gaps)] = 0.0  # what top_k, top_p or min_p cut
+        chances /= np.maximum(1.0, chances.sum(axis=1, keepdims=True))
+        # A better rank is likelier; where few measurements say otherwise, they are noise.
+        result: NDArray[np.float64] = -np.sort(-chances, axis=1)
+        return result
 
-    def rates(self, session: Acceptance, k: int, *, hit: bool) -> OutcomeRates:
-        """For a draft of `k` tokens that was at hand when it was wanted (`hit`), or was not."""
-        return OutcomeRates(
-            tuple([session.at(depth) for depth in range(k)]),
-            # A better rank is likelier; where few measurements say otherwise, they are noise.
-            tuple(sorted([share.value for share in self._recovered], reverse=True)),
-            tuple(sorted([share.value for share in self._bonus], reverse=True)),
-            self._undrafted[hit].value,
-        )
+    def undrafted(self, *, hit: bool) -> float:
+        """The share of rounds that verified no draft; `hit`: it was at hand when wanted."""
+        self._count()
+        successes, trials = self._undrafted[hit]
+        return successes / trials
 
     def observe(
         self,
-        session: Acceptance,
-        chain: Sequence[int],
-        alternatives: Sequence[int],
-        committed: Sequence[int],
+        candidates: NDArray[np.int32],
+        gaps: NDArray[np.float32],
+        truth: Sequence[int],
         *,
         hit: bool,
     ) -> None:
-        """`committed` followed where `chain` was guessed; `hit` as for `rates`.
+        """`truth` followed where these were drafted: [n, F] each, the draft's own first.
 
-        `alternatives` are the tokens ranked 0, 1, ... where `committed` leaves the chain.
+        It is only noted here, and counted when chances are asked for: a commit's draft may be
+        waited for, branches are made in spare time.
         """
-        accepted = common_prefix_len(chain, committed)
-        for depth in range(accepted):
-            session.add(depth, True)
-        if accepted < min(len(chain), len(committed)):
-            session.add(accepted, False)
-        if accepted < len(committed):
-            ranks = self._bonus if accepted == len(chain) else self._recovered
-            for share, token in zip(ranks, alternatives, strict=False):
-                share.add(token == committed[accepted])
-        if accepted and len(chain) > 1:
-            # A verified draft whose first token is accepted brings a second token.
-            self._undrafted[hit].add(len(committed) == 1)
+        self._noted.append((candidates, gaps, truth, hit))
+
+    def _count(self) -> None:
+        """Takes in what was noted: per place up to the first where the draft was wrong."""
+        if not self._noted:
+            return
+        gaps: list[NDArray[np.float32]] = []
+        true: list[NDArray[np.bool_]] = []
+        for candidates, their_gaps, truth, hit in self._noted:
+            most = min(len(truth), len(candidates))
+            n = 1
+            while n < most and candidates[n - 1, 0] == truth[n - 1]:
+                n += 1
+            gaps.append(their_gaps[:n])
+            true.append(candidates[:n] == np.asarray(truth[:n])[:, None])
+            if len(candidates) > 2 and candidates[0, 0] == truth[0]:
+                # A verified draft whose first token is accepted brings a second token.
+                share = self._undrafted[hit]
+                share[0] = 0.98 * share[0] + (len(truth) == 1)
+                share[1] = 0.98 * share[1] + 1
+        fading = np.where(self._seen > _PRIOR_WEIGHT, _KEPT ** len(self._noted), 1.0)
+        self._noted.clear()
+        self._true *= fading
+        self._seen *= fading
+        cells = _cells(np.concatenate(gaps))
+        np.add.at(self._true, cells, np.concatenate(true))
+        np.add.at(self._seen, cells, 1.0)
+
+
+def _cells(gaps: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where the measurements of candidates are: kind and bucket, [n, F] each."""
+    kinds = np.minimum(np.arange(gaps.shape[1]), _KINDS - 1)
+    buckets = np.searchsorted(_EDGES, gaps)
+    buckets[:, 0] = buckets[:, min(1, gaps.shape[1] - 1)]
+    return np.broadcast_to(kinds, gaps.shape), buckets

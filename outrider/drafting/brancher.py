@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from outrider.drafting.branch_plan import NUM_RANKS, Outcomes, Pace, choose_budget
 from outrider.drafting.branches import Branch, DraftedBranch, ForkDrafter, draft_branches
 from outrider.drafting.draft_state import DraftRow, DraftState
@@ -83,17 +85,23 @@ class Brancher:
 
     def _choose(self, states: Sequence[DraftState], pace: Pace) -> list[Branch]:
         """Of all the sessions' outcomes those worth a branch, the likeliest first."""
-        plans = [state.plan(self._outcomes, self._max_branches) for state in states]
-        count = choose_budget(
-            [[outcome for outcome, _ in plan] for plan in plans],
-            self._rows_s.estimate,
-            self._draft_s.mean,
-            pace,
+        if not states:
+            return []
+        outcomes = self._outcomes
+        places = [state.places for state in states]
+        chances = np.split(
+            outcomes.chances(np.concatenate(places)), np.cumsum([len(each) for each in places])
         )
+        undrafted = {hit: outcomes.undrafted(hit=hit) for hit in (False, True)}
+        plans = [
+            state.plan(mine, self._max_branches, undrafted[state.hit])
+            for state, mine in zip(states, chances, strict=False)
+        ]
+        count = choose_budget(plans, self._rows_s.estimate, self._draft_s.mean, pace)
         wanted = [
-            (outcome.chance, Branch(i, outcome.accepted, token))
+            (outcome.chance, Branch(i, outcome.accepted, states[i].token(outcome)))
             for i, plan in enumerate(plans)
-            for outcome, token in plan[:count]
+            for outcome in plan[:count]
         ]
         wanted.sort(key=lambda item: -item[0])
         return [branch for _, branch in wanted]
@@ -150,5 +158,7 @@ class _Joint:
         """Gives the rows what was drafted for them."""
         assert self.drafted is not None
         chains: list[list[int]] = self.drafted.chains.tolist()
-        for row, chain, candidates in zip(self._rows, chains, self.drafted.candidates, strict=True):
-            row.state.ahead.line, row.state.ahead.candidates = chain, candidates
+        for i, (row, chain) in enumerate(zip(self._rows, chains, strict=True)):
+            ahead = row.state.ahead
+            ahead.line = chain
+            ahead.candidates, ahead.gaps = self.drafted.candidates[i], self.drafted.gaps[i]

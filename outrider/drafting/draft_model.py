@@ -67,7 +67,7 @@ class DraftModelProposer:
         prefill_budget: int = 256,
         chain_drafter: ChainDrafter | None = None,
         fork_drafter: ForkDrafter | None = None,
-        max_branches: int = 8,
+        max_branches: int = 16,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if max_sessions < 1 or max_draft_tokens < 1 or prefill_budget < 1:
@@ -122,7 +122,7 @@ class DraftModelProposer:
         if len(self._sessions) >= self.traits.max_sessions:
             self._lose(next(iter(self._sessions)))
         follower = Follower(prefix, sampling, num_draft_tokens, max_len, self.traits)
-        state = DraftState(session, follower, self._outcomes.session())
+        state = DraftState(session, follower)
         state.adopt_cached_prefix(self._pool, self._model.page_size)
         self._sessions[session] = state
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.branch_plan import NUM_RANKS, Acceptance, Outcome, Outcomes, plan_branches
+from outrider.drafting.branch_plan import Outcome, Outcomes, plan_branches
 from outrider.drafting.branches import DraftedBranch, Trunk, adopt, drop
 from outrider.drafting.proposer import Follower, SessionKey
 from outrider.engine.batch import RowSlice
@@ -24,19 +24,13 @@ class Lookahead:
     pages of its own (drafting/branches.py).
     """
 
-    __slots__ = ("branches", "candidates", "line")
+    __slots__ = ("branches", "candidates", "gaps", "line")
 
     def __init__(self) -> None:
         self.line: list[int] = []
         self.candidates: NDArray[np.int32] | None = None  # [len(line) + 1, F]; None: not known
+        self.gaps: NDArray[np.float32] | None = None  # the same, as in `Forks`
         self.branches: list[DraftedBranch] = []
-
-    def alternatives(self, accepted: int) -> list[int]:
-        """The likeliest tokens after `accepted` tokens of the line, other than the line's next."""
-        if self.candidates is None:
-            return []
-        line = self.line[accepted : accepted + 1]
-        return [token for token in self.candidates[accepted].tolist() if token not in line]
 
     def follow(
         self, pool: BlockPool, block_table: MutableSequence[int], fresh: Sequence[int]
@@ -50,20 +44,22 @@ class Lookahead:
         chosen = next((b for b in self.branches if self._lies_on(b, fresh, on_line)), None)
         if chosen is not None:
             assert self.candidates is not None
+            assert self.gaps is not None
             place = chosen.branch.accepted
             self.branches.remove(chosen)
             adopt(pool, block_table, chosen)
             self.line = [*self.line[:place], chosen.branch.token, *chosen.tokens]
             self.candidates = np.concatenate((self.candidates[: place + 1], chosen.candidates))
+            self.gaps = np.concatenate((self.gaps[: place + 1], chosen.gaps))
         drop(pool, self.branches)
         self.branches = []
         known = common_prefix_len(fresh, self.line)
         if known == len(fresh):
             self.line = self.line[known:]
-            if self.candidates is not None:
-                self.candidates = self.candidates[known:]
+            if self.candidates is not None and self.gaps is not None:
+                self.candidates, self.gaps = self.candidates[known:], self.gaps[known:]
         else:
-            self.line, self.candidates = [], None
+            self.line, self.candidates, self.gaps = [], None, None
         return known
 
     def _lies_on(self, branch: DraftedBranch, fresh: Sequence[int], on_line: int) -> bool:
@@ -75,14 +71,13 @@ class Lookahead:
     def drop(self, pool: BlockPool) -> None:
         """Forgets all; the pages of the branches are free."""
         drop(pool, self.branches)
-        self.line, self.candidates, self.branches = [], None, []
+        self.line, self.candidates, self.gaps, self.branches = [], None, None, []
 
 
 class DraftState:
     """A session's tokens and what the cache holds of them, and past them."""
 
     __slots__ = (
-        "acceptance",
         "ahead",
         "block_table",
         "computed",
@@ -92,10 +87,9 @@ class DraftState:
         "session",
     )
 
-    def __init__(self, session: SessionKey, follower: Follower, acceptance: Acceptance) -> None:
+    def __init__(self, session: SessionKey, follower: Follower) -> None:
         self.session = session
         self.follower = follower
-        self.acceptance = acceptance
         self.block_table: list[int] = []
         self.computed = 0  # committed tokens whose keys and values are in the cache
         self.ahead = Lookahead()  # what follows them there
@@ -112,11 +106,9 @@ class DraftState:
         """The text went on with `fresh`: what of it was guessed is computed already."""
         if self.computed != len(self.follower.tokens) - len(fresh):
             return  # the prompt is not through, or nothing was drafted since the last commit
-        line, ahead = self.ahead.line, self.ahead
-        if ahead.candidates is not None:
-            left = common_prefix_len(fresh, line)
-            others = ahead.alternatives(left)
-            outcomes.observe(self.acceptance, line, others, fresh, hit=self.hit)
+        ahead = self.ahead
+        if ahead.candidates is not None and ahead.gaps is not None:
+            outcomes.observe(ahead.candidates, ahead.gaps, fresh, hit=self.hit)
         self.computed += ahead.follow(pool, self.block_table, fresh)
 
     def settle(self, pool: BlockPool) -> int:
@@ -145,17 +137,25 @@ class DraftState:
             and follower.max_len - length - wanted > 2
         )
 
-    def plan(self, outcomes: Outcomes, max_branches: int) -> list[tuple[Outcome, int]]:
-        """The likeliest outcomes of the draft's verification, and the token of each."""
+    @property
+    def places(self) -> NDArray[np.float32]:
+        """The gaps of the candidates at the places of the draft [K + 1, F]; for `can_branch`."""
+        assert self.ahead.gaps is not None
+        return self.ahead.gaps[: self.follower.wanted + 1]
+
+    def plan(
+        self, chances: NDArray[np.float64], max_branches: int, undrafted: float
+    ) -> tuple[Outcome, ...]:
+        """The likeliest outcomes of the draft's verification; the chances are of `places`."""
         k = self.follower.wanted
-        rates = outcomes.rates(self.acceptance, k, hit=self.hit)
-        others = [self.ahead.alternatives(accepted) for accepted in range(k + 1)]
-        planned = plan_branches(rates, (k + 1) * NUM_RANKS, k)
-        return [
-            (outcome, others[outcome.accepted][outcome.rank])
-            for outcome in planned
-            if outcome.rank < len(others[outcome.accepted])
-        ][:max_branches]
+        if len(self.ahead.line) > k:
+            chances[k, 0] = 0.0  # the line goes on with it
+        return plan_branches(chances, max_branches, undrafted)
+
+    def token(self, outcome: Outcome) -> int:
+        """The token that comes after what `outcome` accepts."""
+        assert self.ahead.candidates is not None
+        return int(self.ahead.candidates[outcome.accepted, outcome.rank])
 
     def trunk(self) -> Trunk:
         return Trunk(len(self.follower.tokens), self.block_table, self.follower.sampling)
