@@ -13,6 +13,7 @@ from torch import Tensor
 from outrider.config import EngineConfig
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
+from outrider.engine.policy import Policy
 from outrider.engine.worker import EngineWorker
 from outrider.rpc.channel import open_channel
 from outrider.rpc.server import GrpcServer
@@ -156,7 +157,9 @@ async def running_scorer(
             max_num_batched_tokens=64,
             num_speculative_tokens=num_speculative_tokens,
         )
-        engines.append(Engine(model, config))
+        # A fixed patience: the adaptive policy would not wait for a proposer on a busy machine.
+        policy = Policy(config.num_speculative_tokens, max_wait_s=0.05)
+        engines.append(Engine(model, config, policy=policy))
         return engines[0]
 
     def on_events(events: StepEvents) -> None:
