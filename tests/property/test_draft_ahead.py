@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -38,22 +39,26 @@ nets = st.builds(
 )
 
 
-@settings(
-    max_examples=2000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
-@given(
-    seed=st.integers(0, 2**32),
-    net=nets,
-    k=st.integers(1, 5),
-    adaptive=st.booleans(),
-    step_s=st.sampled_from((0.001, 0.004)),
-    forward_s=st.sampled_from((0.0001, 0.0006, 0.003)),
-    eps=st.sampled_from((0.0, 0.2, 0.5)),
-    max_branches=st.sampled_from((0, 1, 8)),
-    num_pages=st.sampled_from((16, 28, 200)),
-    copies=st.booleans(),
-)
-def test_text_is_the_targets_own(
+schedules = {
+    "seed": st.integers(0, 2**32),
+    "net": nets,
+    "k": st.integers(1, 5),
+    "adaptive": st.booleans(),
+    "step_s": st.sampled_from((0.001, 0.004)),
+    "forward_s": st.sampled_from((0.0001, 0.0006, 0.003)),
+    "eps": st.sampled_from((0.0, 0.2, 0.5)),
+    "max_branches": st.sampled_from((0, 1, 8)),
+    "num_pages": st.sampled_from((16, 28, 200)),
+    "copies": st.booleans(),
+}
+quietly: dict[str, Any] = {
+    "deadline": None,
+    "derandomize": True,
+    "suppress_health_check": list(HealthCheck),
+}
+
+
+def check(
     seed: int,
     net: Net,
     k: int,
@@ -111,3 +116,17 @@ def test_text_is_the_targets_own(
             player.method.check_invariants()
     snapshot = world.engine.snapshot()
     assert (snapshot.running, snapshot.free_pages) == (0, NUM_PAGES)
+
+
+@settings(max_examples=300, **quietly)
+@given(**schedules)
+def test_text_is_the_targets_own(**schedule: Any) -> None:
+    check(**schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@settings(max_examples=5000, **quietly)
+@given(**schedules)
+def test_text_is_the_targets_own_over_thousands_of_schedules(**schedule: Any) -> None:
+    check(**schedule)
