@@ -27,6 +27,7 @@ class Script:
     finish: common_pb2.FinishReason = common_pb2.FINISH_REASON_STOP
     per_round: int = 2
     delay_s: float = 0.0
+    together: int = 0  # nobody is answered before so many requests have run at once
     refuse: OutriderError | None = None
     die_after: int | None = None  # tokens sent before the stream breaks
     hang_after: int | None = None  # tokens sent before nothing more comes
@@ -79,6 +80,8 @@ class FakeScorer(scorer_pb2_grpc.ScorerServiceServicer):
         left = left[: request.stop.max_tokens]
         sent = rounds = accepted = 0
         last = False
+        while self.most_running < script.together:
+            await asyncio.sleep(0.01)
         while not last:
             step = self._step(left, sent)
             await asyncio.sleep(script.delay_s)
