@@ -44,6 +44,7 @@ class FakeScorer(scorer_pb2_grpc.ScorerServiceServicer):
     cancelled: int = 0
     running: int = 0
     most_running: int = 0
+    gathered: asyncio.Event = field(default_factory=asyncio.Event)
     target: str = ""
     server: GrpcServer | None = None
 
@@ -61,6 +62,8 @@ class FakeScorer(scorer_pb2_grpc.ScorerServiceServicer):
             await abort(context, self.script.refuse)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
+        if self.most_running >= self.script.together:
+            self.gathered.set()
         try:
             async for response in self._rounds(request, context):
                 yield response
@@ -80,8 +83,7 @@ class FakeScorer(scorer_pb2_grpc.ScorerServiceServicer):
         left = left[: request.stop.max_tokens]
         sent = rounds = accepted = 0
         last = False
-        while self.most_running < script.together:
-            await asyncio.sleep(0.01)
+        await self.gathered.wait()
         while not last:
             step = self._step(left, sent)
             await asyncio.sleep(script.delay_s)
