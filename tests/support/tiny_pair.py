@@ -2,6 +2,7 @@
 
 The target is the draft's layers plus more layers whose output projections are scaled by `eps`:
 at 0 both say the same, and the larger it is the more often they differ.
+Further layers of the target only take time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.support.tokenizers import byte_level_bpe, save
 
 _VOCAB_SIZE = 512
-_DRAFT_LAYERS, _TARGET_LAYERS = 1, 3
+_DRAFT_LAYERS, _DIFFERING_LAYERS = 1, 2
+_IDLE_LAYERS = 12  # take time and change nothing: a draft must be worth waiting for
+_TARGET_LAYERS = _DRAFT_LAYERS + _DIFFERING_LAYERS + _IDLE_LAYERS
 
 
 def save_pair(folder: Path, *, eps: float, max_model_len: int = 512) -> tuple[Path, Path]:
@@ -28,9 +31,10 @@ def save_pair(folder: Path, *, eps: float, max_model_len: int = 512) -> tuple[Pa
             if parameter.dim() == 2:
                 # Wide enough for clear winners and varied text; the default is nearly uniform.
                 parameter.normal_(0.0, 0.12)
-        for layer in target.model.layers[_DRAFT_LAYERS:]:
-            layer.self_attn.o_proj.weight.mul_(eps)
-            layer.mlp.down_proj.weight.mul_(eps)
+        for i, layer in enumerate(target.model.layers[_DRAFT_LAYERS:]):
+            scale = eps if i < _DIFFERING_LAYERS else 0.0
+            layer.self_attn.o_proj.weight.mul_(scale)
+            layer.mlp.down_proj.weight.mul_(scale)
     draft = _model(tokenizer.get_vocab_size(), _DRAFT_LAYERS, max_model_len)
     draft.load_state_dict(target.state_dict(), strict=False)
     for name, model in (("target", target), ("draft", draft)):
