@@ -117,8 +117,9 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
             raise DeadlineError("the request's deadline passed") from None
         finally:
             hub.abort(session)
-        if session.stats is not None:
-            span.set_attributes(_aux_attributes(session))
+            # Also where the client hung up as soon as it had the last token.
+            if session.stats is not None:
+                span.set_attributes(_aux_attributes(session))
 
     async def _stream(self, session: Session, call: _Call, context: Context) -> None:
         while True:
