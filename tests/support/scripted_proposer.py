@@ -82,6 +82,7 @@ class ScriptedProposer:
 
     async def dial(self) -> None:
         """Hello and Welcome; raises the refusal."""
+        self._writing = asyncio.Lock()
         self.call = self.stub.Draft(timeout=60)
         await self.send(hello=self.hello)
         answer = await self.call.read()
@@ -91,7 +92,8 @@ class ScriptedProposer:
         self.welcome = answer.welcome
 
     async def send(self, **message: object) -> None:
-        await self.call.write(draft_pb2.DraftRequest(**message))  # type: ignore[arg-type]
+        async with self._writing:  # gRPC takes one write at a time
+            await self.call.write(draft_pb2.DraftRequest(**message))  # type: ignore[arg-type]
 
     async def run(self) -> None:
         """Until the stream ends."""
