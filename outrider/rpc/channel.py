@@ -22,7 +22,8 @@ _KEEPALIVE: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.http2.max_pings_without_data", 0),
     # gRPC's own back-off grows to 2 minutes: too long for a peer that restarts in seconds.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # Despite its name: how long one attempt to connect may take. A busy peer needs its time.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 
