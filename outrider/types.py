@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from outrider.counts import StepCounts
 from outrider.errors import InvalidRequestError, PromptTooLongError
 
 TokenIds = tuple[int, ...]
@@ -183,6 +184,7 @@ class StepEvents:
     set_aside: tuple[int, ...] = ()
     """Sessions whose proposer missed several deadlines in a row and is not waited for any more,
     for a while. Its blocks are still welcome: the next useful one brings it back."""
+    counts: StepCounts | None = None  # with timings
 
 
 @dataclass(frozen=True, slots=True)

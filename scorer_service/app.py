@@ -32,6 +32,7 @@ from outrider.rpc.telemetry import Telemetry, configure
 from outrider.types import Request, SamplingParams, SpeculationParams, StepEvents, StopParams
 from outrider.v1 import scorer_pb2_grpc
 from scorer_service.config import DraftLimits, ServedModel
+from scorer_service.gauges import watch
 from scorer_service.hub import Hub
 from scorer_service.metrics import ScorerMetrics
 from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving
@@ -106,8 +107,8 @@ class ScorerApp:
             num_speculative_tokens=info.num_speculative_tokens,
         )
         metrics = ScorerMetrics(self._telemetry.registry, options.served_model_name)
-        _watch_engine(metrics, worker)
         self._hub = hub = Hub(worker, served, DraftLimits(), metrics)
+        watch(metrics, worker, hub.roster, served)
         hubs.append(hub)
         self._servicer.begin(Serving(worker, hub, served, DraftLimits()))
         await self._server.set_serving(True)
@@ -260,20 +261,6 @@ def _warm_up(engine: Engine, config: EngineConfig) -> None:
                 events = engine.step()
                 if events is not None and events.failures:
                     raise InternalError(f"warm-up failed: {events.failures[0].error}")
-
-
-def _watch_engine(metrics: ScorerMetrics, worker: EngineWorker) -> None:
-    def kv_usage() -> float:
-        snapshot = worker.snapshot()
-        return 1.0 - snapshot.free_pages / max(1, snapshot.total_pages)
-
-    metrics.watch(
-        "num_requests_running", "Requests in the batch.", lambda: worker.snapshot().running
-    )
-    metrics.watch(
-        "num_requests_waiting", "Requests in the queue.", lambda: worker.snapshot().waiting
-    )
-    metrics.watch("kv_cache_usage_perc", "Part of the KV cache in use, 0 to 1.", kv_usage)
 
 
 async def _in_thread(function: Callable[[], T]) -> T:

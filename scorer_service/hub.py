@@ -80,8 +80,7 @@ class Hub:
         if session.id in self._sessions:
             self._worker.abort(session.id)
             self._forget(session)
-            if session.stats is not None:
-                self._metrics.count_request(session.stats, None)
+            self._metrics.count_request(session.stats, None)
             if error is not None:
                 session.mailbox.fail(error)
 
@@ -116,8 +115,8 @@ class Hub:
             session = self._sessions.get(session_id)
             if session is not None:
                 self.roster.on_set_aside(session)
-        if events.timings is not None:
-            self._metrics.observe_step(events.timings)
+        if events.timings is not None and events.counts is not None:
+            self._metrics.observe_step(events.timings, events.counts)
         self._watch_failures(events)
 
     def _watch_failures(self, events: StepEvents) -> None:
@@ -133,8 +132,7 @@ class Hub:
         proposer = session.proposer
         if commit.finish_reason is not None:
             self._forget(session)
-            if commit.stats is not None:
-                self._metrics.count_request(commit.stats, commit.finish_reason)
+            self._metrics.count_request(commit.stats, commit.finish_reason)
         elif proposer is not None:
             if len(session.committed) < proposer.max_model_len:
                 proposer.outbox.commit(session, commit.base_len, commit.token_ids, step_us)

@@ -1,11 +1,16 @@
-"""The scorer's Prometheus metrics: vLLM's names where they mean the same, under `outrider:`."""
+"""The scorer's Prometheus metrics: vLLM's names where they mean the same, under `outrider:`.
+
+Everything advances with each engine step, from the sums that come with its events: the cost does
+not grow with tokens, and hardly with rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from outrider.counts import StepCounts
 from outrider.rpc.telemetry import METRIC_PREFIX
 from outrider.types import FinishReason, RequestStats, StepTimings
 
@@ -13,12 +18,17 @@ _STEP_SECONDS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05),
     *(0.075, 0.1, 0.25, 0.5, 1.0),
 )
+_REQUEST_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
+    *(10.0, 20.0, 40.0, 80.0, 160.0),
+)
 _POWERS = tuple(float(2**i) for i in range(13))
 _STEP_PARTS = ("schedule", "forward", "verify", "commit", "idle", "gap")
+_ROUND_PARTS = ("propose", "network", "wait", "score", "commit")
 
 
 class ScorerMetrics:
-    """Counters of one scorer. Speculation is counted when a request ends, trimmed output only."""
+    """Counters of one scorer. Written on the event loop."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._registry = registry
@@ -29,13 +39,45 @@ class ScorerMetrics:
         )
         self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Draft tokens verified.")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.")
-        self._accepted_per_pos = Counter(
-            METRIC_PREFIX + "spec_decode_num_accepted_tokens_per_pos",
+        self._accepted_per_pos = self._counters(
+            "spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens accepted, by position in the draft, from 0.",
-            ("model_name", "position"),
-            registry=registry,
+            "position",
         )
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests.")
+        self._rounds = self._counters(
+            "spec_decode_num_rounds",
+            "Rounds of requests, by draft tokens verified (0: the row went without a draft).",
+            "num_draft_tokens",
+        )
+        blocks = self._counters(
+            "draft_blocks",
+            "Draft blocks by fate: hit, late, wrong (per round), stale, malformed (dropped).",
+            "fate",
+        )
+        self.stale_blocks = blocks.labels(model_name, "stale")
+        self.malformed_blocks = blocks.labels(model_name, "malformed")
+        self._hits, self._late, self._wrong = (
+            blocks.labels(model_name, fate) for fate in ("hit", "late", "wrong")
+        )
+        round_seconds = self._counters(
+            "round_seconds",
+            "Where rounds' time goes, summed over rounds. propose: in the proposer; network: from "
+            "a commit to its draft's arrival otherwise; both pass while the scorer verifies if the "
+            "proposer runs ahead. wait: of the row for the draft; score: from a step's launch to "
+            "its result; commit: scheduling the step and making its result true.",
+            "part",
+        )
+        self._round_parts = [round_seconds.labels(model_name, part) for part in _ROUND_PARTS]
+        self._decode_seconds = self._counter(
+            "decode_seconds", "Time of steps without prompt tokens, with waits for drafts."
+        )
+        self._plain_seconds = self._counter(
+            "decode_plain_seconds",
+            "What the output of these steps would have taken without drafts, by the times of steps "
+            "measured lately; divided by decode_seconds, the speedup.",
+        )
+
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens admitted.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._prefix_hits = self._counter(
             "prefix_cache_hits", "Prompt tokens found in the prefix cache."
@@ -44,27 +86,26 @@ class ScorerMetrics:
             "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
         )
         self._preemptions = self._counter("num_preemptions", "Requests preempted and recomputed.")
-        self._requests = Counter(
-            METRIC_PREFIX + "request_success",
+        self._requests = self._counters(
+            "request_success",
             "Requests ended, by reason; abort: the caller cancelled.",
-            ("model_name", "finished_reason"),
-            registry=registry,
+            "finished_reason",
         )
-        self._blocks = Counter(
-            METRIC_PREFIX + "draft_blocks",
-            "Draft blocks by fate: hit, late, wrong (per round), stale, malformed (dropped).",
-            ("model_name", "fate"),
-            registry=registry,
+        self._queue_time = self._histogram(
+            "request_queue_time_seconds",
+            "Time from a request's arrival to its first step, observed at that step.",
+            _REQUEST_SECONDS,
         )
-        self.stale_blocks = self._blocks.labels(model_name, "stale")
-        self.malformed_blocks = self._blocks.labels(model_name, "malformed")
-        self._hits, self._late, self._wrong = (
-            self._blocks.labels(model_name, fate) for fate in ("hit", "late", "wrong")
+        self._prefill_time = self._histogram(
+            "request_prefill_time_seconds",
+            "Time from a request's first step to its first token.",
+            _REQUEST_SECONDS,
         )
+
         self.proposers = Gauge(
             METRIC_PREFIX + "proposers_attached",
-            "Proposers attached, by method.",
-            ("method",),
+            "Proposers attached, by pool and method; 0 once the last of a pool has left.",
+            ("model_name", "pool", "method"),
             registry=registry,
         )
         step_time = Histogram(
@@ -76,9 +117,12 @@ class ScorerMetrics:
             registry=registry,
         )
         self._step_parts = [step_time.labels(model_name, part) for part in _STEP_PARTS]
-        self._step_rows = self._histogram("step_rows", "Rows in an engine step.")
+        self._step_rows = self._histogram("step_rows", "Rows in an engine step.", _POWERS)
         self._step_tokens = self._histogram(
-            "iteration_tokens_total", "Query tokens in an engine step."
+            "iteration_tokens_total", "Query tokens in an engine step.", _POWERS
+        )
+        self._step_output = self._histogram(
+            "step_output_tokens", "Tokens that an engine step added to its rows.", _POWERS
         )
 
     def watch(self, name: str, description: str, read: Callable[[], float]) -> None:
@@ -86,25 +130,19 @@ class ScorerMetrics:
         gauge = Gauge(METRIC_PREFIX + name, description, ("model_name",), registry=self._registry)
         gauge.labels(self._model_name).set_function(read)
 
-    def count_request(self, stats: RequestStats, finish_reason: FinishReason | None) -> None:
-        """One ended request; `finish_reason` None: aborted."""
+    def set_proposers(self, attached: int, pool: str, method: str) -> None:
+        """How many proposers of a pool are attached."""
+        self.proposers.labels(self._model_name, pool, method).set(attached)
+
+    def count_request(self, stats: RequestStats | None, finish_reason: FinishReason | None) -> None:
+        """One ended request; `finish_reason` None: aborted, perhaps before there were `stats`."""
         reason = finish_reason.value if finish_reason is not None else "abort"
         self._requests.labels(self._model_name, reason).inc()
-        self._drafts.inc(sum(stats.k_histogram[1:]))
-        self._draft_tokens.inc(stats.drafted)
-        self._accepted.inc(stats.accepted)
-        for position, accepted in enumerate(stats.accepted_per_pos):
-            self._accepted_per_pos.labels(self._model_name, position).inc(accepted)
-        self._prompt_tokens.inc(stats.prompt_tokens)
-        self._generation_tokens.inc(stats.output_tokens)
-        self._prefix_hits.inc(stats.cached_prompt_tokens)
-        self._prefix_queries.inc(stats.prompt_tokens)
-        self._preemptions.inc(stats.preemptions)
-        self._hits.inc(stats.hits)
-        self._late.inc(stats.misses_late)
-        self._wrong.inc(stats.misses_wrong)
+        if stats is not None:
+            self._prefill_time.observe(stats.prefill_ms / 1e3)
 
-    def observe_step(self, timings: StepTimings) -> None:
+    def observe_step(self, timings: StepTimings, counts: StepCounts) -> None:
+        """One engine step."""
         parts = (
             timings.schedule_ms,
             timings.forward_ms,
@@ -118,6 +156,42 @@ class ScorerMetrics:
                 histogram.observe(milliseconds / 1e3)
         self._step_rows.observe(timings.num_rows)
         self._step_tokens.observe(timings.num_tokens)
+        self._step_output.observe(counts.output_tokens)
+        self._generation_tokens.inc(counts.output_tokens)
+        self._preemptions.inc(counts.preemptions)
+        for queue_s, prompt_tokens, cached in counts.admissions:
+            self._queue_time.observe(queue_s)
+            self._prompt_tokens.inc(prompt_tokens)
+            self._prefix_queries.inc(prompt_tokens)
+            self._prefix_hits.inc(cached)
+        self._count_rounds(timings, counts)
+
+    def _count_rounds(self, timings: StepTimings, counts: StepCounts) -> None:
+        model, per_pos = self._model_name, [0] * max((a for _, a in counts.rounds), default=0)
+        for (drafted, accepted), rounds in counts.rounds.items():
+            self._rounds.labels(model, drafted).inc(rounds)
+            self._drafts.inc(rounds if drafted else 0)
+            self._draft_tokens.inc(rounds * drafted)
+            self._accepted.inc(rounds * accepted)
+            for position in range(accepted):
+                per_pos[position] += rounds
+        for position, accepted in enumerate(per_pos):
+            self._accepted_per_pos.labels(model, position).inc(accepted)
+        self._hits.inc(counts.hits)
+        self._late.inc(counts.misses_late)
+        self._wrong.inc(counts.misses_wrong)
+
+        host_s = (timings.schedule_ms + timings.commit_ms) / 1e3
+        commit_s = host_s * counts.rounds.total()
+        parts = (counts.propose_s, counts.network_s, counts.wait_s, counts.score_s, commit_s)
+        for counter, seconds in zip(self._round_parts, parts, strict=True):
+            counter.inc(seconds)
+        if counts.plain_s:
+            self._plain_seconds.inc(counts.plain_s)
+            # Rows waited longer than the engine if other rows' steps ran meanwhile.
+            waited_s = min(timings.idle_ms / 1e3, counts.wait_s)
+            step_s = (timings.forward_ms + timings.verify_ms) / 1e3
+            self._decode_seconds.inc(host_s + step_s + waited_s)
 
     def _counter(self, name: str, description: str) -> Counter:
         counter = Counter(
@@ -125,12 +199,17 @@ class ScorerMetrics:
         )
         return counter.labels(self._model_name)
 
-    def _histogram(self, name: str, description: str) -> Histogram:
+    def _counters(self, name: str, description: str, label: str) -> Counter:
+        return Counter(
+            METRIC_PREFIX + name, description, ("model_name", label), registry=self._registry
+        )
+
+    def _histogram(self, name: str, description: str, buckets: Sequence[float]) -> Histogram:
         histogram = Histogram(
             METRIC_PREFIX + name,
             description,
             ("model_name",),
-            buckets=_POWERS,
+            buckets=buckets,
             registry=self._registry,
         )
         return histogram.labels(self._model_name)

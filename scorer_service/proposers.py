@@ -77,6 +77,7 @@ class AttachedProposer:
         self.id: str = hello.proposer_id
         self.incarnation: int = hello.incarnation
         self.method: str = hello.method
+        self.pool: str = hello.pool or "default"
         self.model: str = hello.model
         self.max_sessions: int = hello.max_sessions
         self.max_draft_tokens: int = hello.max_draft_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 
 from outrider.engine.worker import EngineWorker
 from outrider.errors import OutriderError, ProposerRefusedError, UnavailableError
@@ -14,6 +15,7 @@ from scorer_service.metrics import ScorerMetrics
 from scorer_service.proposers import AttachedProposer, check_hello, overflow_error
 from scorer_service.sessions import Session
 
+_MAX_POOLS = 256
 _log = logging.getLogger(__name__)
 
 
@@ -37,6 +39,7 @@ class Roster:
         self._metrics = metrics
         self._undrafted: dict[int, Session] = {}  # want a proposer and have none
         self._proposers: dict[str, AttachedProposer] = {}
+        self._pools: set[tuple[str, str]] = set()  # pool and method of all that ever attached
         self._now = asyncio.get_running_loop().time
 
     @property
@@ -110,6 +113,11 @@ class Roster:
         if other is not None and other is not session.proposer:
             self.reassign(session)
 
+    @property
+    def num_undrafted(self) -> int:
+        """Sessions that want a proposer and have none."""
+        return len(self._undrafted)
+
     # Who drafts for whom
 
     def _pick(self, session: Session) -> AttachedProposer | None:
@@ -180,6 +188,10 @@ class Roster:
             self.reassign(session)
 
     def _count_proposers(self) -> None:
-        for method in codec.METHODS:
-            attached = sum(proposer.method == method for proposer in self._proposers.values())
-            self._metrics.proposers.labels(method=method).set(attached)
+        attached = Counter((p.pool, p.method) for p in self._proposers.values())
+        for pool_and_method in attached:
+            # A proposer may call its pool what it likes, but not fill the memory with names.
+            if len(self._pools) < _MAX_POOLS:
+                self._pools.add(pool_and_method)
+        for pool, method in self._pools:
+            self._metrics.set_proposers(attached[pool, method], pool, method)

@@ -266,6 +266,9 @@ class AdaptivePolicy(Policy):
         self._steps.observe(num_tokens, seconds)
         self._step_times = []
 
+    def plain_step_s(self, num_rows: int) -> float:
+        return self._steps.estimate(num_rows)
+
     def _step_time(self, k: int) -> float:
         """Expected seconds of a step as large as the last one, with `k` draft tokens per row."""
         times = self._step_times

@@ -132,7 +132,8 @@ class Engine:
             verify_ms=result.verify_s * 1e3,
             commit_ms=(self._idle_since - now) * 1e3,
         )
-        return StepEvents(tuple(commits), (), timings, flight.step.set_aside)
+        counts = self._policy.take_counts()
+        return StepEvents(tuple(commits), (), timings, flight.step.set_aside, counts)
 
     @property
     def wake_at(self) -> float:
@@ -197,6 +198,9 @@ class Engine:
         counters = seq.counters
         counters.propose_s += draft_us * 1e-6
         counters.network_s += max(0.0, delay - draft_us * 1e-6)
+        counts = self._policy.counts
+        counts.propose_s += draft_us * 1e-6
+        counts.network_s += max(0.0, delay - draft_us * 1e-6)
         if proposer_id not in counters.proposer_ids:
             counters.proposer_ids.append(proposer_id)
         return fate

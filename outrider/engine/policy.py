@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 
+from outrider.counts import StepCounts
 from outrider.draft_tree import DraftTree
 from outrider.engine.sequence import BlockFate, Drafting, Sequence
 from outrider.types import Request
@@ -27,6 +28,7 @@ class Policy:
     def __init__(self, num_speculative_tokens: int, *, max_wait_s: float = 0.02) -> None:
         self.num_speculative_tokens = num_speculative_tokens
         self.max_wait_s = max_wait_s
+        self.counts = StepCounts()  # since the last step's events; the engine adds to it too
 
     # What a subclass may decide otherwise.
 
@@ -56,7 +58,16 @@ class Policy:
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """A step of that size took this long, forward and verification."""
 
+    def plain_step_s(self, num_rows: int) -> float:  # noqa: ARG002
+        """Seconds that a step of so many rows without drafts is expected to take; 0: unknown."""
+        return 0.0
+
     # The bookkeeping that every policy shares.
+
+    def take_counts(self) -> StepCounts:
+        """What was counted since the last call."""
+        counts, self.counts = self.counts, StepCounts()
+        return counts
 
     def drafting(self, request: Request) -> Drafting:
         """The initial state of a request's row."""
@@ -133,6 +144,7 @@ class Policy:
         c.iter_count += 1
         if d.looked_at is None:  # prompt processing waits for nothing and misses nothing
             c.hits += bool(drafted)
+            self.counts.hits += bool(drafted)
             return False
         wanted = owed(seq) or (d.at_hand and d.num_draft_tokens > 0)
         self._count_hit(seq, wanted, drafted)
@@ -140,9 +152,11 @@ class Policy:
         if waited > 0.0:
             c.waits += 1
             c.wait_s += waited
+            self.counts.wait_s += waited
         d.wait_s = WAIT_FADE * d.wait_s + (1 - WAIT_FADE) * waited
         if drafted:
             c.hits += d.at_hand
+            self.counts.hits += d.at_hand
             d.misses = d.next_rest = 0
             return False
         c.fallback_rounds += d.limit > 0
@@ -177,6 +191,8 @@ class Policy:
         if not d.at_hand and (d.runs_ahead or not drafted):
             c.misses_wrong += d.wrong
             c.misses_late += not d.wrong
+            self.counts.misses_wrong += d.wrong
+            self.counts.misses_late += not d.wrong
 
     def round_done(
         self, seq: Sequence, drafted: int, accepted: int, wrong: bool, now: float

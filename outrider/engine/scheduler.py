@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from outrider.config import EngineConfig
+from outrider.counts import Admission
 from outrider.engine.batch import RowSlice
 from outrider.engine.block_pool import BlockPool
 from outrider.engine.policy import Policy
@@ -105,7 +106,8 @@ class Scheduler:
 
     def commit(self, step: Step, result: StepResult, seconds: float, now: float) -> list[Commit]:
         """Makes a step's result true. `seconds`: from its launch to its result."""
-        if step.num_tokens <= len(step.rows) * (1 + self.config.num_speculative_tokens):
+        decoding = step.num_tokens <= len(step.rows) * (1 + self.config.num_speculative_tokens)
+        if decoding:
             # Prompts say little about a round: on a GPU they run another way.
             self.policy.observe_step(len(step.rows), step.num_tokens, seconds)
         commits: list[Commit] = []
@@ -122,6 +124,10 @@ class Scheduler:
                 self._publish(seq)
             if commit is not None and commit.finish_reason is not None:
                 self.remove(seq.session_id)
+        if decoding:
+            counts = self.policy.counts
+            plain_s = self.policy.plain_step_s(len(step.rows))
+            counts.plain_s += plain_s * counts.output_tokens / len(step.rows)
         return commits
 
     def _emit(
@@ -133,12 +139,17 @@ class Scheduler:
         output, finish_reason = seq.trim(choices)
         wrong = seq.commit(output, drafted)
         counters = seq.counters
+        counts = self.policy.counts
         if output:
             counters.count_round(drafted, min(accepted, len(output)))
+            counts.output_tokens += len(output)
+            if drafted or not first:
+                counts.rounds[drafted, min(accepted, len(output))] += 1
         if first:
             counters.prefill_s = now - seq.admitted_at
         else:
             counters.score_s += seconds
+            counts.score_s += seconds
         self.policy.round_done(seq, drafted, accepted, wrong, now)
         return Commit(
             session_id=seq.session_id,
@@ -186,6 +197,9 @@ class Scheduler:
                 seq.admitted_at = now
                 seq.counters.queue_s = now - seq.submitted_at
                 seq.counters.cached_prompt_tokens = seq.num_computed
+                self.policy.counts.admissions.append(
+                    Admission(now - seq.submitted_at, seq.num_prompt_tokens, seq.num_computed)
+                )
 
     def _fill(self, decoding: list[Sequence], prefilling: list[Sequence]) -> list[ScheduledRow]:
         """Shares the token budget: a token for every decoding row, prompts, then drafts."""
@@ -246,6 +260,7 @@ class Scheduler:
         seq.num_computed = seq.num_published = 0
         seq.admitted = False
         seq.counters.preemptions += 1
+        self.policy.counts.preemptions += 1
         self.waiting.appendleft(seq)
 
     def _missing_pages(self, seq: Sequence, length: int) -> int:

@@ -99,7 +99,15 @@ async def test_metrics_are_served_with_vllms_names_and_descriptions() -> None:
     accepted = float(lines[f"outrider:spec_decode_num_accepted_tokens_total{label}"])
     assert accepted == output.aux_info.accepted > 0
     assert float(lines[f"outrider:generation_tokens_total{label}"]) == 40
-    assert float(lines['outrider:proposers_attached{method="draft_model"}']) == 1
+    attached = 'outrider:proposers_attached{method="draft_model",model_name="default",pool="test"}'
+    assert float(lines[attached]) == 1
+    aux = output.aux_info
+    for fate, rounds in (("hit", aux.hits), ("late", aux.misses_late), ("wrong", aux.misses_wrong)):
+        blocks = f'outrider:draft_blocks_total{{fate="{fate}",model_name="default"}}'
+        assert float(lines[blocks]) == rounds
+    for k, rounds in enumerate(aux.k_histogram[1:], start=1):
+        by_k = 'outrider:spec_decode_num_rounds_total{model_name="default",num_draft_tokens="%d"}'
+        assert float(lines.get(by_k % k, "0")) == rounds
     steps = float(lines['outrider:step_time_seconds_count{model_name="default",part="forward"}'])
     assert steps == output.aux_info.iter_count
     names = {line.split("{")[0] for line in lines}
