@@ -22,7 +22,8 @@ from outrider.engine.policy import Policy
 from outrider.engine.scheduler import ScheduledRow, Step
 from outrider.engine.sequence import Sequence as Row
 from outrider.engine.static_step import Bucket
-from outrider.types import Request, SamplingParams, StopParams
+from outrider.params import SamplingParams, StopParams
+from outrider.types import Request
 
 _MEAN_LENGTH = 3.0  # of the loop with drafts
 _WARM_UP_STEPS = 10

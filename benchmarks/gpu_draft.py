@@ -36,7 +36,7 @@ from outrider.drafting.graph_chains import GraphChains, TorchDraws, make_shapes
 from outrider.engine.batch import RowSlice
 from outrider.engine.block_pool import BlockPool
 from outrider.engine.loader import build_paged_model
-from outrider.types import SamplingParams
+from outrider.params import SamplingParams
 
 _PAGE_SIZE = 16
 

@@ -26,7 +26,7 @@ from outrider.engine.attention import AttentionBackend, AttentionParams, StepAtt
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache import PageMajorPool
 from outrider.engine.sampling import SamplingBatch
-from outrider.types import SamplingParams
+from outrider.params import SamplingParams
 
 if TYPE_CHECKING:
     from outrider.engine.cuda.products import FewRowsLinear

@@ -29,7 +29,8 @@ from outrider.draft_tree import DraftTree
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Step, StepResult
-from outrider.types import Request, SamplingParams, StopParams, TokenIds
+from outrider.params import SamplingParams, StopParams, TokenIds
+from outrider.types import Request
 
 VOCAB_SIZE = 128_256
 PAGE_SIZE = 64

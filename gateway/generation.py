@@ -26,8 +26,9 @@ from outrider.errors import (
 )
 from outrider.models.chat_template import Message
 from outrider.models.tokenizer import Tokenizer
+from outrider.params import Constraint, SamplingParams, SpeculationParams, StopParams, TokenIds
 from outrider.rpc.telemetry import Metadata, RequestTimes, Telemetry
-from outrider.types import FinishReason, SamplingParams, SpeculationParams, StopParams, TokenIds
+from outrider.types import FinishReason
 from outrider.v1 import common_pb2
 
 MAX_STOP_STRINGS = 16
@@ -55,6 +56,9 @@ class GenerationRequest:
     stop: StopParams
     stop_strings: tuple[str, ...]
     speculation: SpeculationParams
+    constraint: Constraint | None = None
+    top_logprobs: int | None = None  # None: no logprobs
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +148,9 @@ class Generator:
         limits: Limits,
         speculation: SpeculationParams,
         request_id: str = "",
+        constraint: Constraint | None = None,
+        top_logprobs: int | None = None,
+        tenant: str = "",
     ) -> GenerationRequest:
         """A request that a scorer will take. `param` is the prompt's name in the client's request.
 
@@ -172,6 +179,9 @@ class Generator:
             ),
             stop_strings=limits.stop_strings,
             speculation=speculation,
+            constraint=constraint,
+            top_logprobs=top_logprobs,
+            tenant=tenant,
         )
 
     def _max_tokens(self, prompt_len: int, limits: Limits, param: str) -> int:
@@ -209,6 +219,9 @@ class Generator:
             stop=request.stop,
             speculation=request.speculation,
             running_stats=bool(request.stop_strings),
+            constraint=request.constraint,
+            top_logprobs=request.top_logprobs,
+            tenant=request.tenant,
         )
         model = self.config.served_model_name
         with (

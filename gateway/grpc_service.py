@@ -19,6 +19,7 @@ from outrider.errors import InvalidRequestError
 from outrider.rpc.codec import (
     FINISH_TO_PROTO,
     KIND_TO_PROTO,
+    constraint_from_proto,
     sampling_from_proto,
     speculation_from_proto,
 )
@@ -107,6 +108,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             ),
             speculation=speculation_from_proto(request.speculation),
             request_id=request.request_id,
+            constraint=constraint_from_proto(request.constraint),
+            top_logprobs=request.top_logprobs if request.HasField("top_logprobs") else None,
         )
 
 

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gateway.generation import Limits
 from outrider.errors import InvalidRequestError
+from outrider.params import SamplingParams, SpeculationParams
 from outrider.rpc.codec import speculation_from_proto
-from outrider.types import SamplingParams, SpeculationParams
 from outrider.v1 import common_pb2
 
 _HARMLESS = frozenset(

@@ -18,23 +18,19 @@ from opentelemetry.trace import Span
 from gateway.account import Account
 from gateway.scorers import Scorer, ScorerPool
 from outrider.errors import CapacityError, OutriderError, UnavailableError
+from outrider.params import Constraint, SamplingParams, SpeculationParams, StopParams, TokenIds
 from outrider.rpc.codec import (
     FINISH_FROM_PROTO,
     KIND_FROM_PROTO,
+    constraint_to_proto,
+    logprobs_from_proto,
     sampling_to_proto,
     speculation_to_proto,
     stop_to_proto,
 )
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.telemetry import Telemetry, inject
-from outrider.types import (
-    FinishReason,
-    SamplingParams,
-    SpeculationParams,
-    StopParams,
-    TokenIds,
-    TokenKind,
-)
+from outrider.types import FinishReason, TokenKind, TokenLogprobs
 from outrider.v1 import common_pb2, scorer_pb2
 
 _MAX_FAILURES = 4
@@ -53,6 +49,9 @@ class ScorerRequest:
     stop: StopParams
     speculation: SpeculationParams
     running_stats: bool
+    constraint: Constraint | None = None
+    top_logprobs: int | None = None
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +61,7 @@ class Round:
     token_ids: TokenIds
     kinds: tuple[TokenKind, ...]
     finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, or none
 
 
 class Replayer:
@@ -176,6 +176,10 @@ def _continuation(
         stop=stop_to_proto(stop),
         speculation=speculation_to_proto(request.speculation),
         running_stats=request.running_stats,
+        constraint=constraint_to_proto(request.constraint),
+        top_logprobs=request.top_logprobs,
+        num_resumed_tokens=done,
+        tenant=request.tenant,
     )
 
 
@@ -187,6 +191,7 @@ def _round(response: scorer_pb2.ScorerServiceGenerateResponse) -> Round:
         finish_reason=(
             None if finish == common_pb2.FINISH_REASON_UNSPECIFIED else FINISH_FROM_PROTO[finish]
         ),
+        logprobs=tuple(logprobs_from_proto(entry) for entry in response.logprobs),
     )
 
 

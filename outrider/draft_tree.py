@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from outrider.errors import InvalidRequestError
-from outrider.types import TokenIds
+from outrider.params import TokenIds
 
 
 @dataclass(frozen=True, slots=True)

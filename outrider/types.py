@@ -9,64 +9,16 @@ from typing import NamedTuple
 
 from outrider.counts import StepCounts
 from outrider.errors import InvalidRequestError, PromptTooLongError
-
-TokenIds = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the target's next token is chosen; `temperature` 0 is greedy.
-
-    Raises `InvalidRequestError` for a value out of range.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0  # 0: all tokens
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0  # uint64
-
-    def __post_init__(self) -> None:
-        _require(0.0 <= self.temperature <= 2.0, "temperature", "between 0 and 2")
-        _require(0 <= self.top_k < 2**31, "top_k", "0 (off) or a positive number")
-        _require(0.0 < self.top_p <= 1.0, "top_p", "greater than 0 and at most 1")
-        _require(0.0 <= self.min_p <= 1.0, "min_p", "between 0 and 1")
-        _require(0 <= self.seed < 2**64, "seed", "an unsigned 64-bit number")
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class StopParams:
-    """When a request ends. A stop token is not part of the output."""
-
-    max_tokens: int = 256
-    stop_token_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = False
-    min_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        _require(1 <= self.max_tokens < 2**31, "max_tokens", "at least 1")
-        _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationParams:
-    """Per-request control of speculation. `None` leaves the choice to the scorer."""
-
-    enabled: bool = True
-    method: str | None = None
-    num_speculative_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.num_speculative_tokens is not None:
-            _require(
-                0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS,
-                "num_speculative_tokens",
-                f"between 0 and {MAX_SPECULATIVE_TOKENS}",
-            )
+from outrider.params import (
+    MAX_TOP_LOGPROBS,
+    Constraint,
+    SamplingParams,
+    SpeculationParams,
+    StopParams,
+    TokenIds,
+    VerificationRule,
+    require,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +31,24 @@ class Request:
     stop: StopParams = field(default_factory=StopParams)
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
     running_stats: bool = False  # stats with every Commit, not only the last
+    constraint: Constraint | None = None
+    top_logprobs: int | None = None  # likeliest tokens to tell with each token's; None: no logprobs
+    num_resumed_tokens: int = 0  # the prompt's last tokens that are output of an earlier run
+    tenant: str = ""
 
     def __post_init__(self) -> None:
-        _require(len(self.prompt_token_ids) > 0, "prompt", "at least one token long")
+        require(len(self.prompt_token_ids) > 0, "prompt", "at least one token long")
+        require(
+            0 <= self.num_resumed_tokens < len(self.prompt_token_ids),
+            "num_resumed_tokens",
+            "less than the prompt's length",
+        )
+        if self.top_logprobs is not None:
+            require(
+                0 <= self.top_logprobs <= MAX_TOP_LOGPROBS,
+                "top_logprobs",
+                f"between 0 and {MAX_TOP_LOGPROBS}",
+            )
 
 
 class FinishReason(enum.Enum):
@@ -98,6 +65,14 @@ class TokenKind(enum.Enum):
     ACCEPTED = "accepted"
     RECOVERED = "recovered"
     BONUS = "bonus"
+
+
+class MethodCounts(NamedTuple):
+    """What one drafting method contributed to a request."""
+
+    method: str
+    drafted: int
+    accepted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +106,15 @@ class RequestStats:
     hits_after_hit: int = 0
     rounds_after_miss: int = 0
     hits_after_miss: int = 0
+    by_method: tuple[MethodCounts, ...] = ()
+    verification: VerificationRule = VerificationRule.COUPLED
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of the model's own probabilities at one output token."""
+
+    logprob: float  # of the token
+    top: tuple[tuple[int, float], ...]  # (token, logprob) of the likeliest, in falling order
 
 
 class Commit(NamedTuple):  # one per row and step: a frozen dataclass takes three times as long
@@ -148,6 +132,7 @@ class Commit(NamedTuple):  # one per row and step: a frozen dataclass takes thre
     num_draft_tokens: int
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None  # with finish_reason, or always if the request asks
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token if the request asks
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +194,10 @@ class EngineInfo:
         prompt = request.prompt_token_ids
         if min(prompt) < 0 or max(prompt) >= self.vocab_size:
             raise InvalidRequestError(f"Token ids must be below {self.vocab_size}.", param="prompt")
+        if any(token >= self.vocab_size for token, _ in request.sampling.logit_bias):
+            raise InvalidRequestError(
+                f"logit_bias names a token that is not below {self.vocab_size}.", param="logit_bias"
+            )
         if len(prompt) >= self.max_model_len:
             raise PromptTooLongError(
                 f"The prompt has {len(prompt)} tokens; at most {self.max_model_len - 1} fit beside "
@@ -226,14 +215,6 @@ class EngineSnapshot:
     free_pages: int
     total_pages: int
     dropped_blocks: int = 0  # for sessions that are gone, or on tokens never committed
-
-
-MAX_SPECULATIVE_TOKENS = 128
-
-
-def _require(condition: bool, param: str, allowed: str) -> None:
-    if not condition:
-        raise InvalidRequestError(f"{param} must be {allowed}.", param=param)
 
 
 def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:

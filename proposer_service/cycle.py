@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from outrider.draft_tree import DraftTree
 from outrider.drafting.proposer import Proposer, SessionKey
 from outrider.errors import CapacityError, UnavailableError
+from outrider.params import SamplingParams, TokenIds
 from outrider.rpc.telemetry import Telemetry
-from outrider.types import SamplingParams, TokenIds
 from outrider.v1 import draft_pb2
 from proposer_service.metrics import ProposerMetrics
 from proposer_service.routes import LinkId, Route, Routes

@@ -8,8 +8,8 @@ from outrider.drafting.branch_plan import Pace
 from outrider.drafting.ngram import NgramProposer
 from outrider.drafting.proposer import Proposer
 from outrider.errors import ConfigError
+from outrider.params import SamplingParams
 from outrider.rpc.runtime import progress
-from outrider.types import SamplingParams
 from proposer_service.config import DraftModelConfig, NgramConfig, ProposerConfig
 
 _PAGE_SIZE = 16

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from opentelemetry import trace
 
-from outrider.drafting.proposer import Proposer, SessionKey
+from outrider.drafting.proposer import Proposer, SessionHints, SessionKey
 from outrider.errors import InvalidRequestError
+from outrider.params import VerificationRule
 from outrider.rpc import codec
 from outrider.rpc.telemetry import Telemetry, extract
 from outrider.v1 import draft_pb2
@@ -104,6 +105,7 @@ class Routes:
             self._close(former)
         try:
             sampling = codec.sampling_from_proto(opened.sampling, seed=0)
+            hints = _hints(opened)
         except InvalidRequestError as error:
             self._metrics.malformed.inc()
             _log.warning("dropped an Open of session %d: %s", opened.session, error.message)
@@ -114,7 +116,7 @@ class Routes:
         self._by_name[link, opened.session] = route
         self._by_key[route.key] = route
         self._proposer.open(
-            route.key, list(opened.prefix), sampling, opened.num_draft_tokens, opened.max_len
+            route.key, list(opened.prefix), sampling, opened.num_draft_tokens, opened.max_len, hints
         )
         self._want(route.key, opened.num_draft_tokens)
 
@@ -147,3 +149,15 @@ class Routes:
         return self._telemetry.tracer.start_span(
             "proposer.session", context, attributes={"outrider.method": method}
         )
+
+
+def _hints(opened: draft_pb2.Open) -> SessionHints:
+    """Raises `InvalidRequestError` for a value out of range."""
+    return SessionHints(
+        methods=tuple(opened.methods),
+        advice=codec.advice_from_proto(opened.advice),
+        constraint=codec.constraint_from_proto(opened.constraint),
+        # A rule from a newer scorer: drafts of any kind are welcome under it.
+        rule=codec.RULE_FROM_PROTO.get(opened.verification_rule, VerificationRule.COUPLED),
+        tenant=opened.tenant,
+    )

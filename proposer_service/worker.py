@@ -20,8 +20,8 @@ from typing import Final
 
 from outrider.drafting.proposer import Proposer, ProposerTraits
 from outrider.errors import CapacityError
+from outrider.params import SamplingParams, TokenIds
 from outrider.rpc.telemetry import Telemetry
-from outrider.types import SamplingParams, TokenIds
 from outrider.v1 import draft_pb2
 from proposer_service.cycle import (
     Attach,

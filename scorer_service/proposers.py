@@ -11,7 +11,8 @@ from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.sessions import Session
 
-_COPYING_METHODS = frozenset({"ngram"})  # need neither the vocabulary nor the tokenizer
+# They need neither the vocabulary nor the tokenizer.
+_COPYING_METHODS = frozenset({"deterministic", "ngram", "suffix"})
 
 
 class Outbox:
@@ -21,7 +22,8 @@ class Outbox:
     proposer keeps up.
     """
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, methods: tuple[str, ...]) -> None:
+        self._methods = methods
         self._max_tokens = max_tokens
         self._batch = draft_pb2.SessionBatch()
         self._size = 0
@@ -32,6 +34,7 @@ class Outbox:
         return self._size > self._max_tokens
 
     def open(self, session: Session) -> None:
+        speculation = session.request.speculation
         self._batch.opens.add(
             session=session.id,
             epoch=session.epoch,
@@ -40,6 +43,11 @@ class Outbox:
             num_draft_tokens=session.num_draft_tokens,
             max_len=session.max_len,
             traceparent=session.traceparent,
+            advice=codec.advice_to_proto(speculation.advice),
+            constraint=codec.constraint_to_proto(session.request.constraint),
+            tenant=session.request.tenant,
+            methods=[name for name in speculation.methods if name in self._methods],
+            verification_rule=codec.RULE_TO_PROTO[speculation.verification.rule],
         )
         self._grow(len(session.committed))
 
@@ -78,13 +86,14 @@ class AttachedProposer:
         self.incarnation: int = hello.incarnation
         self.method: str = hello.method
         self.pool: str = hello.pool or "default"
+        self.methods: tuple[str, ...] = tuple(hello.methods) or (hello.method,)
         self.model: str = hello.model
         self.max_sessions: int = hello.max_sessions
         self.max_draft_tokens: int = hello.max_draft_tokens
         self.runs_ahead: bool = hello.runs_ahead
         self.max_model_len: int = hello.max_model_len or served.max_model_len
         self.sessions: dict[int, Session] = {}
-        self.outbox = Outbox(limits.max_backlog_tokens)
+        self.outbox = Outbox(limits.max_backlog_tokens, self.methods)
         self.draining = False  # said Goodbye
         self.set_aside_until = 0.0  # loop time; until then others are preferred
         self.bad_blocks = 0
@@ -103,8 +112,8 @@ class AttachedProposer:
 
     def fits(self, session: Session) -> bool:
         """Whether it may draft for the session, room aside."""
-        method = session.request.speculation.method
-        return (method is None or method == self.method) and (
+        wanted = session.request.speculation.methods
+        return (not wanted or not set(wanted).isdisjoint(self.methods)) and (
             len(session.committed) < self.max_model_len
         )
 
@@ -120,12 +129,16 @@ def check_hello(hello: draft_pb2.Hello, served: ServedModel) -> None:
     for name in ("proposer_id", "max_sessions", "max_draft_tokens"):
         if not getattr(hello, name):
             raise InvalidRequestError(f"Hello.{name} must be set", param=name)
-    if hello.method not in codec.METHODS:
-        raise ProposerRefusedError(
-            f"unknown method {hello.method!r}; this scorer knows {', '.join(codec.METHODS)}",
-            reason="UNKNOWN_METHOD",
-        )
-    copies = hello.method in _COPYING_METHODS
+    methods = tuple(hello.methods) or (hello.method,)
+    for method in (hello.method, *methods):
+        if method not in codec.METHODS:
+            raise ProposerRefusedError(
+                f"unknown method {method!r}; this scorer knows {', '.join(codec.METHODS)}",
+                reason="UNKNOWN_METHOD",
+            )
+    if hello.method != methods[0]:
+        raise InvalidRequestError("Hello.method must be the first of methods", param="method")
+    copies = _COPYING_METHODS.issuperset(methods)
     if hello.vocab_size != served.vocab_size and not (copies and hello.vocab_size == 0):
         raise ProposerRefusedError(
             f"the draft's vocabulary has {hello.vocab_size} tokens, the target's "

@@ -183,6 +183,7 @@ class _Call:
         for commit in commits:
             response.token_ids.extend(commit.token_ids)
             response.kinds.extend(codec.KIND_TO_PROTO[kind] for kind in commit.kinds)
+            response.logprobs.extend(map(codec.logprobs_to_proto, commit.logprobs))
             self._events.add(
                 "round",
                 {
@@ -228,6 +229,10 @@ def _request_from_proto(
         stop=codec.stop_from_proto(message.stop, default_max_tokens=room),
         speculation=codec.speculation_from_proto(message.speculation),
         running_stats=message.running_stats,
+        constraint=codec.constraint_from_proto(message.constraint),
+        top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
+        num_resumed_tokens=message.num_resumed_tokens,
+        tenant=message.tenant,
     )
 
 

@@ -13,7 +13,7 @@ from outrider.drafting.draft_steps import Forks
 from outrider.engine.adaptive import Average, StepTimes
 from outrider.engine.batch import RowSlice
 from outrider.engine.block_pool import BlockPool
-from outrider.types import SamplingParams
+from outrider.params import SamplingParams
 
 _FREE = 1.25
 """Rows that make a batch this much slower at the most may join drafts that are waited for."""

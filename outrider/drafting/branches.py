@@ -34,7 +34,7 @@ from torch import Tensor
 from outrider.drafting.draft_steps import Forks, draft_forks
 from outrider.engine.batch import Model, RowSlice
 from outrider.engine.block_pool import BlockPool
-from outrider.types import SamplingParams
+from outrider.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider.engine.batch import PackedBatch, RowSlice
 from outrider.engine.sampling import SamplingBatch, seed_keys
-from outrider.types import SamplingParams
+from outrider.params import SamplingParams
 
 # Columns of a row's header; the tokens to catch up follow.
 _START, _COUNT, _SOURCE, _TARGET, _SAMPLING = range(5)

@@ -27,11 +27,18 @@ from outrider.drafting.brancher import Brancher
 from outrider.drafting.branches import ForkDrafter
 from outrider.drafting.draft_state import DraftRow, DraftState
 from outrider.drafting.draft_steps import ReadyRow, draft_chains
-from outrider.drafting.proposer import DraftRound, Follower, ProposerTraits, SessionKey
+from outrider.drafting.proposer import (
+    NO_HINTS,
+    DraftRound,
+    Follower,
+    ProposerTraits,
+    SessionHints,
+    SessionKey,
+)
 from outrider.engine.batch import Model, RowSlice
 from outrider.engine.block_pool import BlockPool
 from outrider.errors import ConfigError
-from outrider.types import SamplingParams
+from outrider.params import SamplingParams
 
 _SHORT = 16
 """Tokens to catch up that never wait for the prefill budget: what a round or two committed."""
@@ -117,6 +124,7 @@ class DraftModelProposer:
         sampling: SamplingParams,
         num_draft_tokens: int,
         max_len: int,
+        hints: SessionHints = NO_HINTS,  # noqa: ARG002
     ) -> None:
         assert session not in self._sessions
         if len(self._sessions) >= self.traits.max_sessions:

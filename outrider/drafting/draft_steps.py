@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.drafting.candidates import top_candidates
 from outrider.engine.batch import Model, PackedBatch, RowSlice, pack
 from outrider.engine.sampling import SamplingBatch, sample
-from outrider.types import SamplingParams
+from outrider.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from outrider.drafting.draft_steps import Forks, ReadyRow, draft_chains
 from outrider.engine.batch import PackedBatch, RowSlice
 from outrider.engine.cuda.graphs import Record, Work
 from outrider.engine.sampling import SamplingBatch, sample
-from outrider.types import SamplingParams
+from outrider.params import SamplingParams
 
 
 class RecordableModel(BranchingModel, Protocol):

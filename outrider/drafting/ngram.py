@@ -10,9 +10,16 @@ from collections.abc import Iterator, Sequence
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.branch_plan import NO_PACE, Pace
-from outrider.drafting.proposer import DraftRound, Follower, ProposerTraits, SessionKey
+from outrider.drafting.proposer import (
+    NO_HINTS,
+    DraftRound,
+    Follower,
+    ProposerTraits,
+    SessionHints,
+    SessionKey,
+)
 from outrider.errors import ConfigError
-from outrider.types import SamplingParams, TokenIds
+from outrider.params import SamplingParams, TokenIds
 
 
 class NgramProposer:
@@ -63,6 +70,7 @@ class NgramProposer:
         sampling: SamplingParams,
         num_draft_tokens: int,
         max_len: int,
+        hints: SessionHints = NO_HINTS,  # noqa: ARG002
     ) -> None:
         assert session not in self._sessions
         follower = Follower(prefix, sampling, num_draft_tokens, max_len, self.traits)

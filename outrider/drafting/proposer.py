@@ -8,7 +8,14 @@ from typing import Protocol
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.branch_plan import NO_PACE, Pace
-from outrider.types import SamplingParams, TokenIds
+from outrider.params import (
+    NO_ADVICE,
+    Advice,
+    Constraint,
+    SamplingParams,
+    TokenIds,
+    VerificationRule,
+)
 
 SessionKey = int
 """Names a session within one proposer process. Never used again after `close`."""
@@ -25,6 +32,20 @@ class ProposerTraits:
     max_draft_tokens: int  # per round
     max_model_len: int  # sessions beyond it are followed, not drafted for
     runs_ahead: bool = False  # can draft past tokens that are not verified yet
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHints:
+    """What a session may tell besides its tokens. A method uses what it understands."""
+
+    methods: tuple[str, ...] = ()  # of a proposer with several: those that may draft, in order
+    advice: Advice = NO_ADVICE
+    constraint: Constraint | None = None
+    rule: VerificationRule = VerificationRule.COUPLED
+    tenant: str = ""
+
+
+NO_HINTS = SessionHints()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +81,7 @@ class Proposer(Protocol):
         sampling: SamplingParams,
         num_draft_tokens: int,
         max_len: int,
+        hints: SessionHints = NO_HINTS,
     ) -> None:
         """A session begins with `prefix` committed. `max_len` is the length it can reach."""
         ...

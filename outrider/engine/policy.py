@@ -75,7 +75,7 @@ class Policy:
         limit = speculation.num_speculative_tokens
         if limit is None:
             limit = self.num_speculative_tokens
-        if not speculation.enabled or speculation.method == "none":
+        if not speculation.enabled:
             limit = 0
         return Drafting(limit=limit)
 

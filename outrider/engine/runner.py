@@ -13,7 +13,7 @@ from outrider.engine.batch import Model, pack
 from outrider.engine.sampling import SamplingBatch, sample
 from outrider.engine.scheduler import ScheduledRow, Step, StepResult
 from outrider.engine.verifier import verify_rows
-from outrider.types import SamplingParams
+from outrider.params import SamplingParams
 
 
 class Pending(Protocol):

@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from outrider.types import SamplingParams
+from outrider.params import SamplingParams
 
 _MASK = 0xFFFFFFFF
 _FACTOR_1 = 0x21F0AAAD

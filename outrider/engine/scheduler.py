@@ -18,7 +18,8 @@ from outrider.engine.batch import RowSlice
 from outrider.engine.block_pool import BlockPool
 from outrider.engine.policy import Policy
 from outrider.engine.sequence import Sequence, token_kinds
-from outrider.types import Commit, Request, TokenIds
+from outrider.params import TokenIds
+from outrider.types import Commit, Request
 
 
 class ScheduledRow(NamedTuple):  # made in a third of a frozen dataclass's time

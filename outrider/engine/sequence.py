@@ -10,7 +10,8 @@ from functools import lru_cache
 
 from outrider.draft_tree import DraftTree
 from outrider.engine.block_pool import ROOT_HASH, PageHash, page_hash
-from outrider.types import FinishReason, Request, RequestStats, TokenIds, TokenKind
+from outrider.params import TokenIds
+from outrider.types import FinishReason, Request, RequestStats, TokenKind
 
 
 class BlockFate(enum.Enum):

@@ -23,7 +23,7 @@ from outrider.engine.batch import PackedBatch
 from outrider.engine.sampling import seed_keys
 from outrider.engine.scheduler import ScheduledRow
 from outrider.engine.verifier import VerifyBatch
-from outrider.types import SamplingParams
+from outrider.params import SamplingParams
 
 _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)  # then every 64th
 _ALIGNMENT = 256  # bytes: kernels read their inputs in wide words

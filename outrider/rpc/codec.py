@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
+
+from google.protobuf.message import Message
 
 from outrider.errors import InvalidRequestError
-from outrider.types import (
-    FinishReason,
-    RequestStats,
+from outrider.params import (
+    NO_ADVICE,
+    Advice,
+    Constraint,
+    ConstraintKind,
     SamplingParams,
     SpeculationParams,
     StopParams,
-    TokenKind,
+    Verification,
+    VerificationRule,
 )
+from outrider.types import FinishReason, RequestStats, TokenKind, TokenLogprobs
 from outrider.v1 import common_pb2
 
 PROTOCOL_VERSION: Final = 1
 """The version of the Draft stream that this code speaks (Hello, Welcome, GetScorerInfo)."""
 
-VERIFICATION: Final = "coupled"
-
-METHODS: Final = ("draft_model", "ngram")
+METHODS: Final = ("deterministic", "suffix", "draft_model", "ngram")
 """Methods a proposer may name in Hello."""
 
 METHOD_ALIASES: Final = {"inference_with_reference": "ngram"}
-"""Other names that clients may use in `SpeculationParams.method`."""
+"""Other names that clients may use in `SpeculationParams.method` and `methods`."""
 
 KIND_TO_PROTO: Final = {
     TokenKind.PLAIN: common_pb2.TOKEN_KIND_PLAIN,
@@ -38,6 +42,14 @@ FINISH_TO_PROTO: Final = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
+RULE_TO_PROTO: Final = {
+    VerificationRule.COUPLED: common_pb2.VERIFICATION_RULE_COUPLED,
+    VerificationRule.REJECTION: common_pb2.VERIFICATION_RULE_REJECTION,
+    VerificationRule.TYPICAL: common_pb2.VERIFICATION_RULE_TYPICAL,
+    VerificationRule.TOP_P_WINDOW: common_pb2.VERIFICATION_RULE_TOP_P_WINDOW,
+}
+RULE_FROM_PROTO: Final = {value: rule for rule, value in RULE_TO_PROTO.items()}
+
 FINISH_FROM_PROTO: Final = {value: reason for reason, value in FINISH_TO_PROTO.items()}
 
 
@@ -46,24 +58,18 @@ def sampling_from_proto(msg: common_pb2.SamplingParams, *, seed: int) -> Samplin
 
     Raises `InvalidRequestError` for a value out of range.
     """
-    default = SamplingParams()
-    return SamplingParams(
-        temperature=msg.temperature if msg.HasField("temperature") else default.temperature,
-        top_k=msg.top_k if msg.HasField("top_k") else default.top_k,
-        top_p=msg.top_p if msg.HasField("top_p") else default.top_p,
-        min_p=msg.min_p if msg.HasField("min_p") else default.min_p,
-        seed=msg.seed if msg.HasField("seed") else seed,
-    )
+    given = _given(msg, *_SAMPLING_FIELDS)
+    biases = tuple((bias.token_id, bias.bias) for bias in msg.logit_bias)
+    return SamplingParams(**{"seed": seed, **given}, logit_bias=biases)
 
 
 def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
     """Every field set: the receiver need not know our defaults."""
     return common_pb2.SamplingParams(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=params.seed,
+        **{name: getattr(params, name) for name in _SAMPLING_FIELDS},
+        logit_bias=[
+            common_pb2.LogitBias(token_id=token, bias=bias) for token, bias in params.logit_bias
+        ],
     )
 
 
@@ -87,30 +93,114 @@ def stop_to_proto(params: StopParams) -> common_pb2.StopParams:
 
 
 def speculation_from_proto(msg: common_pb2.SpeculationParams) -> SpeculationParams:
-    """An alias of a method becomes its name; method "none" becomes `enabled=False`.
+    """Aliases of methods become their names; method "none" becomes `enabled=False`.
 
     Raises `InvalidRequestError` for a value out of range and for a method that does not exist; a
     method that no attached proposer offers is not an error: the request goes on without drafts.
     """
-    method = METHOD_ALIASES.get(msg.method, msg.method) or None
-    if method not in (None, "none", *METHODS):
+    if msg.method and msg.methods:
+        raise InvalidRequestError("Give method or methods, not both.", param="methods")
+    param = "methods" if msg.methods else "method"
+    named = tuple(msg.methods) if msg.methods else (msg.method,) * bool(msg.method)
+    methods = tuple(METHOD_ALIASES.get(name, name) for name in named)
+    if not {*methods} <= {"none", *METHODS} or ("none" in methods and len(methods) > 1):
         known = ", ".join((*METHODS, *METHOD_ALIASES, "none"))
-        raise InvalidRequestError(f"method must be one of {known}.", param="method")
+        raise InvalidRequestError(f"{param} must be one of {known}.", param=param)
     enabled = msg.enabled if msg.HasField("enabled") else True
-    num_tokens = msg.num_speculative_tokens if msg.HasField("num_speculative_tokens") else None
     return SpeculationParams(
-        enabled=enabled and method != "none",
-        method=None if method == "none" else method,
-        num_speculative_tokens=num_tokens,
+        enabled=enabled and methods != ("none",),
+        methods=() if methods == ("none",) else methods,
+        verification=verification_from_proto(msg.verification),
+        advice=advice_from_proto(msg.advice),
+        **_given(msg, "num_speculative_tokens"),
     )
 
 
 def speculation_to_proto(params: SpeculationParams) -> common_pb2.SpeculationParams:
     return common_pb2.SpeculationParams(
         enabled=params.enabled,
-        method=params.method,
+        methods=params.methods,
         num_speculative_tokens=params.num_speculative_tokens,
+        verification=verification_to_proto(params.verification),
+        advice=advice_to_proto(params.advice),
     )
+
+
+def verification_from_proto(msg: common_pb2.Verification) -> Verification:
+    """Raises `InvalidRequestError` for a value out of range or a rule that does not exist."""
+    rule = msg.rule or common_pb2.VERIFICATION_RULE_COUPLED
+    if rule not in RULE_FROM_PROTO:
+        raise InvalidRequestError("verification.rule is unknown.", param="verification")
+    return Verification(RULE_FROM_PROTO[rule], **_given(msg, *_VERIFICATION_FIELDS))
+
+
+def verification_to_proto(params: Verification) -> common_pb2.Verification:
+    return common_pb2.Verification(
+        rule=RULE_TO_PROTO[params.rule],
+        **{name: getattr(params, name) for name in _VERIFICATION_FIELDS},
+    )
+
+
+def advice_from_proto(msg: common_pb2.Advice) -> Advice:
+    """Raises `InvalidRequestError` for a value out of range."""
+    return Advice(
+        token_ids=tuple(msg.token_ids),
+        references=tuple(tuple(reference.token_ids) for reference in msg.references),
+        **_given(msg, "edit", "min_token_match", "max_token_match"),
+    )
+
+
+def advice_to_proto(params: Advice) -> common_pb2.Advice | None:
+    """None where there is none."""
+    if params == NO_ADVICE:
+        return None
+    return common_pb2.Advice(
+        token_ids=params.token_ids,
+        edit=params.edit,
+        min_token_match=params.min_token_match,
+        max_token_match=params.max_token_match,
+        references=[common_pb2.Reference(token_ids=ids) for ids in params.references],
+    )
+
+
+def constraint_from_proto(msg: common_pb2.Constraint) -> Constraint | None:
+    """Raises `InvalidRequestError` for an empty or overlong source."""
+    kind = msg.WhichOneof("kind")
+    if kind is None or (kind == "json_object" and not msg.json_object):
+        return None
+    return Constraint(ConstraintKind(kind), "" if kind == "json_object" else getattr(msg, kind))
+
+
+def constraint_to_proto(constraint: Constraint | None) -> common_pb2.Constraint | None:
+    if constraint is None:
+        return None
+    source: str | bool = constraint.source or True
+    return common_pb2.Constraint(**{constraint.kind.value: source})  # type: ignore[arg-type]
+
+
+def logprobs_to_proto(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
+    return common_pb2.TokenLogprobs(
+        logprob=logprobs.logprob,
+        top_token_ids=[token for token, _ in logprobs.top],
+        top_logprobs=[logprob for _, logprob in logprobs.top],
+    )
+
+
+def logprobs_from_proto(msg: common_pb2.TokenLogprobs) -> TokenLogprobs:
+    top = zip(msg.top_token_ids, msg.top_logprobs, strict=True)
+    return TokenLogprobs(msg.logprob, tuple(top))
+
+
+_SAMPLING_FIELDS: Final = (
+    *("temperature", "top_k", "top_p", "min_p", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+_VERIFICATION_FIELDS: Final = ("epsilon", "alpha", "max_candidate_len", "verify_window")
+
+
+def _given(msg: Message, *names: str) -> dict[str, Any]:
+    """The optional fields that are set."""
+    return {name: getattr(msg, name) for name in names if msg.HasField(name)}
 
 
 def usage(stats: RequestStats) -> common_pb2.Usage:
@@ -150,7 +240,9 @@ def aux_info(
         proposer_ids=stats.proposer_ids,
         scorer_id=scorer_id,
         retries=retries,
-        verification=VERIFICATION,
+        verification=stats.verification.value,
+        exact=stats.verification.exact,
+        by_method=[common_pb2.MethodCounts(**counts._asdict()) for counts in stats.by_method],
         preemptions=stats.preemptions,
         rounds_after_hit=stats.rounds_after_hit,
         hits_after_hit=stats.hits_after_hit,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\xb5\x01\n\x0c\x44raftRequest\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.outrider.v1.HelloH\x00\x12)\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x17.outrider.v1.BlockBatchH\x00\x12!\n\x04lost\x18\x03 \x01(\x0b\x32\x11.outrider.v1.LostH\x00\x12\'\n\x07goodbye\x18\x04 \x01(\x0b\x32\x14.outrider.v1.GoodbyeH\x00\x42\t\n\x07message\"r\n\rDraftResponse\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.outrider.v1.WelcomeH\x00\x12-\n\x08sessions\x18\x02 \x01(\x0b\x32\x19.outrider.v1.SessionBatchH\x00\x42\t\n\x07message\"\xff\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bproposer_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0e\n\x06method\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x07 \x01(\t\x12\x14\n\x0cmax_sessions\x18\x08 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\t \x01(\r\x12\x15\n\rmax_model_len\x18\n \x01(\r\x12\x0c\n\x04pool\x18\x0b \x01(\t\x12\x12\n\nruns_ahead\x18\x0c \x01(\x08\"d\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tscorer_id\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x18\n\x10max_block_tokens\x18\x04 \x01(\r\"\x8b\x01\n\x0cSessionBatch\x12 \n\x05opens\x18\x01 \x03(\x0b\x32\x11.outrider.v1.Open\x12$\n\x07\x63ommits\x18\x02 \x03(\x0b\x32\x13.outrider.v1.Commit\x12\"\n\x06\x63loses\x18\x03 \x03(\x0b\x32\x12.outrider.v1.Close\x12\x0f\n\x07step_us\x18\x04 \x01(\r\"\xa5\x01\n\x04Open\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06prefix\x18\x03 \x03(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x0f\n\x07max_len\x18\x06 \x01(\r\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\"d\n\x06\x43ommit\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\"\'\n\x05\x43lose\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"0\n\nBlockBatch\x12\"\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x12.outrider.v1.Block\"o\n\x05\x42lock\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0f\n\x07parents\x18\x05 \x03(\x11\x12\x10\n\x08\x64raft_us\x18\x06 \x01(\r\"&\n\x04Lost\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\t\n\x07Goodbyeb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\xb5\x01\n\x0c\x44raftRequest\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.outrider.v1.HelloH\x00\x12)\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x17.outrider.v1.BlockBatchH\x00\x12!\n\x04lost\x18\x03 \x01(\x0b\x32\x11.outrider.v1.LostH\x00\x12\'\n\x07goodbye\x18\x04 \x01(\x0b\x32\x14.outrider.v1.GoodbyeH\x00\x42\t\n\x07message\"r\n\rDraftResponse\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.outrider.v1.WelcomeH\x00\x12-\n\x08sessions\x18\x02 \x01(\x0b\x32\x19.outrider.v1.SessionBatchH\x00\x42\t\n\x07message\"\x90\x02\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bproposer_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0e\n\x06method\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x07 \x01(\t\x12\x14\n\x0cmax_sessions\x18\x08 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\t \x01(\r\x12\x15\n\rmax_model_len\x18\n \x01(\r\x12\x0c\n\x04pool\x18\x0b \x01(\t\x12\x12\n\nruns_ahead\x18\x0c \x01(\x08\x12\x0f\n\x07methods\x18\r \x03(\t\"d\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tscorer_id\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x18\n\x10max_block_tokens\x18\x04 \x01(\r\"\x8b\x01\n\x0cSessionBatch\x12 \n\x05opens\x18\x01 \x03(\x0b\x32\x11.outrider.v1.Open\x12$\n\x07\x63ommits\x18\x02 \x03(\x0b\x32\x13.outrider.v1.Commit\x12\"\n\x06\x63loses\x18\x03 \x03(\x0b\x32\x12.outrider.v1.Close\x12\x0f\n\x07step_us\x18\x04 \x01(\r\"\xd2\x02\n\x04Open\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06prefix\x18\x03 \x03(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x0f\n\x07max_len\x18\x06 \x01(\r\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12#\n\x06\x61\x64vice\x18\x08 \x01(\x0b\x32\x13.outrider.v1.Advice\x12+\n\nconstraint\x18\t \x01(\x0b\x32\x17.outrider.v1.Constraint\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x0f\n\x07methods\x18\x0b \x03(\t\x12\x38\n\x11verification_rule\x18\x0c \x01(\x0e\x32\x1d.outrider.v1.VerificationRule\"d\n\x06\x43ommit\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\"\'\n\x05\x43lose\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"0\n\nBlockBatch\x12\"\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x12.outrider.v1.Block\"\xb3\x01\n\x05\x42lock\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0f\n\x07parents\x18\x05 \x03(\x11\x12\x10\n\x08\x64raft_us\x18\x06 \x01(\r\x12,\n\x0b\x64raft_probs\x18\x07 \x03(\x0b\x32\x17.outrider.v1.DraftProbs\x12\x14\n\x0cmethod_index\x18\x08 \x01(\r\".\n\nDraftProbs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05probs\x18\x02 \x01(\x0c\"&\n\x04Lost\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\t\n\x07Goodbyeb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,23 +37,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTRESPONSE']._serialized_start=250
   _globals['_DRAFTRESPONSE']._serialized_end=364
   _globals['_HELLO']._serialized_start=367
-  _globals['_HELLO']._serialized_end=622
-  _globals['_WELCOME']._serialized_start=624
-  _globals['_WELCOME']._serialized_end=724
-  _globals['_SESSIONBATCH']._serialized_start=727
-  _globals['_SESSIONBATCH']._serialized_end=866
-  _globals['_OPEN']._serialized_start=869
-  _globals['_OPEN']._serialized_end=1034
-  _globals['_COMMIT']._serialized_start=1036
-  _globals['_COMMIT']._serialized_end=1136
-  _globals['_CLOSE']._serialized_start=1138
-  _globals['_CLOSE']._serialized_end=1177
-  _globals['_BLOCKBATCH']._serialized_start=1179
-  _globals['_BLOCKBATCH']._serialized_end=1227
-  _globals['_BLOCK']._serialized_start=1229
-  _globals['_BLOCK']._serialized_end=1340
-  _globals['_LOST']._serialized_start=1342
-  _globals['_LOST']._serialized_end=1380
-  _globals['_GOODBYE']._serialized_start=1382
-  _globals['_GOODBYE']._serialized_end=1391
+  _globals['_HELLO']._serialized_end=639
+  _globals['_WELCOME']._serialized_start=641
+  _globals['_WELCOME']._serialized_end=741
+  _globals['_SESSIONBATCH']._serialized_start=744
+  _globals['_SESSIONBATCH']._serialized_end=883
+  _globals['_OPEN']._serialized_start=886
+  _globals['_OPEN']._serialized_end=1224
+  _globals['_COMMIT']._serialized_start=1226
+  _globals['_COMMIT']._serialized_end=1326
+  _globals['_CLOSE']._serialized_start=1328
+  _globals['_CLOSE']._serialized_end=1367
+  _globals['_BLOCKBATCH']._serialized_start=1369
+  _globals['_BLOCKBATCH']._serialized_end=1417
+  _globals['_BLOCK']._serialized_start=1420
+  _globals['_BLOCK']._serialized_end=1599
+  _globals['_DRAFTPROBS']._serialized_start=1601
+  _globals['_DRAFTPROBS']._serialized_end=1647
+  _globals['_LOST']._serialized_start=1649
+  _globals['_LOST']._serialized_end=1687
+  _globals['_GOODBYE']._serialized_start=1689
+  _globals['_GOODBYE']._serialized_end=1698
 # @@protoc_insertion_point(module_scope)

@@ -28,7 +28,7 @@ class DraftResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., sessions: _Optional[_Union[SessionBatch, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "proposer_id", "incarnation", "method", "model", "vocab_size", "tokenizer_hash", "max_sessions", "max_draft_tokens", "max_model_len", "pool", "runs_ahead")
+    __slots__ = ("protocol_version", "proposer_id", "incarnation", "method", "model", "vocab_size", "tokenizer_hash", "max_sessions", "max_draft_tokens", "max_model_len", "pool", "runs_ahead", "methods")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     PROPOSER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class Hello(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     RUNS_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    METHODS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     proposer_id: str
     incarnation: int
@@ -53,7 +54,8 @@ class Hello(_message.Message):
     max_model_len: int
     pool: str
     runs_ahead: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., proposer_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., method: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_sessions: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., pool: _Optional[str] = ..., runs_ahead: _Optional[bool] = ...) -> None: ...
+    methods: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, protocol_version: _Optional[int] = ..., proposer_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., method: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_sessions: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., pool: _Optional[str] = ..., runs_ahead: _Optional[bool] = ..., methods: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("protocol_version", "scorer_id", "vocab_size", "max_block_tokens")
@@ -80,7 +82,7 @@ class SessionBatch(_message.Message):
     def __init__(self, opens: _Optional[_Iterable[_Union[Open, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[Close, _Mapping]]] = ..., step_us: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "epoch", "prefix", "sampling", "num_draft_tokens", "max_len", "traceparent")
+    __slots__ = ("session", "epoch", "prefix", "sampling", "num_draft_tokens", "max_len", "traceparent", "advice", "constraint", "tenant", "methods", "verification_rule")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PREFIX_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +90,11 @@ class Open(_message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_LEN_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    ADVICE_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    METHODS_FIELD_NUMBER: _ClassVar[int]
+    VERIFICATION_RULE_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     prefix: _containers.RepeatedScalarFieldContainer[int]
@@ -95,7 +102,12 @@ class Open(_message.Message):
     num_draft_tokens: int
     max_len: int
     traceparent: str
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., prefix: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., max_len: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    advice: _common_pb2.Advice
+    constraint: _common_pb2.Constraint
+    tenant: str
+    methods: _containers.RepeatedScalarFieldContainer[str]
+    verification_rule: _common_pb2.VerificationRule
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., prefix: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., max_len: _Optional[int] = ..., traceparent: _Optional[str] = ..., advice: _Optional[_Union[_common_pb2.Advice, _Mapping]] = ..., constraint: _Optional[_Union[_common_pb2.Constraint, _Mapping]] = ..., tenant: _Optional[str] = ..., methods: _Optional[_Iterable[str]] = ..., verification_rule: _Optional[_Union[_common_pb2.VerificationRule, str]] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("session", "epoch", "base_len", "tokens", "num_draft_tokens")
@@ -126,20 +138,32 @@ class BlockBatch(_message.Message):
     def __init__(self, blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ...) -> None: ...
 
 class Block(_message.Message):
-    __slots__ = ("session", "epoch", "base_len", "token_ids", "parents", "draft_us")
+    __slots__ = ("session", "epoch", "base_len", "token_ids", "parents", "draft_us", "draft_probs", "method_index")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BASE_LEN_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_US_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
+    METHOD_INDEX_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     base_len: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     parents: _containers.RepeatedScalarFieldContainer[int]
     draft_us: int
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., draft_us: _Optional[int] = ...) -> None: ...
+    draft_probs: _containers.RepeatedCompositeFieldContainer[DraftProbs]
+    method_index: int
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., base_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., draft_us: _Optional[int] = ..., draft_probs: _Optional[_Iterable[_Union[DraftProbs, _Mapping]]] = ..., method_index: _Optional[int] = ...) -> None: ...
+
+class DraftProbs(_message.Message):
+    __slots__ = ("token_ids", "probs")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROBS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    probs: bytes
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., probs: _Optional[bytes] = ...) -> None: ...
 
 class Lost(_message.Message):
     __slots__ = ("session", "epoch")

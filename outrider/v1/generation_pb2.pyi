@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "tokens", "chat", "sampling", "stop", "stop_strings", "speculation", "aux_info", "request_id")
+    __slots__ = ("model", "text", "tokens", "chat", "sampling", "stop", "stop_strings", "speculation", "aux_info", "request_id", "constraint", "top_logprobs")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,8 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     AUX_INFO_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     tokens: TokenPrompt
@@ -29,7 +31,9 @@ class GenerateRequest(_message.Message):
     speculation: _common_pb2.SpeculationParams
     aux_info: bool
     request_id: str
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., stop_strings: _Optional[_Iterable[str]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ..., aux_info: _Optional[bool] = ..., request_id: _Optional[str] = ...) -> None: ...
+    constraint: _common_pb2.Constraint
+    top_logprobs: int
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., stop_strings: _Optional[_Iterable[str]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationParams, _Mapping]] = ..., aux_info: _Optional[bool] = ..., request_id: _Optional[str] = ..., constraint: _Optional[_Union[_common_pb2.Constraint, _Mapping]] = ..., top_logprobs: _Optional[int] = ...) -> None: ...
 
 class TokenPrompt(_message.Message):
     __slots__ = ("token_ids",)
@@ -52,14 +56,16 @@ class ChatMessage(_message.Message):
     def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
 
 class OutputToken(_message.Message):
-    __slots__ = ("id", "kind", "text")
+    __slots__ = ("id", "kind", "text", "logprobs")
     ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     id: int
     kind: _common_pb2.TokenKind
     text: str
-    def __init__(self, id: _Optional[int] = ..., kind: _Optional[_Union[_common_pb2.TokenKind, str]] = ..., text: _Optional[str] = ...) -> None: ...
+    logprobs: _common_pb2.TokenLogprobs
+    def __init__(self, id: _Optional[int] = ..., kind: _Optional[_Union[_common_pb2.TokenKind, str]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "text", "tokens", "finish_reason", "usage", "aux_info")

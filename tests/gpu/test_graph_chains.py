@@ -26,7 +26,7 @@ from outrider.engine.cuda.graphs import CudaGraphs  # noqa: E402
 from outrider.engine.loader import build_paged_model  # noqa: E402
 from outrider.engine.paged_model import PagedModel  # noqa: E402
 from outrider.engine.sampling import SamplingBatch  # noqa: E402
-from outrider.types import SamplingParams  # noqa: E402
+from outrider.params import SamplingParams  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

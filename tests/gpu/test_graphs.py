@@ -29,7 +29,8 @@ from outrider.engine.runner import Runner, StepRunner
 from outrider.engine.static_step import make_buckets
 from outrider.errors import ConfigError
 from outrider.models.resolve import resolve_model
-from outrider.types import Request, SamplingParams, StopParams, TokenIds
+from outrider.params import SamplingParams, StopParams, TokenIds
+from outrider.types import Request
 from scorer_service.device import StepLimits, record_steps, size_cache
 from tests.support.architectures import ARCHITECTURES, random_model
 

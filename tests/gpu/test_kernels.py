@@ -36,7 +36,7 @@ from outrider.engine.sdpa import SdpaAttention  # noqa: E402
 from outrider.engine.verifier import VerifyBatch  # noqa: E402
 from outrider.engine.verifier import choose_and_verify as torch_choose_and_verify  # noqa: E402
 from outrider.errors import ConfigError  # noqa: E402
-from outrider.types import SamplingParams  # noqa: E402
+from outrider.params import SamplingParams  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

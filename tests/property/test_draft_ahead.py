@@ -13,7 +13,8 @@ from outrider.config import EngineConfig
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.policy import Policy
-from outrider.types import Request, SamplingParams, StopParams
+from outrider.params import SamplingParams, StopParams
+from outrider.types import Request
 from tests.support.hash_model import HashModel, Sequential
 from tests.support.simulation import VOCAB, Net, World, draft_model, ngram
 

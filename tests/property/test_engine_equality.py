@@ -18,15 +18,8 @@ from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.engine import Engine
 from outrider.engine.policy import Policy
 from outrider.errors import InternalError
-from outrider.types import (
-    Commit,
-    FinishReason,
-    Request,
-    SamplingParams,
-    SpeculationParams,
-    StopParams,
-    TokenKind,
-)
+from outrider.params import SamplingParams, SpeculationParams, StopParams
+from outrider.types import Commit, FinishReason, Request, TokenKind
 from tests.support.hash_model import HashModel, Sequential
 
 VOCAB = 24

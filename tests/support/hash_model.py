@@ -15,7 +15,8 @@ from torch import Tensor
 
 from outrider.engine.batch import PackedBatch
 from outrider.engine.sampling import SamplingBatch, sample
-from outrider.types import FinishReason, Request, SamplingParams
+from outrider.params import SamplingParams
+from outrider.types import FinishReason, Request
 
 MASK = np.uint64(0xFFFFFFFF)
 

@@ -26,7 +26,7 @@ from outrider.engine.batch import RowSlice
 from outrider.engine.block_pool import BlockPool
 from outrider.engine.loader import build_paged_model
 from outrider.engine.sampling import SamplingBatch, gumbel_noise, process_logits, sample
-from outrider.types import SamplingParams
+from outrider.params import SamplingParams
 from tests.support.hash_model import HashModel
 
 SAMPLINGS = (

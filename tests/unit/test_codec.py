@@ -9,15 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import InvalidRequestError
-from outrider.rpc import codec
-from outrider.types import (
-    FinishReason,
-    RequestStats,
+from outrider.params import (
+    Advice,
+    Constraint,
+    ConstraintKind,
     SamplingParams,
     SpeculationParams,
     StopParams,
-    TokenKind,
+    Verification,
+    VerificationRule,
 )
+from outrider.rpc import codec
+from outrider.types import FinishReason, MethodCounts, RequestStats, TokenKind, TokenLogprobs
 from outrider.v1 import common_pb2
 
 UNIT = st.floats(0, 1, width=32)
@@ -28,12 +31,39 @@ SAMPLING = st.builds(
     top_p=UNIT.filter(lambda value: value > 0),
     min_p=UNIT,
     seed=st.integers(0, 2**64 - 1),
+    presence_penalty=st.floats(-2, 2, width=32),
+    frequency_penalty=st.floats(-2, 2, width=32),
+    repetition_penalty=st.floats(0, 10, width=32, exclude_min=True),
+    logit_bias=st.dictionaries(
+        st.integers(0, 2**32 - 1), st.floats(-100, 100, width=32), max_size=8
+    ).map(lambda biases: tuple(biases.items())),
+)
+TOKEN_IDS = st.lists(st.integers(0, 2**32 - 1), max_size=5).map(tuple)
+VERIFICATION = st.builds(
+    Verification,
+    rule=st.sampled_from(VerificationRule),
+    epsilon=UNIT.filter(lambda value: value > 0),
+    alpha=UNIT.filter(lambda value: value > 0),
+    max_candidate_len=st.integers(1, 256),
+    verify_window=st.integers(1, 128),
+)
+ADVICE = st.integers(1, 64).flatmap(
+    lambda least: st.builds(
+        Advice,
+        token_ids=TOKEN_IDS,
+        edit=st.booleans(),
+        min_token_match=st.just(least),
+        max_token_match=st.integers(least, 64),
+        references=st.lists(TOKEN_IDS, max_size=3).map(tuple),
+    )
 )
 SPECULATION = st.builds(
     SpeculationParams,
     enabled=st.booleans(),
-    method=st.sampled_from([None, "draft_model", "ngram"]),
+    methods=st.lists(st.sampled_from(codec.METHODS), unique=True).map(tuple),
     num_speculative_tokens=st.none() | st.integers(0, 128),
+    verification=VERIFICATION,
+    advice=ADVICE,
 )
 
 
@@ -84,6 +114,17 @@ def test_unset_is_the_default_and_zero_is_zero() -> None:
         (common_pb2.SamplingParams(top_k=2**31), "top_k"),
         (common_pb2.SamplingParams(top_p=0), "top_p"),
         (common_pb2.SamplingParams(min_p=1.5), "min_p"),
+        (common_pb2.SamplingParams(presence_penalty=2.5), "presence_penalty"),
+        (common_pb2.SamplingParams(frequency_penalty=-3), "frequency_penalty"),
+        (common_pb2.SamplingParams(repetition_penalty=0), "repetition_penalty"),
+        (
+            common_pb2.SamplingParams(logit_bias=[common_pb2.LogitBias(token_id=1, bias=101)]),
+            "logit_bias",
+        ),
+        (
+            common_pb2.SamplingParams(logit_bias=[common_pb2.LogitBias(token_id=1)] * 2),
+            "logit_bias",
+        ),
     ],
 )
 def test_a_value_out_of_range_names_its_field(
@@ -107,12 +148,48 @@ def test_method_names_resolve() -> None:
     def resolve(method: str) -> SpeculationParams:
         return codec.speculation_from_proto(common_pb2.SpeculationParams(method=method))
 
-    assert resolve("inference_with_reference").method == "ngram"
+    assert resolve("inference_with_reference").methods == ("ngram",)
     assert resolve("none") == SpeculationParams(enabled=False)
-    assert resolve("ngram") == SpeculationParams(method="ngram")
+    assert resolve("ngram") == SpeculationParams(methods=("ngram",))
     with pytest.raises(InvalidRequestError, match="draft_model, ngram") as caught:
         resolve("telepathy")
     assert caught.value.param == "method"
+
+
+def test_several_methods_keep_their_order() -> None:
+    def resolve(*methods: str, method: str | None = None) -> SpeculationParams:
+        return codec.speculation_from_proto(
+            common_pb2.SpeculationParams(methods=methods, method=method)
+        )
+
+    assert resolve("suffix", "draft_model").methods == ("suffix", "draft_model")
+    assert resolve("none") == SpeculationParams(enabled=False)
+    for bad in (("ngram", "none"), ("ngram", "inference_with_reference"), ("ngram", "magic")):
+        with pytest.raises(InvalidRequestError) as caught:
+            resolve(*bad)
+        assert caught.value.param == "methods"
+    with pytest.raises(InvalidRequestError, match="not both"):
+        resolve("ngram", method="ngram")
+
+
+@pytest.mark.parametrize("kind", ConstraintKind)
+def test_constraint_survives_the_wire(kind: ConstraintKind) -> None:
+    constraint = Constraint(kind, "" if kind is ConstraintKind.JSON_OBJECT else "{}")
+    message = codec.constraint_to_proto(constraint)
+    assert message is not None
+    assert codec.constraint_from_proto(message) == constraint
+
+
+def test_an_empty_constraint_is_refused_and_none_is_none() -> None:
+    assert codec.constraint_from_proto(common_pb2.Constraint()) is None
+    with pytest.raises(InvalidRequestError) as caught:
+        codec.constraint_from_proto(common_pb2.Constraint(regex=""))
+    assert caught.value.param == "regex"
+
+
+def test_logprobs_survive_the_wire() -> None:
+    logprobs = TokenLogprobs(-0.5, ((7, -0.5), (3, -1.25)))
+    assert codec.logprobs_from_proto(codec.logprobs_to_proto(logprobs)) == logprobs
 
 
 def test_every_enum_value_has_its_counterpart() -> None:
@@ -127,6 +204,8 @@ def test_aux_info_carries_every_statistic() -> None:
     for i, field in enumerate(dataclasses.fields(RequestStats), start=1):
         values[field.name] = (str(i),) if field.name == "proposer_ids" else i
     values["accepted_per_pos"], values["k_histogram"] = (3, 2), (1, 0, 4)
+    values["by_method"] = (MethodCounts("ngram", 5, 3),)
+    values["verification"] = VerificationRule.REJECTION
     stats = RequestStats(**values)  # type: ignore[arg-type]
     info = codec.aux_info(stats, cost_time_ms=12.5, scorer_id="s", retries=2)
     renamed = {"output_tokens": "output_len", "prompt_tokens": None}
@@ -134,7 +213,13 @@ def test_aux_info_carries_every_statistic() -> None:
         name = renamed.get(field.name, field.name)
         if name is not None:
             ours, theirs = getattr(stats, field.name), getattr(info, name)
-            assert (tuple(theirs) if isinstance(ours, tuple) else theirs) == ours, name
+            match name:
+                case "verification":
+                    assert (theirs, info.exact) == (ours.value, ours.exact)
+                case "by_method":
+                    assert [(c.method, c.drafted, c.accepted) for c in theirs] == list(ours)
+                case _:
+                    assert (tuple(theirs) if isinstance(ours, tuple) else theirs) == ours, name
     assert info.avg_tokens_per_iter == stats.output_tokens / stats.iter_count
     assert (info.cost_time, info.scorer_id, info.retries) == (12.5, "s", 2)
     unset = [

@@ -18,7 +18,7 @@ from outrider.drafting.proposer import DraftRound
 from outrider.engine.loader import build_paged_model
 from outrider.engine.sampling import SamplingBatch, sample
 from outrider.errors import ConfigError
-from outrider.types import SamplingParams
+from outrider.params import SamplingParams
 from tests.support.hash_model import HashModel
 
 GREEDY = SamplingParams(temperature=0.0)

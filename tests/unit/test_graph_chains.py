@@ -14,7 +14,7 @@ from outrider.drafting.draft_steps import ReadyRow, draft_chains, draft_forks
 from outrider.drafting.graph_chains import GraphChains, TorchDraws, make_shapes
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.paged_model import PagedModel
-from outrider.types import SamplingParams
+from outrider.params import SamplingParams
 from proposer_service.device import loop_shapes
 from tests.support.recordable import RecordableHashModel, recordable_llama, rerun
 

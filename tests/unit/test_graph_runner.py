@@ -25,7 +25,8 @@ from outrider.engine.scheduler import ScheduledRow, Step
 from outrider.engine.sequence import Drafting, Sequence
 from outrider.engine.static_step import Bucket, StaticInputs, StaticSizes, cuts, make_buckets
 from outrider.engine.verifier import choose_and_verify
-from outrider.types import Request, SamplingParams
+from outrider.params import SamplingParams
+from outrider.types import Request
 from tests.property.test_engine_equality import EOS, MAX_LEN, VOCAB, Scenario, configs
 from tests.support.architectures import ARCHITECTURES, random_model
 from tests.support.hash_model import HashModel, context_hash

@@ -9,13 +9,12 @@ from prometheus_client import CollectorRegistry
 
 from outrider.draft_tree import DraftTree
 from outrider.errors import CapacityError, InternalError, UnavailableError
+from outrider.params import SamplingParams, SpeculationParams
 from outrider.types import (
     Commit,
     Failure,
     FinishReason,
     Request,
-    SamplingParams,
-    SpeculationParams,
     StepEvents,
     StepTimings,
     TokenKind,
@@ -144,7 +143,7 @@ async def test_limits_of_request_and_proposer_both_count() -> None:
     for off in (
         SpeculationParams(enabled=False),
         SpeculationParams(num_speculative_tokens=0),
-        SpeculationParams(method="ngram"),
+        SpeculationParams(methods=("ngram",)),
     ):
         assert bench.submit(speculation=off).id not in bench.worker.drafting
 

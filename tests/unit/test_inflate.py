@@ -13,7 +13,7 @@ from benchmarks import prompts
 from benchmarks.inflate import Inflation, ShapeError, divergences
 from outrider.engine.sampling import SamplingBatch, sample
 from outrider.models.resolve import resolve_model
-from outrider.types import SamplingParams
+from outrider.params import SamplingParams
 
 VOCAB = 96
 LARGE = {

@@ -32,7 +32,7 @@ from outrider.engine.batch import RowSlice
 from outrider.engine.loader import load_model
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.sampling import SamplingBatch, sample, seed_keys
-from outrider.types import SamplingParams
+from outrider.params import SamplingParams
 from proposer_service.config import DraftModelConfig, ProposerConfig
 from proposer_service.methods import build_proposer
 

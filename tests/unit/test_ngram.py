@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from outrider.drafting.ngram import NgramProposer
 from outrider.errors import ConfigError
-from outrider.types import SamplingParams
+from outrider.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 

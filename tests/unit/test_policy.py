@@ -13,14 +13,8 @@ from outrider.draft_tree import DraftTree
 from outrider.engine.adaptive import AdaptivePolicy, StepTimes
 from outrider.engine.engine import Engine
 from outrider.engine.policy import FIRST_PATIENCE_S, FIRST_REST, Policy
-from outrider.types import (
-    Commit,
-    Request,
-    RequestStats,
-    SamplingParams,
-    SpeculationParams,
-    StopParams,
-)
+from outrider.params import SamplingParams, SpeculationParams, StopParams
+from outrider.types import Commit, Request, RequestStats
 from tests.support.hash_model import HashModel, Sequential
 from tests.support.simulation import Net, World, draft_model
 
@@ -243,7 +237,6 @@ def test_a_useful_block_brings_a_proposer_back_at_once() -> None:
     "speculation",
     [
         SpeculationParams(enabled=False),
-        SpeculationParams(method="none"),
         SpeculationParams(num_speculative_tokens=0),
     ],
 )

@@ -19,7 +19,7 @@ from outrider.engine.sampling import (
     sample,
     seed_keys,
 )
-from outrider.types import SamplingParams
+from outrider.params import SamplingParams
 
 MASK = 0xFFFFFFFF
 DOCUMENT = Path(__file__).parents[2] / "docs" / "sampling.md"

@@ -7,15 +7,8 @@ from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
 from outrider.engine.policy import Policy
 from outrider.engine.sequence import BlockFate
-from outrider.types import (
-    Commit,
-    FinishReason,
-    Request,
-    SamplingParams,
-    StepEvents,
-    StopParams,
-    TokenKind,
-)
+from outrider.params import SamplingParams, StopParams
+from outrider.types import Commit, FinishReason, Request, StepEvents, TokenKind
 from tests.support.hash_model import HashModel, Sequential
 
 GREEDY = SamplingParams(temperature=0.0)

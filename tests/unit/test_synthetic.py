@@ -9,7 +9,8 @@ from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
 from outrider.engine.runner import Runner
-from outrider.types import Commit, Request, SamplingParams, StopParams
+from outrider.params import SamplingParams, StopParams
+from outrider.types import Commit, Request
 from tests.support.hash_model import HashModel
 
 K = 4

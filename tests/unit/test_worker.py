@@ -28,14 +28,8 @@ from outrider.errors import (
     PromptTooLongError,
     UnavailableError,
 )
-from outrider.types import (
-    Commit,
-    FinishReason,
-    Request,
-    SamplingParams,
-    StepEvents,
-    StopParams,
-)
+from outrider.params import SamplingParams, StopParams
+from outrider.types import Commit, FinishReason, Request, StepEvents
 from tests.support.hash_model import HashModel, Sequential
 
 CONFIG = EngineConfig(page_size=4, num_pages=512, max_model_len=64, max_num_batched_tokens=256)

@@ -18,7 +18,7 @@ from outrider.engine.batch import RowSlice, pack
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.sampling import SamplingBatch, sample
 from outrider.errors import ConfigError
-from outrider.types import SamplingParams
+from outrider.params import SamplingParams
 
 TRIAL_PAGES = 8  # of the KV cache while the rest is measured
 _SLACK = 256 * 2**20  # what the allocator loses to rounding and to steps in another order

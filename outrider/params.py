@@ -1,0 +1,183 @@
+"""What a request asks for beside its prompt. Frozen; built from the wire by `rpc.codec`.
+
+Every constructor raises `InvalidRequestError`, naming the field, for a value out of range.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from outrider.errors import InvalidRequestError
+
+TokenIds = tuple[int, ...]
+
+MAX_SPECULATIVE_TOKENS = 128
+MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+MAX_CONSTRAINT_CHARS = 2**18
+
+
+def require(condition: bool, param: str, allowed: str) -> None:
+    """Raises `InvalidRequestError`: `param` must be `allowed`."""
+    if not condition:
+        raise InvalidRequestError(f"{param} must be {allowed}.", param=param)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the target's next token is chosen; `temperature` 0 is greedy."""
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # uint64
+    presence_penalty: float = 0.0  # per token that the output holds
+    frequency_penalty: float = 0.0  # as often as the output holds it
+    repetition_penalty: float = 1.0  # for tokens that prompt or output hold
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added), each token once
+
+    def __post_init__(self) -> None:
+        require(0.0 <= self.temperature <= 2.0, "temperature", "between 0 and 2")
+        require(0 <= self.top_k < 2**31, "top_k", "0 (off) or a positive number")
+        require(0.0 < self.top_p <= 1.0, "top_p", "greater than 0 and at most 1")
+        require(0.0 <= self.min_p <= 1.0, "min_p", "between 0 and 1")
+        require(0 <= self.seed < 2**64, "seed", "an unsigned 64-bit number")
+        require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "between -2 and 2")
+        require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "between -2 and 2")
+        require(
+            0.0 < self.repetition_penalty <= 10.0,
+            "repetition_penalty",
+            "greater than 0 and at most 10",
+        )
+        tokens = {token for token, _ in self.logit_bias}
+        require(
+            len(tokens) == len(self.logit_bias) <= MAX_LOGIT_BIASES
+            and all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias)
+            and min(tokens, default=0) >= 0,
+            "logit_bias",
+            f"at most {MAX_LOGIT_BIASES} different tokens, each with a bias between -100 and 100",
+        )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether what was written changes what comes next, by more than the model."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StopParams:
+    """When a request ends. A stop token is not part of the output."""
+
+    max_tokens: int = 256
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    min_tokens: int = 0  # before so many no end-of-sequence or stop token is chosen
+
+    def __post_init__(self) -> None:
+        require(1 <= self.max_tokens < 2**31, "max_tokens", "at least 1")
+        require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
+
+
+class ConstraintKind(enum.Enum):
+    """The languages that a constraint can be written in."""
+
+    JSON_OBJECT = "json_object"  # any object; `source` is empty
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "grammar"  # llguidance's Lark dialect
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """The language that the output must lie in."""
+
+    kind: ConstraintKind
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        needed = self.kind is not ConstraintKind.JSON_OBJECT
+        require(bool(self.source) == needed, self.kind.value, "given, and not empty")
+        require(
+            len(self.source) <= MAX_CONSTRAINT_CHARS,
+            self.kind.value,
+            f"at most {MAX_CONSTRAINT_CHARS} characters long",
+        )
+
+
+class VerificationRule(enum.Enum):
+    """Which drafted tokens are accepted; common.proto says what each does."""
+
+    COUPLED = "coupled"
+    REJECTION = "rejection"
+    TYPICAL = "typical"
+    TOP_P_WINDOW = "top_p_window"
+
+    @property
+    def exact(self) -> bool:
+        """Whether the output follows the target's law."""
+        return self in (VerificationRule.COUPLED, VerificationRule.REJECTION)
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """A rule and its settings; those of other rules are not looked at."""
+
+    rule: VerificationRule = VerificationRule.COUPLED
+    epsilon: float = 0.09
+    alpha: float = 0.3
+    max_candidate_len: int = 5
+    verify_window: int = 2
+
+    def __post_init__(self) -> None:
+        require(0.0 < self.epsilon <= 1.0, "epsilon", "greater than 0 and at most 1")
+        require(0.0 < self.alpha <= 1.0, "alpha", "greater than 0 and at most 1")
+        require(1 <= self.max_candidate_len <= 256, "max_candidate_len", "between 1 and 256")
+        require(1 <= self.verify_window <= 128, "verify_window", "between 1 and 128")
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Text that the output is likely to repeat; a hint for methods that copy."""
+
+    token_ids: TokenIds = ()  # what the output is expected to be
+    edit: bool = False  # follow it through insertions, deletions and replacements
+    min_token_match: int = 2
+    max_token_match: int = 2
+    references: tuple[TokenIds, ...] = ()  # documents besides the prompt
+
+    def __post_init__(self) -> None:
+        require(1 <= self.min_token_match <= 64, "sp_min_token_match", "between 1 and 64")
+        require(
+            self.min_token_match <= self.max_token_match <= 64,
+            "sp_max_token_match",
+            "between sp_min_token_match and 64",
+        )
+
+
+NO_ADVICE = Advice()
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationParams:
+    """Per-request control of speculation. No method leaves the choice to the scorer."""
+
+    enabled: bool = True
+    methods: tuple[str, ...] = ()  # the preferred one first
+    num_speculative_tokens: int | None = None
+    verification: Verification = Verification()
+    advice: Advice = NO_ADVICE
+
+    def __post_init__(self) -> None:
+        require(len(set(self.methods)) == len(self.methods), "methods", "different from each other")
+        if self.num_speculative_tokens is not None:
+            require(
+                0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS,
+                "num_speculative_tokens",
+                f"between 0 and {MAX_SPECULATIVE_TOKENS}",
+            )
