@@ -27,7 +27,8 @@ from outrider.errors import (
 from outrider.models.chat_template import Message
 from outrider.models.tokenizer import Tokenizer
 from outrider.params import Constraint, SamplingParams, SpeculationParams, StopParams, TokenIds
-from outrider.rpc.telemetry import Metadata, RequestTimes, Telemetry
+from outrider.rpc.latency import RequestTimes
+from outrider.rpc.telemetry import Metadata, Telemetry
 from outrider.types import FinishReason
 from outrider.v1 import common_pb2
 
@@ -276,7 +277,7 @@ class Generator:
             }
         )
         times = RequestTimes(cost_s, time_to_first_token_s, usage.completion_tokens)
-        self.telemetry.record_request(request.operation, self.config.served_model_name, times)
+        self.telemetry.latency.record(request.operation, self.config.served_model_name, times, span)
         self._metrics.completed(usage, ending.aux_info)
 
 

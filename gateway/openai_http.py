@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -146,9 +145,11 @@ class _OpenAI:
         }
         return JSONResponse(body, 200 if serving else 503)
 
-    async def _metrics(self, _request: Request) -> Response:
-        text = self._generator.telemetry.metrics_text()
-        return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+    async def _metrics(self, request: Request) -> Response:
+        text, content_type = self._generator.telemetry.metrics_text(
+            request.headers.get("accept", "")
+        )
+        return Response(text, headers={"Content-Type": content_type})
 
     async def _body(self, request: Request) -> bytes:
         """The body; raises `BodyTooLargeError` as soon as it is known to be too large."""

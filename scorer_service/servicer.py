@@ -14,7 +14,8 @@ from opentelemetry.trace import Span
 from outrider.engine.worker import EngineWorker
 from outrider.errors import DeadlineError, InvalidRequestError, UnavailableError
 from outrider.rpc import codec, status
-from outrider.rpc.telemetry import EventSampler, RequestTimes, Telemetry, inject
+from outrider.rpc.latency import RequestTimes
+from outrider.rpc.telemetry import EventSampler, Telemetry, inject
 from outrider.types import Commit, Request, TokenKind
 from outrider.v1 import draft_pb2, scorer_pb2, scorer_pb2_grpc
 from scorer_service.config import DraftLimits, ServedModel
@@ -109,7 +110,7 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
         request = _request_from_proto(message, hub.next_session_id(), serving.served)
         span.set_attributes(_request_attributes(request, serving.served))
         session = hub.submit(request, dict(inject(span)).get("traceparent", ""))
-        call = _Call(self._telemetry, serving.served, request, EventSampler(span), started)
+        call = _Call(self._telemetry, serving.served, request, span, started)
         try:
             async with asyncio.timeout(context.time_remaining()):
                 await self._stream(session, call, context)
@@ -166,13 +167,14 @@ class _Call:
         telemetry: Telemetry,
         served: ServedModel,
         request: Request,
-        events: EventSampler,
+        span: Span,
         started: float,
     ) -> None:
         self._telemetry = telemetry
         self._served = served
         self._request = request
-        self._events = events
+        self._span = span
+        self._events = EventSampler(span)
         self._started = started
         self._first_token_s: float | None = None
 
@@ -209,7 +211,9 @@ class _Call:
             )
             if last.finish_reason is not None:
                 times = RequestTimes(elapsed_s, self._first_token_s, last.stats.output_tokens)
-                self._telemetry.record_request("generate", self._served.served_model_name, times)
+                self._telemetry.latency.record(
+                    "generate", self._served.served_model_name, times, self._span
+                )
         return response
 
 

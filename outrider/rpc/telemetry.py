@@ -1,8 +1,7 @@
 """Traces and metrics, wired once per process.
 
-Two kinds of metrics end in one Prometheus registry: `outrider:*` (vLLM's names under our prefix)
-are `prometheus_client` instruments, because OpenTelemetry names cannot hold a colon;
-`gen_ai.server.*` are OpenTelemetry histograms, read through its Prometheus reader.
+Metrics are `prometheus_client` instruments in one registry: OpenTelemetry names cannot hold the
+colon of `outrider:*`.
 """
 
 from __future__ import annotations
@@ -11,41 +10,28 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Final
 
 import prometheus_client
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.view import ExplicitBucketHistogramAggregation, View
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from outrider.errors import ConfigError
+from outrider.rpc.exposition import MetricsServer, encode
+from outrider.rpc.latency import LatencyMetrics
 
 METRIC_PREFIX: Final = "outrider:"
 _OTLP_ENDPOINT: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
-_SECONDS: Final = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
-    *(10.0, 20.0, 40.0, 80.0),
-)
+# The time at which a series began would double their number.
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 _propagator = TraceContextTextMapPropagator()
 
 Attributes = Mapping[str, str | int | float | bool]
 Metadata = Iterable[tuple[str, str | bytes]]
-
-
-@dataclass(frozen=True)
-class RequestTimes:
-    """The `gen_ai.server.*` histograms; times in seconds."""
-
-    duration_s: float
-    time_to_first_token_s: float | None
-    output_tokens: int
 
 
 class Telemetry:
@@ -64,29 +50,9 @@ class Telemetry:
             )
             self.tracer = self._provider.get_tracer("outrider")
         self.registry = prometheus_client.CollectorRegistry()
-        self._reader = PrometheusMetricReader(registry=self.registry, scope_info_enabled=False)
-        self._meters = MeterProvider(
-            metric_readers=[self._reader],
-            resource=resource,
-            views=[
-                View(
-                    instrument_name="gen_ai.server.*",
-                    aggregation=ExplicitBucketHistogramAggregation(_SECONDS),
-                )
-            ],
-            shutdown_on_exit=False,
-        )
-        meter = self._meters.get_meter("outrider")
-        self._duration = meter.create_histogram(
-            "gen_ai.server.request.duration", "s", "End-to-end time of a request."
-        )
-        self._ttft = meter.create_histogram(
-            "gen_ai.server.time_to_first_token", "s", "Time from a request to its first token."
-        )
-        self._tpot = meter.create_histogram(
-            "gen_ai.server.time_per_output_token", "s", "Time per token after the first."
-        )
-        self._http: _MetricsServer | None = None
+        self.latency = LatencyMetrics(self.registry)
+        _build_info(self.registry, service_name)
+        self._http: MetricsServer | None = None
 
     @contextmanager
     def server_span(
@@ -127,29 +93,17 @@ class Telemetry:
         finally:
             span.end()
 
-    def record_request(self, operation: str, model: str, times: RequestTimes) -> None:
-        """One finished request into the `gen_ai.server.*` histograms."""
-        attributes = {
-            "gen_ai.operation.name": operation,
-            "gen_ai.provider.name": "outrider",
-            "gen_ai.request.model": model,
-        }
-        self._duration.record(times.duration_s, attributes)
-        if times.time_to_first_token_s is None:
-            return
-        self._ttft.record(times.time_to_first_token_s, attributes)
-        if times.output_tokens > 1:
-            rest_s = times.duration_s - times.time_to_first_token_s
-            self._tpot.record(rest_s / (times.output_tokens - 1), attributes)
+    def metrics_text(self, accept: str = "") -> tuple[bytes, str]:
+        """The registry and its content type, for a service with an HTTP face of its own.
 
-    def metrics_text(self) -> bytes:
-        """The registry in Prometheus' text format, for a service with an HTTP face of its own."""
-        return prometheus_client.generate_latest(self.registry)
+        OpenMetrics, the only format with exemplars, for a scraper whose Accept header asks for it.
+        """
+        return encode(self.registry, accept)
 
     def serve_metrics(self, host: str, port: int) -> str:
         """Serves /metrics from a thread; returns the URL. Raises `ConfigError` for a taken port."""
         assert self._http is None
-        self._http = _MetricsServer(host, port, self.registry)
+        self._http = MetricsServer(host, port, self.registry)
         return self._http.url
 
     def shutdown(self) -> None:
@@ -160,7 +114,6 @@ class Telemetry:
         if self._provider is not None:
             self._provider.force_flush(timeout_millis=2_000)
             self._provider.shutdown()
-        self._meters.shutdown(timeout_millis=2_000)
 
 
 def configure(service_name: str, *, exporter: SpanExporter | None = None) -> Telemetry:
@@ -209,20 +162,11 @@ class EventSampler:
             self._span.add_event(name, attributes, time.time_ns())
 
 
-class _MetricsServer:
-    def __init__(self, host: str, port: int, registry: prometheus_client.CollectorRegistry) -> None:
-        try:
-            self._server, self._thread = prometheus_client.start_http_server(
-                port, addr=host, registry=registry
-            )
-        except OSError as error:
-            raise ConfigError(
-                f"cannot serve metrics on {host}:{port}: {error.strerror or error}. "
-                "Choose another port, or 0 for a free one."
-            ) from error
-        self.url = f"http://{host}:{self._server.server_port}/metrics"
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(timeout=2)
+def _build_info(registry: prometheus_client.CollectorRegistry, service_name: str) -> None:
+    info = prometheus_client.Gauge(
+        METRIC_PREFIX + "build_info",
+        "1 for each running process, with the version that it runs.",
+        ("component", "version"),
+        registry=registry,
+    )
+    info.labels(service_name.removeprefix("outrider-"), version("outrider")).set(1)

@@ -462,7 +462,7 @@ async def test_metrics_count(scorer: DraftScorer) -> None:
         stream = await scorer.attached()
         stream.send(opens=[open_(1, PERIOD)])
         await stream.next_block()
-        text = service._telemetry.metrics_text().decode()
+        text = service._telemetry.metrics_text()[0].decode()
     assert "outrider:proposer_draft_tokens_total 4.0" in text
     assert "outrider:proposer_cycle_seconds_count 1.0" in text
     assert "outrider:proposer_links 1.0" in text

@@ -8,9 +8,11 @@ import urllib.request
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import Counter
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from outrider.errors import ConfigError
-from outrider.rpc.telemetry import EventSampler, configure, extract, inject
+from outrider.rpc.telemetry import METRIC_PREFIX, EventSampler, configure, extract, inject
 from tests.contract.test_scorer import PROMPT, greedy_truth
 from tests.support.scorer import running_scorer
 from tests.support.scripted_proposer import ScriptedProposer, follow, proposing
@@ -76,8 +78,9 @@ def test_round_events_are_sampled() -> None:
     assert len(numbers) == 64
 
 
-def fetch(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=5) as answer:
+def fetch(url: str, accept: str = "text/plain") -> str:
+    request = urllib.request.Request(url, headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=5) as answer:
         text: str = answer.read().decode()
         return text
 
@@ -120,3 +123,46 @@ async def test_metrics_are_served_with_vllms_names_and_descriptions() -> None:
         if not any(name.startswith(known.removesuffix("_total")) for known in described)
     }
     assert undescribed == set()
+
+
+async def test_latencies_lead_to_the_trace_of_a_request() -> None:
+    spans = InMemorySpanExporter()
+    telemetry = configure("scorer", exporter=spans)
+    url = telemetry.serve_metrics("127.0.0.1", 0)
+    async with running_scorer(telemetry=telemetry) as scorer:
+        await scorer.generate(PROMPT)
+        text = await asyncio.to_thread(fetch, url, "application/openmetrics-text")
+    (span,) = spans.get_finished_spans()
+    exemplars = {
+        family.name: sample.exemplar.labels
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.exemplar is not None
+    }
+    wanted = {
+        "trace_id": trace.format_trace_id(span.context.trace_id),
+        "span_id": trace.format_span_id(span.context.span_id),
+    }
+    histograms = ("request_duration", "time_to_first_token", "time_per_output_token")
+    assert exemplars == {f"gen_ai_server_{name}_seconds": wanted for name in histograms}
+
+
+def test_names_are_the_same_in_both_formats() -> None:
+    """Prometheus asks for OpenMetrics, a reader of the page for text."""
+    telemetry = configure("scorer")
+    Counter(f"{METRIC_PREFIX}things", "Things.", registry=telemetry.registry)
+    text, _ = telemetry.metrics_text()
+    openmetrics, _ = telemetry.metrics_text("application/openmetrics-text;version=1.0.0")
+    for page in (text, openmetrics):
+        assert b"\noutrider:things_total 0.0\n" in page
+
+
+async def test_an_unrecorded_request_leaves_no_exemplar() -> None:
+    telemetry = configure("scorer")
+    async with running_scorer(telemetry=telemetry) as scorer:
+        parent = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"  # recorded by the caller only
+        await scorer.generate(PROMPT, metadata=(("traceparent", parent),))
+        text, content_type = telemetry.metrics_text("application/openmetrics-text")
+    assert content_type.startswith("application/openmetrics-text")
+    assert b"gen_ai_server_request_duration_seconds_count" in text
+    assert b"trace_id" not in text

@@ -1,0 +1,69 @@
+"""/metrics: the registry as Prometheus' text format or as OpenMetrics, and a thread that serves it.
+
+Not `prometheus_client.start_http_server`: in OpenMetrics, the format that Prometheus asks for and
+the only one with exemplars, it turns the colons of metric names into underscores (0.26).
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, openmetrics
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
+
+from outrider.errors import ConfigError
+
+_OPENMETRICS = "application/openmetrics-text"
+
+
+def encode(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
+    """The metrics and their content type, in the format that an Accept header asks for."""
+    if _OPENMETRICS in accept:
+        # The one escaping that leaves names alone. They are valid without any.
+        text = openmetrics.exposition.generate_latest(registry, escaping=ALLOWUTF8)  # type: ignore[no-untyped-call]
+        return text, openmetrics.exposition.CONTENT_TYPE_LATEST
+    return prometheus_client.generate_latest(registry), prometheus_client.CONTENT_TYPE_LATEST
+
+
+class MetricsServer:
+    """Answers GET /metrics from threads of its own. Raises `ConfigError` for a taken port."""
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            timeout = 10  # seconds that a silent client keeps a thread
+
+            def do_GET(self) -> None:
+                text, content_type = encode(registry, self.headers.get("Accept", ""))
+                self.send_response(200)
+                self.send_header("Content-Type", content_type)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            def log_message(self, *_: object) -> None:
+                """Scrapes are not news."""
+
+        class Server(ThreadingHTTPServer):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+        try:
+            self._server = Server((host, port), Handler)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot serve metrics on {host}:{port}: {error.strerror or error}. "
+                "Choose another port, or 0 for a free one."
+            ) from error
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="metrics", daemon=True
+        )
+        self._thread.start()
+        self.url = f"http://{host}:{self._server.server_port}/metrics"
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=2)
