@@ -60,7 +60,7 @@ class Runner:
         rows = [row for row in step.rows if row.slice.num_logits]
         if not rows:
             return torch.empty((0, 1), dtype=torch.int64)
-        drawn = self._draw(logits, rows)
+        drawn = self._draw(_edited(logits, rows), rows)
         counts = [row.slice.num_logits for row in rows]
         width = max(counts)
         if width == 1:
@@ -91,6 +91,20 @@ class Runner:
             params += [row.seq.request.sampling] * count
             positions += range(end - count, end)
         return SamplingBatch.build(params, positions, self.model.device)
+
+
+def _edited(logits: Tensor, rows: list[ScheduledRow]) -> Tensor:
+    """The logits as the rows' editors leave them; float32, and changed in place, if any has one."""
+    if not any(row.seq.editors for row in rows):
+        return logits
+    logits = logits.float()
+    start = 0
+    for row in rows:
+        end = start + row.slice.num_logits
+        for editor in row.seq.editors:
+            editor.edit(logits[start:end], row.draft)
+        start = end
+    return logits
 
 
 class _Lazy:

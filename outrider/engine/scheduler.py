@@ -16,6 +16,7 @@ from outrider.config import EngineConfig
 from outrider.counts import Admission
 from outrider.engine.batch import RowSlice
 from outrider.engine.block_pool import BlockPool
+from outrider.engine.logits import LogitsEditor
 from outrider.engine.policy import Policy
 from outrider.engine.sequence import Sequence, token_kinds
 from outrider.params import TokenIds
@@ -64,7 +65,14 @@ class Scheduler:
         self.by_session: dict[int, Sequence] = {}
         self.wake_at = 0.0  # when `schedule` returned None: ask again then at the latest
 
-    def add(self, request: Request, max_len: int, stop_ids: frozenset[int], now: float) -> None:
+    def add(
+        self,
+        request: Request,
+        max_len: int,
+        stop_ids: frozenset[int],
+        now: float,
+        editors: tuple[LogitsEditor, ...] = (),
+    ) -> None:
         """Queues a request."""
         seq = Sequence(
             request,
@@ -72,6 +80,7 @@ class Scheduler:
             stop_ids=stop_ids,
             drafting=self.policy.drafting(request),
             submitted_at=now,
+            editors=editors,
         )
         self.by_session[seq.session_id] = seq
         self.waiting.append(seq)

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from outrider.draft_tree import DraftTree
 from outrider.engine.block_pool import ROOT_HASH, PageHash, page_hash
+from outrider.engine.logits import LogitsEditor
 from outrider.params import TokenIds
 from outrider.types import FinishReason, Request, RequestStats, TokenKind
 
@@ -107,12 +108,14 @@ class Sequence:
         stop_ids: frozenset[int],
         drafting: Drafting,
         submitted_at: float,
+        editors: tuple[LogitsEditor, ...] = (),
     ) -> None:
         self.request = request
         self.session_id = request.session_id
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_len = max_len  # committed tokens it can reach
         self.stop_ids = stop_ids
+        self.editors = editors  # of its logits, in this order; none: the logits are the model's
         self.token_ids: list[int] = list(request.prompt_token_ids)
         self.num_computed = 0
         self.block_table: list[int] = []
@@ -178,6 +181,8 @@ class Sequence:
         """
         base_len = len(self.token_ids)
         self.token_ids += emitted
+        for editor in self.editors:
+            editor.commit(tuple(emitted))
         if self.draft is None:
             return False
         if self.drafting.runs_ahead:

@@ -131,7 +131,7 @@ class _Constants:
     pages: NDArray[Any]  # int32: `table` as far as it was known, then the scratch page
     temperature: float
     keys: NDArray[Any]  # int64 [2]
-    cuts: bool
+    apart: bool  # drawing its tokens takes more than is recorded
     num_pages: int = 0
 
 
@@ -164,7 +164,7 @@ class StaticInputs:
         self._tables.fill(sizes.scratch_page)
         self._flat_tables = self._tables.ravel()
         pages = np.full(sizes.table_width, sizes.scratch_page, np.int32)
-        self._inert = _Constants((), pages, 0.0, np.zeros(2, np.int64), cuts=False)
+        self._inert = _Constants((), pages, 0.0, np.zeros(2, np.int64), apart=False)
         self._known: dict[object, _Constants] = {}  # by sequence
         self._at: list[_Constants] = [self._inert] * rows  # what each row of the buffer holds,
         self._lengths = [0] * rows  # and so much of its table
@@ -203,9 +203,9 @@ class StaticInputs:
     def fill(self, rows: Sequence[ScheduledRow], bucket: Bucket) -> bool:
         """Writes a step's rows, and inert ones after them, to the host's buffer.
 
-        Nothing may be copying from it. Returns whether drawing a row's tokens cuts any.
+        Nothing may be copying from it. Returns whether drawing takes more than is recorded.
         """
-        sizes, query_len, any_cuts = self._sizes, bucket.query_len, False
+        sizes, query_len, any_apart = self._sizes, bucket.query_len, False
         slices = [row.slice for row in rows]
         tokens, starts, tables, _ = zip(*slices, strict=True) if rows else ((),) * 4
         for i, table in enumerate(tables):
@@ -217,7 +217,7 @@ class StaticInputs:
                 self._place(i, constants)
             if self._lengths[i] < len(table):
                 self._grow(i, constants)
-            any_cuts = any_cuts or constants.cuts
+            any_apart = any_apart or constants.apart
         for i in range(len(rows), bucket.rows):
             if self._at[i] is not self._inert:
                 self._place(i, self._inert)
@@ -247,7 +247,7 @@ class StaticInputs:
             to.input_ids.fill(0)
             to.input_ids[real] = flat
             to.slots[~real] = sizes.scratch_page * sizes.page_size
-        return any_cuts
+        return any_apart
 
     def _view(self, bucket: Bucket) -> _BucketViews:
         if bucket in self._views:
@@ -276,7 +276,7 @@ class StaticInputs:
             pages=np.full(self._sizes.table_width, self._sizes.scratch_page, np.int32),
             temperature=params.temperature,
             keys=seed_keys([params.seed])[0].numpy(),
-            cuts=cuts(params),
+            apart=bool(row.seq.editors) or cuts(params),
         )
         return constants
 

@@ -96,13 +96,13 @@ class GraphRunner:
         if bucket is None:
             return self._runner.launch(step)
         recorded = self._recorded[bucket]
-        any_cuts = self._inputs.fill(step.rows, bucket)
+        any_apart = self._inputs.fill(step.rows, bucket)
         self._marks.mark(0)
         self._inputs.copy(bucket)
         recorded.work()
         self._marks.mark(1)
         verified, on_host = recorded.verified, recorded.on_host
-        if any_cuts:  # sorts, of a size that follows the numbers: not recorded
+        if any_apart:  # sorts and edits, of a size that follows the numbers: not recorded
             verified = self._runner.verify(step, self._real_logits(step, bucket))
             on_host = self._on_host[: verified.numel()].view(verified.shape)
         on_host.copy_(verified, non_blocking=True)
