@@ -9,7 +9,9 @@ import sys
 
 from gateway.config import GatewayConfig
 from outrider.errors import ConfigError
+from outrider.rpc.deployment import add_deployment_flags, take_deployment
 from outrider.rpc.runtime import EXIT_CONFIG, run
+from outrider.rpc.targets import parse_entries
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(GatewayConfig)}
 
@@ -18,8 +20,9 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a gateway until a signal; returns the exit code."""
     flags = vars(_parser().parse_args(argv))
     exit_with_parent = flags.pop("exit_with_parent")
-    flags["scorers"] = tuple(flags.pop("scorer").split(","))
     try:
+        flags["scorers"] = parse_entries(flags.pop("scorer"))
+        flags["deployment"] = take_deployment(flags)
         config = GatewayConfig(**flags)
     except ConfigError as error:
         print(f"gateway: {error.message}", file=sys.stderr, flush=True)
@@ -45,7 +48,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m gateway", description="Serves clients over OpenAI-compatible HTTP and gRPC."
     )
-    parser.add_argument("--scorer", required=True, metavar="HOST:PORT[,...]", help="the scorers")
+    parser.add_argument(
+        "--scorer",
+        required=True,
+        metavar="ADDRESS[,...]",
+        help="the scorers: host:port, unix:/path, dns:host:port (all addresses of a name)",
+    )
     for name, kind, text in (
         ("model", str, 'tokenizer: "embedded", a folder or a Hugging Face id'),
         ("served_model_name", str, "the name clients ask for"),
@@ -66,15 +74,18 @@ def _parser() -> argparse.ArgumentParser:
         ("request_timeout", "every request is answered within this time"),
         ("resume_timeout", "how long a request waits for a scorer to continue on"),
         ("start_timeout", "how long the start waits for a scorer"),
+        ("dns_refresh_seconds", "how often the names in --scorer are looked up"),
     ):
+        field = f"{name.removesuffix('_seconds')}_s"
         parser.add_argument(
             f"--{name.replace('_', '-')}",
-            dest=f"{name}_s",
+            dest=field,
             type=float,
             metavar="SECONDS",
-            default=_DEFAULTS[f"{name}_s"],
+            default=_DEFAULTS[field],
             help=f"{text} (default: %(default)s)",
         )
+    add_deployment_flags(parser)
     parser.add_argument(
         "--exit-with-parent", action="store_true", help="end when the starting process ends"
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outrider.errors import ConfigError
+from outrider.rpc.deployment import Deployment
+from outrider.rpc.targets import DNS_REFRESH_S, check_entries, check_refresh
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +14,7 @@ class GatewayConfig:
     """Raises `ConfigError` for values that cannot work."""
 
     scorers: tuple[str, ...]
-    """gRPC addresses of the scorers, all serving the same model."""
+    """What `--scorer` lists: addresses and names of scorers, all serving the same model."""
     model: str | None = None
     """Where the tokenizer comes from: "embedded" (None), a folder or a Hugging Face id."""
     served_model_name: str = "default"
@@ -35,10 +37,14 @@ class GatewayConfig:
     """For requests that set none; less where the context ends sooner."""
     seed: int | None = None
     """For requests that give none. None: a new one is drawn for each."""
+    dns_refresh_s: float = DNS_REFRESH_S
+    """How often the names among `scorers` are looked up."""
+    deployment: Deployment = field(default_factory=Deployment)
 
     def __post_init__(self) -> None:
-        if not self.scorers or not all(self.scorers):
+        if not self.scorers:
             raise ConfigError("--scorer must name at least one scorer (HOST:PORT[,HOST:PORT...]).")
+        check_entries(self.scorers)
         for name in ("max_in_flight", "max_body_bytes", "default_max_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1.")
@@ -48,3 +54,4 @@ class GatewayConfig:
             if not 0 < getattr(self, name) < float("inf"):
                 flag = name.removesuffix("_s").replace("_", "-")
                 raise ConfigError(f"--{flag} must be a positive number of seconds.")
+        check_refresh(self.dns_refresh_s)

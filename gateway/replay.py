@@ -16,7 +16,8 @@ import grpc
 from opentelemetry.trace import Span
 
 from gateway.account import Account
-from gateway.scorers import Scorer, ScorerPool
+from gateway.scorer import Scorer
+from gateway.scorers import ScorerPool
 from outrider.errors import CapacityError, OutriderError, UnavailableError
 from outrider.params import Constraint, SamplingParams, SpeculationParams, StopParams, TokenIds
 from outrider.rpc.codec import (

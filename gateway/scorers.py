@@ -3,81 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
+from gateway.scorer import CLOSE_GRACE_S, Scorer
 from outrider.errors import ConfigError, OutriderError, UnavailableError
-from outrider.rpc.channel import open_channel
-from outrider.rpc.status import from_rpc_error
-from outrider.v1 import scorer_pb2, scorer_pb2_grpc
+from outrider.rpc.deployment import TlsFiles
+from outrider.rpc.targets import Target, Targets
+from outrider.v1 import scorer_pb2
 
-_SERVICE = "outrider.v1.ScorerService"
-_PROBE_TIMEOUT_S = 2.0
 _PROBE_UP_S, _PROBE_DOWN_S = 1.0, 0.2
 _AFFINITY_TOKENS = 16  # a page: what a scorer can have in its prefix cache
 _AFFINITY_SLACK = 4  # requests more than the runner-up before affinity gives way to load
 _log = logging.getLogger(__name__)
 
 
-class Scorer:
-    """One scorer as this gateway sees it. The pool alone changes `serving`."""
-
-    def __init__(self, target: str) -> None:
-        self.target = target
-        self.serving = False
-        self.in_flight = 0
-        self.info = scorer_pb2.GetScorerInfoResponse()
-        self._channel = open_channel(target)
-        self._stub = scorer_pb2_grpc.ScorerServiceStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
-
-    async def generate(
-        self,
-        request: scorer_pb2.ScorerServiceGenerateRequest,
-        metadata: tuple[tuple[str, str], ...],
-        timeout_s: float,
-    ) -> AsyncGenerator[scorer_pb2.ScorerServiceGenerateResponse, None]:
-        """The scorer's answer; closing the iterator cancels the RPC. Raises `AioRpcError`."""
-        call = self._stub.Generate(request, metadata=metadata, timeout=timeout_s)
-        self.in_flight += 1
-        try:
-            async for response in call:
-                yield response
-        finally:
-            self.in_flight -= 1
-            call.cancel()
-
-    async def probe(self) -> bool:
-        """Whether it says that it serves."""
-        try:
-            answer = await self._health.Check(
-                health_pb2.HealthCheckRequest(service=_SERVICE), timeout=_PROBE_TIMEOUT_S
-            )
-        except grpc.aio.AioRpcError:
-            return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-    async def fetch_info(self) -> None:
-        """Raises `OutriderError`."""
-        try:
-            self.info = await self._stub.GetScorerInfo(
-                scorer_pb2.GetScorerInfoRequest(), timeout=_PROBE_TIMEOUT_S
-            )
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-
-    async def close(self) -> None:
-        await self._channel.close()
-
-
 class ScorerPool:
-    """Watches the scorers and chooses among those that serve.
+    """Follows `targets`, watches the scorers there and chooses among those that serve.
 
     `check` raises `ConfigError` for a scorer whose info does not fit this gateway; such a scorer
     is never used, and it fails the start.
@@ -85,13 +29,19 @@ class ScorerPool:
 
     def __init__(
         self,
-        targets: Sequence[str],
+        targets: Targets,
         check: Callable[[scorer_pb2.GetScorerInfoResponse], None],
+        tls: TlsFiles | None = None,
     ) -> None:
-        self.scorers = tuple(Scorer(target) for target in dict.fromkeys(targets))
+        self._targets = targets
+        self._tls = tls
         self._check = check
         self._changed = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._scorers: dict[Target, Scorer] = {}
+        self._watches: dict[Target, asyncio.Task[None]] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._following: asyncio.Task[None] | None = None
+        self._last_info = scorer_pb2.GetScorerInfoResponse()  # while nobody is known
         self._misfits: dict[str, ConfigError] = {}
 
     async def start(self, timeout_s: float) -> None:
@@ -99,7 +49,7 @@ class ScorerPool:
 
         Raises `ConfigError` if one does not fit, or if none serves within `timeout_s`.
         """
-        self._tasks = [asyncio.create_task(self._watch(scorer)) for scorer in self.scorers]
+        self._following = asyncio.create_task(self._follow())
         try:
             async with asyncio.timeout(timeout_s):
                 while not self.serving and not self._misfits:
@@ -107,17 +57,23 @@ class ScorerPool:
         except TimeoutError as error:
             targets = ", ".join(scorer.target for scorer in self.scorers)
             raise ConfigError(
-                f"no scorer served within {timeout_s:g} s at {targets}: "
+                f"no scorer served within {timeout_s:g} s at {targets or 'any address'}: "
                 "is one running there, and is the address right?"
             ) from error
         if self._misfits:
             raise next(iter(self._misfits.values()))
 
     async def stop(self) -> None:
-        for task in self._tasks:
+        following = () if self._following is None else (self._following,)
+        tasks = [*following, *self._watches.values(), *self._leaving]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(scorer.close() for scorer in self.scorers))
+
+    @property
+    def scorers(self) -> tuple[Scorer, ...]:
+        return tuple(self._scorers.values())
 
     @property
     def serving(self) -> tuple[Scorer, ...]:
@@ -126,11 +82,13 @@ class ScorerPool:
     @property
     def max_model_len(self) -> int:
         """Tokens that a request can reach on every scorer known so far."""
-        return min((s.info.max_model_len for s in self.scorers if s.info.max_model_len), default=0)
+        known = [s.info.max_model_len for s in self.scorers if s.info.max_model_len]
+        return min(known, default=self._last_info.max_model_len)
 
     @property
     def vocab_size(self) -> int:
-        return min((s.info.vocab_size for s in self.scorers if s.info.vocab_size), default=0)
+        known = [s.info.vocab_size for s in self.scorers if s.info.vocab_size]
+        return min(known, default=self._last_info.vocab_size)
 
     async def pick(
         self, prompt_token_ids: Sequence[int], excluded: frozenset[Scorer], timeout_s: float
@@ -155,6 +113,36 @@ class ScorerPool:
         """A request could not reach it: it gets none until a probe succeeds."""
         self._set_serving(scorer, False)
 
+    async def _follow(self) -> None:
+        async for targets in self._targets.follow():
+            for target in self._scorers.keys() - set(targets):
+                self._drop(target)
+            for target in targets:
+                if target not in self._scorers:
+                    self._add(target)
+
+    def _add(self, target: Target) -> None:
+        try:
+            scorer = Scorer(target, self._tls)
+        except ConfigError as error:
+            _log.error("scorer %s cannot be dialled: %s", target, error.message)
+            self._misfits[target.address] = error
+            self._notify()
+            return
+        self._scorers[target] = scorer
+        self._watches[target] = asyncio.create_task(self._watch(scorer))
+
+    def _drop(self, target: Target) -> None:
+        """No new requests to a scorer whose name is gone; those under way end there."""
+        scorer = self._scorers.pop(target)
+        _log.info("scorer %s is not listed any more", target)
+        self._watches.pop(target).cancel()
+        self._misfits.pop(scorer.target, None)
+        self._set_serving(scorer, False)
+        task = asyncio.create_task(scorer.close(CLOSE_GRACE_S))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
     async def _watch(self, scorer: Scorer) -> None:
         while True:
             healthy = await scorer.probe()
@@ -177,6 +165,7 @@ class ScorerPool:
             _log.warning("scorer %s gives no information: %s", scorer.target, error.message)
             return False
         self._misfits.pop(scorer.target, None)
+        self._last_info = scorer.info
         return True
 
     def _set_serving(self, scorer: Scorer, serving: bool) -> None:
@@ -196,13 +185,3 @@ class ScorerPool:
 
 def _rendezvous(target: str, page: bytes) -> bytes:
     return hashlib.blake2b(target.encode() + b"\0" + page, digest_size=8).digest()
-
-
-@contextlib.asynccontextmanager
-async def opened(pool: ScorerPool, start_timeout_s: float) -> AsyncIterator[ScorerPool]:
-    """A started pool that is stopped at the end, also if the start fails."""
-    try:
-        await pool.start(start_timeout_s)
-        yield pool
-    finally:
-        await pool.stop()

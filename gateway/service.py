@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import Iterator
 
@@ -20,11 +21,11 @@ from outrider.models.resolve import resolve_model
 from outrider.models.tokenizer import Tokenizer
 from outrider.rpc.runtime import progress
 from outrider.rpc.server import GrpcServer
+from outrider.rpc.targets import Targets
 from outrider.rpc.telemetry import Telemetry
 from outrider.v1 import generation_pb2_grpc, scorer_pb2
 
-_GRACE_S = 0.5
-_FORCE_S = 1  # whole seconds: uvicorn's type
+_FORCE_S = 1  # for what the grace's end has ended to be sent; whole seconds: uvicorn's type
 _GRPC_SERVICE = "outrider.v1.GenerationService"
 
 
@@ -48,7 +49,11 @@ class Gateway:
         tokenizer = Tokenizer.load(resolve_model(config.model, "target"))
         self._socket = _bind(config.host, config.http_port)
         progress("gateway", f"waiting for a scorer at {', '.join(config.scorers)}")
-        self._pool = ScorerPool(config.scorers, lambda info: check_scorer(info, tokenizer))
+        self._pool = ScorerPool(
+            Targets(config.scorers, config.dns_refresh_s),
+            lambda info: check_scorer(info, tokenizer),
+            config.deployment.tls,
+        )
         await self._pool.start(config.start_timeout_s)
         self._generator = generator = Generator(config, tokenizer, self._pool, self._telemetry)
 
@@ -59,6 +64,7 @@ class Gateway:
                 servicer, server
             ),
             [_GRPC_SERVICE],
+            health_address=config.deployment.health_address(config.host),
         )
         grpc_port = await self._grpc.start()
         await self._grpc.set_serving(True)
@@ -70,7 +76,7 @@ class Gateway:
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
-                timeout_graceful_shutdown=_FORCE_S,
+                timeout_graceful_shutdown=math.ceil(config.deployment.drain_grace_s) + _FORCE_S,
                 h11_max_incomplete_event_size=64 * 2**10,
             )
         )
@@ -84,12 +90,16 @@ class Gateway:
         }
 
     async def stop(self) -> None:
-        """Streams under way get a moment to end; then they are ended with an error."""
+        """Streams under way get the grace to end; then they are ended with an error.
+
+        No connection is taken meanwhile, so that clients who come back find another gateway.
+        """
+        grace_s = self._config.deployment.drain_grace_s
         if self._generator is not None:
-            self._generator.admission.drain(_GRACE_S)
+            self._generator.admission.drain(grace_s)
         if self._http is not None and self._serving is not None:
             self._http.should_exit = True
-        stopping = [] if self._grpc is None else [self._grpc.stop(_FORCE_S)]
+        stopping = [] if self._grpc is None else [self._grpc.stop(grace_s + _FORCE_S)]
         if self._serving is not None:
             stopping.append(_settled(self._serving))
         await asyncio.gather(*stopping)

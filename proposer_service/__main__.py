@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from outrider.errors import OutriderError
+from outrider.rpc.deployment import add_deployment_flags, take_deployment
+from outrider.rpc.targets import DNS_REFRESH_S, parse_entries
 from proposer_service.config import DraftModelConfig, NgramConfig, ProposerConfig
 
 _CUDA_KV_CACHE = 4096  # MiB; a part of the device, which the proposer may share with a scorer
@@ -23,7 +25,19 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--scorer", required=True, metavar="HOST:PORT[,...]", help="scorers to dial")
+    add(
+        "--scorer",
+        required=True,
+        metavar="ADDRESS[,...]",
+        help="scorers to dial: host:port, unix:/path, dns:host:port (all addresses of a name)",
+    )
+    add(
+        "--dns-refresh-seconds",
+        type=float,
+        metavar="SECONDS",
+        default=DNS_REFRESH_S,
+        help="how often the names in --scorer are looked up",
+    )
     add(
         "--method",
         choices=("draft_model", "ngram", "inference_with_reference"),
@@ -59,6 +73,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
     add("--max-model-len", type=int, help="draft_model: longest context drafted for")
     add("--prompt-lookup-min", type=int, default=ngram.prompt_lookup_min, help="ngram")
     add("--prompt-lookup-max", type=int, default=ngram.prompt_lookup_max, help="ngram")
+    add_deployment_flags(parser)
     add("--exit-with-parent", action="store_true", help="stop when the parent process is gone")
     args = parser.parse_args(argv)
     on_cpu = args.method == "draft_model" and args.device == "cpu"
@@ -80,7 +95,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
     else:
         method = NgramConfig(args.prompt_lookup_min, args.prompt_lookup_max)
     config = ProposerConfig(
-        scorers=tuple(target.strip() for target in args.scorer.split(",") if target.strip()),
+        scorers=parse_entries(args.scorer),
         method=method,
         proposer_id=args.proposer_id,
         pool=args.pool,
@@ -90,6 +105,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
         max_sessions=args.max_sessions,
         max_draft_tokens=args.max_draft_tokens,
         max_branches=max_branches,
+        dns_refresh_s=args.dns_refresh_seconds,
+        deployment=take_deployment(vars(args)),
     )
     return config, args.exit_with_parent
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from outrider.errors import ConfigError
+from outrider.rpc.deployment import Deployment
+from outrider.rpc.targets import DNS_REFRESH_S, check_entries, check_refresh
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,6 @@ class LinkConfig:
     """For the connection and Welcome, and for a write to be taken."""
     max_unsent: int = 1024
     """Messages waiting to be sent; beyond, the stream is given up and dialled anew."""
-    drain_timeout_s: float = 0.8
-    """For the scorer to close its sessions after Goodbye."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ class ProposerConfig:
     """One proposer process. Raises `ConfigError`."""
 
     scorers: tuple[str, ...]
+    """What `--scorer` lists: addresses and names."""
     method: NgramConfig | DraftModelConfig
     proposer_id: str | None = None
     """None: from host name, method and port."""
@@ -68,10 +69,13 @@ class ProposerConfig:
     max_branches: int = 16
     """Outcomes of a verification that are drafted for ahead of it, per session at most; 0: none."""
     link: LinkConfig = LinkConfig()
+    dns_refresh_s: float = DNS_REFRESH_S
+    """How often the names among `scorers` are looked up."""
+    deployment: Deployment = field(default_factory=Deployment)
 
     def __post_init__(self) -> None:
-        if len(set(self.scorers)) != len(self.scorers):
-            raise ConfigError("a scorer is named twice in --scorer.")
+        check_entries(self.scorers)
+        check_refresh(self.dns_refresh_s)
         if self.max_sessions < 1 or self.max_draft_tokens < 1:
             raise ConfigError("--max-sessions and --max-draft-tokens are at least 1.")
         if self.max_branches < 0:

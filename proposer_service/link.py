@@ -15,13 +15,16 @@ import grpc
 
 from outrider.errors import (
     CapacityError,
+    ConfigError,
     InvalidRequestError,
     OutriderError,
     ProposerRefusedError,
     UnavailableError,
 )
 from outrider.rpc.channel import open_channel
+from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.status import from_rpc_error
+from outrider.rpc.targets import Target
 from outrider.v1 import draft_pb2, proposer_pb2, scorer_pb2_grpc
 from proposer_service.config import LinkConfig
 from proposer_service.metrics import ProposerMetrics
@@ -44,26 +47,29 @@ class ScorerLink:
 
     def __init__(
         self,
-        target: str,
+        target: Target,
         hello: Callable[[], draft_pb2.Hello],
         worker: DraftWorker,
         config: LinkConfig,
         metrics: ProposerMetrics,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.target = target
+        self._tls = tls
         self._hello = hello
         self._worker = worker
         self._config = config
         self._metrics = metrics
         self._stream: _Stream | None = None
         self._draining = False
+        self._hurry = asyncio.Event()  # do not wait to dial again: it is over
         self._last_error = "not connected yet"
 
     def status(self) -> proposer_pb2.ScorerLink:
         """For GetProposerInfo."""
         stream = self._stream
         return proposer_pb2.ScorerLink(
-            target=self.target,
+            target=self.target.address,
             connected=stream is not None,
             sessions=0 if stream is None else stream.num_sessions,
             last_error="" if stream is not None else self._last_error,
@@ -87,16 +93,29 @@ class ScorerLink:
             elif isinstance(error, CapacityError):
                 wait = max(wait, error.retry_after_s)
             # Jitter: many proposers see a scorer die at the same moment.
-            await asyncio.sleep(wait * random.uniform(0.5, 1.0))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait * random.uniform(0.5, 1.0)):
+                    await self._hurry.wait()
             backoff = min(2 * backoff, config.backoff_max_s)
 
-    async def drain(self) -> None:
-        """Says Goodbye and waits, within a limit, for the scorer to close its sessions."""
-        self._draining = True
+    async def drain(self, grace_s: float) -> None:
+        """Says Goodbye and waits at most `grace_s` for the scorer to close its sessions."""
+        self._end_dialling()
         if self._stream is not None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._config.drain_timeout_s):
+                async with asyncio.timeout(grace_s):
                     await self._stream.say_goodbye()
+
+    async def retire(self, grace_s: float) -> None:
+        """Lets the stream's sessions end by themselves, then says Goodbye; dials no more."""
+        self._end_dialling()
+        if self._stream is not None:
+            await self._stream.until_unused()
+            await self.drain(grace_s)
+
+    def _end_dialling(self) -> None:
+        self._draining = True
+        self._hurry.set()
 
     def _tell(self, error: OutriderError) -> None:
         """Logs what is news: not every failed dial of a scorer that is away."""
@@ -109,8 +128,13 @@ class ScorerLink:
 
     async def _dial(self) -> OutriderError:
         """One stream from Hello to its end; returns why it ended."""
-        # A channel per dial: none of gRPC's own backoff is left over from the last one.
-        async with open_channel(self.target) as channel:
+        try:
+            # A channel per dial: none of gRPC's own backoff is left over from the last one, and
+            # certificates that were replaced are read.
+            dialled = open_channel(self.target, self._tls)
+        except ConfigError as error:
+            return error
+        async with dialled as channel:
             call: Call = scorer_pb2_grpc.ScorerServiceStub(channel).Draft()
             try:
                 async with asyncio.timeout(self._config.answer_timeout_s):
@@ -218,19 +242,23 @@ class _Stream:
         else:
             self._all_closed.set()
 
-    async def say_goodbye(self) -> None:
-        """Returns when every session was closed and the scorer has ended the stream."""
-        self.put([draft_pb2.DraftRequest(goodbye=draft_pb2.Goodbye())])
+    async def until_unused(self) -> None:
+        """Returns when no session is open, or the stream has ended."""
         closed = asyncio.create_task(self._all_closed.wait())
         ended = asyncio.create_task(self.ended.wait())
         try:
             await asyncio.wait([closed, ended], return_when=asyncio.FIRST_COMPLETED)
-            self._unsent.append(None)
-            self._wake.set()
-            await ended
         finally:
             closed.cancel()
             ended.cancel()
+
+    async def say_goodbye(self) -> None:
+        """Returns when every session was closed and the scorer has ended the stream."""
+        self.put([draft_pb2.DraftRequest(goodbye=draft_pb2.Goodbye())])
+        await self.until_unused()
+        self._unsent.append(None)
+        self._wake.set()
+        await self.ended.wait()
 
 
 async def _write(call: Call, message: draft_pb2.DraftRequest) -> None:

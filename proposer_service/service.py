@@ -14,10 +14,12 @@ import grpc
 from outrider.drafting.proposer import Proposer
 from outrider.rpc.codec import PROTOCOL_VERSION
 from outrider.rpc.server import GrpcServer
+from outrider.rpc.targets import Targets
 from outrider.rpc.telemetry import Telemetry, configure
 from outrider.v1 import draft_pb2, proposer_pb2_grpc
 from proposer_service.config import NgramConfig, ProposerConfig
 from proposer_service.link import ScorerLink
+from proposer_service.links import ScorerLinks
 from proposer_service.methods import build_proposer
 from proposer_service.metrics import ProposerMetrics
 from proposer_service.servicer import ProposerServicer
@@ -48,8 +50,8 @@ class ProposerService:
         self._method: MethodInfo | None = None
         self._worker: DraftWorker | None = None
         self._server: GrpcServer | None = None
-        self._links: list[ScorerLink] = []
-        self._dialling: list[asyncio.Task[None]] = []
+        self._links: ScorerLinks | None = None
+        self._dialling: asyncio.Task[None] | None = None
         self._servicer: ProposerServicer | None = None
 
     async def start(self) -> dict[str, str]:
@@ -61,12 +63,22 @@ class ProposerService:
             self._metrics,
             self._telemetry,
         )
-        self._links = [
-            ScorerLink(target, self._next_hello, worker, config.link, self._metrics)
-            for target in config.scorers
-        ]
+        deployment = config.deployment
+        self._links = ScorerLinks(
+            Targets(config.scorers, config.dns_refresh_s),
+            lambda target: ScorerLink(
+                target, self._next_hello, worker, config.link, self._metrics, deployment.tls
+            ),
+            deployment.drain_grace_s,
+        )
         self._servicer = ProposerServicer(worker, self._hello, self._links, self._telemetry)
-        self._server = GrpcServer(f"{config.host}:{config.port}", self._register, [SERVICE_NAME])
+        self._server = GrpcServer(
+            f"{config.host}:{config.port}",
+            self._register,
+            [SERVICE_NAME],
+            health_address=deployment.health_address(config.host),
+            tls=deployment.tls,
+        )
         port = await self._server.start()
         addresses = {"grpc": f"{config.host}:{port}"}
         if config.metrics_port is not None:
@@ -77,17 +89,20 @@ class ProposerService:
         self._worker = worker
         self._method = self._servicer.method = await worker.start(_BUILD_TIMEOUT_S)
         await self._server.set_serving(True)
-        self._dialling = [asyncio.create_task(link.run()) for link in self._links]
+        self._dialling = asyncio.create_task(self._links.run())
         return addresses
 
     async def stop(self) -> None:
         """Says Goodbye to the scorers, waits for them within a limit, and ends."""
         if self._servicer is not None:
             self._servicer.method = None
-        await asyncio.gather(*(link.drain() for link in self._links))
-        for task in self._dialling:
-            task.cancel()
-        await asyncio.gather(*self._dialling, return_exceptions=True)
+        if self._server is not None:
+            await self._server.set_serving(False)
+        if self._dialling is not None:
+            self._dialling.cancel()
+            await asyncio.gather(self._dialling, return_exceptions=True)
+        if self._links is not None:
+            await self._links.stop()
         ending = [asyncio.to_thread(self._telemetry.shutdown)]
         if self._server is not None:
             ending.append(self._server.stop(_SERVER_GRACE_S))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import grpc
@@ -19,7 +19,7 @@ from outrider.rpc import codec, status
 from outrider.rpc.telemetry import Telemetry
 from outrider.v1 import draft_pb2, proposer_pb2, proposer_pb2_grpc
 from proposer_service.cycle import Proposal
-from proposer_service.link import ScorerLink
+from proposer_service.links import ScorerLinks
 from proposer_service.worker import DraftWorker, MethodInfo
 
 _DEFAULT_DRAFT_TOKENS: Final = 4
@@ -35,7 +35,7 @@ class ProposerServicer(proposer_pb2_grpc.ProposerServiceServicer):
         self,
         worker: DraftWorker,
         hello: Callable[[], draft_pb2.Hello],
-        links: Sequence[ScorerLink],
+        links: ScorerLinks,
         telemetry: Telemetry,
     ) -> None:
         self.method: MethodInfo | None = None
@@ -79,7 +79,7 @@ class ProposerServicer(proposer_pb2_grpc.ProposerServiceServicer):
             max_model_len=hello.max_model_len,
             protocol_version=hello.protocol_version,
             sessions=self._worker.num_sessions,
-            scorers=[link.status() for link in self._links],
+            scorers=self._links.status(),
         )
 
     async def _propose(self, request: proposer_pb2.ProposeRequest) -> Proposal:

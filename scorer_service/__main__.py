@@ -9,6 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from outrider.errors import ConfigError
+from outrider.rpc.deployment import add_deployment_flags, take_deployment
+
 _DEFAULTS: dict[str, dict[str, int | None]] = {
     "cpu": {"max_num_batched_tokens": 512, "kv_cache_memory": 512, "page_size": 16},
     "cuda": {"max_num_batched_tokens": 2048, "kv_cache_memory": None, "page_size": 64},
@@ -84,11 +87,11 @@ def parser() -> argparse.ArgumentParser:
         help="reuse keys and values of prompts seen before",
     )
     p.add_argument(
-        "--grace-period",
-        type=float,
-        default=1.0,
-        help="seconds that running requests have left after SIGTERM",
+        "--listen-unix",
+        metavar="PATH",
+        help="serve gRPC on this Unix socket, too: for proposers on the same machine",
     )
+    add_deployment_flags(p)
     p.add_argument(
         "--exit-with-parent", action="store_true", help="stop when the parent process is gone"
     )
@@ -96,8 +99,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def resolve(argv: Sequence[str] | None) -> dict[str, Any]:
-    """The flags' values; those that follow the device or the process are filled in."""
+    """The flags' values; those that follow the device or the process are filled in.
+
+    Raises `ConfigError`.
+    """
     args = vars(parser().parse_args(argv))
+    args["deployment"] = take_deployment(args)
     args["scorer_id"] = args["scorer_id"] or f"{socket.gethostname()}-{os.getpid()}"
     for name, value in _DEFAULTS["cuda" if args["device"].startswith("cuda") else "cpu"].items():
         args[name] = value if args[name] is None else args[name]
@@ -106,7 +113,11 @@ def resolve(argv: Sequence[str] | None) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs until a signal; returns the exit code."""
-    args = resolve(argv)
+    try:
+        args = resolve(argv)
+    except ConfigError as error:
+        print(f"scorer: {error.message}", file=sys.stderr, flush=True)
+        return 2
     exit_with_parent = args.pop("exit_with_parent")
     # All are read when the libraries are loaded, so before the imports below.
     os.environ["OMP_NUM_THREADS"] = str(args["threads"])

@@ -27,6 +27,7 @@ from outrider.errors import ConfigError, DeadlineError, InternalError
 from outrider.models.resolve import resolve_model
 from outrider.models.tokenizer import tokenizer_hash
 from outrider.rpc import runtime
+from outrider.rpc.deployment import Deployment
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.telemetry import Telemetry, configure
 from outrider.types import Request, SamplingParams, SpeculationParams, StepEvents, StopParams
@@ -65,7 +66,8 @@ class Options:
     gpu_memory_utilization: float
     page_size: int
     enable_prefix_caching: bool
-    grace_period: float  # seconds
+    listen_unix: str | None
+    deployment: Deployment
 
 
 class ScorerApp:
@@ -75,7 +77,15 @@ class ScorerApp:
         self._options = options
         self._telemetry: Telemetry = configure("outrider-scorer")
         self._servicer = ScorerServicer(self._telemetry)
-        self._server = GrpcServer(f"{options.host}:{options.port}", self._register, [SERVICE_NAME])
+        deployment = options.deployment
+        self._server = GrpcServer(
+            f"{options.host}:{options.port}",
+            self._register,
+            [SERVICE_NAME],
+            unix_path=options.listen_unix,
+            health_address=deployment.health_address(options.host),
+            tls=deployment.tls,
+        )
         self._worker: EngineWorker | None = None
         self._hub: Hub | None = None
 
@@ -119,7 +129,7 @@ class ScorerApp:
     async def stop(self) -> None:
         """New requests are refused at once; running ones get the grace period."""
         await self._server.set_serving(False)
-        await self._servicer.drain(self._options.grace_period)
+        await self._servicer.drain(self._options.deployment.drain_grace_s)
         await self._server.stop(_STOP_TIMEOUT_S)
         worker = self._worker
         if worker is not None:

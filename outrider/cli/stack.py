@@ -237,7 +237,8 @@ def gateway_spec(config: StackConfig, scorer_address: str) -> ServiceSpec:
 def _spec(name: str, module: str, *args: object) -> ServiceSpec:
     # -P: a folder called gateway in the working directory is not our gateway.
     python = (sys.executable, "-P", "-m", module, "--host", HOST, "--exit-with-parent")
-    return ServiceSpec(name, (*python, *map(str, args)))
+    flags = ("--drain-grace-seconds", _STOP_GRACE_S / 2, *args)
+    return ServiceSpec(name, (*python, *map(str, flags)))
 
 
 def check_port(port: int, flag: str) -> None:

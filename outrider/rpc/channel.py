@@ -6,6 +6,10 @@ from typing import Final
 
 import grpc
 
+from outrider.rpc.deployment import TlsFiles
+from outrider.rpc.targets import Target
+from outrider.rpc.tls import channel_credentials
+
 MAX_MESSAGE_BYTES: Final = 16 * 2**20
 """A prompt of a million tokens fits; gRPC's default of 4 MiB would not hold it."""
 
@@ -28,9 +32,18 @@ _KEEPALIVE: Final[tuple[tuple[str, int], ...]] = (
 )
 
 
-def open_channel(target: str) -> grpc.aio.Channel:
-    """An insecure channel to `target` ("host:port", "dns:///...", "unix:/path").
+def open_channel(target: str | Target, tls: TlsFiles | None = None) -> grpc.aio.Channel:
+    """A channel to `target` ("host:port", "dns:///...", "unix:/path", or a `Target`).
 
-    Without compression: messages are a few token ids. Close it when done.
+    With `tls`, as its files are now, except over a Unix socket: that does not leave the machine.
+    Without compression: messages are a few token ids. Close it when done. Raises `ConfigError` for
+    TLS files that cannot be read.
     """
-    return grpc.aio.insecure_channel(target, options=(*LIMITS, *_KEEPALIVE))
+    if isinstance(target, str):
+        target = Target(target)
+    options: list[tuple[str, int | str]] = [*LIMITS, *_KEEPALIVE]
+    if tls is None or target.is_unix:
+        return grpc.aio.insecure_channel(target.address, options=options)
+    if target.server_name is not None:  # dialled by IP address, known by name
+        options.append(("grpc.ssl_target_name_override", target.server_name))
+    return grpc.aio.secure_channel(target.address, channel_credentials(tls), options=options)

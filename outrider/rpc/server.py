@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 import grpc
@@ -10,6 +11,8 @@ from grpc_reflection.v1alpha import reflection
 
 from outrider.errors import ConfigError
 from outrider.rpc.channel import LIMITS
+from outrider.rpc.deployment import TlsFiles
+from outrider.rpc.tls import server_credentials
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     *LIMITS,
@@ -24,8 +27,10 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 class GrpcServer:
     """Serves on `address` ("host:port", port 0 for a free one) from `start` to `stop`.
 
-    Health says NOT_SERVING, for the server and each of `service_names`, until
-    `set_serving(True)`. `service_names` are full names: "outrider.v1.ScorerService".
+    With `tls`, `address` speaks TLS only. `unix_path` is served besides, and `health_address` with
+    nothing but health: both without TLS, one because it does not leave the machine, the other
+    because Kubernetes' gRPC probes know none. Health says NOT_SERVING, for the server and each of
+    `service_names` (full: "outrider.v1.ScorerService"), until `set_serving(True)`.
     """
 
     def __init__(
@@ -33,30 +38,40 @@ class GrpcServer:
         address: str,
         register: Callable[[grpc.aio.Server], None],
         service_names: Sequence[str],
+        *,
+        unix_path: str | None = None,
+        health_address: str | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         self._address = address
         self._register = register
         self._service_names = tuple(service_names)
         self._health = health.aio.HealthServicer()
-        self._server: grpc.aio.Server | None = None
+        self._unix_path = unix_path
+        self._health_address = health_address
+        self._tls = tls
+        self._servers: list[grpc.aio.Server] = []
 
     async def start(self) -> int:
-        """Binds and starts; returns the port. Raises `ConfigError` if the port cannot be bound."""
+        """Binds and starts; returns the port. Raises `ConfigError` if it cannot be bound."""
         server = grpc.aio.server(options=_OPTIONS)
         self._register(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflected = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(reflected, server)
         await self.set_serving(False)
-        try:
-            port = server.add_insecure_port(self._address)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"cannot listen on {self._address}: the port is taken or the address is not "
-                "this machine's. Choose another, or port 0 for a free one."
-            ) from error
-        await server.start()
-        self._server = server
+        credentials = None if self._tls is None else server_credentials(self._tls)
+        port = _bind(server, self._address, credentials)
+        if self._unix_path is not None:
+            _bind(server, f"unix:{self._unix_path}")
+        servers = [server]
+        if self._health_address is not None:
+            servers.append(probed := grpc.aio.server(options=_OPTIONS))
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, probed)
+            _bind(probed, self._health_address)
+        for each in servers:
+            await each.start()
+        self._servers = servers
         return port
 
     async def set_serving(self, serving: bool) -> None:
@@ -72,6 +87,24 @@ class GrpcServer:
     async def stop(self, grace_s: float) -> None:
         """Refuses new RPCs at once; running ones are cancelled after `grace_s` seconds."""
         await self._health.enter_graceful_shutdown()
-        if self._server is not None:
-            await self._server.stop(grace_s)
-            self._server = None
+        servers, self._servers = self._servers, []
+        await asyncio.gather(*(server.stop(grace_s) for server in servers))
+
+
+def _bind(
+    server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None
+) -> int:
+    try:
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        if address.startswith("unix:"):
+            raise ConfigError(
+                f"cannot listen on {address}: its folder must exist and allow writing, and the "
+                "path be at most 107 bytes long."
+            ) from error
+        raise ConfigError(
+            f"cannot listen on {address}: the port is taken or the address is not "
+            "this machine's. Choose another, or port 0 for a free one."
+        ) from error

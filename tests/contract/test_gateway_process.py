@@ -44,7 +44,7 @@ async def ready_line(process: Process) -> dict[str, str]:
 async def test_ready_then_a_quick_stop_with_a_stream_under_way(signum: signal.Signals) -> None:
     async with serving(fake_scorer(Script(tokens("hello world"), hang_after=2))) as scorer:
         flags = ("--scorer", scorer.target, "--model", str(model_folder()))
-        async with gateway_process(*flags) as process:
+        async with gateway_process(*flags, "--drain-grace-seconds", "0.5") as process:
             ready = await ready_line(process)
             assert ready["service"] == "gateway"
             async with httpx.AsyncClient(base_url=ready["http"]) as client:

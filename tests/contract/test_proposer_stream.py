@@ -19,6 +19,7 @@ from outrider.drafting.ngram import NgramProposer
 from outrider.drafting.proposer import DraftRound, Proposer
 from outrider.errors import CapacityError, ProposerRefusedError
 from outrider.rpc.channel import open_channel
+from outrider.rpc.deployment import Deployment
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.telemetry import configure
 from outrider.v1 import common_pb2, draft_pb2, proposer_pb2, proposer_pb2_grpc
@@ -28,12 +29,17 @@ from tests.support.draft_scorer import Conversation, DraftScorer, close, commit,
 from tests.support.hash_model import HashModel
 
 PERIOD = [5, 6, 7, 5, 6, 7, 5, 6]  # prompt lookup goes on with 7, 5, 6, 7
-LINK = LinkConfig(backoff_first_s=0.01, backoff_max_s=0.1, refused_retry_s=0.2, drain_timeout_s=0.1)
+LINK = LinkConfig(backoff_first_s=0.01, backoff_max_s=0.1, refused_retry_s=0.2)
 
 
 def ngram_config(*scorers: str) -> ProposerConfig:
     return ProposerConfig(
-        scorers=scorers, method=NgramConfig(), proposer_id="p", max_branches=0, link=LINK
+        scorers=scorers,
+        method=NgramConfig(),
+        proposer_id="p",
+        max_branches=0,
+        link=LINK,
+        deployment=Deployment(drain_grace_s=0.1),
     )
 
 
@@ -338,8 +344,7 @@ async def test_a_refusal_is_logged_and_retried_slowly(
 
 async def test_goodbye_waits_for_the_closes(scorer: DraftScorer) -> None:
     address = await scorer.start()
-    config = ngram_config(address)
-    config = replace(config, link=replace(LINK, drain_timeout_s=5))
+    config = replace(ngram_config(address), deployment=Deployment(drain_grace_s=5))
     async with running(config) as (service, _):
         stream = await scorer.attached()
         stream.send(opens=[open_(1, PERIOD)])

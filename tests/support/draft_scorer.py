@@ -82,14 +82,14 @@ class DraftScorer(scorer_pb2_grpc.ScorerServiceServicer):
         self.conversations: asyncio.Queue[Conversation] = asyncio.Queue(100)
         self._server: GrpcServer | None = None
 
-    async def start(self, port: int = 0) -> str:
+    async def start(self, port: int = 0, host: str = "127.0.0.1") -> str:
         """Serves; returns "host:port"."""
         self._server = GrpcServer(
-            f"127.0.0.1:{port}",
+            f"{host}:{port}",
             lambda server: scorer_pb2_grpc.add_ScorerServiceServicer_to_server(self, server),
             [],
         )
-        return f"127.0.0.1:{await self._server.start()}"
+        return f"{host}:{await self._server.start()}"
 
     async def stop(self) -> None:
         """Dies at once."""

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from outrider.errors import OutriderError
+from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.status import abort
 from outrider.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
@@ -135,14 +136,17 @@ class FakeScorer(scorer_pb2_grpc.ScorerServiceServicer):
 
 
 @asynccontextmanager
-async def serving(scorer: FakeScorer, port: int = 0) -> AsyncIterator[FakeScorer]:
+async def serving(
+    scorer: FakeScorer, port: int = 0, host: str = "127.0.0.1", tls: TlsFiles | None = None
+) -> AsyncIterator[FakeScorer]:
     """The fake on a real loopback port, `scorer.target`, healthy."""
     server = GrpcServer(
-        f"127.0.0.1:{port}",
+        f"{host}:{port}",
         lambda s: scorer_pb2_grpc.add_ScorerServiceServicer_to_server(scorer, s),
         ["outrider.v1.ScorerService"],
+        tls=tls,
     )
-    scorer.target = f"127.0.0.1:{await server.start()}"
+    scorer.target = f"{host}:{await server.start()}"
     scorer.server = server
     await server.set_serving(True)
     try:

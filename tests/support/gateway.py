@@ -18,6 +18,7 @@ from gateway.config import GatewayConfig
 from gateway.service import Gateway
 from outrider.models.tokenizer import Tokenizer
 from outrider.rpc import telemetry
+from outrider.rpc.deployment import Deployment
 from outrider.v1 import scorer_pb2
 from tests.support.fake_scorer import FakeScorer, Script, serving
 from tests.support.tokenizers import byte_level_bpe, save
@@ -92,6 +93,7 @@ async def running_gateway(
                     "start_timeout_s": 5.0,
                     "request_timeout_s": 20.0,
                     "resume_timeout_s": 3.0,
+                    "deployment": Deployment(drain_grace_s=0.5),
                     **config,
                 }
             ),

@@ -1,0 +1,113 @@
+"""One scorer as this gateway sees it: a connection that follows its certificates."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider.errors import ConfigError
+from outrider.rpc.channel import open_channel
+from outrider.rpc.deployment import TlsFiles
+from outrider.rpc.status import from_rpc_error
+from outrider.rpc.targets import Target
+from outrider.rpc.tls import Stamp, stamp
+from outrider.v1 import scorer_pb2, scorer_pb2_grpc
+
+_SERVICE = "outrider.v1.ScorerService"
+_PROBE_TIMEOUT_S = 2.0
+CLOSE_GRACE_S = 24 * 3600.0
+"""For requests on a connection that takes no new ones: their own deadlines end them before."""
+_log = logging.getLogger(__name__)
+
+
+class Scorer:
+    """The pool alone changes `serving`. Raises `ConfigError` for TLS files that cannot be read."""
+
+    def __init__(self, target: Target, tls: TlsFiles | None = None) -> None:
+        self.target = target.address
+        self.serving = False
+        self.in_flight = 0
+        self.info = scorer_pb2.GetScorerInfoResponse()
+        self._where = target
+        self._tls = tls
+        self._closing: set[asyncio.Task[None]] = set()
+        self._connect(self._certificates())
+
+    async def generate(
+        self,
+        request: scorer_pb2.ScorerServiceGenerateRequest,
+        metadata: tuple[tuple[str, str], ...],
+        timeout_s: float,
+    ) -> AsyncGenerator[scorer_pb2.ScorerServiceGenerateResponse, None]:
+        """The scorer's answer; closing the iterator cancels the RPC. Raises `AioRpcError`."""
+        call = self._stub.Generate(request, metadata=metadata, timeout=timeout_s)
+        self.in_flight += 1
+        try:
+            async for response in call:
+                yield response
+        finally:
+            self.in_flight -= 1
+            call.cancel()
+
+    async def probe(self) -> bool:
+        """Whether it says that it serves."""
+        self._renew()
+        try:
+            answer = await self._health.Check(
+                health_pb2.HealthCheckRequest(service=_SERVICE), timeout=_PROBE_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def fetch_info(self) -> None:
+        """Raises `OutriderError`."""
+        try:
+            self.info = await self._stub.GetScorerInfo(
+                scorer_pb2.GetScorerInfoRequest(), timeout=_PROBE_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def close(self, grace_s: float = 0.0) -> None:
+        """Requests under way have `grace_s` seconds left; none may be begun."""
+        await self._channel.close(grace_s)
+        for task in self._closing:
+            task.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _connect(self, certificates: Stamp | None) -> None:
+        self._channel = open_channel(self._where, self._tls)
+        self._stub = scorer_pb2_grpc.ScorerServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._connected_with = certificates
+
+    def _certificates(self) -> Stamp | None:
+        if self._tls is None:
+            return None
+        try:
+            return stamp(self._tls)
+        except OSError as error:
+            raise ConfigError(f"cannot read {error.filename}: {error.strerror}.") from error
+
+    def _renew(self) -> None:
+        """Connects anew if the certificates were replaced; requests under way end where they are.
+
+        gRPC would go on with the ones it was given first, and fail when they have expired.
+        """
+        former = self._channel
+        try:
+            certificates = self._certificates()
+            if certificates == self._connected_with:
+                return
+            self._connect(certificates)
+        except ConfigError as error:
+            _log.warning("keeping the former certificate: %s", error.message)
+            return
+        task = asyncio.create_task(former.close(CLOSE_GRACE_S))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)

@@ -1,0 +1,92 @@
+"""The flags about where a service runs, which all three share.
+
+Without grpc: flags are checked before it is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files of one service; read again when they change. Raises `ConfigError`."""
+
+    cert: str
+    """This service's certificate chain: shown to clients as a server, to servers as a client."""
+    key: str
+    ca: str | None = None
+    """Who signs the peers. None: a server asks for no certificate, a client trusts the system's."""
+
+    def __post_init__(self) -> None:
+        for flag, path in (("cert", self.cert), ("key", self.key), ("ca", self.ca)):
+            if path is not None and not Path(path).is_file():
+                raise ConfigError(f"--tls-{flag} {path}: there is no such file.")
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (self.cert, self.key, *(() if self.ca is None else (self.ca,)))
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """How a service is embedded. Raises `ConfigError`."""
+
+    drain_grace_s: float = 20.0
+    """What running requests have left after SIGTERM."""
+    health_port: int | None = None
+    """A port for grpc.health.v1 alone, never with TLS. None: health is on the service's port only.
+    """
+    tls: TlsFiles | None = None
+    """None: no TLS."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.drain_grace_s < math.inf:
+            raise ConfigError("--drain-grace-seconds must be a number of seconds, 0 or more.")
+
+    def health_address(self, host: str) -> str | None:
+        """Where health alone is served by a service that listens on `host`."""
+        return None if self.health_port is None else f"{host}:{self.health_port}"
+
+
+def add_deployment_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that `take_deployment` reads."""
+    parser.add_argument(
+        "--drain-grace-seconds",
+        type=float,
+        metavar="SECONDS",
+        default=Deployment().drain_grace_s,
+        help="how long running requests may go on after SIGTERM",
+    )
+    parser.add_argument(
+        "--health-port",
+        type=int,
+        help="grpc.health.v1 on a port of its own, without TLS, for probes; unset: none",
+    )
+    parser.add_argument(
+        "--tls-cert", metavar="FILE", help="PEM certificate of this service; unset: no TLS"
+    )
+    parser.add_argument("--tls-key", metavar="FILE", help="PEM key of --tls-cert")
+    parser.add_argument(
+        "--tls-ca",
+        metavar="FILE",
+        help="PEM certificates that sign the other services'; with it, servers demand one",
+    )
+
+
+def take_deployment(flags: dict[str, Any]) -> Deployment:
+    """Takes the parsed flags out of `flags`. Raises `ConfigError`."""
+    cert, key, ca = (flags.pop(f"tls_{name}") for name in ("cert", "key", "ca"))
+    if bool(cert) != bool(key) or (ca and not cert):
+        raise ConfigError("--tls-cert and --tls-key go together, and --tls-ca needs both.")
+    return Deployment(
+        drain_grace_s=flags.pop("drain_grace_seconds"),
+        health_port=flags.pop("health_port"),
+        tls=TlsFiles(cert, key, ca) if cert else None,
+    )

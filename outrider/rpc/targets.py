@@ -1,0 +1,112 @@
+"""What `--scorer` names: fixed addresses, Unix sockets, and DNS names looked up again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from outrider.errors import ConfigError
+
+DNS_REFRESH_S: Final = 5.0
+_DNS: Final = "dns:"
+_UNIX: Final = "unix:"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Target:
+    """One server to dial."""
+
+    address: str
+    """"host:port", "[v6]:port" or "unix:/path"."""
+    server_name: str | None = None
+    """The name that its certificate must hold; None: the host of the address."""
+
+    @property
+    def is_unix(self) -> bool:
+        return self.address.startswith(_UNIX)
+
+    def __str__(self) -> str:
+        return self.address
+
+
+def parse_entries(text: str) -> tuple[str, ...]:
+    """The entries of a comma list. Raises `ConfigError` for one of an unknown form, or twice."""
+    entries = tuple(entry.strip() for entry in text.split(",") if entry.strip())
+    check_entries(entries)
+    return entries
+
+
+def check_entries(entries: Sequence[str]) -> None:
+    """Raises `ConfigError` unless each is host:port, unix:/path or dns:host:port, once."""
+    for entry in entries:
+        if entry.startswith(_UNIX):
+            good = entry.removeprefix(_UNIX).startswith("/")
+        else:
+            host, _, port = entry.removeprefix(_DNS).rpartition(":")
+            good = bool(host) and port.isdigit() and 0 < int(port) < 2**16
+        if not good:
+            raise ConfigError(
+                f"--scorer {entry!r} is not an address: give host:port, unix:/path/to.sock or "
+                "dns:host:port, separated by commas."
+            )
+    if len(set(entries)) != len(entries):
+        raise ConfigError("a scorer is named twice in --scorer.")
+
+
+def check_refresh(seconds: float) -> None:
+    """Raises `ConfigError` for an interval that would never pass, or pass without end."""
+    if not 0.1 <= seconds <= 3600:
+        raise ConfigError("--dns-refresh-seconds must be between 0.1 and 3600.")
+
+
+class Targets:
+    """The targets that entries stand for at the moment."""
+
+    def __init__(self, entries: Sequence[str], refresh_s: float = DNS_REFRESH_S) -> None:
+        check_entries(entries)
+        self._fixed = tuple(Target(entry) for entry in entries if not entry.startswith(_DNS))
+        self._names = tuple(e.removeprefix(_DNS) for e in entries if e.startswith(_DNS))
+        self._refresh_s = refresh_s
+        self._found: dict[str, tuple[Target, ...]] = {}
+        self._unknown: set[str] = set()
+
+    async def follow(self) -> AsyncGenerator[tuple[Target, ...], None]:
+        """All targets, and again whenever they change; ends if they cannot.
+
+        A name that cannot be looked up keeps the addresses it had: an outage of DNS, or a moment
+        without a ready server, takes nothing away. The resolver's own limits bound a look-up.
+        """
+        told: tuple[Target, ...] | None = None
+        while True:
+            await asyncio.gather(*(self._look_up(name) for name in self._names))
+            found = (target for name in self._names for target in self._found.get(name, ()))
+            targets = tuple(dict.fromkeys((*self._fixed, *found)))
+            if targets != told:
+                told = targets
+                yield targets
+            if not self._names:
+                return
+            await asyncio.sleep(self._refresh_s)
+
+    async def _look_up(self, name: str) -> None:
+        host, _, port = name.rpartition(":")
+        host = host.strip("[]")
+        loop = asyncio.get_running_loop()
+        try:
+            answers = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+        except OSError as error:
+            if name not in self._unknown:
+                _log.warning("%s cannot be looked up: %s", host, error.strerror or error)
+            self._unknown.add(name)
+            return
+        self._unknown.discard(name)
+        addresses = {
+            f"[{sockaddr[0]}]:{port}" if family == socket.AF_INET6 else f"{sockaddr[0]}:{port}"
+            for family, _, _, _, sockaddr in answers
+        }
+        self._found[name] = tuple(Target(address, host) for address in sorted(addresses))

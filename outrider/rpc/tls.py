@@ -1,0 +1,85 @@
+"""gRPC credentials from PEM files that may be replaced while the process runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+import grpc
+
+from outrider.errors import ConfigError
+from outrider.rpc.deployment import TlsFiles
+
+_log = logging.getLogger(__name__)
+
+Stamp = tuple[tuple[int, int, int], ...]
+
+
+def stamp(files: TlsFiles) -> Stamp:
+    """Changes when a file is written or replaced, also by Kubernetes' exchange of a link.
+
+    Raises `OSError` while one is missing.
+    """
+    stats = [os.stat(path) for path in files.paths]
+    return tuple((stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in stats)
+
+
+def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
+    """What the files hold now. Raises `ConfigError`."""
+    key, cert, ca = _read(files)
+    return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
+    """Credentials that follow the files: each handshake uses what they hold then.
+
+    With `files.ca`, clients must show a certificate that it signed. Raises `ConfigError`.
+    """
+    follower = _Follower(files)
+    return grpc.dynamic_ssl_server_credentials(
+        follower.first,
+        follower.fetch,  # type: ignore[arg-type]  # None is allowed, and usual
+        require_client_authentication=files.ca is not None,
+    )
+
+
+class _Follower:
+    """Called by gRPC at the start of every handshake, on a thread of its own choice."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._files = files
+        self._lock = threading.Lock()
+        self._stamp = stamp(files)
+        self.first = _configuration(files)
+
+    def fetch(self) -> grpc.ServerCertificateConfiguration | None:
+        """The new certificate, or None to go on with the last one."""
+        with self._lock:
+            try:
+                now = stamp(self._files)
+                if now == self._stamp:
+                    return None
+                configuration = _configuration(self._files)
+                if stamp(self._files) != now:  # being replaced: whole at the next handshake
+                    return None
+            except (OSError, ConfigError) as error:
+                _log.warning("keeping the former certificate: %s", error)
+                return None
+            self._stamp = now
+        _log.info("using the certificate that was put into %s", self._files.cert)
+        return configuration
+
+
+def _configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
+    key, cert, ca = _read(files)
+    return grpc.ssl_server_certificate_configuration([(key, cert)], ca)
+
+
+def _read(files: TlsFiles) -> tuple[bytes, bytes, bytes | None]:
+    try:
+        ca = None if files.ca is None else Path(files.ca).read_bytes()
+        return Path(files.key).read_bytes(), Path(files.cert).read_bytes(), ca
+    except OSError as error:
+        raise ConfigError(f"cannot read {error.filename}: {error.strerror}.") from error

@@ -1,0 +1,54 @@
+"""The streams to all scorers that `--scorer` stands for at the moment."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from outrider.rpc.targets import Target, Targets
+from outrider.v1 import proposer_pb2
+from proposer_service.link import ScorerLink
+
+_log = logging.getLogger(__name__)
+
+
+class ScorerLinks:
+    """Dials each target as long as it is listed; `new_link` makes a link that does not dial yet."""
+
+    def __init__(
+        self, targets: Targets, new_link: Callable[[Target], ScorerLink], drain_grace_s: float
+    ) -> None:
+        self._targets = targets
+        self._new_link = new_link
+        self._drain_grace_s = drain_grace_s
+        self._links: dict[Target, ScorerLink] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def status(self) -> list[proposer_pb2.ScorerLink]:
+        """For GetProposerInfo; scorers that are not listed any more are left out."""
+        return [link.status() for link in self._links.values()]
+
+    async def run(self) -> None:
+        """Until cancelled or, if the targets cannot change, when every one is being dialled."""
+        async for targets in self._targets.follow():
+            for target in self._links.keys() - set(targets):
+                _log.info("scorer %s is not listed any more", target)
+                self._start(self._links.pop(target).retire(self._drain_grace_s))
+            for target in targets:
+                if target not in self._links:
+                    self._links[target] = link = self._new_link(target)
+                    self._start(link.run())
+
+    async def stop(self) -> None:
+        """Drains all links, and ends them."""
+        await asyncio.gather(*(link.drain(self._drain_grace_s) for link in self._links.values()))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
