@@ -16,6 +16,7 @@ class Admission:
     def __init__(self, max_in_flight: int, metrics: GatewayMetrics) -> None:
         self.max_in_flight = max_in_flight
         self._metrics = metrics
+        metrics.limit.set(max_in_flight)
         self._in_flight = 0
         self._running: set[asyncio.Timeout] = set()
         self._draining = False

@@ -99,6 +99,7 @@ class Generator:
         self.telemetry = telemetry
         self._replayer = Replayer(pool, telemetry, config.resume_timeout_s)
         self._metrics = GatewayMetrics(telemetry.registry)
+        self._metrics.scorers.set_function(lambda: len(pool.serving))
         self.admission = Admission(config.max_in_flight, self._metrics)
 
     def check_model(self, name: str | None) -> None:

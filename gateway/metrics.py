@@ -19,12 +19,22 @@ class GatewayMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.in_flight = Gauge(
             f"{METRIC_PREFIX}gateway_requests_in_flight",
-            "Completions under way.",
+            "Completions under way: open streams.",
+            registry=registry,
+        )
+        self.limit = Gauge(
+            f"{METRIC_PREFIX}gateway_requests_limit",
+            "Completions that may be under way at once.",
             registry=registry,
         )
         self.refused = Counter(
             f"{METRIC_PREFIX}gateway_requests_refused",
             "Requests refused because too many were under way.",
+            registry=registry,
+        )
+        self.scorers = Gauge(
+            f"{METRIC_PREFIX}gateway_scorers_serving",
+            "Scorers that this gateway can send requests to.",
             registry=registry,
         )
         self._requests = Counter(
@@ -34,10 +44,14 @@ class GatewayMetrics:
             registry=registry,
         )
         self._prompt_tokens = Counter(
-            f"{METRIC_PREFIX}prompt_tokens", "Prompt tokens of completions.", registry=registry
+            f"{METRIC_PREFIX}gateway_prompt_tokens",
+            "Prompt tokens of completions.",
+            registry=registry,
         )
         self._generation_tokens = Counter(
-            f"{METRIC_PREFIX}generation_tokens", "Tokens returned to clients.", registry=registry
+            f"{METRIC_PREFIX}gateway_generation_tokens",
+            "Tokens returned to clients, counted when their completion ends.",
+            registry=registry,
         )
         self._retries = Counter(
             f"{METRIC_PREFIX}gateway_retries",
@@ -64,6 +78,7 @@ class GatewayMetrics:
             self._requests.labels(operation, outcome).inc()
 
     def completed(self, usage: common_pb2.Usage, aux_info: common_pb2.AuxInfo) -> None:
+        """A completion that ended well."""
         self._prompt_tokens.inc(usage.prompt_tokens)
         self._generation_tokens.inc(usage.completion_tokens)
         self._retries.inc(aux_info.retries)

@@ -1,4 +1,4 @@
-"""A proposer's Prometheus instruments."""
+"""A proposer's Prometheus instruments. All carry the name of its pool."""
 
 from __future__ import annotations
 
@@ -10,52 +10,53 @@ _SECONDS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.0075),
     *(0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
 )
+_SESSIONS = tuple(float(2**i) for i in range(9))
 
 
 class ProposerMetrics:
     """Made once per process."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        def name(suffix: str) -> str:
-            return f"{METRIC_PREFIX}proposer_{suffix}"
+    def __init__(self, registry: CollectorRegistry, pool: str = "default") -> None:
+        def counter(name: str, description: str) -> Counter:
+            return Counter(
+                f"{METRIC_PREFIX}proposer_{name}", description, ("pool",), registry=registry
+            ).labels(pool)
 
-        self.draft_tokens = Counter(
-            name("draft_tokens"), "Draft tokens produced.", registry=registry
+        def gauge(name: str, description: str) -> Gauge:
+            return Gauge(
+                f"{METRIC_PREFIX}proposer_{name}", description, ("pool",), registry=registry
+            ).labels(pool)
+
+        def histogram(
+            name: str, description: str, buckets: tuple[float, ...] = _SECONDS
+        ) -> Histogram:
+            return Histogram(
+                f"{METRIC_PREFIX}proposer_{name}",
+                description,
+                ("pool",),
+                buckets=buckets,
+                registry=registry,
+            ).labels(pool)
+
+        self.draft_tokens = counter("draft_tokens", "Draft tokens produced.")
+        self.cycle = histogram(
+            "cycle_seconds",
+            "Time of one drafting cycle, from messages taken to blocks handed over. The rate of "
+            "its sum is the part of the time that is spent on drafts which are waited for.",
         )
-        self.cycle = Histogram(
-            name("cycle_seconds"),
-            "Time of one drafting cycle, from messages taken to blocks handed over.",
-            buckets=_SECONDS,
-            registry=registry,
+        self.forward = histogram(
+            "forward_seconds", "Time of one drafting cycle spent in the model."
         )
-        self.forward = Histogram(
-            name("forward_seconds"),
-            "Time of one drafting cycle spent in the model.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.ahead = Histogram(
-            name("ahead_seconds"),
+        self.ahead = histogram(
+            "ahead_seconds",
             "Time of guessing past the drafts, while the scorer verifies them.",
-            buckets=_SECONDS,
-            registry=registry,
         )
-        self.branch_tokens = Counter(
-            name("ahead_tokens"),
-            "Tokens in trees that were guessed ahead, drafts included.",
-            registry=registry,
+        self.branch_tokens = counter(
+            "ahead_tokens", "Tokens in trees that were guessed ahead, drafts included."
         )
-        self.batch_size = Histogram(
-            name("cycle_sessions"),
-            "Sessions in one drafting cycle.",
-            buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256),
-            registry=registry,
-        )
-        self.sessions = Gauge(name("sessions"), "Sessions held.", registry=registry)
-        self.links = Gauge(name("links"), "Scorers connected.", registry=registry)
-        self.lost = Counter(name("lost_sessions"), "Sessions evicted.", registry=registry)
-        self.malformed = Counter(
-            name("malformed_messages"),
-            "Messages that were dropped.",
-            registry=registry,
-        )
+        self.batch_size = histogram("cycle_sessions", "Sessions in one drafting cycle.", _SESSIONS)
+        self.sessions = gauge("sessions", "Sessions held.")
+        self.session_limit = gauge("session_limit", "Sessions that can be held at once.")
+        self.links = gauge("links", "Scorers connected.")
+        self.lost = counter("lost_sessions", "Sessions evicted.")
+        self.malformed = counter("malformed_messages", "Messages that were dropped.")

@@ -43,7 +43,7 @@ class ProposerService:
         self._config = config
         self._build = build
         self._telemetry = telemetry or configure("outrider-proposer")
-        self._metrics = ProposerMetrics(self._telemetry.registry)
+        self._metrics = ProposerMetrics(self._telemetry.registry, config.pool)
         self._proposer_id = config.proposer_id or ""
         # Larger at each start of the process and at each dial.
         self._incarnation = time.time_ns() // 1000
@@ -88,6 +88,7 @@ class ProposerService:
         self._proposer_id = self._proposer_id or f"{socket.gethostname()}-{method}-{port}"
         self._worker = worker
         self._method = self._servicer.method = await worker.start(_BUILD_TIMEOUT_S)
+        self._metrics.session_limit.set(self._method.traits.max_sessions)
         await self._server.set_serving(True)
         self._dialling = asyncio.create_task(self._links.run())
         return addresses

@@ -481,7 +481,7 @@ async def test_health_and_metrics(gateway: Running) -> None:
         "gen_ai_server_time_to_first_token",
         "gen_ai_server_time_per_output_token",
         'outrider:gateway_requests_total{operation="text_completion",outcome="ok"} 1.0',
-        f"outrider:generation_tokens_total {len(tokens(TEXT))}.0",
+        f"outrider:gateway_generation_tokens_total {len(tokens(TEXT))}.0",
     ):
         assert name in metrics
 

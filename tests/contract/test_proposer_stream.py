@@ -467,10 +467,13 @@ async def test_metrics_count(scorer: DraftScorer) -> None:
         stream = await scorer.attached()
         stream.send(opens=[open_(1, PERIOD)])
         await stream.next_block()
-        text = service._telemetry.metrics_text()[0].decode()
-    assert "outrider:proposer_draft_tokens_total 4.0" in text
-    assert "outrider:proposer_cycle_seconds_count 1.0" in text
-    assert "outrider:proposer_links 1.0" in text
+        async with asyncio.timeout(10):  # counted once the block is on its way
+            cycles = 'outrider:proposer_cycle_seconds_count{pool="default"} 1.0'
+            while cycles not in (text := service._telemetry.metrics_text()[0].decode()):
+                await asyncio.sleep(0.01)
+    assert 'outrider:proposer_draft_tokens_total{pool="default"} 4.0' in text
+    assert 'outrider:proposer_links{pool="default"} 1.0' in text
+    assert 'outrider:proposer_session_limit{pool="default"} 256.0' in text
 
 
 # ProposerService
