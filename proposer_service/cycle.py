@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -118,7 +118,7 @@ class Cycle:
         pace = self._routes.pace.pace
         round_ = self._proposer.draft([*self._routes.wanting, *self._asked], pace)
         draft_us = self._elapsed_us()
-        blocks = _Blocks(draft_us)
+        blocks = _Blocks(draft_us, round_.methods)
         answered: list[SessionKey] = []
         for key, tree in round_.drafts:
             proposal = self._asked.pop(key, None)
@@ -155,7 +155,7 @@ class Cycle:
         self._started = time.perf_counter()
         round_ = self._proposer.ahead(keys, self._routes.pace.pace)
         self._routes.drafted.clear()
-        blocks = _Blocks(self._elapsed_us())
+        blocks = _Blocks(self._elapsed_us(), round_.methods)
         for key, tree in round_.trees:
             self._add(blocks, self._routes.route(key), tree)
         outgoing = blocks.messages()
@@ -213,8 +213,9 @@ class Cycle:
 class _Blocks:
     """One BlockBatch a link."""
 
-    def __init__(self, draft_us: int) -> None:
+    def __init__(self, draft_us: int, methods: Mapping[SessionKey, int]) -> None:
         self._draft_us = draft_us
+        self._methods = methods
         self._batches: dict[LinkId, draft_pb2.BlockBatch] = {}
 
     def add(self, route: Route, tree: DraftTree) -> None:
@@ -228,6 +229,7 @@ class _Blocks:
             token_ids=tree.token_ids,
             parents=() if tree.is_chain else tree.parents,
             draft_us=self._draft_us,
+            method_index=self._methods.get(route.key, 0),
         )
 
     def messages(self) -> Outgoing:

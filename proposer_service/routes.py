@@ -160,4 +160,5 @@ def _hints(opened: draft_pb2.Open) -> SessionHints:
         # A rule from a newer scorer: drafts of any kind are welcome under it.
         rule=codec.RULE_FROM_PROTO.get(opened.verification_rule, VerificationRule.COUPLED),
         tenant=opened.tenant,
+        num_output_tokens=opened.num_output_tokens,
     )

@@ -172,6 +172,11 @@ class Hub:
                 raise InvalidRequestError(
                     f"base_len {block.base_len} is beyond what was committed", param="base_len"
                 )
+            if block.method_index >= len(proposer.methods):
+                raise InvalidRequestError(
+                    f"method_index {block.method_index} is none of Hello.methods",
+                    param="method_index",
+                )
             tree = DraftTree.validated(
                 block.base_len,
                 block.token_ids,
@@ -182,7 +187,8 @@ class Hub:
         except InvalidRequestError as error:
             self.on_bad(proposer, error.message)
         else:
-            self._worker.post_block(session.id, tree, proposer.id, block.draft_us)
+            method = proposer.methods[block.method_index]
+            self._worker.post_block(session.id, tree, proposer.id, block.draft_us, method)
 
     def on_bad(self, proposer: AttachedProposer, what: str) -> None:
         """Counts a malformed message; too many end the stream."""

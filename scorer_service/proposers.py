@@ -48,6 +48,7 @@ class Outbox:
             tenant=session.request.tenant,
             methods=[name for name in speculation.methods if name in self._methods],
             verification_rule=codec.RULE_TO_PROTO[speculation.verification.rule],
+            num_output_tokens=len(session.committed) - session.num_given_tokens,
         )
         self._grow(len(session.committed))
 

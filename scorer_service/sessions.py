@@ -60,3 +60,8 @@ class Session:
     @property
     def id(self) -> int:
         return self.request.session_id
+
+    @property
+    def num_given_tokens(self) -> int:
+        """The client's prompt, without what another scorer generated after it."""
+        return len(self.request.prompt_token_ids) - self.request.num_resumed_tokens

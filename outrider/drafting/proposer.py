@@ -32,6 +32,7 @@ class ProposerTraits:
     max_draft_tokens: int  # per round
     max_model_len: int  # sessions beyond it are followed, not drafted for
     runs_ahead: bool = False  # can draft past tokens that are not verified yet
+    methods: tuple[str, ...] = ()  # of a proposer with several: all, `method` first
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class SessionHints:
     constraint: Constraint | None = None
     rule: VerificationRule = VerificationRule.COUPLED
     tenant: str = ""
+    num_output_tokens: int = 0  # of the prefix: its last ones, what was generated before `open`
 
 
 NO_HINTS = SessionHints()
@@ -62,6 +64,8 @@ class DraftRound:
     lost: list[SessionKey] = field(default_factory=list)  # also sessions that were not asked for
     trees: list[tuple[SessionKey, DraftTree]] = field(default_factory=list)
     """Beside that: drafts that the scorer has, with branches for the outcomes of verifying them."""
+    methods: dict[SessionKey, int] = field(default_factory=dict)
+    """Which of the proposer's methods made a session's draft or tree; not the first one."""
     forward_s: float = 0.0  # time inside the model
 
 

@@ -179,17 +179,19 @@ class Engine:
         proposer_id: str,
         draft_us: int,
         arrived_at: float | None = None,
+        *,
+        method: str = "",
     ) -> BlockFate | None:
         """Takes a validated block; None if the session is unknown or drafted for by another.
 
         `arrived_at`, on the engine's clock: when it came, if not now. What it then waited for a
-        step to end is no delay of the proposer's.
+        step to end is no delay of the proposer's. `method` drafted it, for `RequestStats.by_method`.
         """
         seq = self._scheduler.by_session.get(session_id)
         if seq is None or seq.drafting.proposer_id != proposer_id:
             self._dropped_blocks += 1
             return None
-        fate = seq.take_block(block)
+        fate = seq.take_block(block, method)
         if fate is BlockFate.INVALID:
             self._dropped_blocks += 1
             return fate

@@ -151,7 +151,7 @@ class Scheduler:
         counters = seq.counters
         counts = self.policy.counts
         if output:
-            counters.count_round(drafted, min(accepted, len(output)))
+            counters.count_round(drafted, min(accepted, len(output)), seq.draft_method)
             counts.output_tokens += len(output)
             if drafted or not first:
                 counts.rounds[drafted, min(accepted, len(output))] += 1

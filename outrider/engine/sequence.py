@@ -12,7 +12,7 @@ from outrider.draft_tree import DraftTree
 from outrider.engine.block_pool import ROOT_HASH, PageHash, page_hash
 from outrider.engine.logits import LogitsEditor
 from outrider.params import TokenIds
-from outrider.types import FinishReason, Request, RequestStats, TokenKind
+from outrider.types import FinishReason, MethodCounts, Request, RequestStats, TokenKind
 
 
 class BlockFate(enum.Enum):
@@ -50,9 +50,13 @@ class Counters:
     preemptions: int = 0
     after_hit: list[int] = field(default_factory=lambda: [0, 0])  # misses, hits
     after_miss: list[int] = field(default_factory=lambda: [0, 0])
+    by_method: dict[str, tuple[int, int]] = field(default_factory=dict)  # drafted, accepted
 
-    def count_round(self, drafted: int, accepted: int) -> None:
-        """One round that emitted something; `accepted` after trimming."""
+    def count_round(self, drafted: int, accepted: int, method: str) -> None:
+        """One round that emitted something; `accepted` after trimming. `method` drafted."""
+        if drafted and method:
+            before = self.by_method.get(method, (0, 0))
+            self.by_method[method] = (before[0] + drafted, before[1] + accepted)
         self.rounds += 1
         self.drafted += drafted
         self.accepted += accepted
@@ -124,6 +128,7 @@ class Sequence:
         self.draft: DraftTree | None = None  # None if nothing of it is left
         self.draft_node = -1  # the node of `draft` that the last committed token reached
         self.draft_base = -1  # base_len of the last block that was kept
+        self.draft_method = ""  # what drafted that block
         self.drafting = drafting
         self.counters = Counters()
         self.submitted_at = submitted_at
@@ -153,7 +158,7 @@ class Sequence:
             known.append(page_hash(parent, self.token_ids[start : start + page_size]))
         return known[:num_pages]
 
-    def take_block(self, block: DraftTree) -> BlockFate:
+    def take_block(self, block: DraftTree, method: str = "") -> BlockFate:
         """Walks a block by what was committed since, and keeps it if something is left below.
 
         A block from an older base than the present draft's does not replace it, nor does a smaller
@@ -171,6 +176,7 @@ class Sequence:
             len(self.draft.token_ids),
         ):
             self.draft, self.draft_node, self.draft_base = block, node, block.base_len
+            self.draft_method = method
         return BlockFate.USEFUL
 
     def commit(self, emitted: Tokens[int], drafted: int) -> bool:
@@ -247,6 +253,7 @@ class Sequence:
             hits_after_hit=c.after_hit[True],
             rounds_after_miss=sum(c.after_miss),
             hits_after_miss=c.after_miss[True],
+            by_method=tuple(MethodCounts(name, *counts) for name, counts in c.by_method.items()),
         )
 
 

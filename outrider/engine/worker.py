@@ -33,6 +33,7 @@ class _Block:
     tree: DraftTree
     proposer_id: str
     draft_us: int
+    method: str
     arrived_at: float
 
 
@@ -122,12 +123,14 @@ class EngineWorker:
                     )
                 )
 
-    def post_block(self, session_id: int, tree: DraftTree, proposer_id: str, draft_us: int) -> None:
+    def post_block(
+        self, session_id: int, tree: DraftTree, proposer_id: str, draft_us: int, method: str = ""
+    ) -> None:
         """Hands over a validated block; wakes a step that waits for it."""
         with self._wakeup:
             if session_id in self._sessions:
                 queue = self._blocks.setdefault(session_id, deque(maxlen=MAX_BLOCKS_AT_ONCE))
-                queue.append(_Block(tree, proposer_id, draft_us, time.perf_counter()))
+                queue.append(_Block(tree, proposer_id, draft_us, method, time.perf_counter()))
                 self._wakeup.notify()
 
     def snapshot(self) -> EngineSnapshot:
@@ -197,7 +200,12 @@ class EngineWorker:
         for session_id, queue in blocks.items():
             for block in queue:
                 engine.post_block(
-                    session_id, block.tree, block.proposer_id, block.draft_us, block.arrived_at
+                    session_id,
+                    block.tree,
+                    block.proposer_id,
+                    block.draft_us,
+                    block.arrived_at,
+                    method=block.method,
                 )
         if commands:
             with self._wakeup:

@@ -82,7 +82,7 @@ class SessionBatch(_message.Message):
     def __init__(self, opens: _Optional[_Iterable[_Union[Open, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[Close, _Mapping]]] = ..., step_us: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "epoch", "prefix", "sampling", "num_draft_tokens", "max_len", "traceparent", "advice", "constraint", "tenant", "methods", "verification_rule")
+    __slots__ = ("session", "epoch", "prefix", "sampling", "num_draft_tokens", "max_len", "traceparent", "advice", "constraint", "tenant", "methods", "verification_rule", "num_output_tokens")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PREFIX_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +95,7 @@ class Open(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
     VERIFICATION_RULE_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     prefix: _containers.RepeatedScalarFieldContainer[int]
@@ -107,7 +108,8 @@ class Open(_message.Message):
     tenant: str
     methods: _containers.RepeatedScalarFieldContainer[str]
     verification_rule: _common_pb2.VerificationRule
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., prefix: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., max_len: _Optional[int] = ..., traceparent: _Optional[str] = ..., advice: _Optional[_Union[_common_pb2.Advice, _Mapping]] = ..., constraint: _Optional[_Union[_common_pb2.Constraint, _Mapping]] = ..., tenant: _Optional[str] = ..., methods: _Optional[_Iterable[str]] = ..., verification_rule: _Optional[_Union[_common_pb2.VerificationRule, str]] = ...) -> None: ...
+    num_output_tokens: int
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., prefix: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., max_len: _Optional[int] = ..., traceparent: _Optional[str] = ..., advice: _Optional[_Union[_common_pb2.Advice, _Mapping]] = ..., constraint: _Optional[_Union[_common_pb2.Constraint, _Mapping]] = ..., tenant: _Optional[str] = ..., methods: _Optional[_Iterable[str]] = ..., verification_rule: _Optional[_Union[_common_pb2.VerificationRule, str]] = ..., num_output_tokens: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("session", "epoch", "base_len", "tokens", "num_draft_tokens")
