@@ -26,6 +26,9 @@ accepted from hits. So it pays as long as
 
 and a row does not wait at all if its proposer's mean delay is beyond that: the draft that comes
 later is used as far as it is still true.
+
+What no formula knows is how much drafting slows down the steps beside it, where the two share a
+device. Whether to draft at all is therefore also decided by trial (contest.py).
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Rows
 
+from outrider.engine.contest import Contests
 from outrider.engine.policy import FIRST_PATIENCE_S, Policy
 from outrider.engine.sequence import Drafting, Sequence
 from outrider.types import Request
@@ -134,11 +138,14 @@ class AdaptivePolicy(Policy):
         self._acceptance: dict[str, tuple[float, float]] = {}  # by proposer: successes, trials
         self._token_s: dict[str, float] = {}  # by proposer: mean seconds per drafted token
         self._draft_len: dict[str, float] = {}  # by proposer: mean tokens of a draft
+        self._contests = Contests()
         self._num_rows = 1  # of the last step
         self._step_times: list[float] = []  # by k, the same for all rows until the next step
 
     def choose_k(self, drafting: Drafting, limit: int) -> int:
         d = drafting
+        if not self._contests.drafting:
+            return 0
         if d.short_rounds == PROBE_EVERY:
             d.short_rounds = 0
             return limit
@@ -265,6 +272,11 @@ class AdaptivePolicy(Policy):
         self._num_rows = num_rows
         self._steps.observe(num_tokens, seconds)
         self._step_times = []
+
+    def step_done(
+        self, num_running: int, tokens: int, now: float, *, drafted: bool, pure: bool
+    ) -> None:
+        self._contests.step_done(num_running, tokens, now, drafted=drafted, pure=pure)
 
     def plain_step_s(self, num_rows: int) -> float:
         return self._steps.estimate(num_rows)

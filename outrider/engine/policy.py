@@ -58,6 +58,12 @@ class Policy:
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """A step of that size took this long, forward and verification."""
 
+    def step_done(
+        self, num_running: int, tokens: int, now: float, *, drafted: bool, pure: bool
+    ) -> None:
+        """A step ended: all rows that are admitted, tokens committed, whether any draft was
+        verified, and whether no prompt was processed."""
+
     def plain_step_s(self, num_rows: int) -> float:  # noqa: ARG002
         """Seconds that a step of so many rows without drafts is expected to take; 0: unknown."""
         return 0.0

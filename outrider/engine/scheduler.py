@@ -73,7 +73,7 @@ class Scheduler:
         now: float,
         editors: tuple[LogitsEditor, ...] = (),
     ) -> None:
-        """Queues a request."""
+        """Queues a request; `editors` mask its logits before its stop parameters do."""
         seq = Sequence(
             request,
             max_len=max_len,
@@ -120,6 +120,7 @@ class Scheduler:
         if decoding:
             # Prompts say little about a round: on a GPU they run another way.
             self.policy.observe_step(len(step.rows), step.num_tokens, seconds)
+        num_running = len(self.running)
         commits: list[Commit] = []
         for row, choices, accepted in zip(step.rows, result.choices, result.accepted, strict=True):
             seq = row.seq
@@ -138,6 +139,13 @@ class Scheduler:
             counts = self.policy.counts
             plain_s = self.policy.plain_step_s(len(step.rows))
             counts.plain_s += plain_s * counts.output_tokens / len(step.rows)
+        self.policy.step_done(
+            num_running,
+            sum([len(commit.token_ids) for commit in commits]),
+            now,
+            drafted=any(row.draft for row in step.rows),
+            pure=decoding,
+        )
         return commits
 
     def _emit(

@@ -49,6 +49,7 @@ class Bench:
     steps: tuple[tuple[int, float], ...] = STEP_S
     first_delay_s: float | None = None  # of a session's first block, with the prompt's processing
     contention_s: float = 0.0  # what a step and a draft at the same time cost each other
+    tax_s: float = 0.0  # what drafts made since the last step cost the next one
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
 
     def __post_init__(self) -> None:
@@ -61,6 +62,8 @@ class Bench:
         def timed(batch):  # type: ignore[no-untyped-def]
             slow = self.burst[0] <= self.now < self.burst[1]
             self.now += times.estimate(len(batch.input_ids)) * (10.0 if slow else 1.0)
+            self.now += self.tax_s * (self._rounds > self._taxed)
+            self._taxed = self._rounds
             if self.contention_s and any(arrival > self.now for arrival, _, _ in self._due):
                 self.now += self.contention_s
                 self._due = [(due + self.contention_s, *rest) for due, *rest in self._due]
@@ -71,7 +74,7 @@ class Bench:
         self.commits: list[list[Commit]] = [[] for _ in range(self.requests)]
         self.rows_per_step: list[int] = []
         self._due: list[tuple[float, int, DraftTree]] = []
-        self._rounds = 0
+        self._rounds = self._taxed = 0
         for i in range(self.requests):
             self.engine.submit(self._request(i))
             self.engine.set_drafting(i, "a", 4)
@@ -167,6 +170,31 @@ def test_a_draft_slower_than_a_step_is_waited_for_where_that_pays(
     assert sum(stats.output_tokens for stats in all_stats) / rounds > 3.2
     plain = interpolated(GPU_STEP_S).estimate(requests) * bench.max_tokens
     assert bench.now < 0.7 * plain
+
+
+@pytest.mark.parametrize("requests", [4, 16])
+def test_drafts_that_slow_the_steps_beside_them_are_given_up(requests: int) -> None:
+    """Where a draft costs the running step more than it brings: found out by doing without."""
+
+    def run(tax_s: float, *, speculate: bool) -> tuple[list[RequestStats], float]:
+        bench = Bench(
+            AdaptivePolicy(4),
+            requests=requests,
+            agreement=0.6,
+            max_tokens=1500,
+            tax_s=tax_s,
+            speculation=SpeculationParams(enabled=speculate),
+        )
+        return bench.run(), bench.now
+
+    plain_stats, plain = run(0.0, speculate=False)
+    assert all(stats.drafted == 0 for stats in plain_stats)
+    stats, shared = run(0.015, speculate=True)
+    assert shared < 1.15 * plain
+    assert sum(s.k_histogram[0] for s in stats) > 0.8 * sum(s.rounds for s in stats)
+    stats, apart = run(0.0, speculate=True)
+    assert apart < 0.9 * plain, "without contention they pay"
+    assert sum(s.k_histogram[0] for s in stats) < 0.2 * sum(s.rounds for s in stats)
 
 
 def test_a_burst_of_slow_steps_does_not_end_speculation() -> None:

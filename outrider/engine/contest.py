@@ -1,0 +1,124 @@
+"""Whether drafting pays at all, found out by doing without it for a moment.
+
+Step times by size say what verifying costs, and delays what waiting costs. Neither says what
+drafting costs the steps beside it, where proposer and scorer share cores, a GPU or the bandwidth
+of a memory: every step is measured with drafts being made next to it. So both ways are timed:
+committed tokens per second of all rows together, with drafts and without. The better one goes on,
+and the other is tried again for a few steps, at distances that double as long as nothing changes.
+"""
+
+from __future__ import annotations
+
+TRIAL_STEPS = 16
+SETTLING_STEPS = 3  # after a change: drafts of before are used up, or the first new ones come
+FIRST_STRETCH, LONGEST_STRETCH = 128, 4096  # steps between two trials
+CLEARLY = 1.05  # times better, or it is noise
+HOPELESS = 0.8  # of the other way's rate: a trial that goes so badly ends early
+HOPELESS_AFTER = 3  # steps
+
+
+class Rate:
+    """Tokens per second over about the last `FIRST_STRETCH` steps."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def add(self, tokens: int, seconds: float, *, counts: bool) -> None:
+        """One step's tokens and all the time since the step before."""
+        if self.steps >= FIRST_STRETCH:
+            self._tokens -= self._tokens / FIRST_STRETCH
+            self._seconds -= self._seconds / FIRST_STRETCH
+        self._tokens += tokens
+        self._seconds += seconds
+        self.steps += counts
+
+    @property
+    def value(self) -> float:
+        return self._tokens / self._seconds if self._seconds else 0.0
+
+
+class Contest:
+    """Drafts against no drafts, at one size of batch."""
+
+    def __init__(self) -> None:
+        self._champion = True  # what was better so far: drafting, until shown otherwise
+        self._on_trial = False
+        self._best = Rate()  # the champion's
+        self._tried = Rate()  # the other's, in the present trial
+        self._stretch = FIRST_STRETCH
+        self._since_trial = 0
+        self._settling = SETTLING_STEPS
+
+    @property
+    def drafting(self) -> bool:
+        """Whether rows are to draft now."""
+        return self._champion != self._on_trial
+
+    def settle(self) -> None:
+        """Something else changed: the next steps say nothing."""
+        self._settling = SETTLING_STEPS
+
+    def observe(self, tokens: int, seconds: float, *, drafted: bool) -> None:
+        """A step without prompts: what it committed, and the time since the step before.
+
+        While rows are to draft, steps without any draft do not bring the end of a stretch or trial
+        nearer: no proposer may be there, and then there is nothing to decide.
+        """
+        counts = drafted or not self.drafting
+        if self._settling:
+            self._settling -= counts
+            return
+        if not self._on_trial:
+            self._best.add(tokens, seconds, counts=counts)
+            self._since_trial += counts
+            if self._since_trial >= self._stretch:
+                self._begin_trial()
+            return
+        self._tried.add(tokens, seconds, counts=counts)
+        steps, ratio = self._tried.steps, self._tried.value / self._best.value
+        if steps >= TRIAL_STEPS or (steps >= HOPELESS_AFTER and ratio < HOPELESS):
+            self._end_trial(won=ratio > CLEARLY)
+
+    def _begin_trial(self) -> None:
+        self._on_trial, self._tried = True, Rate()
+        self.settle()
+
+    def _end_trial(self, *, won: bool) -> None:
+        self._on_trial, self._since_trial = False, 0
+        if won:
+            self._champion, self._best = not self._champion, self._tried
+            self._stretch = FIRST_STRETCH
+        else:
+            self._stretch = min(2 * self._stretch, LONGEST_STRETCH)
+            self.settle()
+
+
+class Contests:
+    """A contest per size of batch, by powers of two: which way is better depends on it."""
+
+    def __init__(self) -> None:
+        self._by_size: dict[int, Contest] = {}
+        self._current = self._at(1)
+        self._last_step_at: float | None = None
+
+    @property
+    def drafting(self) -> bool:
+        """Whether rows are to draft now."""
+        return self._current.drafting
+
+    def step_done(
+        self, num_running: int, tokens: int, now: float, *, drafted: bool, pure: bool
+    ) -> None:
+        """A step ended at `now`. `pure`: it processed no prompts; others are not compared."""
+        before, self._last_step_at = self._last_step_at, now
+        contest = self._at(num_running)
+        if contest is not self._current:
+            self._current = contest
+            contest.settle()
+        elif pure and before is not None:
+            contest.observe(tokens, now - before, drafted=drafted)
+
+    def _at(self, num_rows: int) -> Contest:
+        return self._by_size.setdefault(num_rows.bit_length(), Contest())

@@ -1,0 +1,69 @@
+"""Drafting against not drafting, by trial."""
+
+from __future__ import annotations
+
+from outrider.engine.contest import FIRST_STRETCH, LONGEST_STRETCH, Contest, Contests
+
+
+def play(contest: Contest, steps: int, *, with_s: float, without_s: float, tokens: int = 3) -> int:
+    """`steps` steps, of `tokens` with drafts and 1 without; how many were with drafts."""
+    drafted = 0
+    for _ in range(steps):
+        if contest.drafting:
+            drafted += 1
+            contest.observe(tokens, with_s, drafted=True)
+        else:
+            contest.observe(1, without_s, drafted=False)
+    return drafted
+
+
+def test_drafts_that_pay_are_rarely_done_without() -> None:
+    contest = Contest()
+    assert play(contest, 10_000, with_s=0.012, without_s=0.010) > 0.99 * 10_000
+
+
+def test_drafts_that_cost_more_than_they_bring_are_rarely_made() -> None:
+    contest = Contest()
+    assert play(contest, 10_000, with_s=0.040, without_s=0.010) < 0.03 * 10_000
+
+
+def test_a_change_is_noticed_at_the_next_trial() -> None:
+    contest = Contest()
+    play(contest, 20 * FIRST_STRETCH, with_s=0.040, without_s=0.010)
+    assert not contest.drafting
+    play(contest, 2 * LONGEST_STRETCH, with_s=0.012, without_s=0.010)
+    assert contest.drafting
+
+
+def test_noise_changes_nothing() -> None:
+    contest = Contest()
+    drafted = play(contest, 10_000, with_s=0.0303, without_s=0.0100)  # 1 % apart
+    assert drafted > 0.97 * 10_000
+
+
+def test_without_a_proposer_nothing_is_decided() -> None:
+    contest = Contest()
+    for _ in range(1000):
+        contest.observe(1, 0.01, drafted=False)
+    assert contest.drafting
+
+
+def test_each_size_of_batch_has_its_own_answer() -> None:
+    contests, now, drafted = Contests(), 0.0, {1: 0, 32: 0}
+    for rows, step_s in ((1, 0.012), (32, 0.040), (1, 0.012), (32, 0.040)):
+        for _ in range(2000):
+            drafts = contests.drafting
+            drafted[rows] += drafts
+            now += step_s if drafts else 0.010
+            contests.step_done(rows, 3 if drafts else 1, now, drafted=drafts, pure=True)
+    assert drafted[1] > 0.98 * 4000
+    assert drafted[32] < 0.06 * 4000
+
+
+def test_steps_with_prompts_are_not_compared() -> None:
+    contests, now = Contests(), 0.0
+    for i in range(4000):
+        drafts, pure = contests.drafting, i % 2 == 0
+        now += 0.012 if pure else 1.0
+        contests.step_done(1, 3 if drafts else 1, now, drafted=drafts, pure=pure)
+    assert contests.drafting
