@@ -25,6 +25,7 @@ from outrider.rpc.channel import open_channel
 from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.targets import Target
+from outrider.rpc.versions import PROTOCOL_VERSION, agreed_version
 from outrider.v1 import draft_pb2, proposer_pb2, scorer_pb2_grpc
 from proposer_service.config import LinkConfig
 from proposer_service.metrics import ProposerMetrics
@@ -156,6 +157,12 @@ class ScorerLink:
         if message is grpc.aio.EOF or not message.HasField("welcome"):
             raise UnavailableError("the scorer did not answer Hello with Welcome")
         welcome: draft_pb2.Welcome = message.welcome
+        if welcome.protocol_version != agreed_version(welcome.protocol_version):
+            raise ProposerRefusedError(
+                f"the scorer goes on in version {welcome.protocol_version} of the Draft protocol, "
+                f"which is newer than ours ({PROTOCOL_VERSION})",
+                reason="PROTOCOL_VERSION",
+            )
         return welcome
 
     async def _serve(self, call: Call, welcome: draft_pb2.Welcome) -> None:

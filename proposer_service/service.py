@@ -12,10 +12,10 @@ from typing import Final
 import grpc
 
 from outrider.drafting.proposer import Proposer
-from outrider.rpc.codec import PROTOCOL_VERSION
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.targets import Targets
 from outrider.rpc.telemetry import Telemetry, configure
+from outrider.rpc.versions import PROTOCOL_VERSION
 from outrider.v1 import draft_pb2, proposer_pb2_grpc
 from proposer_service.config import NgramConfig, ProposerConfig
 from proposer_service.link import ScorerLink

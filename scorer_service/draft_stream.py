@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from outrider.errors import DeadlineError, InvalidRequestError, OutriderError
-from outrider.rpc import codec
+from outrider.rpc.versions import agreed_version
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.hub import Hub
@@ -29,7 +29,7 @@ async def serve_proposer(
     hello = await _read_hello(requests, limits.hello_timeout_s)
     proposer = hub.roster.attach(hello)
     try:
-        await context.write(_welcome(served, limits))
+        await context.write(_welcome(hello, served, limits))
         await _converse(proposer, requests, context, hub)
     finally:
         hub.roster.detach(proposer)
@@ -95,10 +95,12 @@ async def _read_hello(
     return request.hello
 
 
-def _welcome(served: ServedModel, limits: DraftLimits) -> draft_pb2.DraftResponse:
+def _welcome(
+    hello: draft_pb2.Hello, served: ServedModel, limits: DraftLimits
+) -> draft_pb2.DraftResponse:
     return draft_pb2.DraftResponse(
         welcome=draft_pb2.Welcome(
-            protocol_version=codec.PROTOCOL_VERSION,
+            protocol_version=agreed_version(hello.protocol_version),
             scorer_id=served.scorer_id,
             vocab_size=served.vocab_size,
             max_block_tokens=limits.max_block_tokens,

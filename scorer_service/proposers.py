@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from outrider.errors import CapacityError, InvalidRequestError, OutriderError, ProposerRefusedError
 from outrider.rpc import codec
+from outrider.rpc.versions import agreed_version
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.sessions import Session
@@ -121,12 +122,7 @@ class AttachedProposer:
 
 def check_hello(hello: draft_pb2.Hello, served: ServedModel) -> None:
     """Raises `ProposerRefusedError` with the reasons of draft.proto, or `InvalidRequestError`."""
-    if hello.protocol_version != codec.PROTOCOL_VERSION:
-        raise ProposerRefusedError(
-            f"this scorer speaks version {codec.PROTOCOL_VERSION} of the Draft protocol, "
-            f"not {hello.protocol_version}",
-            reason="PROTOCOL_VERSION",
-        )
+    agreed_version(hello.protocol_version)
     for name in ("proposer_id", "max_sessions", "max_draft_tokens"):
         if not getattr(hello, name):
             raise InvalidRequestError(f"Hello.{name} must be set", param=name)

@@ -16,6 +16,7 @@ from outrider.errors import DeadlineError, InvalidRequestError, UnavailableError
 from outrider.rpc import codec, status
 from outrider.rpc.latency import RequestTimes
 from outrider.rpc.telemetry import EventSampler, Telemetry, inject
+from outrider.rpc.versions import PROTOCOL_VERSION
 from outrider.types import Commit, Request, TokenKind
 from outrider.v1 import draft_pb2, scorer_pb2, scorer_pb2_grpc
 from scorer_service.config import DraftLimits, ServedModel
@@ -139,7 +140,7 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
             vocab_size=served.vocab_size,
             tokenizer_hash=served.tokenizer_hash,
             max_model_len=served.max_model_len,
-            protocol_version=codec.PROTOCOL_VERSION,
+            protocol_version=PROTOCOL_VERSION,
             eos_token_ids=sorted(served.eos_token_ids),
             dtype=served.dtype,
             running_requests=snapshot.running,

@@ -21,9 +21,6 @@ from outrider.params import (
 from outrider.types import FinishReason, RequestStats, TokenKind, TokenLogprobs
 from outrider.v1 import common_pb2
 
-PROTOCOL_VERSION: Final = 1
-"""The version of the Draft stream that this code speaks (Hello, Welcome, GetScorerInfo)."""
-
 METHODS: Final = ("deterministic", "suffix", "draft_model", "ngram")
 """Methods a proposer may name in Hello."""
 

@@ -63,6 +63,25 @@ async def test_ready_then_a_quick_stop_with_a_stream_under_way(signum: signal.Si
         await until(lambda: scorer.running == 0)
 
 
+async def test_a_stream_under_way_ends_within_the_grace() -> None:
+    script = Script(tokens("hello world, the quick brown fox"), per_round=1, delay_s=0.05)
+    async with serving(fake_scorer(script)) as scorer:
+        flags = ("--scorer", scorer.target, "--model", str(model_folder()))
+        async with gateway_process(*flags, "--drain-grace-seconds", "60") as process:
+            ready = await ready_line(process)
+            async with httpx.AsyncClient(base_url=ready["http"], timeout=60) as client:
+                stream = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
+                await until(lambda: scorer.running == 1)
+                process.send_signal(signal.SIGTERM)
+                answer = await stream
+                assert answer.status_code == 200
+                assert answer.json()["choices"][0]["text"] == "hello world, the quick brown fox"
+                with pytest.raises(httpx.ConnectError):
+                    await client.get("/health")
+            await asyncio.wait_for(process.communicate(), 20)  # long before the grace is over
+            assert process.returncode == 0
+
+
 async def refused(*flags: str) -> str:
     """The one line on stderr of a gateway that does not start."""
     async with gateway_process(*flags) as process:

@@ -342,6 +342,18 @@ async def test_a_refusal_is_logged_and_retried_slowly(
     assert "use another draft (VOCAB_MISMATCH)" in refusals[0].message
 
 
+async def test_a_scorer_that_goes_on_in_a_newer_version_is_not_served(scorer: DraftScorer) -> None:
+    scorer.version = 2
+    async with running(ngram_config(await scorer.start())) as (_, stub):
+        await (await scorer.attached()).ended.wait()
+
+        async def said_why() -> bool:
+            info = await stub.GetProposerInfo(proposer_pb2.GetProposerInfoRequest())
+            return "newer than ours" in info.scorers[0].last_error
+
+        await eventually(said_why)
+
+
 async def test_goodbye_waits_for_the_closes(scorer: DraftScorer) -> None:
     address = await scorer.start()
     config = replace(ngram_config(address), deployment=Deployment(drain_grace_s=5))

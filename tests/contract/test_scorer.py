@@ -305,7 +305,7 @@ async def test_sessions_move_to_another_proposer_on_goodbye() -> None:
 
 
 REFUSALS: dict[str, dict[str, object]] = {
-    "PROTOCOL_VERSION": {"protocol_version": 2},
+    "PROTOCOL_VERSION": {"protocol_version": 3},
     "VOCAB_MISMATCH": {"vocab_size": VOCAB + 1},
     "TOKENIZER_MISMATCH": {"tokenizer_hash": "cd" * 32},
     "UNKNOWN_METHOD": {"method": "telepathy"},
@@ -325,6 +325,19 @@ async def test_a_proposer_that_does_not_fit_is_told_why(reason: str) -> None:
             assert (type(error), error.reason) == (errors.ProposerRefusedError, reason)
             output = await scorer.generate(PROMPT)
             assert output.aux_info.accepted > 0, "the one that fits is not disturbed"
+
+
+async def test_a_proposer_of_the_next_version_comes_down_to_ours() -> None:
+    newer = hello(protocol_version=2)
+    newer.MergeFromString(b"\xf8\x7f\x01")  # a field of number 2047 that we do not know
+    async with running_scorer() as scorer:
+        proposer = ScriptedProposer(scorer.stub, follow(greedy_truth), newer)
+        async with proposing(proposer):
+            assert proposer.welcome is not None
+            assert proposer.welcome.protocol_version == 1
+            output = await scorer.generate(PROMPT)
+    assert output.token_ids == greedy_text(PROMPT, 40)
+    assert output.aux_info.accepted > 0
 
 
 async def test_a_copying_proposer_needs_no_tokenizer() -> None:

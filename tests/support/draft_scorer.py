@@ -79,6 +79,7 @@ class DraftScorer(scorer_pb2_grpc.ScorerServiceServicer):
         self.refusal: OutriderError | None = None
         self.refused = 0
         self.max_block_tokens = 512
+        self.version = 1  # in Welcome
         self.conversations: asyncio.Queue[Conversation] = asyncio.Queue(100)
         self._server: GrpcServer | None = None
 
@@ -115,7 +116,9 @@ class DraftScorer(scorer_pb2_grpc.ScorerServiceServicer):
         conversation = Conversation(first.hello)
         yield draft_pb2.DraftResponse(
             welcome=draft_pb2.Welcome(
-                protocol_version=1, scorer_id="fake", max_block_tokens=self.max_block_tokens
+                protocol_version=self.version,
+                scorer_id="fake",
+                max_block_tokens=self.max_block_tokens,
             )
         )
         self.conversations.put_nowait(conversation)

@@ -1,0 +1,101 @@
+"""Scorers found by name: pods come and go, nobody is restarted, nothing that runs is cut."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from outrider.rpc.deployment import Deployment
+from outrider.rpc.telemetry import configure
+from proposer_service.config import NgramConfig, ProposerConfig
+from proposer_service.service import ProposerService
+from tests.support.draft_scorer import DraftScorer, close, open_
+from tests.support.fake_scorer import Script, serving
+from tests.support.gateway import fake_scorer, running_gateway, tokens, until
+from tests.support.names import Names
+
+A, B = "127.0.0.1", "127.0.0.2"  # the addresses of two pods
+TEXT = "hello world, the quick brown fox jumps over the lazy dog"
+
+
+def port_free_on_both() -> int:
+    while True:
+        with socket.create_server((A, 0)) as first, socket.socket() as second:
+            port: int = first.getsockname()[1]
+            try:
+                second.bind((B, port))
+            except OSError:
+                continue
+            return port
+
+
+async def test_a_gateway_follows_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, port = Names(monkeypatch), port_free_on_both()
+    names.table["scorers"] = [A]
+    held = Script(tokens(TEXT), per_round=2, delay_s=0.05)
+    async with (
+        serving(fake_scorer(held, "a"), port, A) as a,
+        serving(fake_scorer(Script(tokens(TEXT)), "b"), port, B) as b,
+        running_gateway(a, scorers=(f"dns:scorers:{port}",), dns_refresh_s=0.1) as gateway,
+    ):
+        ask = gateway.client.completions.create
+        running = asyncio.create_task(ask(model="default", prompt=[5, 6, 7]))
+        await until(lambda: a.running == 1)
+        names.table["scorers"] = [B]
+        await names.asked_again()
+        assert (await ask(model="default", prompt=[5, 6, 7])).choices[0].text == TEXT
+        assert len(b.requests) == 1, "new requests go to the new address"
+        answer = await running
+        assert answer.choices[0].text == TEXT
+        assert len(a.requests) == 1, "and what ran on the old one ended there"
+        assert a.cancelled == 0
+
+        names.table["scorers"] = [A, B]
+        for _ in range(200):
+            await ask(model="default", prompt=[5, 6, 7, len(a.requests) + len(b.requests)])
+            if len(a.requests) > 1:
+                break
+            await asyncio.sleep(0.02)
+        assert len(a.requests) > 1, "an address that comes back is used again"
+
+
+async def test_a_proposer_follows_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, port = Names(monkeypatch), port_free_on_both()
+    names.table["scorers"] = [A]
+    a, b = DraftScorer(), DraftScorer()
+    service = ProposerService(
+        ProposerConfig(
+            scorers=(f"dns:scorers:{port}",),
+            method=NgramConfig(),
+            proposer_id="p",
+            max_branches=0,
+            dns_refresh_s=0.1,
+            deployment=Deployment(drain_grace_s=5),
+        ),
+        telemetry=configure("proposer"),
+    )
+    try:
+        await a.start(port, A)
+        await b.start(port, B)
+        await service.start()
+        first = await a.attached()
+        first.send(opens=[open_(1, [5, 6, 7, 5, 6])])
+        await first.next_block()
+        names.table["scorers"] = [B]
+        second = await b.attached()
+        second.send(opens=[open_(9, [5, 6, 7, 5, 6])])
+        await second.next_block()
+        assert not first.ended.is_set(), "its session goes on"
+        first.send(closes=[close(1)])
+        assert (await first.next()).HasField("goodbye")
+        async with asyncio.timeout(10):
+            await first.ended.wait()
+        second.send(closes=[close(9)])
+        names.table["scorers"] = [A, B]
+        await a.attached()
+    finally:
+        await service.stop()
+        await a.stop()
+        await b.stop()
