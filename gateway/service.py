@@ -46,7 +46,7 @@ class Gateway:
         """Comes up; returns the addresses. Raises `ConfigError`."""
         config = self._config
         api_keys = ApiKeys.load(config.api_key_file)
-        tokenizer = Tokenizer.load(resolve_model(config.model, "target"))
+        tokenizer = Tokenizer.load(resolve_model(config.model, "target", tokenizer_only=True))
         self._socket = _bind(config.host, config.http_port)
         progress("gateway", f"waiting for a scorer at {', '.join(config.scorers)}")
         self._pool = ScorerPool(

@@ -11,11 +11,13 @@ from outrider.errors import ConfigError
 EMBEDDED = "embedded"
 
 
-def resolve_model(name: str | None, role: Literal["target", "draft"]) -> Path:
+def resolve_model(
+    name: str | None, role: Literal["target", "draft"], *, tokenizer_only: bool = False
+) -> Path:
     """The folder of a model: the embedded one, a folder on disk, or a Hugging Face id.
 
-    None or "embedded" is the model that ships with Outrider for that role. Raises `ConfigError`
-    with what to do about it.
+    None or "embedded" is the model that ships with Outrider for that role. With `tokenizer_only`
+    no weights are downloaded. Raises `ConfigError` with what to do about it.
     """
     if name is None or name == EMBEDDED:
         folder = Path(str(resources.files("outrider.models"))) / "data" / role
@@ -32,15 +34,17 @@ def resolve_model(name: str | None, role: Literal["target", "draft"]) -> Path:
         return folder
     if folder.exists() or name.count("/") > 1 or name.startswith((".", "~", "/")):
         raise ConfigError(f"There is no model folder {name}.")
-    return _download(name)
+    return _download(name, tokenizer_only)
 
 
-def _download(name: str) -> Path:
+def _download(name: str, tokenizer_only: bool) -> Path:
     # Imported here: a local folder needs no network library.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+    patterns = ["*.json", "*.jinja", "tokenizer.model"]
+    if not tokenizer_only:
+        patterns.append("*.safetensors")
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except HFValidationError as error:

@@ -1,0 +1,33 @@
+"""`python -m outrider.models.fetch NAME`: downloads a model before the service that needs it.
+
+An init container runs this, so that the service itself starts without the network and the token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from outrider.errors import ConfigError
+from outrider.models.resolve import resolve_model
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the folder; returns the exit code, 2 for a model that cannot be had."""
+    parser = argparse.ArgumentParser(
+        prog="python -m outrider.models.fetch", description="Downloads a model into HF_HOME."
+    )
+    parser.add_argument("model", help="a Hugging Face id")
+    parser.add_argument("--tokenizer-only", action="store_true", help="leave the weights out")
+    args = parser.parse_args(argv)
+    try:
+        print(resolve_model(args.model, "target", tokenizer_only=args.tokenizer_only))
+    except ConfigError as error:
+        print(f"fetch: {error.message}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""The chart with each example: linted, rendered as reviewed, valid, and within policy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support import helm
+
+RENDERED = helm.EXAMPLES / "rendered"
+NAMES = sorted(path.stem for path in helm.EXAMPLES.glob("*.yaml"))
+# Ours to keep valid; kubernetes-validate has no schemas for them.
+CUSTOM = {"Certificate", "PrometheusRule", "ScaledObject", "ServiceMonitor"}
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with each example rendered now."""
+    folder = tmp_path_factory.mktemp("rendered")
+    environment = os.environ | {"HELM": str(helm.tool("helm"))}
+    subprocess.run([helm.ROOT / "k8s/render.sh", folder], check=True, env=environment, timeout=60)
+    return folder
+
+
+def test_lints_with_each_example() -> None:
+    for name in NAMES:
+        done = helm.call(
+            "helm", "lint", "--strict", helm.CHART, "--values", helm.EXAMPLES / f"{name}.yaml"
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_renders_what_was_reviewed(rendered: Path) -> None:
+    assert sorted(path.stem for path in RENDERED.iterdir()) == NAMES
+    for name in NAMES:
+        now, reviewed = ((folder / f"{name}.yaml").read_text() for folder in (rendered, RENDERED))
+        assert now == reviewed, (
+            f"{name} renders differently: run k8s/render.sh, and look at the difference"
+        )
+
+
+@pytest.mark.parametrize("version", ["1.30", "1.37"])
+def test_manifests_are_valid(rendered: Path, version: str) -> None:
+    files = [rendered / f"{name}.yaml" for name in NAMES]
+    done = helm.call("kubernetes-validate", "-k", version, "--strict", *files)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (done.stdout + done.stderr).splitlines()
+    unknown = {line.split(" for kind ")[1].split()[0] for line in lines if " for kind " in line}
+    assert unknown <= CUSTOM
+    passed = sum("passed" in line for line in lines)
+    manifests = [m for name in NAMES for m in helm.parse((rendered / f"{name}.yaml").read_text())]
+    assert passed == sum(m["kind"] not in CUSTOM for m in manifests) > 0
+
+
+def test_policy_holds(rendered: Path) -> None:
+    done = helm.call("checkov", "--config-file", "k8s/checkov.yaml", "-d", rendered, "-o", "json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = yaml.safe_load(done.stdout)
+    assert report["summary"]["failed"] == 0
+    assert report["summary"]["passed"] > 500
+    assert report["summary"]["parsing_errors"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("llama-70b-tp4", "one process on one device"),
+        ("deepseek-mtp-sidecar", "serves draft_model and ngram"),
+    ],
+)
+def test_what_is_not_served_is_refused_with_the_reason(name: str, reason: str) -> None:
+    done = helm.template(values=helm.EXAMPLES / "not-served" / f"{name}.yaml")
+    assert done.returncode != 0
+    assert reason in done.stderr

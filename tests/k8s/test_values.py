@@ -1,0 +1,135 @@
+"""What the values do, and what is said about wrong ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gateway import __main__ as gateway_main
+from proposer_service import __main__ as proposer_main
+from scorer_service import __main__ as scorer_main
+from tests.support import helm
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("scorer.replica=2", "at '/scorer': additional properties 'replica' not allowed"),
+        ("model.name=llama", "at '/model/name': 'llama' does not match pattern"),
+        ("scorer.device=tpu", "at '/scorer/device': value must be one of 'cpu', 'cuda'"),
+        ("proposers.Draft.replicas=1", "at '/proposers': additional properties 'Draft' not"),
+        ("proposers.draft.replicas=-1", "at '/proposers/draft/replicas': minimum: got -1"),
+        ("scorer.flags.port=1", "scorer.flags.port: the chart sets --port itself"),
+        ("proposers.draft.flags.method=x", "proposers.draft.flags.method: the chart sets"),
+        ("tls.enabled=true", "tls.enabled needs tls.secretName or tls.certManager.enabled"),
+        ("tls.certManager.enabled=true", "needs tls.certManager.issuerRef.name"),
+    ],
+)
+def test_wrong_values_are_refused(wrong: str, message: str) -> None:
+    done = helm.template(wrong)
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
+def test_scaling_that_cannot_work_is_refused() -> None:
+    on = "proposers.draft.autoscaling.enabled=true"
+    sidecar = helm.template(on, "proposers.draft.placement=sidecar")
+    assert "a sidecar is scaled with its scorer" in sidecar.stderr
+    zero = helm.template(on, "proposers.draft.autoscaling.minReplicas=0")
+    assert "needs autoscaling.engine keda" in zero.stderr
+
+
+@pytest.mark.parametrize("values", sorted(helm.EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_services_accept_their_flags(values: Path, tmp_path: Path) -> None:
+    for name in ("tls.crt", "tls.key", "ca.crt"):
+        (tmp_path / name).touch()
+    parsers = {
+        "gateway": gateway_main._parser().parse_args,
+        "scorer": scorer_main.parser().parse_args,
+        "proposer": proposer_main.parse,
+    }
+    seen = set()
+    for workload in helm.workloads(helm.render(values=values)):
+        for container in helm.containers(workload):
+            service = container["name"].partition("-")[0]
+            args = [arg.replace("/etc/outrider/tls", str(tmp_path)) for arg in container["args"]]
+            parsers[service](args)  # exits where it does not know one
+            seen.add(service)
+    assert seen == set(parsers)
+
+
+def test_flags_take_the_form_of_the_command_line() -> None:
+    flags = "max-num-seqs=64,gpu-memory-utilization=0.85,enable-prefix-caching=false"
+    sets = ",".join(f"scorer.flags.{flag}" for flag in flags.split(","))
+    scorer = helm.only(helm.render(sets), "StatefulSet", "outrider-scorer")
+    args = helm.containers(scorer)[0]["args"]
+    assert {"--max-num-seqs=64", "--gpu-memory-utilization=0.85"} <= set(args)
+    parsed = scorer_main.parser().parse_args(args)
+    assert (parsed.max_num_seqs, parsed.enable_prefix_caching) == (64, False)
+
+
+def test_a_pool_can_be_removed_and_inherits_the_defaults() -> None:
+    none = helm.render("proposers.draft=null")
+    assert not [
+        m for m in none if "proposer" in m["metadata"]["name"] and m["kind"] == "Deployment"
+    ]
+    pools = helm.render("proposerDefaults.replicas=3", "proposers.lookup.method=ngram")
+    for name in ("draft", "lookup"):
+        pool = helm.only(pools, "Deployment", f"outrider-proposer-{name}")
+        assert pool["spec"]["replicas"] == 3
+
+
+def test_every_pod_drains_within_its_grace_period() -> None:
+    manifests = helm.render("preStopSeconds=7", "gateway.drainGraceSeconds=300")
+    for workload in helm.workloads(manifests):
+        spec = workload["spec"]["template"]["spec"]
+        (container,) = spec["containers"]
+        (grace,) = (
+            int(arg.partition("=")[2])
+            for arg in container["args"]
+            if arg.startswith("--drain-grace-seconds=")
+        )
+        sleep = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {"seconds": 0})
+        assert spec["terminationGracePeriodSeconds"] > grace + sleep["seconds"]
+
+
+def test_a_sidecar_cannot_keep_its_scorer_from_serving() -> None:
+    manifests = helm.render("proposers.draft.placement=sidecar", "proposers.draft.model=org/draft")
+    scorer = helm.only(manifests, "StatefulSet", "outrider-scorer")
+    main, sidecar = helm.containers(scorer)
+    assert {"startupProbe", "readinessProbe", "livenessProbe"} <= main.keys()
+    assert "startupProbe" not in sidecar
+    assert "readinessProbe" not in sidecar
+    assert "initContainers" not in scorer["spec"]["template"]["spec"]
+    service = helm.only(manifests, "Service", "outrider-scorer")
+    assert service["spec"]["publishNotReadyAddresses"] is True
+
+
+def test_certificates_name_what_is_dialled() -> None:
+    manifests = helm.render(
+        "tls.enabled=true", "tls.certManager.enabled=true", "tls.certManager.issuerRef.name=ca"
+    )
+    gateway = helm.containers(helm.only(manifests, "Deployment", "outrider-gateway"))[0]
+    (dialled,) = (arg for arg in gateway["args"] if arg.startswith("--scorer="))
+    host = dialled.removeprefix("--scorer=dns:").partition(":")[0]
+    certificate = helm.only(manifests, "Certificate", "outrider-scorer")
+    assert host in certificate["spec"]["dnsNames"]
+    for workload in helm.workloads(manifests):
+        (tls,) = (
+            volume["secret"]["secretName"]
+            for volume in workload["spec"]["template"]["spec"]["volumes"]
+            if volume["name"] == "tls"
+        )
+        assert tls in {m["spec"]["secretName"] for m in manifests if m["kind"] == "Certificate"}
+
+
+def test_only_what_downloads_sees_the_token() -> None:
+    manifests = helm.render("model.name=org/model", "model.cache.tokenSecret=hub")
+    scorer = helm.only(manifests, "StatefulSet", "outrider-scorer")["spec"]["template"]["spec"]
+    (fetch,), (serve,) = scorer["initContainers"], scorer["containers"]
+    assert "/etc/outrider/hub" in {mount["mountPath"] for mount in fetch["volumeMounts"]}
+    assert "/etc/outrider/hub" not in {mount["mountPath"] for mount in serve["volumeMounts"]}
+    assert {"name": "HF_HUB_OFFLINE", "value": "1"} in serve["env"]
+    draft = helm.only(manifests, "Deployment", "outrider-proposer-draft")
+    assert "hub" not in str(draft)
