@@ -1,0 +1,25 @@
+"""Writes the dashboards beside this file: `make dashboards`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+
+from k8s.dashboards.capacity import capacity
+from k8s.dashboards.latency import latency
+from k8s.dashboards.speculation import speculation
+
+
+def rendered() -> dict[str, str]:
+    """File name -> contents."""
+    encoder = JSONEncoder(sort_keys=True, indent=2)
+    return {
+        f"{make.__name__}.json": encoder.encode(make().build()) + "\n"
+        for make in (speculation, latency, capacity)
+    }
+
+
+if __name__ == "__main__":
+    for name, text in rendered().items():
+        Path(__file__).with_name(name).write_text(text)

@@ -1,0 +1,233 @@
+"""What is full, and what would be scaled?"""
+
+from __future__ import annotations
+
+from grafana_foundation_sdk.builders.dashboard import Dashboard
+
+from k8s.dashboards.panels import ALL, MODEL, Graph, Series, build, total
+
+
+def capacity() -> Dashboard:
+    """Cache, rows, pools, and the signals that autoscalers follow."""
+    fates = total("outrider:draft_blocks_total", matchers=f'{MODEL},fate=~"hit|late|wrong"')
+    late = total("outrider:draft_blocks_total", matchers=f'{MODEL},fate="late"')
+    queue_p95 = total("outrider:request_queue_time_seconds_bucket", "le")
+    return build(
+        "outrider-capacity",
+        "Outrider: capacity",
+        "KV cache, rows, draft pools, gateways, and the signals that autoscalers follow.",
+        {
+            "Signals of autoscaling": (
+                Graph(
+                    "Proposers: late drafts",
+                    "Rounds whose draft came too late, of those that wanted one. Above 0.2 a pool "
+                    "is too small, or too far away.",
+                    "percentunit",
+                    (Series(f"{late} / {fates}", "late"),),
+                ),
+                Graph(
+                    "Proposers: cycle utilisation",
+                    "Part of the time that a proposer drafts what is waited for, by pool.",
+                    "percentunit",
+                    (
+                        Series(
+                            "avg by (pool) (rate(outrider:proposer_cycle_seconds_sum"
+                            "[$__rate_interval]))",
+                            "{{pool}}",
+                        ),
+                    ),
+                ),
+                Graph(
+                    "Scorers: queue",
+                    "95th percentile of a request's time in the queue.",
+                    "s",
+                    (Series(f"histogram_quantile(0.95, {queue_p95})", "p95"),),
+                ),
+            ),
+            "Scorers": (
+                Graph(
+                    "KV cache in use",
+                    "By scorer. Cached prefixes that nobody uses count as free.",
+                    "percentunit",
+                    (Series(f"outrider:kv_cache_usage_perc{{{MODEL}}}", "{{instance}}"),),
+                ),
+                Graph(
+                    "Requests",
+                    "In the batch, in the queue, and without a proposer though they want one.",
+                    "short",
+                    tuple(
+                        Series(f"sum (outrider:num_requests_{name}{{{MODEL}}})", name)
+                        for name in ("running", "waiting", "undrafted")
+                    ),
+                ),
+                Graph(
+                    "Mean step",
+                    "Rows and query tokens of a step.",
+                    "short",
+                    tuple(
+                        Series(f"{total(f'{name}_sum')} / {total(f'{name}_count')}", legend)
+                        for name, legend in (
+                            ("outrider:step_rows", "rows"),
+                            ("outrider:iteration_tokens_total", "tokens"),
+                        )
+                    ),
+                ),
+                Graph(
+                    "Tokens per second",
+                    "Prompts as they are admitted, output as it is generated.",
+                    "short",
+                    (
+                        Series(total("outrider:prompt_tokens_total"), "prompt"),
+                        Series(total("outrider:generation_tokens_total"), "generated"),
+                    ),
+                ),
+                Graph(
+                    "Prefix cache hits",
+                    "Part of the prompt tokens that were in the cache.",
+                    "percentunit",
+                    (
+                        Series(
+                            f"{total('outrider:prefix_cache_hits_total')} / "
+                            f"{total('outrider:prefix_cache_queries_total')}",
+                            "hits",
+                        ),
+                    ),
+                ),
+                Graph(
+                    "Preemptions and ends",
+                    "Requests preempted for lack of pages; requests that ended, by reason.",
+                    "reqps",
+                    (
+                        Series(total("outrider:num_preemptions_total"), "preempted"),
+                        Series(
+                            total("outrider:request_success_total", "finished_reason"),
+                            "{{finished_reason}}",
+                        ),
+                    ),
+                ),
+            ),
+            "Draft pools": (
+                Graph(
+                    "Proposers attached",
+                    "Streams between proposers and scorers, by pool, as the scorers see it.",
+                    "short",
+                    (
+                        Series(
+                            f"sum by (pool, method) (outrider:proposers_attached{{{MODEL}}})",
+                            "{{pool}} ({{method}})",
+                        ),
+                    ),
+                ),
+                Graph(
+                    "Sessions",
+                    "Held by a pool, and what it can hold.",
+                    "short",
+                    (
+                        Series("sum by (pool) (outrider:proposer_sessions)", "{{pool}}"),
+                        Series("sum by (pool) (outrider:proposer_session_limit)", "{{pool}} limit"),
+                    ),
+                ),
+                Graph(
+                    "Tokens drafted per second",
+                    "Drafted on demand, and guessed ahead while the scorer verified.",
+                    "short",
+                    (
+                        Series(
+                            total("outrider:proposer_draft_tokens_total", "pool", ALL),
+                            "{{pool}}",
+                        ),
+                        Series(
+                            total("outrider:proposer_ahead_tokens_total", "pool", ALL),
+                            "{{pool}} ahead",
+                        ),
+                    ),
+                ),
+                Graph(
+                    "Sessions in a cycle",
+                    "Mean over drafting cycles, by pool.",
+                    "short",
+                    (
+                        Series(
+                            total("outrider:proposer_cycle_sessions_sum", "pool", ALL)
+                            + " / "
+                            + total("outrider:proposer_cycle_sessions_count", "pool", ALL),
+                            "{{pool}}",
+                        ),
+                    ),
+                ),
+                Graph(
+                    "Scorers connected",
+                    "By proposer: 0 means that every scorer is away or refuses it.",
+                    "short",
+                    (Series("outrider:proposer_links", "{{pool}} {{instance}}"),),
+                ),
+                Graph(
+                    "Sessions evicted, messages dropped",
+                    "Evicted sessions are opened again when they are drafted for.",
+                    "cps",
+                    (
+                        Series(
+                            total("outrider:proposer_lost_sessions_total", "pool", ALL),
+                            "{{pool}} evicted",
+                        ),
+                        Series(
+                            total("outrider:proposer_malformed_messages_total", "pool", ALL),
+                            "{{pool}} dropped",
+                        ),
+                    ),
+                ),
+            ),
+            "Gateways": (
+                Graph(
+                    "Open streams",
+                    "Completions under way, and how many may be.",
+                    "short",
+                    (
+                        Series("outrider:gateway_requests_in_flight", "{{instance}}"),
+                        Series("outrider:gateway_requests_limit", "{{instance}} limit"),
+                    ),
+                ),
+                Graph(
+                    "Requests by outcome",
+                    "ok, cancelled, or an error's reason; refused: too many were under way.",
+                    "reqps",
+                    (
+                        Series(
+                            total("outrider:gateway_requests_total", "outcome", ALL),
+                            "{{outcome}}",
+                        ),
+                        Series(
+                            total("outrider:gateway_requests_refused_total", matchers=ALL),
+                            "refused",
+                        ),
+                    ),
+                ),
+                Graph(
+                    "Scorers and retries",
+                    "Scorers that gateways can reach, and completions moved to another one.",
+                    "short",
+                    (
+                        Series("min (outrider:gateway_scorers_serving)", "scorers"),
+                        Series(
+                            total("outrider:gateway_retries_total", matchers=ALL),
+                            "retries per second",
+                        ),
+                    ),
+                ),
+            ),
+            "Processes": (
+                Graph(
+                    "Versions",
+                    "Running processes by component and version.",
+                    "short",
+                    (
+                        Series(
+                            "count by (component, version) (outrider:build_info)",
+                            "{{component}} {{version}}",
+                        ),
+                    ),
+                    width=24,
+                ),
+            ),
+        },
+    )

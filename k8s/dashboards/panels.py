@@ -1,0 +1,161 @@
+"""What the dashboards have in common: a data source, a model to look at, panels in one style."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from grafana_foundation_sdk.builders import (
+    common,
+    dashboard,
+    prometheus,
+    stat,
+    timeseries,
+)
+from grafana_foundation_sdk.models import common as models
+from grafana_foundation_sdk.models.dashboard import (
+    DashboardCursorSync,
+    DashboardLinkType,
+    DataSourceRef,
+    VariableRefresh,
+)
+
+TAG: Final = "outrider"
+MODEL: Final = 'model_name=~"$model"'
+"""The labels' part that picks the series of the models chosen at the top of a dashboard."""
+ALL: Final = ""
+"""No matchers: gateways and proposers do not name a model."""
+_SOURCE: Final = DataSourceRef(type_val="prometheus", uid="${datasource}")
+
+
+class Series(NamedTuple):
+    """One query; `legend` in Grafana's syntax."""
+
+    expr: str
+    legend: str
+    exemplars: bool = False  # shows the traces that the histogram's exemplars lead to
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A time series panel. `stack`: "normal", "percent" or none."""
+
+    title: str
+    description: str
+    unit: str
+    series: tuple[Series, ...]
+    stack: str = ""
+    width: int = 8  # of 24
+
+
+@dataclass(frozen=True)
+class Number:
+    """A panel with the present value of one query."""
+
+    title: str
+    description: str
+    unit: str
+    expr: str
+
+
+Panel = Graph | Number
+
+
+def rate(counter: str, matchers: str = MODEL) -> str:
+    """How fast a counter grows, per second, over an interval that Grafana chooses."""
+    return f"rate({counter}{f'{{{matchers}}}' if matchers else ''}[$__rate_interval])"
+
+
+def total(counter: str, by: str = "", matchers: str = MODEL) -> str:
+    """The sum of `rate` over all processes, kept apart `by` labels."""
+    return f"sum{f' by ({by})' if by else ''} ({rate(counter, matchers)})"
+
+
+def quantiles(
+    histogram: str, matchers: str = MODEL, *, exemplars: bool = False
+) -> tuple[Series, ...]:
+    """Median, 95th and 99th percentile of a histogram over all processes."""
+    buckets = total(f"{histogram}_bucket", "le", matchers)
+    return tuple(
+        Series(f"histogram_quantile({q}, {buckets})", f"p{q * 100:g}", exemplars)
+        for q in (0.5, 0.95, 0.99)
+    )
+
+
+def build(
+    uid: str, title: str, description: str, rows: dict[str, Sequence[Panel]]
+) -> dashboard.Dashboard:
+    """A dashboard with a row of panels under each heading."""
+    builder = (
+        dashboard.Dashboard(title)
+        .uid(uid)
+        .description(description)
+        .tags([TAG])
+        .refresh("30s")
+        .time("now-1h", "now")
+        .timezone("browser")
+        .tooltip(DashboardCursorSync.CROSSHAIR)
+        .link(
+            dashboard.DashboardLink("Outrider")
+            .type(DashboardLinkType.DASHBOARDS)
+            .tags([TAG])
+            .keep_time(True)
+            .include_vars(True)
+        )
+        .with_variable(
+            dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus")
+        )
+        .with_variable(
+            dashboard.QueryVariable("model")
+            .label("Model")
+            .datasource(_SOURCE)
+            .query("label_values(outrider:num_requests_running, model_name)")
+            .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+            .include_all(True)
+            .all_value(".*")
+            .multi(True)
+        )
+    )
+    for heading, panels in rows.items():
+        builder.with_row(dashboard.Row(heading))
+        for panel in panels:
+            builder.with_panel(_graph(panel) if isinstance(panel, Graph) else _number(panel))
+    return builder
+
+
+def _graph(panel: Graph) -> timeseries.Panel:
+    built = (
+        timeseries.Panel()
+        .title(panel.title)
+        .description(panel.description)
+        .datasource(_SOURCE)
+        .unit(panel.unit)
+        .min(0)
+        .height(8)
+        .span(panel.width)
+        .fill_opacity(25 if panel.stack else 0)
+        .show_points(models.VisibilityMode.NEVER)
+        .tooltip(common.VizTooltipOptions().mode(models.TooltipDisplayMode.MULTI))
+    )
+    if panel.stack:
+        built.stacking(common.StackingConfig().mode(models.StackingMode(panel.stack)))
+    for series in panel.series:
+        query = prometheus.Dataquery().expr(series.expr).legend_format(series.legend)
+        built.with_target(query.exemplar(True) if series.exemplars else query)
+    return built
+
+
+def _number(panel: Number) -> stat.Panel:
+    return (
+        stat.Panel()
+        .title(panel.title)
+        .description(panel.description)
+        .datasource(_SOURCE)
+        .unit(panel.unit)
+        .decimals(2)
+        .height(4)
+        .span(6)
+        .graph_mode(models.BigValueGraphMode.AREA)
+        .with_target(prometheus.Dataquery().expr(panel.expr))
+    )

@@ -1,0 +1,155 @@
+"""Does speculation pay, and if not, why?"""
+
+from __future__ import annotations
+
+from grafana_foundation_sdk.builders.dashboard import Dashboard
+
+from k8s.dashboards.panels import MODEL, Graph, Number, Series, build, total
+
+_DRAFTS = "outrider:spec_decode_num_drafts_total"
+_DRAFTED = "outrider:spec_decode_num_draft_tokens_total"
+_ACCEPTED = "outrider:spec_decode_num_accepted_tokens_total"
+_PER_POS = "outrider:spec_decode_num_accepted_tokens_per_pos_total"
+_ROUNDS = "outrider:spec_decode_num_rounds_total"
+_BLOCKS = "outrider:draft_blocks_total"
+_TOKENS = "outrider:generation_tokens_total"
+_PLAIN_S, _DECODE_S = "outrider:decode_plain_seconds_total", "outrider:decode_seconds_total"
+_ROUND_FATES = f'{MODEL},fate=~"hit|late|wrong"'
+
+
+def speculation() -> Dashboard:
+    """Acceptance, hits and misses, K, and goodput against no speculation."""
+    acceptance = f"{total(_ACCEPTED)} / {total(_DRAFTED)}"
+    speedup = f"{total(_PLAIN_S)} / {total(_DECODE_S)}"
+    accepted_by_model, drafts_by_model = (
+        total(counter, "model_name") for counter in (_ACCEPTED, _DRAFTS)
+    )
+    hit = total(_BLOCKS, matchers=f'{MODEL},fate="hit"')
+    return build(
+        "outrider-speculation",
+        "Outrider: speculation",
+        "Acceptance, hits and misses, draft lengths, and what speculation brings.",
+        {
+            "Now": (
+                Number(
+                    "Speedup",
+                    "Time that the same output would have taken without drafts, by the measured "
+                    "times of steps, over the time it took. Below 1 speculation costs.",
+                    "short",
+                    speedup,
+                ),
+                Number(
+                    "Mean acceptance length",
+                    "Tokens per round that verified a draft: 1 + accepted.",
+                    "short",
+                    f"1 + {total(_ACCEPTED)} / {total(_DRAFTS)}",
+                ),
+                Number(
+                    "Acceptance rate",
+                    "Draft tokens accepted, of those verified.",
+                    "percentunit",
+                    acceptance,
+                ),
+                Number(
+                    "Hit rate",
+                    "Rounds that had their draft at once, of those that wanted one.",
+                    "percentunit",
+                    f"{hit} / {total(_BLOCKS, matchers=_ROUND_FATES)}",
+                ),
+            ),
+            "Acceptance": (
+                Graph(
+                    "Acceptance by position",
+                    "Part of the drafts of which the token at this position was accepted. A draft "
+                    "that fails at position 0 does not fit the target.",
+                    "percentunit",
+                    (
+                        Series(
+                            f"{total(_PER_POS, 'position')} / on () group_left () {total(_DRAFTS)}",
+                            "position {{position}}",
+                        ),
+                    ),
+                ),
+                Graph(
+                    "Mean acceptance length by model",
+                    "Tokens per round that verified a draft.",
+                    "short",
+                    (Series(f"1 + {accepted_by_model} / {drafts_by_model}", "{{model_name}}"),),
+                ),
+                Graph(
+                    "Draft tokens verified per round",
+                    "The distribution of K: how many draft tokens rounds verified. 0: no draft, "
+                    "because none came in time or because it would not pay.",
+                    "percentunit",
+                    (Series(total(_ROUNDS, "num_draft_tokens"), "{{num_draft_tokens}}"),),
+                    stack="percent",
+                ),
+            ),
+            "Hits and misses": (
+                Graph(
+                    "Rounds by what became of their draft",
+                    "hit: at hand at once; late: right or unknown, but not there in time; wrong: "
+                    "what was guessed ahead was not what came.",
+                    "percentunit",
+                    (Series(total(_BLOCKS, "fate", _ROUND_FATES), "{{fate}}"),),
+                    stack="percent",
+                ),
+                Graph(
+                    "Draft tokens per second",
+                    "Drafted for verification, and accepted.",
+                    "short",
+                    (Series(total(_DRAFTED), "verified"), Series(total(_ACCEPTED), "accepted")),
+                ),
+                Graph(
+                    "Blocks dropped",
+                    "stale: for an epoch that is over; malformed: a proposer's fault, after "
+                    "several of which it is detached.",
+                    "cps",
+                    (
+                        Series(
+                            total(_BLOCKS, "fate", f'{MODEL},fate=~"stale|malformed"'), "{{fate}}"
+                        ),
+                    ),
+                ),
+            ),
+            "Goodput": (
+                Graph(
+                    "Tokens per second, with speculation and without",
+                    "Without: what the scorers would have generated in the same time in steps "
+                    "without drafts, by the measured times of steps.",
+                    "short",
+                    (
+                        Series(total(_TOKENS), "as it is"),
+                        Series(
+                            f"{total(_TOKENS)} * {total(_DECODE_S)} / {total(_PLAIN_S)}",
+                            "without speculation (estimate)",
+                        ),
+                    ),
+                ),
+                Graph(
+                    "Speedup by model",
+                    "See above.",
+                    "short",
+                    (
+                        Series(
+                            f"{total(_PLAIN_S, 'model_name')} / {total(_DECODE_S, 'model_name')}",
+                            "{{model_name}}",
+                        ),
+                    ),
+                ),
+                Graph(
+                    "Tokens per round and per step",
+                    "Per round: of one request. Per step: of all rows of a step.",
+                    "short",
+                    (
+                        Series(f"{total(_TOKENS)} / {total(_ROUNDS)}", "per round"),
+                        Series(
+                            f"{total('outrider:step_output_tokens_sum')} / "
+                            f"{total('outrider:step_output_tokens_count')}",
+                            "per step",
+                        ),
+                    ),
+                ),
+            ),
+        },
+    )
