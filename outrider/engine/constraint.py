@@ -1,0 +1,259 @@
+"""Structured output: masks that keep a request's text within a JSON schema, a regex or a grammar.
+
+llguidance (Koo et al., arXiv 2407.08103, describe the idea; this library derives lexers by
+Brzozowski's derivatives and parses with Earley's algorithm) says which tokens may come next. A
+mask is laid over every row of logits that a step verifies, row j's after the drafted tokens before
+it, so a draft cannot change the text: it is accepted where the masked target would have chosen it.
+
+Where the text is complete, end-of-sequence and stop tokens may be chosen; before, they may not, for
+they would cut it short. Where nothing else may follow, the request ends by itself: neither
+`ignore_eos` nor `min_tokens` makes it go on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.errors import ConfigError, InvalidRequestError
+from outrider.params import Constraint, ConstraintKind, StopParams, TokenIds
+
+_WHITESPACE = r"[ \t\n\r]{0,32}"
+"""Between JSON's tokens. Bounded: a model that prefers blanks would never come to an end."""
+_MAX_ERROR_CHARS = 500
+
+
+def _limits() -> LLParserLimits:
+    """What bounds a compilation to seconds, a mask to milliseconds and a cache to some 100 MB."""
+    return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+
+
+class ConstraintCompiler:
+    """Constraints to matchers, for one tokenizer. May be used from several threads at once.
+
+    `vocab_size` is the model's: tokens that pad it beyond the tokenizer's are never chosen. Raises
+    `ConfigError` for a tokenizer whose tokens' bytes are not known.
+    """
+
+    def __init__(
+        self,
+        tokenizer_json: str,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        *,
+        max_cached: int = 64,
+    ) -> None:
+        try:
+            tokenizer = LLTokenizer(tokenizer_json)
+            if tokenizer.vocab_size < vocab_size:
+                tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size)
+        except Exception as error:  # the library raises ValueError, and bare Exception
+            raise ConfigError(f"llguidance cannot read this tokenizer: {error}") from error
+        self._tokenizer = tokenizer
+        self.eos_token_ids = eos_token_ids
+        self._ends = eos_token_ids | frozenset(tokenizer.eos_tokens)
+        self._max_cached = max_cached
+        self._cached: OrderedDict[Constraint, LLMatcher] = (
+            OrderedDict()
+        )  # least recently used first
+        self._lock = threading.Lock()
+
+    @classmethod
+    def load(
+        cls, folder: Path, vocab_size: int, eos_token_ids: frozenset[int]
+    ) -> ConstraintCompiler:
+        """For the tokenizer.json in a model's folder. Raises `ConfigError`."""
+        try:
+            text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"The model folder has no tokenizer.json: {error}") from error
+        return cls(text, vocab_size, eos_token_ids)
+
+    def editor(
+        self, constraint: Constraint, stop: StopParams, resumed: Sequence[int] = ()
+    ) -> ConstraintEditor:
+        """What masks one request's logits; `resumed` is its output of an earlier run.
+
+        Takes up to seconds if the constraint is new. Raises `InvalidRequestError`, naming the
+        constraint's kind, for one that cannot be compiled or that `resumed` breaks.
+        """
+        matcher = self._compiled(constraint).deep_copy()
+        ends = stop.stop_token_ids | (frozenset() if stop.ignore_eos else self.eos_token_ids)
+        editor = ConstraintEditor(
+            matcher,
+            constraint.kind.value,
+            ends,
+            never_text=ends | self._ends,
+            num_bytes=-(-self._tokenizer.vocab_size // 32) * 4,
+        )
+        if resumed and matcher.try_consume_tokens(list(resumed)) < len(resumed):
+            raise InvalidRequestError(
+                "The prompt's last num_resumed_tokens tokens are not output that this constraint "
+                "allows.",
+                param=constraint.kind.value,
+            )
+        return editor
+
+    def _compiled(self, constraint: Constraint) -> LLMatcher:
+        with self._lock:
+            if constraint in self._cached:
+                self._cached.move_to_end(constraint)
+                return self._cached[constraint]
+        matcher = self._compile(constraint)  # two threads may do the same: harmless
+        with self._lock:
+            self._cached[constraint] = matcher
+            while len(self._cached) > self._max_cached:
+                self._cached.popitem(last=False)
+        return matcher
+
+    def _compile(self, constraint: Constraint) -> LLMatcher:
+        param = constraint.kind.value
+        try:
+            matcher = LLMatcher(
+                self._tokenizer, _grammar(constraint), log_level=0, limits=_limits()
+            )
+            error = matcher.get_error()
+            mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        except ValueError as failure:
+            error = str(failure)
+        if error:
+            message = " ".join(error[:_MAX_ERROR_CHARS].split())
+            raise InvalidRequestError(f"{param} cannot be used: {message}.", param=param)
+        if matcher.is_error() or not (mask & ~_bits(self._ends, len(mask))).any():
+            raise InvalidRequestError(f"{param} allows no text but the empty one.", param=param)
+        return matcher
+
+
+class ConstraintEditor:
+    """Implements `LogitsEditor`. Moved by committed tokens only; drafts are tried and taken back.
+
+    Not to be used by two threads at once.
+    """
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        param: str,
+        ends: frozenset[int],
+        *,
+        never_text: frozenset[int],
+        num_bytes: int,
+    ) -> None:
+        self._matcher = matcher
+        self._param = param
+        self._ends = _bits(ends, num_bytes)
+        self._text = ~_bits(never_text, num_bytes)
+        self._never_text = never_text
+        self._num_bytes = num_bytes
+        self.end: int | None = None
+        """The row of the last `edit` after which no text may follow: its choice is none."""
+        self.error: InvalidRequestError | None = None
+        """Why this request cannot go on: its grammar leads nowhere, or is too complex here."""
+
+    def copy(self) -> ConstraintEditor:
+        """An editor that goes on from here by itself."""
+        twin = object.__new__(ConstraintEditor)
+        twin.__dict__.update(self.__dict__, _matcher=self._matcher.deep_copy())
+        return twin
+
+    def edit(self, logits: Tensor, draft: TokenIds) -> None:
+        """In place, as `LogitsEditor.edit`. Rows that no text reaches keep their logits."""
+        masks = np.full((len(logits), self._num_bytes), 0xFF, np.uint8)
+        self.end = None
+        taken = 0
+        for row, mask in enumerate(masks):
+            if row:
+                if self._matcher.try_consume_tokens([draft[row - 1]]) == 0:
+                    break
+                taken += 1
+            if not self._fill(mask):
+                self.end = row
+                break
+        if taken:
+            self._matcher.rollback(taken)
+        bits = torch.from_numpy(masks).to(logits.device, non_blocking=True)
+        bias = torch.nn.functional.embedding(bits.int(), _bias_of_bytes(logits.device))
+        logits += bias.view(len(logits), -1)[:, : logits.shape[1]]
+
+    def commit(self, tokens: TokenIds) -> None:
+        """These became output; none of them ends it."""
+        if tokens and not self._matcher.consume_tokens(list(tokens)) and self.error is None:
+            self.error = self._stuck()
+
+    def num_allowed(self, draft: TokenIds) -> int:
+        """How many of `draft` may follow the output: what comes after them is drafted in vain."""
+        text = next((i for i, token in enumerate(draft) if token in self._never_text), len(draft))
+        return self._matcher.validate_tokens(list(draft[:text])) if text else 0
+
+    def may_continue(self) -> bool:
+        """Whether any text may follow the output."""
+        mask = np.zeros(self._num_bytes, np.uint8)
+        return not self._matcher.is_stopped() and self._fill(mask)
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is known without a mask that no text may follow the output."""
+        return self.error is None and self._matcher.is_stopped()
+
+    def _fill(self, mask: NDArray[np.uint8]) -> bool:
+        """Writes what may follow, a bit per token; False, and all of them, if no text may."""
+        matcher = self._matcher
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        accepting = matcher.is_accepting()
+        led_on = bool(mask.any())
+        mask &= self._text
+        if not mask.any():
+            mask.fill(0xFF)
+            if matcher.is_error() or not (accepting or led_on):
+                self.error = self._stuck()
+            return False
+        if accepting:
+            mask |= self._ends
+        return True
+
+    def _stuck(self) -> InvalidRequestError:
+        why = " ".join(self._matcher.get_error()[:_MAX_ERROR_CHARS].split())
+        return InvalidRequestError(
+            f"{self._param} leads to a place where nothing may follow, or is too complex to "
+            f"continue{f' ({why})' if why else ''}: simplify it.",
+            param=self._param,
+        )
+
+
+def _grammar(constraint: Constraint) -> str:
+    """In llguidance's own format. Raises `ValueError`."""
+    source = constraint.source
+    if constraint.kind is ConstraintKind.REGEX:
+        return LLMatcher.grammar_from_regex(source)
+    if constraint.kind is ConstraintKind.GRAMMAR:
+        return LLMatcher.grammar_from_lark(source)
+    schema = '{"type": "object"}' if constraint.kind is ConstraintKind.JSON_OBJECT else source
+    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _WHITESPACE})
+
+
+def _bits(tokens: frozenset[int], num_bytes: int) -> NDArray[np.uint8]:
+    """A bit per token of a vocabulary, the lowest first."""
+    bits = np.zeros(num_bytes, np.uint8)
+    for token in tokens:
+        if token < 8 * num_bytes:
+            bits[token // 8] |= 1 << token % 8
+    return bits
+
+
+@lru_cache(maxsize=8)
+def _bias_of_bytes(device: torch.device) -> Tensor:
+    """float32 [256, 8]: 0 for a bit that is set, -inf for others.
+
+    Looked up by bytes of a mask, it is many times faster than spreading bits and filling.
+    """
+    bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
+    return torch.where(bits == 1, 0.0, -torch.inf).to(device)
