@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batch import Model, pack
+from outrider.engine.logits import Adjustments, adjust
 from outrider.engine.sampling import SamplingBatch, sample
 from outrider.engine.scheduler import ScheduledRow, Step, StepResult
 from outrider.engine.verifier import verify_rows
@@ -94,16 +95,22 @@ class Runner:
 
 
 def _edited(logits: Tensor, rows: list[ScheduledRow]) -> Tensor:
-    """The logits as the rows' editors leave them; float32, and changed in place, if any has one."""
-    if not any(row.seq.editors for row in rows):
+    """The logits as the rows want them edited; float32, and changed in place, if any does."""
+    if not any(row.seq.edits_logits for row in rows):
         return logits
     logits = logits.float()
+    adjustments: list[Adjustments] = []
     start = 0
     for row in rows:
         end = start + row.slice.num_logits
         for editor in row.seq.editors:
             editor.edit(logits[start:end], row.draft)
+        if row.seq.adjuster is not None:
+            own = row.seq.adjuster.adjustments(row.draft)
+            adjustments.append(own._replace(rows=own.rows + start))
         start = end
+    if adjustments:
+        adjust(logits, adjustments)
     return logits
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, deque
-from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from outrider.draft_tree import DraftTree
 from outrider.engine.block_pool import ROOT_HASH, PageHash, page_hash
-from outrider.engine.logits import LogitsEditor
+from outrider.engine.logits import LogitsEditor, make_adjuster, make_editors
 from outrider.params import TokenIds
 from outrider.types import FinishReason, MethodCounts, Request, RequestStats, TokenKind
 
@@ -119,7 +118,9 @@ class Sequence:
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_len = max_len  # committed tokens it can reach
         self.stop_ids = stop_ids
-        self.editors = editors  # of its logits, in this order; none: the logits are the model's
+        # Of its logits, in this order, and then the adjuster; plain requests have neither.
+        self.editors = (*editors, *make_editors(request, stop_ids))
+        self.adjuster = make_adjuster(request)
         self.token_ids: list[int] = list(request.prompt_token_ids)
         self.num_computed = 0
         self.block_table: list[int] = []
@@ -134,6 +135,10 @@ class Sequence:
         self.submitted_at = submitted_at
         self.admitted = False
         self.admitted_at = 0.0
+
+    @property
+    def edits_logits(self) -> bool:
+        return bool(self.editors) or self.adjuster is not None
 
     @property
     def num_uncomputed(self) -> int:
@@ -179,7 +184,7 @@ class Sequence:
             self.draft_method = method
         return BlockFate.USEFUL
 
-    def commit(self, emitted: Tokens[int], drafted: int) -> bool:
+    def commit(self, emitted: TokenIds, drafted: int) -> bool:
         """Appends tokens and walks the draft by them. True if they fell off: a wrong guess.
 
         Where the proposer runs ahead, and nothing past the draft of this round (`drafted` tokens
@@ -188,7 +193,9 @@ class Sequence:
         base_len = len(self.token_ids)
         self.token_ids += emitted
         for editor in self.editors:
-            editor.commit(tuple(emitted))
+            editor.commit(emitted)
+        if self.adjuster is not None:
+            self.adjuster.commit(emitted)
         if self.draft is None:
             return False
         if self.drafting.runs_ahead:
@@ -209,10 +216,8 @@ class Sequence:
         Stop tokens first (the stop token itself is not output), then the length.
         """
         if not self.stop_ids.isdisjoint(choices):
-            first = self.num_output_tokens
-            for i, token in enumerate(choices):
-                if token in self.stop_ids and first + i >= self.request.stop.min_tokens:
-                    return choices[:i], FinishReason.STOP
+            first = next(i for i, token in enumerate(choices) if token in self.stop_ids)
+            return choices[:first], FinishReason.STOP
         room = self.max_len - len(self.token_ids)
         if len(choices) >= room:
             return choices[:room], FinishReason.LENGTH

@@ -276,7 +276,7 @@ class StaticInputs:
             pages=np.full(self._sizes.table_width, self._sizes.scratch_page, np.int32),
             temperature=params.temperature,
             keys=seed_keys([params.seed])[0].numpy(),
-            apart=bool(row.seq.editors) or cuts(params),
+            apart=row.seq.edits_logits or cuts(params),
         )
         return constants
 

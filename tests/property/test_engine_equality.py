@@ -32,6 +32,12 @@ SAMPLINGS = (
     SamplingParams(temperature=1.0, seed=5),
     SamplingParams(temperature=0.7, seed=2**64 - 1, top_k=6, min_p=0.05),
     SamplingParams(temperature=1.6, seed=77, top_p=0.8),
+    SamplingParams(temperature=0.0, repetition_penalty=1.8),
+    SamplingParams(temperature=0.0, frequency_penalty=0.7, logit_bias=((3, 4.5), (7, -2.0))),
+    SamplingParams(temperature=0.9, seed=6, presence_penalty=1.9, frequency_penalty=-0.4),
+    SamplingParams(
+        temperature=1.0, seed=8, min_p=0.02, repetition_penalty=0.6, logit_bias=((3, 100.0),)
+    ),
 )
 BASES = [tuple(random.Random(i).randrange(VOCAB) for _ in range(MAX_LEN)) for i in range(4)]
 
@@ -69,9 +75,10 @@ class Scenario:
         rng = self.rng
         base = rng.choice(BASES)
         max_tokens = rng.randint(1, 16)
+        prompt = base[: rng.randint(1, MAX_LEN - 1 if rng.random() < 0.1 else 20)]
         request = Request(
             session_id=len(self.clients),
-            prompt_token_ids=base[: rng.randint(1, MAX_LEN - 1 if rng.random() < 0.1 else 20)],
+            prompt_token_ids=prompt,
             sampling=rng.choice(SAMPLINGS),
             stop=StopParams(
                 max_tokens=max_tokens,
@@ -83,6 +90,7 @@ class Scenario:
                 enabled=rng.random() < 0.95,
                 num_speculative_tokens=rng.choice((None, None, 0, 1, 4, 8)),
             ),
+            num_resumed_tokens=rng.choice((0, 0, rng.randint(0, len(prompt) - 1))),
         )
         self.engine.info.check(request)
         self.engine.submit(request)
@@ -98,7 +106,7 @@ class Scenario:
         committed, prompt_len = client.committed, len(client.request.prompt_token_ids)
         base = rng.choice((len(committed), len(committed), prompt_len, len(committed) + 2))
         base = max(0, base - rng.choice((0, 0, 0, 1, 5)))
-        truth = TRUTH.tokens(client.request.prompt_token_ids, client.request.sampling, MAX_LEN)
+        truth = TRUTH.stream(client.request, max(0, base + 12 - prompt_len), EOS)
         future = [*client.request.prompt_token_ids, *truth][base : base + rng.randint(0, 12)]
         path = [t if rng.random() < 0.9 else rng.randrange(VOCAB) for t in future]
         tokens, parents = list(path), list(range(-1, len(path) - 1))

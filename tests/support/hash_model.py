@@ -98,17 +98,44 @@ class Sequential:
 
     def __init__(self, model: HashModel) -> None:
         self._model = model
-        self._streams: dict[tuple[tuple[int, ...], SamplingParams], list[int]] = {}
+        self._streams: dict[tuple[object, ...], list[int]] = {}
 
-    def tokens(self, prompt: tuple[int, ...], sampling: SamplingParams, count: int) -> list[int]:
-        """The first `count` tokens after `prompt`, ignoring any stop."""
-        stream = self._streams.setdefault((prompt, sampling), [])
+    def tokens(
+        self,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        count: int,
+        *,
+        resumed: int = 0,
+        stops: frozenset[int] = frozenset(),
+        min_tokens: int = 0,
+    ) -> list[int]:
+        """The first `count` tokens after `prompt`, going on after a stop.
+
+        The prompt's last `resumed` tokens count as output; no stop is among the first `min_tokens`.
+        """
+        masked = stops if min_tokens else frozenset()
+        resumed = resumed if sampling.has_penalties else 0
+        stream = self._streams.setdefault((prompt, sampling, resumed, masked, min_tokens), [])
         while len(stream) < count:
             context = [*prompt, *stream]
             batch = SamplingBatch.build([sampling], [len(context)])
-            logits = torch.from_numpy(self._model.logits_of(context))[None]
-            stream.append(int(sample(logits, batch)))
+            banned = masked if len(stream) < min_tokens else frozenset()
+            written = len(prompt) - resumed
+            logits = edited(self._model.logits_of(context), sampling, context, written, banned)
+            stream.append(int(sample(torch.from_numpy(logits)[None], batch)))
         return stream[:count]
+
+    def stream(self, request: Request, count: int, eos: frozenset[int]) -> list[int]:
+        """The first `count` tokens of `request`, going on after its stop."""
+        return self.tokens(
+            request.prompt_token_ids,
+            request.sampling,
+            count,
+            resumed=request.num_resumed_tokens,
+            stops=_stops(request, eos),
+            min_tokens=request.stop.min_tokens,
+        )
 
     def output(
         self, request: Request, max_model_len: int, eos: frozenset[int]
@@ -116,9 +143,46 @@ class Sequential:
         """What `request` must return."""
         stop = request.stop
         room = min(stop.max_tokens, max_model_len - len(request.prompt_token_ids))
-        stops = stop.stop_token_ids | (frozenset() if stop.ignore_eos else eos)
-        tokens = self.tokens(request.prompt_token_ids, request.sampling, room)
+        tokens = self.stream(request, room, eos)
         for i, token in enumerate(tokens):
-            if token in stops and i >= stop.min_tokens:
+            if token in _stops(request, eos):
                 return tokens[:i], FinishReason.STOP
         return tokens, FinishReason.LENGTH
+
+    def logprobs(self, prompt: tuple[int, ...], tokens: Sequence[int]) -> np.ndarray:
+        """float64 [len(tokens), vocab_size]: of what may come instead of each token."""
+        contexts = [[*prompt, *tokens[:i]] for i in range(len(tokens))]
+        logits = np.array([self._model.logits_of(c) for c in contexts], np.float64)
+        return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+
+def _stops(request: Request, eos: frozenset[int]) -> frozenset[int]:
+    return request.stop.stop_token_ids | (frozenset() if request.stop.ignore_eos else eos)
+
+
+def edited(
+    logits: np.ndarray,
+    params: SamplingParams,
+    context: Sequence[int],
+    num_prompt_tokens: int,
+    banned: frozenset[int],
+) -> np.ndarray:
+    """One row of logits after masks, biases and penalties, token by token as it is written down.
+
+    Keeps the dtype of `logits` [vocab_size].
+    """
+    result, of = logits.copy(), logits.dtype.type
+    output = list(context[num_prompt_tokens:])
+    bias = dict(params.logit_bias)
+    for token in range(len(logits)) if bias or banned or params.has_penalties else ():
+        value = of(-np.inf) if token in banned else result[token]
+        value += of(bias.get(token, 0.0))
+        if token in context:
+            repetition = of(params.repetition_penalty)
+            value = value / repetition if value > 0 else value * repetition
+        count = output.count(token)
+        value -= of(params.frequency_penalty) * of(count) + of(params.presence_penalty) * of(
+            count > 0
+        )
+        result[token] = value
+    return result
