@@ -34,6 +34,7 @@ from outrider.types import Request, SamplingParams, SpeculationParams, StepEvent
 from outrider.v1 import scorer_pb2_grpc
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.gauges import watch
+from scorer_service.constraints import Constraints
 from scorer_service.hub import Hub
 from scorer_service.metrics import ScorerMetrics
 from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving
@@ -89,6 +90,7 @@ class ScorerApp:
         self._worker: EngineWorker | None = None
         self._hub: Hub | None = None
 
+        self._constraints: Constraints | None = None
     async def start(self) -> dict[str, str]:
         """Listens at once (health says NOT_SERVING), loads the model, then serves."""
         options = self._options
@@ -120,7 +122,8 @@ class ScorerApp:
         self._hub = hub = Hub(worker, served, DraftLimits(), metrics)
         watch(metrics, worker, hub.roster, served)
         hubs.append(hub)
-        self._servicer.begin(Serving(worker, hub, served, DraftLimits()))
+        self._constraints = await _in_thread(lambda: Constraints.load(folder, info))
+        self._servicer.begin(Serving(worker, hub, served, DraftLimits(), self._constraints))
         await self._server.set_serving(True)
         address = f"{options.host}:{port}"
         runtime.progress(NAME, f"serving {options.served_model_name} on {address}")
@@ -137,6 +140,8 @@ class ScorerApp:
             with contextlib.suppress(DeadlineError):
                 await _in_thread(lambda: worker.stop(_STOP_TIMEOUT_S))
         self._telemetry.shutdown()
+        if self._constraints is not None:
+            self._constraints.close()
 
     async def wait_failed(self) -> None:
         """Returns once the engine fails step after step."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 from outrider.engine.constraint import ConstraintCompiler, ConstraintEditor
-from outrider.errors import CapacityError, InvalidRequestError
-from outrider.types import Request
+from outrider.errors import CapacityError, ConfigError, InvalidRequestError
+from outrider.rpc import runtime
+from outrider.types import EngineInfo, Request
 
 _THREADS = 2  # one compilation that takes seconds does not keep others waiting
 _MAX_PENDING = 1024
@@ -24,6 +26,15 @@ class Constraints:
         self._timeout_s = timeout_s
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="constraints")
         self._pending: set[Future[ConstraintEditor]] = set()
+
+    @classmethod
+    def load(cls, folder: Path, info: EngineInfo) -> Constraints:
+        """For the tokenizer in a model's folder; a line says if it cannot be constrained."""
+        try:
+            return cls(ConstraintCompiler.load(folder, info.vocab_size, info.eos_token_ids))
+        except ConfigError as error:
+            runtime.progress("scorer", f"no structured output with this model. {error.message}")
+            return cls(None)
 
     async def editor(self, request: Request) -> ConstraintEditor | None:
         """What masks the request's logits; None if it asks for no constraint.

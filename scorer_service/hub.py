@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterable
 
 from outrider.draft_tree import DraftTree
+from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.worker import EngineWorker
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.types import Commit, Request, StepEvents
@@ -52,12 +53,14 @@ class Hub:
         self._last_id = next(self._ids)
         return self._last_id
 
-    def submit(self, request: Request, traceparent: str) -> Session:
+    def submit(
+        self, request: Request, traceparent: str, constraint: ConstraintEditor | None = None
+    ) -> Session:
         """Hands a request to the engine and, if there is one, to a proposer.
 
         Raises what `EngineWorker.submit` raises.
         """
-        self._worker.submit(request)
+        self._worker.submit(request, constraint)
         asked = request.speculation.num_speculative_tokens
         k = self._served.num_speculative_tokens if asked is None else asked
         prompt = request.prompt_token_ids

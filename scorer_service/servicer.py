@@ -20,6 +20,7 @@ from outrider.rpc.versions import PROTOCOL_VERSION
 from outrider.types import Commit, Request, TokenKind
 from outrider.v1 import draft_pb2, scorer_pb2, scorer_pb2_grpc
 from scorer_service.config import DraftLimits, ServedModel
+from scorer_service.constraints import Constraints
 from scorer_service.draft_stream import serve_proposer
 from scorer_service.hub import Hub
 from scorer_service.sessions import Session
@@ -36,6 +37,7 @@ class Serving:
     hub: Hub
     served: ServedModel
     limits: DraftLimits
+    constraints: Constraints
 
 
 class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
@@ -110,7 +112,8 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
         hub = serving.hub
         request = _request_from_proto(message, hub.next_session_id(), serving.served)
         span.set_attributes(_request_attributes(request, serving.served))
-        session = hub.submit(request, dict(inject(span)).get("traceparent", ""))
+        constraint = await serving.constraints.editor(request)
+        session = hub.submit(request, dict(inject(span)).get("traceparent", ""), constraint)
         call = _Call(self._telemetry, serving.served, request, span, started)
         try:
             async with asyncio.timeout(context.time_remaining()):

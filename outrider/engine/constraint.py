@@ -26,6 +26,7 @@ from torch import Tensor
 
 from outrider.errors import ConfigError, InvalidRequestError
 from outrider.params import Constraint, ConstraintKind, StopParams, TokenIds
+from outrider.types import FinishReason
 
 _WHITESPACE = r"[ \t\n\r]{0,32}"
 """Between JSON's tokens. Bounded: a model that prefers blanks would never come to an end."""
@@ -194,15 +195,16 @@ class ConstraintEditor:
         text = next((i for i, token in enumerate(draft) if token in self._never_text), len(draft))
         return self._matcher.validate_tokens(list(draft[:text])) if text else 0
 
-    def may_continue(self) -> bool:
-        """Whether any text may follow the output."""
-        mask = np.zeros(self._num_bytes, np.uint8)
-        return not self._matcher.is_stopped() and self._fill(mask)
+    def finish(self, reason: FinishReason | None) -> FinishReason | None:
+        """STOP if no text may follow the output, as far as this is known; else `reason`.
 
-    @property
-    def complete(self) -> bool:
-        """Whether it is known without a mask that no text may follow the output."""
-        return self.error is None and self._matcher.is_stopped()
+        Known without a look at each token, unless the request ends here anyway.
+        """
+        if self.error is None and self._matcher.is_error():
+            self.error = self._stuck()
+        known = self._matcher.is_stopped() or reason is FinishReason.LENGTH
+        may_go_on = not known or self._fill(np.zeros(self._num_bytes, np.uint8))
+        return reason if may_go_on or self.error is not None else FinishReason.STOP
 
     def _fill(self, mask: NDArray[np.uint8]) -> bool:
         """Writes what may follow, a bit per token; False, and all of them, if no text may."""

@@ -13,6 +13,7 @@ from outrider.draft_tree import DraftTree
 from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.batch import Model
 from outrider.engine.block_pool import BlockPool
+from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.policy import Policy
 from outrider.engine.runner import Pending, Runner, StepRunner
 from outrider.engine.scheduler import Scheduler, Step, StepResult
@@ -133,15 +134,17 @@ class Engine:
             commit_ms=(self._idle_since - now) * 1e3,
         )
         counts = self._policy.take_counts()
-        return StepEvents(tuple(commits), (), timings, flight.step.set_aside, counts)
+        failures = self._scheduler.take_failures()
+        return StepEvents(tuple(commits), failures, timings, flight.step.set_aside, counts)
 
     @property
     def wake_at(self) -> float:
         """On the engine's clock: when `step` should be asked again if nothing happens before."""
         return self._scheduler.wake_at
 
-    def submit(self, request: Request) -> None:
-        """Queues a request that `EngineInfo.check` accepted."""
+    def submit(self, request: Request, constraint: ConstraintEditor | None = None) -> None:
+        """Queues a request that `EngineInfo.check` accepted, with what came of its constraint."""
+        assert (constraint is None) == (request.constraint is None)
         stop = request.stop
         prompt_len = len(request.prompt_token_ids)
         eos = frozenset() if stop.ignore_eos else self.info.eos_token_ids
@@ -150,6 +153,7 @@ class Engine:
             max_len=min(prompt_len + stop.max_tokens, self.info.max_model_len),
             stop_ids=stop.stop_token_ids | eos,
             now=self._clock(),
+            constraint=constraint,
         )
 
     def abort(self, session_id: int) -> None:
@@ -185,7 +189,7 @@ class Engine:
         """Takes a validated block; None if the session is unknown or drafted for by another.
 
         `arrived_at`, on the engine's clock: when it came, if not now. What it then waited for a
-        step to end is no delay of the proposer's. `method` drafted it, for `RequestStats.by_method`.
+        step to end is no delay of the proposer's. `method` made it, for `RequestStats.by_method`.
         """
         seq = self._scheduler.by_session.get(session_id)
         if seq is None or seq.drafting.proposer_id != proposer_id:

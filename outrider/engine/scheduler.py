@@ -16,11 +16,11 @@ from outrider.config import EngineConfig
 from outrider.counts import Admission
 from outrider.engine.batch import RowSlice
 from outrider.engine.block_pool import BlockPool
-from outrider.engine.logits import LogitsEditor
+from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.policy import Policy
 from outrider.engine.sequence import Sequence, token_kinds
 from outrider.params import TokenIds
-from outrider.types import Commit, Request
+from outrider.types import Commit, Failure, Request
 
 
 class ScheduledRow(NamedTuple):  # made in a third of a frozen dataclass's time
@@ -66,21 +66,22 @@ class Scheduler:
         self.wake_at = 0.0  # when `schedule` returned None: ask again then at the latest
 
     def add(
+        self._failures: list[Failure] = []
         self,
         request: Request,
         max_len: int,
         stop_ids: frozenset[int],
         now: float,
-        editors: tuple[LogitsEditor, ...] = (),
+        constraint: ConstraintEditor | None = None,
     ) -> None:
-        """Queues a request; `editors` mask its logits before its stop parameters do."""
+        """Queues a request; `constraint` is what came of the request's."""
         seq = Sequence(
             request,
             max_len=max_len,
             stop_ids=stop_ids,
             drafting=self.policy.drafting(request),
             submitted_at=now,
-            editors=editors,
+            constraint=constraint,
         )
         self.by_session[seq.session_id] = seq
         self.waiting.append(seq)
@@ -137,6 +138,9 @@ class Scheduler:
                 self.remove(seq.session_id)
         if decoding:
             counts = self.policy.counts
+            elif seq.constraint is not None and seq.constraint.error is not None:
+                self.remove(seq.session_id)
+                self._failures.append(Failure(seq.session_id, seq.constraint.error))
             plain_s = self.policy.plain_step_s(len(step.rows))
             counts.plain_s += plain_s * counts.output_tokens / len(step.rows)
         self.policy.step_done(
@@ -150,6 +154,11 @@ class Scheduler:
 
     def _emit(
         self, row: ScheduledRow, choices: TokenIds, accepted: int, seconds: float, now: float
+    def take_failures(self) -> tuple[Failure, ...]:
+        """Requests that the last commits ended because their constraint leads nowhere."""
+        failures, self._failures = tuple(self._failures), []
+        return failures
+
     ) -> Commit:
         seq, drafted = row.seq, len(row.draft)
         base_len = len(seq.token_ids)
@@ -158,6 +167,8 @@ class Scheduler:
         wrong = seq.commit(output, drafted)
         counters = seq.counters
         counts = self.policy.counts
+        if seq.constraint is not None:
+            finish_reason = seq.constraint.finish(finish_reason)
         if output:
             counters.count_round(drafted, min(accepted, len(output)), seq.draft_method)
             counts.output_tokens += len(output)
@@ -248,6 +259,8 @@ class Scheduler:
             draft = seq.draft.first_path(min(seq.drafting.num_draft_tokens, room), seq.draft_node)
         if end + len(draft) > len(seq.block_table) * self.config.page_size:
             if self._missing_pages(seq, end + len(draft)) > self.pool.num_free:
+            if seq.constraint is not None:
+                draft = draft[: seq.constraint.num_allowed(draft)]
                 draft = ()  # no draft is worth another row's pages
             if not self._cover(seq, end + len(draft), rows):
                 return None

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from outrider.draft_tree import DraftTree
 from outrider.engine.block_pool import ROOT_HASH, PageHash, page_hash
+from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.logits import LogitsEditor, make_adjuster, make_editors
 from outrider.params import TokenIds
 from outrider.types import FinishReason, MethodCounts, Request, RequestStats, TokenKind
@@ -111,15 +112,17 @@ class Sequence:
         stop_ids: frozenset[int],
         drafting: Drafting,
         submitted_at: float,
-        editors: tuple[LogitsEditor, ...] = (),
+        constraint: ConstraintEditor | None = None,
     ) -> None:
         self.request = request
         self.session_id = request.session_id
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_len = max_len  # committed tokens it can reach
         self.stop_ids = stop_ids
+        self.constraint = constraint
         # Of its logits, in this order, and then the adjuster; plain requests have neither.
-        self.editors = (*editors, *make_editors(request, stop_ids))
+        masks: tuple[LogitsEditor, ...] = () if constraint is None else (constraint,)
+        self.editors = (*masks, *make_editors(request, stop_ids))
         self.adjuster = make_adjuster(request)
         self.token_ids: list[int] = list(request.prompt_token_ids)
         self.num_computed = 0
@@ -213,15 +216,20 @@ class Sequence:
     def trim(self, choices: TokenIds) -> tuple[TokenIds, FinishReason | None]:
         """What of `choices` is output, and whether the request ends with it.
 
-        Stop tokens first (the stop token itself is not output), then the length.
+        Stop tokens first (the stop token itself is not output), then the end of what a constraint
+        allows, then the length.
         """
+        complete = False
+        if self.constraint is not None and self.constraint.end is not None:
+            complete = self.constraint.end < len(choices) and self.constraint.error is None
+            choices = choices[: self.constraint.end]
         if not self.stop_ids.isdisjoint(choices):
             first = next(i for i, token in enumerate(choices) if token in self.stop_ids)
             return choices[:first], FinishReason.STOP
         room = self.max_len - len(self.token_ids)
-        if len(choices) >= room:
+        if len(choices) > room or (len(choices) == room and not complete):
             return choices[:room], FinishReason.LENGTH
-        return choices, None
+        return choices, FinishReason.STOP if complete else None
 
     def stats(self) -> RequestStats:
         """The request's account so far."""

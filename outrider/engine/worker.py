@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from outrider.draft_tree import DraftTree
+from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.engine import Engine
 from outrider.errors import (
     CapacityError,
@@ -75,8 +76,8 @@ class EngineWorker:
             raise self._build_error
         return self._info
 
-    def submit(self, request: Request) -> None:
-        """Queues a request.
+    def submit(self, request: Request, constraint: ConstraintEditor | None = None) -> None:
+        """Queues a request; `constraint` is what came of the request's.
 
         Raises `InvalidRequestError`, `PromptTooLongError`, `CapacityError` when the queue is
         full, or `UnavailableError` before `start` and after `stop`.
@@ -96,7 +97,7 @@ class EngineWorker:
                 raise CapacityError("Too many requests wait already. Try again later.")
             self._sessions.add(request.session_id)
             self._submitted += 1
-            self._push(lambda engine: engine.submit(request))
+            self._push(lambda engine: engine.submit(request, constraint))
 
     def abort(self, session_id: int) -> None:
         """Ends a session without further events. Unknown sessions are ignored."""

@@ -119,7 +119,8 @@ async def test_sampled_text_does_not_depend_on_the_drafts() -> None:
             assert drafted.token_ids == plain.token_ids
             assert (drafted.aux_info.accepted > 0) == (shift == 0)
             sampling = proposer.opens[0].sampling
-            assert all(sampling.HasField(f.name) for f in sampling.DESCRIPTOR.fields)
+            fields = [f.name for f in sampling.DESCRIPTOR.fields if f.has_presence]
+            assert all(map(sampling.HasField, fields))
 
 
 async def test_many_requests_share_one_stream_and_one_message_per_step() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outrider.config import EngineConfig
 from outrider.engine.batch import PackedBatch
+from outrider.engine.constraint import ConstraintCompiler
 from outrider.engine.engine import Engine
 from outrider.engine.policy import Policy
 from outrider.engine.worker import EngineWorker
@@ -21,6 +22,7 @@ from outrider.rpc.telemetry import Telemetry, configure
 from outrider.types import StepEvents
 from outrider.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
 from scorer_service.config import DraftLimits, ServedModel
+from scorer_service.constraints import Constraints
 from scorer_service.hub import Hub
 from scorer_service.metrics import ScorerMetrics
 from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving
@@ -33,8 +35,8 @@ TOKENIZER_HASH = "ab" * 32
 class PacedModel(HashModel):
     """Takes `pause_s` per forward, so that something can happen in the middle of a request."""
 
-    def __init__(self, pause_s: float = 0.0) -> None:
-        super().__init__(vocab_size=VOCAB, page_size=4, num_pages=512, max_model_len=MAX_LEN)
+    def __init__(self, pause_s: float = 0.0, vocab_size: int = VOCAB) -> None:
+        super().__init__(vocab_size, page_size=4, num_pages=512, max_model_len=MAX_LEN)
         self.pause_s = pause_s
 
     def forward(self, batch: PackedBatch) -> Tensor:
@@ -140,12 +142,14 @@ async def running_scorer(
     limits: DraftLimits | None = None,
     telemetry: Telemetry | None = None,
     num_speculative_tokens: int = 4,
+    vocab_size: int = VOCAB,
+    compiler: ConstraintCompiler | None = None,
 ) -> AsyncIterator[RunningScorer]:
     """Afterwards every page is free and the engine's books agree."""
     loop = asyncio.get_running_loop()
     limits = limits or DraftLimits()
     telemetry = telemetry or configure("scorer-under-test")
-    model = PacedModel(pause_s)
+    model = PacedModel(pause_s, vocab_size)
     engines: list[Engine] = []
     hubs: list[Hub] = []
 
@@ -181,7 +185,8 @@ async def running_scorer(
     hub = Hub(worker, served, limits, ScorerMetrics(telemetry.registry, "default"))
     hubs.append(hub)
     servicer = ScorerServicer(telemetry)
-    servicer.begin(Serving(worker, hub, served, limits))
+    constraints = Constraints(compiler)
+    servicer.begin(Serving(worker, hub, served, limits, constraints))
     server = GrpcServer(
         "127.0.0.1:0",
         lambda grpc_server: scorer_pb2_grpc.add_ScorerServiceServicer_to_server(
@@ -204,6 +209,7 @@ async def running_scorer(
     finally:
         await server.stop(0)
         await asyncio.to_thread(worker.stop, 10)
+        constraints.close()
         telemetry.shutdown()
     engines[0].check_invariants()
     snapshot = engines[0].snapshot()

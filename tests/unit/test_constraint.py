@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.engine.constraint import ConstraintCompiler, ConstraintEditor
 from outrider.errors import CapacityError, ConfigError, InvalidRequestError
 from outrider.params import Constraint, ConstraintKind, StopParams, TokenIds
-from outrider.types import Request
+from outrider.types import FinishReason, Request
 from scorer_service import constraints
 from scorer_service.constraints import Constraints
 from tests.support.byte_tokenizer import EOS, byte_tokenizer
@@ -62,8 +62,8 @@ def test_a_draft_is_masked_as_if_it_were_output() -> None:
         assert torch.equal(masked(followed)[0], row)
         assert row[next_token] == 0
         followed.commit((next_token,))
-    assert followed.complete
-    assert not drafted.complete, "a draft is not output"
+    assert followed.finish(None) is FinishReason.STOP
+    assert drafted.finish(None) is None, "a draft is not output"
     assert torch.equal(masked(drafted), rows[:1])
 
 
@@ -90,7 +90,7 @@ def test_the_output_may_end_where_it_is_complete_only() -> None:
     edited.commit((token("a"),))
     assert allowed(edited) == [{"", "b"}]
     edited.commit((token("b"),))
-    assert edited.complete
+    assert edited.finish(None) is FinishReason.STOP
 
 
 def test_stop_tokens_end_it_like_eos() -> None:
@@ -112,8 +112,7 @@ def test_without_eos_or_stop_token_it_goes_on_as_long_as_it_may() -> None:
     for _ in range(2):
         assert allowed(edited) == [{"a"}]
         edited.commit(ids("a"))
-    assert edited.complete
-    assert not edited.may_continue()
+    assert edited.finish(FinishReason.LENGTH) is FinishReason.STOP
 
 
 def test_padding_is_never_chosen() -> None:

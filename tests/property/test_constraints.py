@@ -1,0 +1,298 @@
+"""Constrained output is what its constraint allows, and the same with any drafts.
+
+The truth is the model masked step by step, with neither engine nor drafts; whether it is valid is
+checked by other means than the masks: a JSON parser, Python's regular expressions.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.config import EngineConfig
+from outrider.draft_tree import DraftTree
+from outrider.engine.constraint import ConstraintCompiler
+from outrider.engine.engine import Engine
+from outrider.engine.policy import Policy
+from outrider.engine.sampling import SamplingBatch, sample
+from outrider.params import Constraint, ConstraintKind, SamplingParams, StopParams, TokenIds
+from outrider.types import FinishReason, Request
+from tests.support.byte_tokenizer import EOS, byte_tokenizer
+from tests.support.hash_model import HashModel
+
+TOKENIZER = byte_tokenizer()
+VOCAB = TOKENIZER.get_vocab_size() + 5
+COMPILER = ConstraintCompiler(TOKENIZER.to_str(), VOCAB, frozenset({EOS}))
+MAX_LEN, PAGE = 320, 16
+LIKED = [token for text in '"{}[]:,0e' for token in TOKENIZER.encode(text).ids]
+
+
+class Terse(HashModel):
+    """Rather ends what it began: outputs stay short."""
+
+    def _logits(self, states: Any) -> Any:
+        logits = super()._logits(states)
+        logits[:, LIKED] += 2.0
+        return logits
+
+
+MODEL = Terse(VOCAB, PAGE, num_pages=1)
+
+
+def truth(request: Request) -> tuple[list[int], FinishReason]:
+    """The masked model, one token at a time."""
+    assert request.constraint is not None
+    stop = request.stop
+    resumed = request.prompt_token_ids[len(request.prompt_token_ids) - request.num_resumed_tokens :]
+    editor = COMPILER.editor(request.constraint, stop, resumed)
+    output: list[int] = []
+    ends = stop.stop_token_ids | (frozenset() if stop.ignore_eos else {EOS})
+    while True:
+        context = [*request.prompt_token_ids, *output]
+        logits = torch.from_numpy(MODEL.logits_of(context))[None]
+        editor.edit(logits, ())
+        assert editor.error is None
+        if editor.end is not None:
+            return output, FinishReason.STOP
+        if len(output) == min(stop.max_tokens, MAX_LEN - len(request.prompt_token_ids)):
+            return output, FinishReason.LENGTH
+        masked = logits.clone()
+        if len(output) < stop.min_tokens:
+            masked[:, list(ends)] = -torch.inf
+        logits = masked if (masked > -torch.inf).any() else logits
+        token = int(sample(logits, SamplingBatch.build([request.sampling], [len(context)])))
+        if token in ends:
+            return output, FinishReason.STOP
+        output.append(token)
+        editor.commit((token,))
+
+
+def run(
+    requests: list[Request], k: int, rng: random.Random, truths: list[list[int]]
+) -> list[tuple[list[int], FinishReason]]:
+    """All requests at once, drafted for with what is mostly right, often wrong."""
+    model = Terse(VOCAB, PAGE, num_pages=80, max_model_len=MAX_LEN)
+    config = EngineConfig(
+        page_size=PAGE,
+        num_pages=80,
+        max_model_len=MAX_LEN,
+        max_num_batched_tokens=64,
+        num_speculative_tokens=k,
+    )
+    engine = Engine(model, config, eos_token_ids=frozenset({EOS}), policy=Policy(k, max_wait_s=0))
+    outputs: dict[int, list[int]] = {}
+    reasons: dict[int, FinishReason] = {}
+    for request in requests:
+        assert request.constraint is not None
+        done = request.prompt_token_ids[
+            len(request.prompt_token_ids) - request.num_resumed_tokens :
+        ]
+        engine.submit(request, COMPILER.editor(request.constraint, request.stop, done))
+        engine.set_drafting(request.session_id, "p", k)
+        outputs[request.session_id] = []
+    while len(reasons) < len(requests):
+        for request, true in zip(requests, truths, strict=True):
+            session = request.session_id
+            if k and session not in reasons:
+                base = len(request.prompt_token_ids) + len(outputs[session])
+                path = true[len(outputs[session]) :][: k + 2]
+                path += rng.choices(range(VOCAB), k=rng.randint(0, 2)) + [EOS] * rng.randint(0, 1)
+                path = [t if rng.random() < 0.9 else rng.randrange(VOCAB) for t in path]
+                parents = list(range(-1, len(path) - 1))
+                tree = DraftTree.validated(base, path, parents, vocab_size=VOCAB, max_nodes=64)
+                engine.post_block(session, tree, "p", 1)
+        events = engine.step()
+        engine.check_invariants()
+        assert events is not None
+        assert not events.failures
+        for commit in events.commits:
+            outputs[commit.session_id] += commit.token_ids
+            if commit.finish_reason is not None:
+                reasons[commit.session_id] = commit.finish_reason
+    return [(outputs[r.session_id], reasons[r.session_id]) for r in requests]
+
+
+leaves = st.sampled_from(
+    [
+        {"type": "boolean"},
+        {"type": "null"},
+        {"type": "integer", "minimum": -20, "maximum": 300},
+        {"type": "string", "maxLength": 4},
+        {"enum": ["red", "ré日", 7, None]},
+        {"type": "string", "pattern": "^[ab]{2}-[0-9]$"},
+    ]
+)
+
+
+def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    objects = st.dictionaries(st.sampled_from(("ab", "k", "ключ")), inner, min_size=1, max_size=2)
+    return objects.map(
+        lambda properties: {
+            "type": "object",
+            "properties": properties,
+            "required": list(properties),
+            "additionalProperties": False,
+        }
+    ) | inner.map(lambda items: {"type": "array", "items": items, "maxItems": 2})
+
+
+schemas = st.recursive(leaves, nested, max_leaves=3)
+
+
+def conforms(value: Any, schema: dict[str, Any]) -> bool:
+    """For the schemas above."""
+    if "enum" in schema:
+        return value in schema["enum"]
+    kind = schema["type"]
+    if kind == "object":
+        properties = schema["properties"]
+        return (
+            isinstance(value, dict)
+            and value.keys() == properties.keys()
+            and all(conforms(value[name], inner) for name, inner in properties.items())
+        )
+    if kind == "array":
+        inner = schema["items"]
+        return (
+            isinstance(value, list) and len(value) <= 2 and all(conforms(v, inner) for v in value)
+        )
+    if kind == "integer":
+        return type(value) is int and -20 <= value <= 300
+    if kind == "string":
+        pattern = schema.get("pattern", "(?s:.{0,4})")
+        return isinstance(value, str) and re.fullmatch(pattern.strip("^$"), value) is not None
+    return type(value) is {"boolean": bool, "null": type(None)}[kind]
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(schema=schemas, k=st.integers(0, 6), seed=st.integers(0, 2**16))
+def test_json_follows_its_schema_with_any_drafts(schema: Any, k: int, seed: int) -> None:
+    rng = random.Random(seed)
+    constraint = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
+    requests = [
+        Request(
+            session_id=i,
+            prompt_token_ids=(1 + seed % 100, i),
+            sampling=SamplingParams(temperature=temperature, seed=seed),
+            stop=StopParams(
+                max_tokens=rng.choice((300, 300, 12)),
+                ignore_eos=rng.random() < 0.2,
+                min_tokens=rng.choice((0, 0, 9)),
+            ),
+            constraint=constraint,
+        )
+        for i, temperature in enumerate((0.0, 1.0))
+    ]
+    truths = [truth(request) for request in requests]
+    assert run(requests, k, rng, [output for output, _ in truths]) == truths
+    for output, reason in truths:
+        if reason is FinishReason.STOP:
+            assert conforms(json.loads(TOKENIZER.decode(output)), schema)
+
+
+def test_json_objects_end() -> None:
+    finished = 0
+    for seed in range(6):
+        request = Request(
+            session_id=seed,
+            prompt_token_ids=(1, seed),
+            sampling=SamplingParams(temperature=0.7, seed=seed),
+            constraint=Constraint(ConstraintKind.JSON_OBJECT),
+        )
+        expected = truth(request)
+        assert run([request], 4, random.Random(seed), [expected[0]]) == [expected]
+        if expected[1] is FinishReason.STOP:
+            finished += 1
+            assert isinstance(json.loads(TOKENIZER.decode(expected[0])), dict)
+    assert finished >= 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "pattern"),
+    [
+        (ConstraintKind.REGEX, r"(yes|no)( [a-f0-9]{2}){1,3}", r"(yes|no)( [a-f0-9]{2}){1,3}"),
+        (ConstraintKind.REGEX, r"[0-9]{4}-[0-9]{2}", r"\d{4}-\d{2}"),
+        (ConstraintKind.GRAMMAR, 'start: "(" start ")" | /[xy]/', r"(\()*[xy](\))*"),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_regexes_and_grammars(
+    kind: ConstraintKind, source: str, pattern: str, temperature: float
+) -> None:
+    for seed in range(4):
+        request = Request(
+            session_id=seed,
+            prompt_token_ids=(7, seed),
+            sampling=SamplingParams(temperature=temperature, seed=seed),
+            stop=StopParams(max_tokens=200),
+            constraint=Constraint(kind, source),
+        )
+        output, reason = truth(request)
+        text = TOKENIZER.decode(output)
+        if reason is FinishReason.STOP:
+            assert re.fullmatch(pattern, text)
+            assert text.count("(") == text.count(")")
+        for k in (0, 1, 5):
+            assert run([request], k, random.Random(seed), [output]) == [(output, reason)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_goes_on_elsewhere(temperature: float) -> None:
+    schema = '{"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 5}'
+    request = Request(
+        session_id=1,
+        prompt_token_ids=(9, 9),
+        sampling=SamplingParams(temperature=temperature, seed=3),
+        stop=StopParams(max_tokens=200),
+        constraint=Constraint(ConstraintKind.JSON_SCHEMA, schema),
+    )
+    output, reason = truth(request)
+    assert reason is FinishReason.STOP
+    for done in (1, len(output) // 2, len(output) - 1):
+        resumed: TokenIds = tuple(output[:done])
+        rest = Request(
+            session_id=1,
+            prompt_token_ids=(*request.prompt_token_ids, *resumed),
+            sampling=request.sampling,
+            stop=request.stop,
+            constraint=request.constraint,
+            num_resumed_tokens=done,
+        )
+        assert run([rest], 3, random.Random(done), [output[done:]]) == [(output[done:], reason)]
+
+
+def test_a_grammar_that_leads_nowhere_fails_its_request_only() -> None:
+    model = HashModel(VOCAB, PAGE, num_pages=80, max_model_len=MAX_LEN)
+    config = EngineConfig(page_size=PAGE, num_pages=80, max_model_len=MAX_LEN)
+    engine = Engine(model, config, eos_token_ids=frozenset({EOS}))
+    dead = Constraint(ConstraintKind.GRAMMAR, 'start: "ab" x\nx: "!" y | "d"\ny: y "e"')
+    for session, biases in enumerate((((TOKENIZER.token_to_id("!"), 100.0),), ())):
+        request = Request(
+            session_id=session,
+            prompt_token_ids=(5,),
+            sampling=SamplingParams(temperature=0.0, logit_bias=biases),
+            stop=StopParams(max_tokens=20, ignore_eos=True),
+            constraint=dead if biases else None,
+        )
+        engine.submit(request, COMPILER.editor(dead, request.stop) if biases else None)
+    failed, finished, outputs = [], [], {0: [], 1: []}
+    while len(failed) + len(finished) < 2:
+        events = engine.step()
+        engine.check_invariants()
+        assert events is not None
+        failed += [(failure.session_id, failure.error) for failure in events.failures]
+        for commit in events.commits:
+            outputs[commit.session_id] += commit.token_ids
+            finished += [commit.session_id] if commit.finish_reason else []
+    assert finished == [1]
+    ((session, error),) = failed
+    assert session == 0
+    assert error.param == "grammar"
+    assert TOKENIZER.decode(outputs[0]) == "ab!"
