@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
+from outrider.params import VerificationRule
 from outrider.types import TokenKind
 from outrider.v1 import common_pb2
 
@@ -21,11 +22,12 @@ class Account:
 
     The scorer's own account of a segment counts. A scorer that died left none: then what the
     rounds showed stands in (rounds, iterations and accepted tokens; the drafts of a rejected
-    tail and the times are not known).
+    tail, the methods that drafted and the times are not known). `rule` is the one asked for.
     """
 
-    def __init__(self) -> None:
-        self._total = common_pb2.AuxInfo()
+    def __init__(self, rule: VerificationRule = VerificationRule.COUPLED) -> None:
+        self._rule = rule
+        self._total = common_pb2.AuxInfo(verification=rule.value, exact=True)
         self._seen = common_pb2.AuxInfo()
         self._reported: common_pb2.AuxInfo | None = None
         self._positions: list[int] = []  # of every token: draft position if accepted, else -1
@@ -64,9 +66,13 @@ class Account:
         _add_elementwise(self._total.k_histogram, segment.k_histogram)
         known = set(self._total.proposer_ids)
         self._total.proposer_ids.extend(p for p in segment.proposer_ids if p not in known)
+        _add_methods(self._total, segment.by_method)
         if segment.scorer_id:
             self._total.scorer_id = segment.scorer_id
             self._total.verification = segment.verification
+            self._total.exact = self._total.exact and segment.exact
+        elif segment.rounds:
+            self._total.exact = self._total.exact and self._rule.exact
         self._seen, self._reported = common_pb2.AuxInfo(), None
 
     @property
@@ -85,6 +91,7 @@ class Account:
             if 0 <= position < len(per_pos) and per_pos[position]:
                 result.accepted -= 1
                 per_pos[position] -= 1
+                _take_back(result)
         result.cost_time = cost_time_ms
         result.output_len = output_len
         result.avg_tokens_per_iter = output_len / max(1, result.iter_count)
@@ -97,3 +104,19 @@ def _add_elementwise(total: object, more: Sequence[int]) -> None:
     """`total` is a repeated protobuf field; it grows to the longer of the two."""
     sums = [a + b for a, b in zip_longest(total, more, fillvalue=0)]  # type: ignore[call-overload]
     total[:] = sums  # type: ignore[index]
+
+
+def _add_methods(total: common_pb2.AuxInfo, more: Iterable[common_pb2.MethodCounts]) -> None:
+    known = {counts.method: counts for counts in total.by_method}
+    for counts in more:
+        mine = known.get(counts.method) or total.by_method.add(method=counts.method)
+        mine.drafted += counts.drafted
+        mine.accepted += counts.accepted
+
+
+def _take_back(result: common_pb2.AuxInfo) -> None:
+    """One accepted token less. Which method drafted it is known only if there was one."""
+    for counts in reversed(result.by_method):
+        if counts.accepted:
+            counts.accepted -= 1
+            return

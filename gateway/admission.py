@@ -21,11 +21,13 @@ class Admission:
         self._running: set[asyncio.Timeout] = set()
         self._draining = False
 
-    def check_size(self, completions: int) -> None:
-        """Raises `InvalidRequestError` for more completions than could ever run."""
+    def check_size(self, completions: int, param: str) -> None:
+        """Raises `InvalidRequestError` naming `param` for more completions than could ever run."""
         if completions > self.max_in_flight:
             raise InvalidRequestError(
-                f"prompt must hold at most {self.max_in_flight} prompts.", param="prompt"
+                f"{param} asks for {completions} completions; at most {self.max_in_flight} run "
+                "at once.",
+                param=param,
             )
 
     @contextlib.contextmanager
@@ -34,7 +36,6 @@ class Admission:
         if self._draining:
             raise UnavailableError("This gateway is shutting down. Try another.")
         limit = self.max_in_flight
-        self.check_size(completions)
         if self._in_flight + completions > limit:
             self._metrics.refused.inc()
             raise CapacityError("Too many requests are under way. Try again soon.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,13 +34,17 @@ class ApiKeys:
             raise ConfigError(f"The API key file {path} holds no key.")
         return cls(keys)
 
-    def check(self, authorization: str | None) -> None:
-        """Raises `UnauthenticatedError`. Takes the same time whichever key nearly fits."""
+    def check(self, authorization: str | None) -> str:
+        """The tenant: a hash of the key, the same at every gateway; "" where there are no keys.
+
+        Raises `UnauthenticatedError`. Takes the same time whichever key nearly fits.
+        """
         if not self._keys:
-            return
+            return ""
         scheme, _, given = (authorization or "").partition(" ")
         fits = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
         if scheme.lower() != "bearer" or not any(fits):
             raise UnauthenticatedError(
                 "No valid API key. Send one in the header 'Authorization: Bearer KEY'."
             )
+        return hashlib.sha256(given.strip().encode()).hexdigest()[:32]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import secrets
 import time
-import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -15,51 +12,17 @@ from opentelemetry.trace import Span
 from gateway.account import Account
 from gateway.admission import Admission
 from gateway.config import GatewayConfig
+from gateway.intake import GenerationRequest, Intake
 from gateway.metrics import GatewayMetrics
 from gateway.output import OutputAssembler, OutputToken
-from gateway.replay import Replayer, ScorerRequest
+from gateway.replay import Replayer, Round, ScorerRequest
 from gateway.scorers import ScorerPool
-from outrider.errors import (
-    InvalidRequestError,
-    ModelNotFoundError,
-    PromptTooLongError,
-)
-from outrider.models.chat_template import Message
+from outrider.errors import InternalError
 from outrider.models.tokenizer import Tokenizer
-from outrider.params import Constraint, SamplingParams, SpeculationParams, StopParams, TokenIds
 from outrider.rpc.latency import RequestTimes
 from outrider.rpc.telemetry import Metadata, Telemetry
-from outrider.types import FinishReason
+from outrider.types import FinishReason, TokenKind, TokenLogprobs
 from outrider.v1 import common_pb2
-
-MAX_STOP_STRINGS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a client says about length and stopping; None: the gateway's default."""
-
-    max_tokens: int | None = None
-    stop_token_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    stop_strings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """One completion, checked: every limit resolved, the seed drawn."""
-
-    request_id: str
-    operation: str  # gen_ai.operation.name
-    prompt_token_ids: TokenIds
-    sampling: SamplingParams
-    stop: StopParams
-    stop_strings: tuple[str, ...]
-    speculation: SpeculationParams
-    constraint: Constraint | None = None
-    top_logprobs: int | None = None  # None: no logprobs
-    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +47,7 @@ class Chunk:
 
 
 class Generator:
-    """Checks, admits and runs completions."""
+    """Admits and runs completions; `intake` makes its requests."""
 
     def __init__(
         self,
@@ -96,109 +59,12 @@ class Generator:
         self.config = config
         self.tokenizer = tokenizer
         self.pool = pool
+        self.intake = Intake(config, tokenizer, pool)
         self.telemetry = telemetry
         self._replayer = Replayer(pool, telemetry, config.resume_timeout_s)
         self._metrics = GatewayMetrics(telemetry.registry)
         self._metrics.scorers.set_function(lambda: len(pool.serving))
         self.admission = Admission(config.max_in_flight, self._metrics)
-
-    def check_model(self, name: str | None) -> None:
-        """Raises `ModelNotFoundError`; no name is the default model."""
-        if name and name != self.config.served_model_name:
-            raise ModelNotFoundError(
-                f"The model {name!r} is not served here; {self.config.served_model_name!r} is."
-            )
-
-    def default_seed(self) -> int:
-        """The seed of a request that has none; 63 bits, so that any client can send it back."""
-        return secrets.randbits(63) if self.config.seed is None else self.config.seed
-
-    async def encode(self, text: str, param: str) -> list[int]:
-        """A prompt's token ids, off the event loop: a long one takes a while.
-
-        Raises `InvalidRequestError` for an empty text, even where BOS alone would do.
-        """
-        if not text:
-            raise InvalidRequestError(f"{param} must not be empty.", param=param)
-        self._check_chars(len(text), param)
-        return await asyncio.to_thread(self.tokenizer.encode, text, param=param)
-
-    async def encode_chat(self, messages: Sequence[Message], param: str) -> list[int]:
-        """A conversation's token ids. Raises `InvalidRequestError`."""
-        if not messages:
-            raise InvalidRequestError(f"{param} must not be empty.", param=param)
-        self._check_chars(sum(len(message["content"]) for message in messages), param)
-        return await asyncio.to_thread(self.tokenizer.apply_chat_template, messages)
-
-    def _check_chars(self, chars: int, param: str) -> None:
-        """Refuses, without the work of encoding it, a text that cannot fit."""
-        # Normalisation may shorten a text, threefold at the worst (NFC): well within the 4.
-        if chars > 4 * self.pool.max_model_len * self.tokenizer.max_token_chars:
-            raise PromptTooLongError(
-                f"This model's context holds {self.pool.max_model_len} tokens; {param} has "
-                f"{chars} characters.",
-                param=param,
-            )
-
-    def prepare(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        operation: str,
-        param: str,
-        sampling: SamplingParams,
-        limits: Limits,
-        speculation: SpeculationParams,
-        request_id: str = "",
-        constraint: Constraint | None = None,
-        top_logprobs: int | None = None,
-        tenant: str = "",
-    ) -> GenerationRequest:
-        """A request that a scorer will take. `param` is the prompt's name in the client's request.
-
-        Raises `InvalidRequestError`, or `PromptTooLongError` if prompt and max_tokens exceed the
-        context.
-        """
-        if not prompt_token_ids:
-            raise InvalidRequestError(f"{param} must not be empty.", param=param)
-        vocab_size = self.pool.vocab_size
-        if not all(0 <= token_id < vocab_size for token_id in prompt_token_ids):
-            raise InvalidRequestError(
-                f"{param} holds a token id outside the vocabulary (0 to {vocab_size - 1}).",
-                param=param,
-            )
-        _check_stop_strings(limits.stop_strings)
-        return GenerationRequest(
-            request_id=request_id or uuid.uuid4().hex,
-            operation=operation,
-            prompt_token_ids=tuple(prompt_token_ids),
-            sampling=sampling,
-            stop=StopParams(
-                max_tokens=self._max_tokens(len(prompt_token_ids), limits, param),
-                stop_token_ids=limits.stop_token_ids,
-                ignore_eos=limits.ignore_eos,
-                min_tokens=limits.min_tokens,
-            ),
-            stop_strings=limits.stop_strings,
-            speculation=speculation,
-            constraint=constraint,
-            top_logprobs=top_logprobs,
-            tenant=tenant,
-        )
-
-    def _max_tokens(self, prompt_len: int, limits: Limits, param: str) -> int:
-        room = self.pool.max_model_len - prompt_len
-        wanted = limits.max_tokens
-        if room < 1 or (wanted is not None and wanted > room):
-            asked = "" if wanted is None else f" and {wanted} tokens of output were asked for"
-            raise PromptTooLongError(
-                f"This model's context holds {self.pool.max_model_len} tokens; the prompt has "
-                f"{prompt_len}{asked}. Shorten the prompt or ask for fewer tokens.",
-                param=param,
-            )
-        if wanted is not None:
-            return wanted
-        return max(min(self.config.default_max_tokens, room), min(limits.min_tokens, room))
 
     async def generate(
         self, request: GenerationRequest, deadline: float, metadata: Metadata | None = None
@@ -210,7 +76,7 @@ class Generator:
         """
         begun = time.perf_counter()
         first_token: float | None = None
-        account = Account()
+        account = Account(request.speculation.verification.rule)
         output = OutputAssembler(
             self.tokenizer.detokenizer(), request.stop_strings, request.stop.min_tokens
         )
@@ -240,8 +106,8 @@ class Generator:
                     if first_token is None and round_.token_ids:
                         first_token = time.perf_counter()
                     tokens = []
-                    for token_id, kind in zip(round_.token_ids, round_.kinds, strict=True):
-                        tokens += output.push(token_id, kind)
+                    for token in _new_tokens(request, round_):
+                        tokens += output.push(*token)
                         if output.stopped:
                             break
                     reason = FinishReason.STOP if output.stopped else round_.finish_reason
@@ -282,6 +148,18 @@ class Generator:
         self._metrics.completed(usage, ending.aux_info)
 
 
+def _new_tokens(
+    request: GenerationRequest, round_: Round
+) -> Iterator[tuple[int, TokenKind, TokenLogprobs | None]]:
+    """A round's tokens. Raises `InternalError` if logprobs that were asked for are missing."""
+    logprobs: Sequence[TokenLogprobs | None] = round_.logprobs
+    if request.top_logprobs is None:
+        logprobs = (None,) * len(round_.token_ids)
+    elif len(logprobs) != len(round_.token_ids):
+        raise InternalError("The scorer did not send the logprobs that were asked for.")
+    return zip(round_.token_ids, round_.kinds, logprobs, strict=True)
+
+
 def _ending(
     request: GenerationRequest,
     reason: FinishReason,
@@ -298,15 +176,6 @@ def _ending(
         ),
         account.close(output_len=output_len, cost_time_ms=cost_s * 1000),
     )
-
-
-def _check_stop_strings(stop_strings: tuple[str, ...]) -> None:
-    if len(stop_strings) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(
-            f"stop must hold at most {MAX_STOP_STRINGS} strings.", param="stop"
-        )
-    if not all(stop_strings):
-        raise InvalidRequestError("stop must not hold an empty string.", param="stop")
 
 
 def _span_attributes(request: GenerationRequest, model: str) -> dict[str, str | int | float]:

@@ -9,17 +9,15 @@ import grpc
 
 from gateway.admission import deadline_after
 from gateway.api_keys import ApiKeys
-from gateway.generation import (
-    Chunk,
-    GenerationRequest,
-    Generator,
-    Limits,
-)
+from gateway.generation import Chunk, Generator
+from gateway.intake import GenerationRequest, Limits
+from gateway.output import OutputToken
 from outrider.errors import InvalidRequestError
 from outrider.rpc.codec import (
     FINISH_TO_PROTO,
     KIND_TO_PROTO,
     constraint_from_proto,
+    logprobs_to_proto,
     sampling_from_proto,
     speculation_from_proto,
 )
@@ -46,9 +44,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         client_s = context.time_remaining()
         deadline = deadline_after(timeout_s if client_s is None else min(timeout_s, client_s))
         try:
-            self._check_key(context)
-            self._generator.check_model(request.model)
-            work = await self._prepare(request)
+            tenant = self._check_key(context)
+            self._generator.intake.check_model(request.model)
+            work = await self._prepare(request, tenant)
             with self._generator.admission.admitted(1):
                 async with (
                     self._generator.admission.until(deadline),
@@ -77,28 +75,34 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
         return generation_pb2.ListModelsResponse(models=[model])
 
-    def _check_key(self, context: Context) -> None:
+    def _check_key(self, context: Context) -> str:
+        """The tenant."""
         given = dict(_metadata(context)).get("authorization")
-        self._api_keys.check(given if isinstance(given, str) else None)
+        return self._api_keys.check(given if isinstance(given, str) else None)
 
-    async def _prepare(self, request: generation_pb2.GenerateRequest) -> GenerationRequest:
+    async def _prepare(
+        self, request: generation_pb2.GenerateRequest, tenant: str
+    ) -> GenerationRequest:
+        intake = self._generator.intake
         operation, param = "text_completion", request.WhichOneof("prompt")
         if param == "text":
-            token_ids = await self._generator.encode(request.text, param)
+            token_ids = await intake.encode(request.text, param)
         elif param == "tokens":
             token_ids = list(request.tokens.token_ids)
         elif param == "chat":
             operation = "chat"
             messages = [{"role": m.role, "content": m.content} for m in request.chat.messages]
-            token_ids = await self._generator.encode_chat(messages, param)
+            token_ids = await intake.encode_chat(messages, param)
         else:
             raise InvalidRequestError("One of text, tokens and chat must be set.", param="prompt")
         stop = request.stop
-        return self._generator.prepare(
+        speculation = speculation_from_proto(request.speculation)
+        intake.check_advice(speculation.advice, "advice", "references")
+        return intake.prepare(
             token_ids,
             operation=operation,
             param=param,
-            sampling=sampling_from_proto(request.sampling, seed=self._generator.default_seed()),
+            sampling=sampling_from_proto(request.sampling, seed=intake.default_seed()),
             limits=Limits(
                 max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
                 stop_token_ids=frozenset(stop.stop_token_ids),
@@ -106,15 +110,25 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 min_tokens=stop.min_tokens,
                 stop_strings=tuple(request.stop_strings),
             ),
-            speculation=speculation_from_proto(request.speculation),
+            speculation=speculation,
             request_id=request.request_id,
             constraint=constraint_from_proto(request.constraint),
             top_logprobs=request.top_logprobs if request.HasField("top_logprobs") else None,
+            tenant=tenant,
         )
 
 
 def _metadata(context: Context) -> Metadata:
     return [(str(key), value) for key, value in context.invocation_metadata() or ()]
+
+
+def _token(token: OutputToken) -> generation_pb2.OutputToken:
+    return generation_pb2.OutputToken(
+        id=token.id,
+        kind=KIND_TO_PROTO[token.kind],
+        text=token.text,
+        logprobs=None if token.logprobs is None else logprobs_to_proto(token.logprobs),
+    )
 
 
 def _response(
@@ -123,10 +137,7 @@ def _response(
     response = generation_pb2.GenerateResponse(
         request_id=request.request_id,
         text=chunk.text,
-        tokens=[
-            generation_pb2.OutputToken(id=token.id, kind=KIND_TO_PROTO[token.kind], text=token.text)
-            for token in chunk.tokens
-        ],
+        tokens=map(_token, chunk.tokens),
     )
     if chunk.ending is not None:
         response.finish_reason = FINISH_TO_PROTO[chunk.ending.reason]

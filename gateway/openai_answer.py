@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -11,10 +11,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.generation import Chunk, Ending, GenerationRequest, Generator
+from gateway.generation import Chunk, Ending, Generator
+from gateway.intake import GenerationRequest
 from gateway.merge import merged
 from gateway.openai_errors import error_body, error_response, public_error
-from gateway.openai_responses import Shaper, event
+from gateway.openai_responses import Completion, Shaper, event
+from gateway.output import OutputToken
+from outrider.errors import InvalidRequestError, OutriderError
 
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -28,14 +31,17 @@ class Answer(Response):
         work: Sequence[GenerationRequest],
         shaper: Shaper,
         deadline: float,
+        names: Mapping[str, str],
         *,
         stream: bool,
     ) -> None:
+        """`names`: what the client calls parameters that a scorer may refuse."""
         super().__init__()
         self._generator = generator
         self._work = work
         self._shaper = shaper
         self._deadline = deadline
+        self._names = names
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,7 +76,7 @@ class Answer(Response):
                             return
                         response: Response = JSONResponse(await self._collect(chunks))
         except Exception as error:
-            shown = public_error(error)
+            shown = self._renamed(public_error(error))
             if started:  # the status is gone: an error event, and the end
                 await _send_piece(send, event(error_body(shown)), more=False)
                 return
@@ -78,13 +84,21 @@ class Answer(Response):
         await response(scope, receive, send)
 
     async def _collect(self, chunks: AsyncGenerator[tuple[int, Chunk], None]) -> dict[str, Any]:
-        texts = [""] * len(self._work)
+        tokens: list[list[OutputToken]] = [[] for _ in self._work]
         endings: dict[int, Ending] = {}
         async for index, chunk in chunks:
-            texts[index] += chunk.text
+            tokens[index] += chunk.tokens
             if chunk.ending is not None:
                 endings[index] = chunk.ending
-        return self._shaper.whole(texts, [endings[index] for index in range(len(self._work))])
+        return self._shaper.whole(
+            [Completion(tuple(mine), endings[index]) for index, mine in enumerate(tokens)]
+        )
+
+    def _renamed(self, error: OutriderError) -> OutriderError:
+        param = error.param if isinstance(error, InvalidRequestError) else None
+        if param is None or param not in self._names:
+            return error
+        return InvalidRequestError(error.message, param=self._names[param])
 
     async def _send_events(
         self,
@@ -94,17 +108,14 @@ class Answer(Response):
     ) -> None:
         """The status waits for the first chunk, so that early errors have their own."""
         shaper = self._shaper
-        opened: set[int] = set()
+        shown: dict[int, int] = {}  # characters of each choice's text
         endings: dict[int, Ending] = {}
         async for index, chunk in chunks:
-            if not opened:
+            if not shown:
                 await start()
-            data = b""
-            if index not in opened:
-                opened.add(index)
-                data += shaper.opening(index)
-            if chunk.text:
-                data += shaper.piece(index, chunk.text)
+            data = b"" if index in shown else shaper.opening(index)
+            data += shaper.piece(index, chunk, shown.get(index, 0))
+            shown[index] = shown.get(index, 0) + len(chunk.text)
             if chunk.ending is not None:
                 endings[index] = chunk.ending
                 last = len(endings) == len(self._work)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,13 +17,16 @@ from starlette.routing import Route
 from gateway.admission import deadline_after
 from gateway.api_keys import ApiKeys
 from gateway.generation import Generator
+from gateway.intake import GenerationRequest
+from gateway.openai_advice import read_advice
 from gateway.openai_answer import Answer
 from gateway.openai_errors import BodyTooLargeError, error_body, error_response, public_error
 from gateway.openai_models import ChatRequest, CompletionRequest, parse
+from gateway.openai_models import Request as OpenAIRequest
 from gateway.openai_responses import Shaper
 from outrider.errors import InvalidRequestError, ModelNotFoundError
 
-_SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+B = TypeVar("B", bound=OpenAIRequest)
 
 
 def create_app(generator: Generator, api_keys: ApiKeys) -> Starlette:
@@ -48,83 +52,119 @@ class _OpenAI:
         )
 
     def _guarded(
-        self, handler: Callable[[Request], Coroutine[Any, Any, Response]]
+        self, handler: Callable[[Request, str], Coroutine[Any, Any, Response]]
     ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Checks the key; an error becomes OpenAI's error body."""
+        """Checks the key, which says whose request it is; an error becomes OpenAI's error body."""
 
         async def endpoint(request: Request) -> Response:
             try:
-                self._api_keys.check(request.headers.get("authorization"))
-                return await handler(request)
+                tenant = self._api_keys.check(request.headers.get("authorization"))
+                return await handler(request, tenant)
             except Exception as error:
                 return error_response(public_error(error))
 
         return endpoint
 
-    async def _completions(self, request: Request) -> Response:
-        deadline = deadline_after(self._generator.config.request_timeout_s)
-        async with self._generator.admission.until(deadline):
-            body = parse(CompletionRequest, await self._body(request))
-        self._generator.check_model(body.model)
-        request_id, limits = uuid.uuid4().hex, body.limits()
-        speculation = body.speculation_params()
+    async def _completions(self, request: Request, tenant: str) -> Response:
+        deadline, body = await self._parsed(CompletionRequest, request)
         prompts = body.prompts()
-        if not prompts:
-            raise InvalidRequestError("prompt must not be empty.", param="prompt")
-        self._generator.admission.check_size(len(prompts))
-        work = [
-            self._generator.prepare(
-                await self._generator.encode(prompt, "prompt")
-                if isinstance(prompt, str)
-                else prompt,
-                operation="text_completion",
-                param="prompt",
-                sampling=body.sampling(self._generator.default_seed()),
-                limits=limits,
-                speculation=speculation,
-                request_id=f"{request_id}-{number}" if len(prompts) > 1 else request_id,
-            )
-            for number, prompt in enumerate(prompts)
+        self._check_size(body, len(prompts))
+        intake, tokenizer = self._generator.intake, self._generator.tokenizer
+        token_ids = [
+            await intake.encode(prompt, "prompt") if isinstance(prompt, str) else prompt
+            for prompt in prompts
         ]
-        shaper = Shaper.create(
-            "text_completion",
-            request_id,
-            self._generator.config.served_model_name,
-            len(work),
-            aux_info=body.aux_info,
-            include_usage=body.include_usage,
-        )
-        return Answer(self._generator, work, shaper, deadline, stream=bool(body.stream))
+        echoes = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts if body.echo]
+        return await self._answer(body, token_ids, tenant, deadline, tuple(echoes))
 
-    async def _chat(self, request: Request) -> Response:
+    async def _chat(self, request: Request, tenant: str) -> Response:
+        deadline, body = await self._parsed(ChatRequest, request)
+        self._check_size(body, 1)
+        messages = [message.for_template() for message in body.messages]
+        token_ids = await self._generator.intake.encode_chat(messages, "messages")
+        return await self._answer(body, [token_ids], tenant, deadline)
+
+    async def _parsed(self, kind: type[B], request: Request) -> tuple[float, B]:
+        """The request's deadline (loop time) and its body."""
         deadline = deadline_after(self._generator.config.request_timeout_s)
         async with self._generator.admission.until(deadline):
-            body = parse(ChatRequest, await self._body(request))
-        self._generator.check_model(body.model)
-        messages = [message.for_template() for message in body.messages]
-        work = self._generator.prepare(
-            await self._generator.encode_chat(messages, "messages"),
-            operation="chat",
-            param="messages",
-            sampling=body.sampling(self._generator.default_seed()),
-            limits=body.limits(),
-            speculation=body.speculation_params(),
-        )
-        shaper = Shaper.create(
-            "chat",
-            work.request_id,
-            self._generator.config.served_model_name,
-            1,
+            body = parse(kind, await self._body(request))
+        self._generator.intake.check_model(body.model)
+        return deadline, body
+
+    def _check_size(self, body: OpenAIRequest, prompts: int) -> None:
+        _, per_prompt = body.num_choices()
+        self._generator.admission.check_size(prompts * per_prompt, "prompt" if prompts > 1 else "n")
+
+    async def _work(
+        self,
+        body: OpenAIRequest,
+        prompts: Sequence[Sequence[int]],
+        tenant: str,
+        request_id: str,
+    ) -> list[GenerationRequest]:
+        """The completions to run, prompt by prompt. Raises `InvalidRequestError`."""
+        intake = self._generator.intake
+        n, per_prompt = body.num_choices()
+        top_logprobs = body.wanted_logprobs()
+        advice = await read_advice(body, intake)
+        firsts = [
+            intake.prepare(
+                prompt,
+                operation=body.operation,
+                param=body.prompt_param,
+                sampling=body.sampling(intake.default_seed()),
+                limits=body.limits(),
+                speculation=replace(body.speculation_params(), advice=advice),
+                request_id=request_id,
+                constraint=body.constraint()[0],
+                # The best of several are known by their logprobs.
+                top_logprobs=0 if per_prompt > n and top_logprobs is None else top_logprobs,
+                tenant=tenant,
+            )
+            for prompt in prompts
+        ]
+        if len(firsts) * per_prompt == 1:
+            return firsts
+        return [
+            first.choice(index, f"{request_id}-{number * per_prompt + index}")
+            for number, first in enumerate(firsts)
+            for index in range(per_prompt)
+        ]
+
+    async def _answer(
+        self,
+        body: OpenAIRequest,
+        prompts: Sequence[Sequence[int]],
+        tenant: str,
+        deadline: float,
+        echoes: tuple[str, ...] = (),
+    ) -> Answer:
+        request_id = uuid.uuid4().hex
+        work = await self._work(body, prompts, tenant, request_id)
+        n, per_prompt = body.num_choices()
+        shaper = Shaper(
+            kind=body.operation,
+            request_id=f"{body.id_prefix}-{request_id}",
+            model=self._generator.config.served_model_name,
+            created=int(time.time()),
+            n=n,
+            per_prompt=per_prompt,
             aux_info=body.aux_info,
             include_usage=body.include_usage,
+            predicted=body.prediction is not None or bool(work[0].speculation.advice.token_ids),
+            spell=None if body.wanted_logprobs() is None else self._generator.tokenizer.token_bytes,
+            echoes=echoes,
         )
-        return Answer(self._generator, [work], shaper, deadline, stream=bool(body.stream))
+        constraint, param = body.constraint()
+        names = {} if constraint is None else {constraint.kind.value: param}
+        return Answer(self._generator, work, shaper, deadline, names, stream=bool(body.stream))
 
-    async def _models(self, _request: Request) -> Response:
+    async def _models(self, _request: Request, _tenant: str) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_card()]})
 
-    async def _model(self, request: Request) -> Response:
-        self._generator.check_model(request.path_params["model"])
+    async def _model(self, request: Request, _tenant: str) -> Response:
+        self._generator.intake.check_model(request.path_params["model"])
         return JSONResponse(self._model_card())
 
     def _model_card(self) -> dict[str, object]:

@@ -5,15 +5,29 @@ A parameter that would change the answer is supported or refused by name, never 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from abc import abstractmethod
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
-from gateway.generation import Limits
+from gateway.intake import Limits
+from gateway.openai_options import (
+    UINT32,
+    ExtraConfig,
+    Kind,
+    Prediction,
+    ResponseFormat,
+    Speculation,
+    StreamOptions,
+    Strict,
+    StructuredOutputs,
+    TextPart,
+    join,
+)
 from outrider.errors import InvalidRequestError
-from outrider.params import SamplingParams, SpeculationParams
-from outrider.rpc.codec import speculation_from_proto
-from outrider.v1 import common_pb2
+from outrider.params import MAX_TOP_LOGPROBS, Constraint, SamplingParams, SpeculationParams, require
+
+MAX_CHOICES = 128
 
 _HARMLESS = frozenset(
     {
@@ -24,83 +38,86 @@ _HARMLESS = frozenset(
 # Parameters of OpenAI's API that are not supported yet, and the values that ask for nothing.
 # None asks for nothing anywhere.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
 }
-_UINT32 = Annotated[int, Field(ge=0, lt=2**32)]
+# Former names of vLLM's.
+_RENAMED = {
+    f"guided_{name}": f"structured_outputs.{name}"
+    for name in ("json", "regex", "choice", "grammar")
+}
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class StreamOptions(_Model):
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # padding against traffic analysis: ours has none
-
-
-class Speculation(_Model):
-    """Per-request control of speculative decoding. It changes speed, never text."""
-
-    enabled: bool = True
-    method: str | None = None
-    num_speculative_tokens: _UINT32 | None = None
-
-
-class _Request(_Model):
+class Request(Strict):
     model_config = ConfigDict(strict=True, frozen=True, extra="allow", allow_inf_nan=False)
+    operation: ClassVar[Kind]
+    prompt_param: ClassVar[str]
+    id_prefix: ClassVar[str]
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    n: int | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    response_format: ResponseFormat | None = None
+    prediction: Prediction | None = None
     # Beyond OpenAI's, under vLLM's names:
     top_k: int | None = None
     min_p: float | None = None
-    stop_token_ids: list[_UINT32] | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[UINT32] | None = None
     ignore_eos: bool = False
     min_tokens: int = 0
+    structured_outputs: StructuredOutputs | None = None
+    # Under RTP-LLM's:
+    extra_config: ExtraConfig | None = None
+    aux_info: bool = False
     # Outrider's own:
     speculation: Speculation | None = None
-    aux_info: bool = False
 
     def wanted_max_tokens(self) -> int | None:
         return self.max_tokens
 
+    @abstractmethod
+    def wanted_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to tell with each token's own; None: no logprobs.
+
+        Raises `InvalidRequestError`.
+        """
+
+    def num_choices(self) -> tuple[int, int]:
+        """Choices to return for each prompt, and to generate. Raises `InvalidRequestError`."""
+        n = 1 if self.n is None else self.n
+        require(1 <= n <= MAX_CHOICES, "n", f"between 1 and {MAX_CHOICES}")
+        return n, n
+
     def sampling(self, default_seed: int) -> SamplingParams:
         """Raises `InvalidRequestError` for a value out of range."""
-        default = SamplingParams()
-        top_k = default.top_k if self.top_k in (None, -1) else self.top_k  # -1: off, as in vLLM
-        assert top_k is not None
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        if self.top_k == -1:  # off, as in vLLM
+            given["top_k"] = 0
         return SamplingParams(
-            temperature=default.temperature if self.temperature is None else self.temperature,
-            top_k=top_k,
-            top_p=default.top_p if self.top_p is None else self.top_p,
-            min_p=default.min_p if self.min_p is None else self.min_p,
+            **given,
             # OpenAI's seeds are signed; ours are the same 64 bits without a sign.
             seed=default_seed if self.seed is None else _unsigned(self.seed),
+            logit_bias=tuple(
+                (_token_id(key), bias) for key, bias in (self.logit_bias or {}).items()
+            ),
         )
 
     def limits(self) -> Limits:
@@ -117,36 +134,73 @@ class _Request(_Model):
         )
 
     def speculation_params(self) -> SpeculationParams:
-        """Raises `InvalidRequestError` for an unknown method or a value out of range."""
-        asked = self.speculation or Speculation()
-        return speculation_from_proto(common_pb2.SpeculationParams(**asked.model_dump()))
+        """Without advice, which is not tokenised yet. Raises `InvalidRequestError` for an unknown
+        method or a value out of range.
+        """
+        return (self.speculation or Speculation()).params()
+
+    def constraint(self) -> tuple[Constraint | None, str]:
+        """What the output must look like, and the parameter that says so.
+
+        Raises `InvalidRequestError`.
+        """
+        asked = None if self.response_format is None else self.response_format.constraint()
+        if self.structured_outputs is None:
+            return asked or (None, "")
+        if asked is not None:
+            raise InvalidRequestError(
+                "Give response_format or structured_outputs, not both.", param="structured_outputs"
+            )
+        return self.structured_outputs.constraint()
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class CompletionRequest(_Request):
+class CompletionRequest(Request):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[_UINT32] | list[list[_UINT32]]
+    operation = "text_completion"
+    prompt_param = "prompt"
+    id_prefix = "cmpl"
+
+    prompt: str | list[str] | list[UINT32] | list[list[UINT32]]
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
 
     def prompts(self) -> list[str | list[int]]:
-        """One entry per completion wanted."""
+        """One entry per prompt. Raises `InvalidRequestError` for none."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         texts = [item for item in self.prompt if isinstance(item, str)]
         token_lists = [item for item in self.prompt if isinstance(item, list)]
         token_ids = [item for item in self.prompt if isinstance(item, int)]
-        return [token_ids] if token_ids else [*texts, *token_lists]
+        prompts: list[str | list[int]] = [token_ids] if token_ids else [*texts, *token_lists]
+        if not prompts:
+            raise InvalidRequestError("prompt must not be empty.", param="prompt")
+        return prompts
+
+    def wanted_logprobs(self) -> int | None:
+        if self.logprobs is not None:
+            allowed = f"between 0 and {MAX_TOP_LOGPROBS}"
+            require(0 <= self.logprobs <= MAX_TOP_LOGPROBS, "logprobs", allowed)
+            require(not self.echo, "echo", "false with logprobs: the prompt's are not computed")
+        return self.logprobs
+
+    def num_choices(self) -> tuple[int, int]:
+        n, _ = super().num_choices()
+        best_of = n if self.best_of is None else self.best_of
+        require(n <= best_of <= MAX_CHOICES, "best_of", f"between n and {MAX_CHOICES}")
+        if best_of > n and self.stream:
+            raise InvalidRequestError(
+                "best_of does not go with stream: the best is known at the end.", param="best_of"
+            )
+        return n, best_of
 
 
-class TextPart(_Model):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(_Model):
+class ChatMessage(Strict):
     """A turn of the conversation. What an assistant's answer carries besides must be empty."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -161,23 +215,32 @@ class ChatMessage(_Model):
     def for_template(self) -> dict[str, str]:
         """Role and text, as chat templates know them."""
         role = "system" if self.role == "developer" else self.role
-        content = self.content or ""
-        if not isinstance(content, str):
-            content = "".join(part.text for part in content)
-        return {"role": role, "content": content}
+        return {"role": role, "content": join(self.content or "")}
 
 
-class ChatRequest(_Request):
+class ChatRequest(Request):
     """POST /v1/chat/completions."""
+
+    operation = "chat"
+    prompt_param = "messages"
+    id_prefix = "chatcmpl"
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
     def wanted_max_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    def wanted_logprobs(self) -> int | None:
+        top = self.top_logprobs or 0
+        require(0 <= top <= MAX_TOP_LOGPROBS, "top_logprobs", f"between 0 and {MAX_TOP_LOGPROBS}")
+        require(not top or bool(self.logprobs), "top_logprobs", "0 unless logprobs is true")
+        return top if self.logprobs else None
 
-R = TypeVar("R", bound=_Request)
+
+R = TypeVar("R", bound=Request)
 
 
 def parse(kind: type[R], body: bytes) -> R:
@@ -189,6 +252,8 @@ def parse(kind: type[R], body: bytes) -> R:
     for name, value in (request.model_extra or {}).items():
         if name in _HARMLESS or value is None:
             continue
+        if name in _RENAMED:
+            raise InvalidRequestError(f"{name} is {_RENAMED[name]} now.", param=name)
         if name not in _NEUTRAL:
             raise InvalidRequestError(f"Unrecognized request argument: {name}.", param=name)
         if not any(value == neutral for neutral in _NEUTRAL[name]):
@@ -200,10 +265,19 @@ def parse(kind: type[R], body: bytes) -> R:
     return request
 
 
+# Fields of several types: the errors of each would say less.
 _ALLOWED = {
     "prompt": "a string, a list of strings, a list of token ids or a list of such lists",
     "stop": "a string or a list of strings",
+    "prediction.content": "a string or a list of text parts",
+    "speculation.references": "a list of strings or lists of token ids",
+    "structured_outputs.json": "a JSON schema, as an object or a string",
+    "extra_config.sp_edit": "0 or 1",
 }
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
 
 
 def _invalid(error: ValidationError) -> InvalidRequestError:
@@ -211,12 +285,12 @@ def _invalid(error: ValidationError) -> InvalidRequestError:
     where = [str(part) for part in first["loc"]]
     if first["type"] == "json_invalid" or not where:
         return InvalidRequestError(f"The body is not a valid JSON object: {first['msg']}.")
-    if first["type"] == "missing":
-        param = ".".join(where)
-        return InvalidRequestError(f"{param} is missing.", param=param)
-    if where[0] in _ALLOWED:
-        return InvalidRequestError(f"{where[0]} must be {_ALLOWED[where[0]]}.", param=where[0])
     param = ".".join(where)
+    if first["type"] == "missing":
+        return InvalidRequestError(f"{param} is missing.", param=param)
+    for field in (where[0], ".".join(where[:2])):
+        if field in _ALLOWED:
+            return InvalidRequestError(f"{field} must be {_ALLOWED[field]}.", param=field)
     return InvalidRequestError(f"{param}: {first['msg']}.", param=param)
 
 
@@ -224,3 +298,11 @@ def _unsigned(seed: int) -> int:
     if not -(2**63) <= seed < 2**64:
         raise InvalidRequestError("seed must be a 64-bit number.", param="seed")
     return seed % 2**64
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) <= 10):
+        raise InvalidRequestError(
+            "logit_bias must map token ids, as strings, to biases.", param="logit_bias"
+        )
+    return int(key)

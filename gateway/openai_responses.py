@@ -3,77 +3,92 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from gateway.generation import Ending
+from gateway.generation import Chunk, Ending
+from gateway.openai_logprobs import Spell, chat_logprobs, completion_logprobs, mean_logprob
+from gateway.openai_options import Kind
+from gateway.output import OutputToken
 from outrider.v1 import common_pb2
 
 DONE = b"data: [DONE]\n\n"
-Kind = Literal["text_completion", "chat"]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One completion that has ended."""
+
+    tokens: tuple[OutputToken, ...]
+    ending: Ending
 
 
 @dataclass(frozen=True, slots=True)
 class Shaper:
-    """Builds the bodies of one request's answer. `completions` is the number of its choices."""
+    """Builds the bodies of one request's answer."""
 
     kind: Kind
     request_id: str
     model: str
-    completions: int
+    created: int
+    n: int  # choices returned for each prompt ...
+    per_prompt: int  # ... of so many generated
     aux_info: bool
     include_usage: bool
-    created: int
+    predicted: bool  # whether usage tells what became of a prediction
+    spell: Spell | None  # if logprobs are wanted
+    echoes: tuple[str, ...]  # prompts to repeat before their completions, or none
 
-    @classmethod
-    def create(
-        cls,
-        kind: Kind,
-        request_id: str,
-        model: str,
-        completions: int,
-        *,
-        aux_info: bool,
-        include_usage: bool,
-    ) -> Shaper:
-        prefix = "chatcmpl-" if kind == "chat" else "cmpl-"
-        return cls(
-            kind, prefix + request_id, model, completions, aux_info, include_usage, int(time.time())
-        )
-
-    def whole(self, texts: Sequence[str], endings: Sequence[Ending]) -> dict[str, Any]:
-        """The answer when not streaming."""
-        choices = []
-        for index, (text, ending) in enumerate(zip(texts, endings, strict=True)):
-            content: dict[str, Any] = (
-                {"message": {"role": "assistant", "content": text, "refusal": None}}
-                if self.kind == "chat"
-                else {"text": text}
-            )
-            choices.append(
-                {"index": index, **content, "logprobs": None, "finish_reason": ending.reason.value}
-            )
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The answer when not streaming; `completions` prompt by prompt."""
+        chosen: list[Completion] = []
+        for start in range(0, len(completions), self.per_prompt):
+            chosen += self._best(completions[start : start + self.per_prompt])
         object_name = "chat.completion" if self.kind == "chat" else "text_completion"
         return {
             **self._head(object_name),
-            "choices": choices,
-            "usage": _usage(endings),
-            **self._aux_info(endings),
+            "choices": [self._whole_choice(*entry) for entry in enumerate(chosen)],
+            "usage": self._usage([completion.ending for completion in completions]),
+            **self._aux_info([completion.ending for completion in chosen]),
+        }
+
+    def _best(self, completions: Sequence[Completion]) -> Sequence[Completion]:
+        if self.n == self.per_prompt:
+            return completions
+        ranked = sorted(completions, key=lambda c: mean_logprob(c.tokens), reverse=True)
+        return ranked[: self.n]
+
+    def _whole_choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        text = "".join(token.text for token in completion.tokens)
+        content: dict[str, Any] = (
+            {"message": {"role": "assistant", "content": text, "refusal": None}}
+            if self.kind == "chat"
+            else {"text": self._echo(index) + text}
+        )
+        return {
+            "index": index,
+            **content,
+            "logprobs": self._logprobs(completion.tokens, 0),
+            "finish_reason": completion.ending.reason.value,
         }
 
     def opening(self, index: int) -> bytes:
         """The event before a choice's first text: in a chat it names the role."""
-        if self.kind == "text_completion":
-            return b""
-        return self._event(self._choice(index, {"role": "assistant", "content": ""}, None))
+        if self.kind == "chat":
+            return self._event(self._choice(index, {"role": "assistant", "content": ""}, None))
+        echo = self._echo(index)
+        return self._event(self._choice(index, echo, None)) if echo else b""
 
-    def piece(self, index: int, text: str) -> bytes:
-        content = {"content": text} if self.kind == "chat" else text
-        return self._event(self._choice(index, content, None))
+    def piece(self, index: int, chunk: Chunk, offset: int) -> bytes:
+        """`offset`: characters of the choice's text before it. Nothing to tell: no event."""
+        if not chunk.text and not (self.spell and chunk.tokens):
+            return b""
+        content = {"content": chunk.text} if self.kind == "chat" else chunk.text
+        logprobs = self._logprobs(chunk.tokens, offset)
+        return self._event(self._choice(index, content, None, logprobs))
 
     def end_of_choice(self, index: int, ending: Ending, endings: Sequence[Ending] | None) -> bytes:
         """The event with the finish reason. `endings`: of all choices, when this is the last."""
@@ -86,14 +101,30 @@ class Shaper:
         if not self.include_usage:
             return DONE
         head = self._head("chat.completion.chunk" if self.kind == "chat" else "text_completion")
-        body = {**head, "choices": [], "usage": _usage(endings), **self._aux_info(endings)}
+        body = {**head, "choices": [], "usage": self._usage(endings), **self._aux_info(endings)}
         return event(body) + DONE
 
-    def _choice(self, index: int, content: Any, finish_reason: str | None) -> dict[str, Any]:
+    def _echo(self, index: int) -> str:
+        return self.echoes[index // self.n] if self.echoes else ""
+
+    def _logprobs(self, tokens: Sequence[OutputToken], offset: int) -> dict[str, Any] | None:
+        if self.spell is None:
+            return None
+        if self.kind == "chat":
+            return chat_logprobs(tokens, self.spell)
+        return completion_logprobs(tokens, self.spell, offset)
+
+    def _choice(
+        self,
+        index: int,
+        content: Any,
+        finish_reason: str | None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         return {
             "index": index,
             "delta" if self.kind == "chat" else "text": content,
-            "logprobs": None,
+            "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
 
@@ -112,12 +143,29 @@ class Shaper:
             "model": self.model,
         }
 
+    def _usage(self, endings: Sequence[Ending]) -> dict[str, Any]:
+        """A prompt counts once, however many completions it has; these all count."""
+        firsts = endings[:: self.per_prompt]
+        prompt = sum(ending.usage.prompt_tokens for ending in firsts)
+        completion = sum(ending.usage.completion_tokens for ending in endings)
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(ending.usage.cached_prompt_tokens for ending in firsts)
+            },
+        }
+        if self.predicted:
+            usage["completion_tokens_details"] = _prediction_usage(endings)
+        return usage
+
     def _aux_info(self, endings: Sequence[Ending]) -> dict[str, Any]:
-        """One object for one prompt, a list for several."""
+        """One object for one choice, a list for several."""
         if not self.aux_info:
             return {}
         infos = [aux_info_fields(ending.aux_info) for ending in endings]
-        return {"aux_info": infos[0] if self.completions == 1 else infos}
+        return {"aux_info": infos[0] if len(infos) == 1 else infos}
 
 
 def event(body: dict[str, Any]) -> bytes:
@@ -133,13 +181,15 @@ def aux_info_fields(info: common_pb2.AuxInfo) -> dict[str, Any]:
     return fields
 
 
-def _usage(endings: Sequence[Ending]) -> dict[str, Any]:
-    prompt = sum(ending.usage.prompt_tokens for ending in endings)
-    completion = sum(ending.usage.completion_tokens for ending in endings)
-    cached = sum(ending.usage.cached_prompt_tokens for ending in endings)
+def _prediction_usage(endings: Sequence[Ending]) -> dict[str, int]:
+    copied = [
+        counts
+        for ending in endings
+        for counts in ending.aux_info.by_method
+        if counts.method == "deterministic"
+    ]
+    accepted = sum(counts.accepted for counts in copied)
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": sum(counts.drafted for counts in copied) - accepted,
     }

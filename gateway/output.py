@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from gateway.stop_strings import StopStringMatcher
 from outrider.models.detokenizer import Detokenizer
-from outrider.types import TokenKind
+from outrider.types import TokenKind, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,7 @@ class OutputToken:
     id: int
     kind: TokenKind
     text: str
+    logprobs: TokenLogprobs | None = None  # if the request asks for them
 
 
 class OutputAssembler:
@@ -40,11 +41,13 @@ class OutputAssembler:
         self.stopped = False
         self.released = 0
 
-    def push(self, token_id: int, kind: TokenKind) -> list[OutputToken]:
+    def push(
+        self, token_id: int, kind: TokenKind, logprobs: TokenLogprobs | None = None
+    ) -> list[OutputToken]:
         """The tokens that became certain; `stopped` is set once a stop string has appeared."""
         assert not self.stopped
         self._seen += 1
-        token = OutputToken(token_id, kind, self._detokenizer.push(token_id))
+        token = OutputToken(token_id, kind, self._detokenizer.push(token_id), logprobs)
         self._held.append(token)
         self._held_chars += len(token.text)
         if self._seen > self._min_tokens and self._match(token.text):

@@ -40,7 +40,7 @@ class ByteLevelDetokenizer:
 
     def push(self, token_id: int) -> str:
         token = self._token(token_id)
-        return "" if token is None else self._utf8.decode(_token_bytes(token))
+        return "" if token is None else self._utf8.decode(byte_level_bytes(token))
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -71,7 +71,7 @@ class WindowDetokenizer:
         if token is None:  # decodes to nothing, and must not become the start of a window
             return ""
         self._pending.append(token_id)
-        return "" if _BYTE_TOKEN.fullmatch(token) else self._emit()
+        return "" if BYTE_TOKEN.fullmatch(token) else self._emit()
 
     def flush(self) -> str:
         return self._emit() if self._pending else ""
@@ -88,7 +88,7 @@ class WindowDetokenizer:
         return piece
 
 
-_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -106,7 +106,7 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 
 
-def _token_bytes(token: str) -> bytes:
+def byte_level_bytes(token: str) -> bytes:
     """A token's bytes. An added token may hold characters outside the alphabet: it is literal."""
     try:
         return bytes([_BYTE_OF[char] for char in token])

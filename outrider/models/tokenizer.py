@@ -16,7 +16,13 @@ from tokenizers import Tokenizer as BackendTokenizer
 
 from outrider.errors import ConfigError, InvalidRequestError
 from outrider.models.chat_template import ChatTemplate, Message
-from outrider.models.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer
+from outrider.models.detokenizer import (
+    BYTE_TOKEN,
+    ByteLevelDetokenizer,
+    Detokenizer,
+    WindowDetokenizer,
+    byte_level_bytes,
+)
 
 
 class Tokenizer:
@@ -65,12 +71,14 @@ class Tokenizer:
             content_hash=_canonical_hash(content),
         )
 
-    def encode(self, text: str, *, param: str = "prompt") -> list[int]:
-        """Token ids of `text`, with the special tokens (BOS) that the post-processor adds.
+    def encode(
+        self, text: str, *, param: str = "prompt", add_special_tokens: bool = True
+    ) -> list[int]:
+        """Token ids of `text`, with the special tokens (BOS) that the post-processor adds or without.
 
         Raises `InvalidRequestError` naming `param` for text that is not valid Unicode.
         """
-        return self._encode(text, add_special_tokens=True, param=param)
+        return self._encode(text, add_special_tokens=add_special_tokens, param=param)
 
     def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn.
@@ -90,6 +98,21 @@ class Tokenizer:
         """The text of `token_ids`: special tokens left out, broken UTF-8 as U+FFFD."""
         text: str = self._backend.decode(token_ids, skip_special_tokens=True)
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for within a text; a special one is spelled as it is written.
+
+        Empty for an id without a token: a model's vocabulary may be padded.
+        """
+        token: str | None = self._backend.id_to_token(token_id)
+        if token is None or token_id in self._special_ids:
+            return (token or "").encode()
+        if self._byte_level:
+            return byte_level_bytes(token)
+        if BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(token[3:5])
+        once = self.decode([token_id])  # which may lack the space that it has after another
+        return self.decode([token_id, token_id])[len(once) :].encode()
 
     def detokenizer(self) -> Detokenizer:
         """A fresh incremental decoder for one completion."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,11 +23,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class Script:
     """How the fake answers: the completion of a prompt, and what goes wrong."""
 
-    completion: Sequence[int]  # what the model says after the prompt's first `prompt_len` tokens
+    # What the model says after the prompt's first `prompt_len` tokens, to all or to each request.
+    completion: Sequence[int] | Callable[[scorer_pb2.ScorerServiceGenerateRequest], Sequence[int]]
     prompt_len: int | None = None  # None: the whole prompt of each request
     finish: common_pb2.FinishReason = common_pb2.FINISH_REASON_STOP
     per_round: int = 2
     delay_s: float = 0.0
+    method: str = "draft_model"  # by which all drafts are made
     together: int = 0  # nobody is answered before so many requests have run at once
     refuse: OutriderError | None = None
     die_after: int | None = None  # tokens sent before the stream breaks
@@ -79,7 +81,8 @@ class FakeScorer(scorer_pb2_grpc.ScorerServiceServicer):
     ) -> AsyncIterator[scorer_pb2.ScorerServiceGenerateResponse]:
         script = self.script
         done = 0 if script.prompt_len is None else len(request.prompt_token_ids) - script.prompt_len
-        left = list(script.completion[done:])
+        says = script.completion(request) if callable(script.completion) else script.completion
+        left = list(says[done:])
         cut = len(left) > request.stop.max_tokens
         left = left[: request.stop.max_tokens]
         sent = rounds = accepted = 0
@@ -95,6 +98,8 @@ class FakeScorer(scorer_pb2_grpc.ScorerServiceServicer):
             kinds = [*[common_pb2.TOKEN_KIND_ACCEPTED] * (len(step) - 1)]
             kinds += [common_pb2.TOKEN_KIND_BONUS] if step else []
             response = scorer_pb2.ScorerServiceGenerateResponse(token_ids=step, kinds=kinds)
+            if request.HasField("top_logprobs"):
+                response.logprobs.extend(logprobs_of(t, request.top_logprobs) for t in step)
             if last:
                 response.finish_reason = common_pb2.FINISH_REASON_LENGTH if cut else script.finish
             if last or request.running_stats:
@@ -132,7 +137,22 @@ class FakeScorer(scorer_pb2_grpc.ScorerServiceServicer):
             proposer_ids=["proposer-a"],
             scorer_id=self.info.scorer_id,
             verification="coupled",
+            exact=True,
+            by_method=[
+                common_pb2.MethodCounts(
+                    method=self.script.method, drafted=accepted, accepted=accepted
+                )
+            ],
         )
+
+
+def logprobs_of(token_id: int, count: int) -> common_pb2.TokenLogprobs:
+    """A token's: in sixteenths, so that floats are exact; token 2 is always the likeliest."""
+    return common_pb2.TokenLogprobs(
+        logprob=-1 - (token_id % 16) / 16,
+        top_token_ids=range(2, 2 + count),
+        top_logprobs=[-(n + 1) / 16 for n in range(count)],
+    )
 
 
 @asynccontextmanager

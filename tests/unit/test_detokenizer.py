@@ -91,3 +91,22 @@ def test_decoding_windows_stay_short(kind: str) -> None:
     for token_id in real.encode("ab c. " * 300):
         detokenizer.push(token_id)
     assert max(decoded, default=0) <= 4
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+@given(text=st.text(max_size=60))
+def test_a_texts_bytes_are_its_tokens_bytes(kind: str, text: str) -> None:
+    real = tokenizer(kind)
+    token_ids = real.encode(text, add_special_tokens=False)
+    spelled = b"".join(map(real.token_bytes, token_ids))
+    # SentencePiece puts a space before the first word, which only decoding takes away.
+    decoded = spelled.decode(errors="replace")
+    assert real.decode(token_ids) in (decoded, decoded.removeprefix(" "))
+
+
+def test_bytes_of_special_unknown_and_byte_tokens() -> None:
+    assert tokenizer("byte_level").token_bytes(1) == b"</s>"
+    assert tokenizer("byte_level").token_bytes(10**6) == b""
+    assert tokenizer("sentencepiece").token_bytes(3 + 0xF0) == b"\xf0"
+    the, er = (tokenizer("word_piece").token_bytes(n) for n in (2, 4))
+    assert (the, er) == (b" the", b"er")

@@ -1,0 +1,216 @@
+"""From what a client asks for to a request that a scorer will take."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from gateway.config import GatewayConfig
+from gateway.scorers import ScorerPool
+from outrider.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
+from outrider.models.chat_template import Message
+from outrider.models.tokenizer import Tokenizer
+from outrider.params import (
+    MAX_TOP_LOGPROBS,
+    Advice,
+    Constraint,
+    SamplingParams,
+    SpeculationParams,
+    StopParams,
+    TokenIds,
+    require,
+)
+
+MAX_STOP_STRINGS = 16
+MAX_REFERENCES = 16
+MAX_ADVICE_TOKENS = 2**18
+
+_CHOICE_STEP = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: neighbouring seeds' choices stay apart
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a client says about length and stopping; None: the gateway's default."""
+
+    max_tokens: int | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One completion, checked: every limit resolved, the seed drawn."""
+
+    request_id: str
+    operation: str  # gen_ai.operation.name
+    prompt_token_ids: TokenIds
+    sampling: SamplingParams
+    stop: StopParams
+    stop_strings: tuple[str, ...]
+    speculation: SpeculationParams
+    constraint: Constraint | None = None
+    top_logprobs: int | None = None  # None: no logprobs
+    tenant: str = ""
+
+    def choice(self, index: int, request_id: str) -> GenerationRequest:
+        """The same request again, for choice `index` of several: with a seed of its own.
+
+        Choice 0 has the request's seed, so that asking for more choices does not change it.
+        """
+        seed = (self.sampling.seed + index * _CHOICE_STEP) % 2**64
+        return replace(self, request_id=request_id, sampling=replace(self.sampling, seed=seed))
+
+
+class Intake:
+    """Checks and tokenises what clients send."""
+
+    def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, pool: ScorerPool) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._pool = pool
+
+    def check_model(self, name: str | None) -> None:
+        """Raises `ModelNotFoundError`; no name is the default model."""
+        if name and name != self._config.served_model_name:
+            raise ModelNotFoundError(
+                f"The model {name!r} is not served here; {self._config.served_model_name!r} is."
+            )
+
+    def default_seed(self) -> int:
+        """The seed of a request that has none; 63 bits, so that any client can send it back."""
+        return secrets.randbits(63) if self._config.seed is None else self._config.seed
+
+    async def encode(self, text: str, param: str) -> list[int]:
+        """A prompt's token ids, off the event loop: a long one takes a while.
+
+        Raises `InvalidRequestError` for an empty text, even where BOS alone would do.
+        """
+        if not text:
+            raise InvalidRequestError(f"{param} must not be empty.", param=param)
+        self._check_chars(len(text), param)
+        return await asyncio.to_thread(self._tokenizer.encode, text, param=param)
+
+    async def encode_plain(self, text: str, param: str) -> TokenIds:
+        """Token ids of a text that is no prompt: no BOS. Raises `InvalidRequestError`."""
+        self._check_chars(len(text), param)
+        return tuple(
+            await asyncio.to_thread(
+                self._tokenizer.encode, text, param=param, add_special_tokens=False
+            )
+        )
+
+    async def encode_chat(self, messages: Sequence[Message], param: str) -> list[int]:
+        """A conversation's token ids. Raises `InvalidRequestError`."""
+        if not messages:
+            raise InvalidRequestError(f"{param} must not be empty.", param=param)
+        self._check_chars(sum(len(message["content"]) for message in messages), param)
+        return await asyncio.to_thread(self._tokenizer.apply_chat_template, messages)
+
+    def _check_chars(self, chars: int, param: str) -> None:
+        """Refuses, without the work of encoding it, a text that cannot fit."""
+        # Normalisation may shorten a text, threefold at the worst (NFC): well within the 4.
+        if chars > 4 * self._pool.max_model_len * self._tokenizer.max_token_chars:
+            raise PromptTooLongError(
+                f"This model's context holds {self._pool.max_model_len} tokens; {param} has "
+                f"{chars} characters.",
+                param=param,
+            )
+
+    def prepare(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        operation: str,
+        param: str,
+        sampling: SamplingParams,
+        limits: Limits,
+        speculation: SpeculationParams,
+        request_id: str = "",
+        constraint: Constraint | None = None,
+        top_logprobs: int | None = None,
+        tenant: str = "",
+    ) -> GenerationRequest:
+        """A request that a scorer will take. `param` is the prompt's name in the client's request.
+
+        Raises `InvalidRequestError`, or `PromptTooLongError` if prompt and max_tokens exceed the
+        context.
+        """
+        if not prompt_token_ids:
+            raise InvalidRequestError(f"{param} must not be empty.", param=param)
+        self._check_tokens(prompt_token_ids, param)
+        self._check_tokens((token for token, _ in sampling.logit_bias), "logit_bias")
+        _check_stop_strings(limits.stop_strings)
+        if top_logprobs is not None:
+            require(
+                0 <= top_logprobs <= MAX_TOP_LOGPROBS,
+                "top_logprobs",
+                f"between 0 and {MAX_TOP_LOGPROBS}",
+            )
+        return GenerationRequest(
+            request_id=request_id or uuid.uuid4().hex,
+            operation=operation,
+            prompt_token_ids=tuple(prompt_token_ids),
+            sampling=sampling,
+            stop=StopParams(
+                max_tokens=self._max_tokens(len(prompt_token_ids), limits, param),
+                stop_token_ids=limits.stop_token_ids,
+                ignore_eos=limits.ignore_eos,
+                min_tokens=limits.min_tokens,
+            ),
+            stop_strings=limits.stop_strings,
+            speculation=speculation,
+            constraint=constraint,
+            top_logprobs=top_logprobs,
+            tenant=tenant,
+        )
+
+    def _max_tokens(self, prompt_len: int, limits: Limits, param: str) -> int:
+        room = self._pool.max_model_len - prompt_len
+        wanted = limits.max_tokens
+        if room < 1 or (wanted is not None and wanted > room):
+            asked = "" if wanted is None else f" and {wanted} tokens of output were asked for"
+            raise PromptTooLongError(
+                f"This model's context holds {self._pool.max_model_len} tokens; the prompt has "
+                f"{prompt_len}{asked}. Shorten the prompt or ask for fewer tokens.",
+                param=param,
+            )
+        if wanted is not None:
+            return wanted
+        return max(min(self._config.default_max_tokens, room), min(limits.min_tokens, room))
+
+    def _check_tokens(self, token_ids: Iterable[int], param: str) -> None:
+        vocab_size = self._pool.vocab_size
+        if not all(0 <= token_id < vocab_size for token_id in token_ids):
+            raise InvalidRequestError(
+                f"{param} holds a token id outside the vocabulary (0 to {vocab_size - 1}).",
+                param=param,
+            )
+
+    def check_advice(self, advice: Advice, expected: str, references: str) -> None:
+        """Advice goes to proposers as it is: a token that does not exist must not get there.
+
+        `expected` and `references` are the parameters' names. Raises `InvalidRequestError`.
+        """
+        self._check_tokens(advice.token_ids, expected)
+        for reference in advice.references:
+            self._check_tokens(reference, references)
+        require(len(advice.references) <= MAX_REFERENCES, references, f"at most {MAX_REFERENCES}")
+        require(
+            len(advice.token_ids) + sum(map(len, advice.references)) <= MAX_ADVICE_TOKENS,
+            references if advice.references else expected,
+            f"at most {MAX_ADVICE_TOKENS} tokens long in total",
+        )
+
+
+def _check_stop_strings(stop_strings: tuple[str, ...]) -> None:
+    if len(stop_strings) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(
+            f"stop must hold at most {MAX_STOP_STRINGS} strings.", param="stop"
+        )
+    if not all(stop_strings):
+        raise InvalidRequestError("stop must not hold an empty string.", param="stop")

@@ -1,0 +1,360 @@
+"""What requests can ask for beyond text, over a fake scorer: choices, logprobs, formats, advice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from outrider.v1 import common_pb2, scorer_pb2
+from tests.support.fake_scorer import Script, logprobs_of
+from tests.support.gateway import Running, fake_scorer, running_gateway, tokenizer, tokens, until
+
+TEXT = "hello 🎉 world, naïve café 日本語"
+MESSAGES: Any = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[Running]:
+    async with running_gateway(Script(tokens(TEXT))) as running:
+        yield running
+
+
+def by_seed(request: scorer_pb2.ScorerServiceGenerateRequest) -> list[int]:
+    """Another completion for each seed."""
+    return tokens(f"seed {request.sampling.seed} says hello")
+
+
+async def complete(gateway: Running, **parameters: Any) -> Any:
+    return await gateway.client.completions.create(
+        **{"model": "default", "prompt": "x", **parameters}
+    )
+
+
+# Choices
+
+
+async def test_choices_have_seeds_of_their_own_and_the_first_has_the_requests() -> None:
+    async with running_gateway(Script(by_seed)) as gateway:
+        one = await complete(gateway, seed=5)
+        three = await complete(gateway, seed=5, n=3, prompt=["x", "hello world"])
+        stream = await complete(gateway, seed=5, n=3, stream=True)
+        texts = ["", "", ""]
+        async for chunk in stream:
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+        sent = gateway.scorer.requests
+    assert [choice.index for choice in three.choices] == list(range(6))
+    assert three.choices[0].text == three.choices[3].text == one.choices[0].text
+    assert len({choice.text for choice in three.choices}) == 3
+    assert texts == [choice.text for choice in three.choices[:3]]
+    assert {request.sampling.seed for request in sent[1:7]} == {
+        5,
+        (5 + 0x9E3779B97F4A7C15) % 2**64,
+        (5 + 2 * 0x9E3779B97F4A7C15) % 2**64,
+    }
+    assert len({request.request_id for request in sent}) == len(sent)
+    lengths = [len(tokens(choice.text)) for choice in three.choices]
+    assert three.usage.completion_tokens == sum(lengths)
+    assert three.usage.prompt_tokens == one.usage.prompt_tokens + 1 + len(tokens("hello world"))
+    assert three.usage.prompt_tokens_details.cached_tokens == 2
+
+
+async def test_chat_choices_stream_side_by_side() -> None:
+    async with running_gateway(Script(by_seed)) as gateway:
+        stream = await gateway.client.chat.completions.create(
+            **{"model": "default", "messages": MESSAGES, "seed": 5, "n": 2, "stream": True},
+            stream_options={"include_usage": True},
+        )
+        roles, texts, usage = ["", ""], ["", ""], None
+        async for chunk in stream:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                roles[choice.index] += choice.delta.role or ""
+                texts[choice.index] += choice.delta.content or ""
+        whole = await gateway.client.chat.completions.create(
+            model="default", messages=MESSAGES, seed=5, n=2
+        )
+    assert roles == ["assistant"] * 2
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert usage is not None
+    assert usage == whole.usage
+
+
+async def test_best_of_returns_the_likeliest_and_counts_all() -> None:
+    async with running_gateway(Script(by_seed)) as gateway:
+        answer = await complete(gateway, seed=5, n=2, best_of=4, extra_body={"aux_info": True})
+        sent = gateway.scorer.requests
+        every = {
+            text: [logprobs_of(token, 0).logprob for token in tokens(text)]
+            for text in (tokenizer().decode(by_seed(request)) for request in sent)
+        }
+    assert len(every) == 4
+    ranked = sorted(every, key=lambda text: sum(every[text]) / len(every[text]), reverse=True)
+    assert [choice.text for choice in answer.choices] == ranked[:2]
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert all(choice.logprobs is None for choice in answer.choices)
+    assert answer.usage.completion_tokens == sum(map(len, every.values()))
+    assert len(answer.aux_info) == 2
+    assert {request.top_logprobs for request in sent} == {0}
+
+
+# Logprobs
+
+
+async def chat_entries(gateway: Running, stream: bool, **parameters: Any) -> list[Any]:
+    answer: Any = await gateway.client.chat.completions.create(
+        model="default", messages=MESSAGES, logprobs=True, stream=stream, **parameters
+    )
+    if not stream:
+        return list(answer.choices[0].logprobs.content)
+    found: list[Any] = []
+    async for chunk in answer:
+        choice = chunk.choices[0]
+        if choice.logprobs is not None:
+            found += choice.logprobs.content
+        else:  # a text never comes without
+            assert not choice.delta.content
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_chat_logprobs(gateway: Running, stream: bool) -> None:
+    entries = await chat_entries(gateway, stream, top_logprobs=2)
+    ids = tokens(TEXT)
+    assert [entry.logprob for entry in entries] == [logprobs_of(token, 0).logprob for token in ids]
+    assert bytes(byte for entry in entries for byte in entry.bytes).decode() == TEXT
+    assert any(entry.token.startswith("bytes:\\x") for entry in entries)
+    for entry in entries:
+        assert entry.token == bytes(entry.bytes).decode(errors="replace") or entry.token[0] == "b"
+        assert [top.logprob for top in entry.top_logprobs] == [-1 / 16, -2 / 16]
+        assert [bytes(top.bytes) for top in entry.top_logprobs] == [
+            tokenizer().token_bytes(token) for token in (2, 3)
+        ]
+    assert gateway.scorer.requests[-1].top_logprobs == 2
+
+
+async def test_logprobs_alone_need_no_alternatives(gateway: Running) -> None:
+    entries = await chat_entries(gateway, stream=False)
+    assert all(entry.top_logprobs == [] for entry in entries)
+    assert gateway.scorer.requests[-1].HasField("top_logprobs")
+    assert gateway.scorer.requests[-1].top_logprobs == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_completion_logprobs(gateway: Running, stream: bool) -> None:
+    answer = await complete(gateway, logprobs=2, stream=stream)
+    pieces = [chunk.choices[0] async for chunk in answer] if stream else [answer.choices[0]]
+    shaped = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    ids = tokens(TEXT)
+    assert [value for one in shaped for value in one.token_logprobs] == [
+        logprobs_of(token, 0).logprob for token in ids
+    ]
+    names = [name for one in shaped for name in one.tokens]
+    assert len(names) == len(ids)
+    offsets = [offset for one in shaped for offset in one.text_offset]
+    assert offsets[0] == 0
+    assert offsets == sorted(offsets)
+    for name, offset in zip(names, offsets, strict=True):
+        assert name.startswith("bytes:") or TEXT[offset:].startswith(name)
+    for name, top in zip(names, (top for one in shaped for top in one.top_logprobs), strict=True):
+        assert name in top
+        assert 2 <= len(top) <= 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_leaves_no_logprobs_behind(stream: bool) -> None:
+    async with running_gateway(Script(tokens("hello world STOP and more"))) as gateway:
+        entries = await chat_entries(gateway, stream, stop=" world STOP")
+        plain = await gateway.client.chat.completions.create(
+            model="default", messages=MESSAGES, stop=" world STOP"
+        )
+    assert bytes(byte for entry in entries for byte in entry.bytes).decode() == "hello"
+    assert plain.usage is not None
+    assert plain.usage.completion_tokens == len(entries)
+
+
+async def test_logprobs_stay_aligned_when_another_scorer_continues() -> None:
+    def dying() -> Script:  # whichever is asked first
+        return Script(tokens(TEXT), prompt_len=3, die_after=5, delay_s=0.05)
+
+    scorers = [fake_scorer(dying(), name) for name in ("a", "b")]
+    async with running_gateway(*scorers) as gateway:
+        task = asyncio.create_task(complete(gateway, prompt=[5, 6, 7], logprobs=0))
+        await until(lambda: any(scorer.requests for scorer in scorers))
+        next(s for s in scorers if not s.requests).script.die_after = None
+        answer = await task
+    assert answer.choices[0].text == TEXT
+    assert answer.choices[0].logprobs.token_logprobs == [
+        logprobs_of(token, 0).logprob for token in tokens(TEXT)
+    ]
+    resumed = [request.num_resumed_tokens for s in scorers for request in s.requests]
+    assert sorted(resumed) == [0, 5]
+
+
+async def test_a_scorer_that_sends_no_logprobs_is_an_error_not_a_gap() -> None:
+    async with running_gateway(Script(tokens(TEXT))) as gateway:
+        scorer = gateway.scorer
+        original = scorer._rounds
+
+        async def without(request: Any, context: Any) -> AsyncIterator[Any]:
+            request.ClearField("top_logprobs")
+            async for response in original(request, context):
+                yield response
+
+        scorer._rounds = without  # type: ignore[method-assign]
+        with pytest.raises(Exception, match="logprobs"):
+            await complete(gateway, logprobs=1)
+
+
+# Echo
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echo(gateway: Running, stream: bool) -> None:
+    for prompt, shown in (("def f(", "def f("), (tokens("hello"), "hello")):
+        answer = await complete(gateway, prompt=prompt, echo=True, stream=stream)
+        if stream:
+            text = "".join([chunk.choices[0].text async for chunk in answer])
+        else:
+            text = answer.choices[0].text
+            assert answer.usage.completion_tokens == len(tokens(TEXT))
+        assert text == shown + TEXT
+    several = await complete(gateway, prompt=["one", "two"], echo=True, n=2)
+    assert [c.text for c in several.choices] == [p + TEXT for p in ("one", "one", "two", "two")]
+
+
+# Output formats
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "source"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", True),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": {"type": "object"}, "strict": True},
+                }
+            },
+            "json_schema",
+            '{"type": "object"}',
+        ),
+        ({"structured_outputs": {"json": {"type": "array"}}}, "json_schema", '{"type": "array"}'),
+        ({"structured_outputs": {"json": '{"type":"array"}'}}, "json_schema", '{"type":"array"}'),
+        ({"structured_outputs": {"json_object": True}}, "json_object", True),
+        ({"structured_outputs": {"regex": "[a-z]+"}}, "regex", "[a-z]+"),
+        ({"structured_outputs": {"choice": ["a.b", "c|d", "é"]}}, "regex", r"a\.b|c\|d|é"),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, "grammar", 'start: "a"'),
+    ],
+)
+async def test_output_formats_become_constraints(
+    gateway: Running, change: Any, kind: str, source: Any
+) -> None:
+    await complete(gateway, extra_body=change)
+    await gateway.client.chat.completions.create(
+        model="default", messages=MESSAGES, extra_body=change
+    )
+    for sent in gateway.scorer.requests:
+        assert sent.constraint.WhichOneof("kind") == kind
+        assert getattr(sent.constraint, kind) == source
+
+
+# Speculation
+
+
+@pytest.mark.parametrize(
+    ("verification", "rule", "settings"),
+    [
+        ("rejection", common_pb2.VERIFICATION_RULE_REJECTION, {}),
+        ({"rule": "typical", "epsilon": 0.5, "alpha": 0.25}, 3, {"epsilon": 0.5, "alpha": 0.25}),
+        (
+            {"rule": "top_p_window", "max_candidate_len": 3, "verify_window": 1},
+            *(4, {"max_candidate_len": 3, "verify_window": 1}),
+        ),
+    ],
+)
+async def test_verification_and_methods(
+    gateway: Running, verification: Any, rule: int, settings: Any
+) -> None:
+    speculation = {"methods": ["suffix", "draft_model"], "verification": verification}
+    await complete(gateway, extra_body={"speculation": speculation})
+    sent = gateway.scorer.requests[-1].speculation
+    assert list(sent.methods) == ["suffix", "draft_model"]
+    assert sent.verification.rule == rule
+    for name, value in settings.items():
+        assert getattr(sent.verification, name) == value
+
+
+async def test_prediction_becomes_advice_and_its_tokens_are_counted() -> None:
+    async with running_gateway(Script(tokens(TEXT), method="deterministic")) as gateway:
+        contents: list[Any] = [
+            TEXT,
+            [{"type": "text", "text": TEXT[:9]}, {"type": "text", "text": TEXT[9:]}],
+        ]
+        for content in contents:
+            answer = await gateway.client.chat.completions.create(
+                **{"model": "default", "messages": MESSAGES},
+                prediction={"type": "content", "content": content},
+                extra_body={"aux_info": True},
+            )
+            sent = gateway.scorer.requests[-1].speculation
+            assert list(sent.advice.token_ids) == tokens(TEXT)
+            assert sent.advice.edit
+            assert not sent.methods
+            assert answer.usage is not None
+            details = answer.usage.completion_tokens_details
+            assert details is not None
+            accepted = answer.model_dump()["aux_info"]["accepted"]
+            assert details.accepted_prediction_tokens == accepted > 0
+            assert details.rejected_prediction_tokens == 0
+
+
+async def test_prediction_tokens_behind_a_stop_string_are_not_accepted() -> None:
+    script = Script(tokens("hello world STOP and more"), per_round=6, method="deterministic")
+    async with running_gateway(script) as gateway:
+        answer = await complete(
+            gateway,
+            stop="world STOP",
+            extra_body={"prediction": {"type": "content", "content": "hello"}, "aux_info": True},
+        )
+    details = answer.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens == answer.aux_info["accepted"]
+    assert details.accepted_prediction_tokens <= answer.usage.completion_tokens
+    assert details.rejected_prediction_tokens > 0
+
+
+async def test_no_prediction_no_details(gateway: Running) -> None:
+    answer = await complete(gateway)
+    assert answer.usage.completion_tokens_details is None
+
+
+async def test_advice_under_rtp_llms_names(gateway: Running) -> None:
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"sp_advice_prompt": "hello"}, {"token_ids": tokens("hello"), "edit": False}),
+        ({"sp_advice_prompt_token_ids": [5, 6], "sp_edit": 1}, {"token_ids": [5, 6], "edit": True}),
+        (
+            {"sp_advice_prompt": "hello", "sp_edit": 0, "sp_min_token_match": 3},
+            {"edit": False, "min_token_match": 3, "max_token_match": 3},
+        ),
+        (
+            {"sp_advice_prompt": "hello", "sp_max_token_match": 8},
+            {"min_token_match": 2, "max_token_match": 8},
+        ),
+    ]
+    for extra_config, wanted in cases:
+        await complete(gateway, extra_body={"extra_config": extra_config})
+        advice = gateway.scorer.requests[-1].speculation.advice
+        assert {name: _plain(getattr(advice, name)) for name in wanted} == wanted
+
+
+async def test_references(gateway: Running) -> None:
+    await complete(gateway, extra_body={"speculation": {"references": ["hello", [5, 6], ""]}})
+    references = gateway.scorer.requests[-1].speculation.advice.references
+    assert [list(one.token_ids) for one in references] == [tokens("hello"), [5, 6], []]
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (bool, int)) else list(value)

@@ -1,0 +1,236 @@
+"""Parameters that are wrong: OpenAI's error, naming the parameter, before any work is done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from outrider.errors import InvalidRequestError
+from tests.support.fake_scorer import Script
+from tests.support.gateway import MAX_MODEL_LEN, Running, running_gateway, tokens
+
+Case = tuple[dict[str, Any], str]
+
+COMMON: list[Case] = [
+    ({"temperature": 3}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 1.5}, "min_p"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"five": 1}}, "logit_bias"),
+    ({"logit_bias": {"100000": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
+    ({"logit_bias": {"5": "x"}}, "logit_bias.5"),
+    ({"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias"),
+    ({"seed": 2**70}, "seed"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop": [1]}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+    ({"ignore_eos": "yes"}, "ignore_eos"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"no_such_parameter": 1}, "no_such_parameter"),
+    # Output formats
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+        "response_format.json_schema.schema",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}},
+        "response_format.json_schema.name",
+    ),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": "a" * 300_000}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+    (
+        {
+            "response_format": {"type": "json_object"},
+            "structured_outputs": {"regex": "a"},
+        },
+        "structured_outputs",
+    ),
+    ({"guided_json": {}}, "guided_json"),
+    # Speculation
+    ({"speculation": {"method": "magic"}}, "method"),
+    ({"speculation": {"methods": ["ngram", "magic"]}}, "methods"),
+    ({"speculation": {"methods": ["ngram", "ngram"]}}, "methods"),
+    ({"speculation": {"method": "ngram", "methods": ["ngram"]}}, "methods"),
+    ({"speculation": {"k": 4}}, "speculation.k"),
+    ({"speculation": {"num_speculative_tokens": 1000}}, "num_speculative_tokens"),
+    ({"speculation": {"verification": "magic"}}, "speculation.verification.rule"),
+    ({"speculation": {"verification": {"rule": "typical", "epsilon": 0}}}, "epsilon"),
+    ({"speculation": {"verification": {"alpha": 2}}}, "alpha"),
+    ({"speculation": {"verification": {"max_candidate_len": 0}}}, "max_candidate_len"),
+    ({"speculation": {"verification": {"verify_window": 1000}}}, "verify_window"),
+    ({"speculation": {"references": ["a"] * 17}}, "speculation.references"),
+    ({"speculation": {"references": [[100_000]]}}, "speculation.references"),
+    ({"speculation": {"references": [5]}}, "speculation.references"),
+    ({"speculation": {"references": ["x" * 1_000_000]}}, "speculation.references"),
+    ({"prediction": {"type": "content"}}, "prediction.content"),
+    ({"prediction": {"type": "content", "content": 5}}, "prediction.content"),
+    ({"prediction": {"type": "text", "content": "a"}}, "prediction.type"),
+    (
+        {
+            "prediction": {"type": "content", "content": "a"},
+            "extra_config": {"sp_advice_prompt": "b"},
+        },
+        "prediction",
+    ),
+    (
+        {"extra_config": {"sp_advice_prompt": "b", "sp_advice_prompt_token_ids": [5]}},
+        "extra_config.sp_advice_prompt",
+    ),
+    (
+        {"extra_config": {"sp_advice_prompt_token_ids": [100_000]}},
+        "extra_config.sp_advice_prompt_token_ids",
+    ),
+    ({"extra_config": {"sp_edit": 2}}, "extra_config.sp_edit"),
+    ({"extra_config": {"sp_min_token_match": 0}}, "sp_min_token_match"),
+    (
+        {"extra_config": {"sp_min_token_match": 3, "sp_max_token_match": 2}},
+        "sp_max_token_match",
+    ),
+    ({"extra_config": {"top_k": 3}}, "extra_config.top_k"),
+]
+COMPLETION: list[Case] = [
+    *COMMON,
+    ({"best_of": 0}, "best_of"),
+    ({"best_of": 2, "n": 3}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"suffix": "x"}, "suffix"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a", ""]}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": [100_000]}, "prompt"),
+    ({"prompt": ["x"] * 1000}, "prompt"),
+    ({"prompt": ["x"] * 3, "n": 100}, "prompt"),
+]
+CHAT: list[Case] = [
+    *COMMON,
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
+    ({"max_completion_tokens": 0}, "max_tokens"),
+    ({"best_of": 2}, "best_of"),
+]
+TOO_LONG: list[dict[str, Any]] = [
+    {"prompt": "x" * 5000},
+    {"prompt": "x" * 1_000_000},
+    {"max_tokens": MAX_MODEL_LEN},
+]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+}
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[Running]:
+    async with running_gateway(Script(tokens("hello world"))) as running:
+        yield running
+
+
+async def post(gateway: Running, path: str, change: dict[str, Any]) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=gateway.http) as client:
+        return await client.post(path, content=json.dumps(BODIES[path] | change).encode())
+
+
+@pytest.mark.parametrize(
+    ("path", "cases"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)]
+)
+async def test_bad_parameters_are_named(
+    gateway: Running, path: str, cases: list[Case], subtests: pytest.Subtests
+) -> None:
+    for change, param in cases:
+        with subtests.test(change=str(change)[:80]):
+            response = await post(gateway, path, change)
+            assert response.status_code == 400, response.text
+            error = response.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert error["type"] == "invalid_request_error"
+            assert error["param"] == param, error
+            assert error["message"]
+    assert not gateway.scorer.requests
+
+
+@pytest.mark.parametrize("change", TOO_LONG)
+async def test_what_does_not_fit_has_openais_code(gateway: Running, change: dict[str, Any]) -> None:
+    response = await post(gateway, "/v1/completions", change)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    assert not gateway.scorer.requests
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, "x"]
+)
+async def test_only_text_parts(gateway: Running, part: Any) -> None:
+    change = {"messages": [{"role": "user", "content": [part]}]}
+    response = await post(gateway, "/v1/chat/completions", change)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith("messages.0.content")
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_values_that_ask_for_nothing_are_taken(gateway: Running, path: str) -> None:
+    nothing = (
+        *("n", "stop", "logprobs", "seed", "tools", "response_format", "prediction", "logit_bias"),
+        *("structured_outputs", "extra_config", "speculation", "top_k", "stop_token_ids"),
+    )
+    change = {
+        **dict.fromkeys(nothing),
+        **{"presence_penalty": 0.0, "metadata": {"a": "b"}, "user": "u", "tool_choice": "auto"},
+        **{"extra_config": {}, "speculation": {"references": None, "verification": None}},
+    }
+    response = await post(gateway, path, change)
+    assert response.status_code == 200, response.text
+    assert not gateway.scorer.requests[-1].HasField("constraint")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("change", "kind", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", "response_format"),
+        ({"structured_outputs": {"regex": "("}}, "regex", "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": ["a"]}}, "regex", "structured_outputs.choice"),
+    ],
+)
+async def test_a_scorers_refusal_has_the_clients_name(
+    gateway: Running, stream: bool, change: dict[str, Any], kind: str, param: str
+) -> None:
+    gateway.scorer.script.refuse = InvalidRequestError("cannot be compiled", param=kind)
+    response = await post(gateway, "/v1/completions", {"stream": stream, **change})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["param"], error["message"]) == (param, "cannot be compiled")
