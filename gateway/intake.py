@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gateway.config import GatewayConfig
@@ -143,7 +143,7 @@ class Intake:
         if not prompt_token_ids:
             raise InvalidRequestError(f"{param} must not be empty.", param=param)
         self._check_tokens(prompt_token_ids, param)
-        self._check_tokens((token for token, _ in sampling.logit_bias), "logit_bias")
+        self._check_tokens([token for token, _ in sampling.logit_bias], "logit_bias")
         _check_stop_strings(limits.stop_strings)
         if top_logprobs is not None:
             require(
@@ -183,9 +183,9 @@ class Intake:
             return wanted
         return max(min(self._config.default_max_tokens, room), min(limits.min_tokens, room))
 
-    def _check_tokens(self, token_ids: Iterable[int], param: str) -> None:
+    def _check_tokens(self, token_ids: Sequence[int], param: str) -> None:
         vocab_size = self._pool.vocab_size
-        if not all(0 <= token_id < vocab_size for token_id in token_ids):
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
             raise InvalidRequestError(
                 f"{param} holds a token id outside the vocabulary (0 to {vocab_size - 1}).",
                 param=param,

@@ -198,6 +198,12 @@ class EngineInfo:
             raise InvalidRequestError(
                 f"logit_bias names a token that is not below {self.vocab_size}.", param="logit_bias"
             )
+        advice = request.speculation.advice
+        known = (advice.token_ids, *advice.references)
+        if any(max(token_ids, default=0) >= self.vocab_size for token_ids in known):
+            raise InvalidRequestError(
+                f"advice holds a token that is not below {self.vocab_size}.", param="advice"
+            )
         if len(prompt) >= self.max_model_len:
             raise PromptTooLongError(
                 f"The prompt has {len(prompt)} tokens; at most {self.max_model_len - 1} fit beside "

@@ -28,7 +28,7 @@ class GenerateOptions:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     speculation: bool = True
-    method: str | None = None
+    methods: tuple[str, ...] = ()  # the preferred one first
     num_speculative_tokens: int | None = None
     aux_info: bool = False
 
@@ -48,7 +48,7 @@ class GenerateOptions:
             stop_strings=self.stop,
             speculation=common_pb2.SpeculationParams(
                 enabled=self.speculation,
-                method=self.method,
+                methods=self.methods,
                 num_speculative_tokens=self.num_speculative_tokens,
             ),
             aux_info=self.aux_info,

@@ -147,7 +147,11 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the model's end")
     parser.add_argument("--speculation", choices=("on", "off"), default="on")
-    parser.add_argument("--method", metavar="NAME", help="draft_model, ngram or none")
+    parser.add_argument(
+        "--method",
+        metavar="NAME[,...]",
+        help="deterministic, suffix, draft_model, ngram or none; several: the preferred one first",
+    )
     parser.add_argument("--num-speculative-tokens", type=_speculative_tokens, metavar="K")
     parser.add_argument(
         "--aux-info", action="store_true", help="print what speculation did, on stderr"

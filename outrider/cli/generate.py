@@ -36,7 +36,7 @@ async def _generate(args: argparse.Namespace) -> int:
         stop=tuple(args.stop),
         ignore_eos=args.ignore_eos,
         speculation=args.speculation == "on",
-        method=args.method,
+        methods=tuple(args.method.split(",")) if args.method else (),
         num_speculative_tokens=args.num_speculative_tokens,
         aux_info=args.aux_info,
     )

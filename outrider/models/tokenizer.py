@@ -74,7 +74,7 @@ class Tokenizer:
     def encode(
         self, text: str, *, param: str = "prompt", add_special_tokens: bool = True
     ) -> list[int]:
-        """Token ids of `text`, with the special tokens (BOS) that the post-processor adds or without.
+        """Token ids of `text`, with or without the special tokens (BOS) of the post-processor.
 
         Raises `InvalidRequestError` naming `param` for text that is not valid Unicode.
         """

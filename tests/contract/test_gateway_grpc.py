@@ -15,7 +15,7 @@ from outrider.errors import CapacityError, OutriderError
 from outrider.rpc.channel import open_channel
 from outrider.rpc.status import from_rpc_error
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
-from tests.support.fake_scorer import Script
+from tests.support.fake_scorer import Script, logprobs_of
 from tests.support.gateway import MAX_MODEL_LEN, Running, running_gateway, tokens, until
 
 TEXT = "hello 🎉 world, naïve café 日本語"
@@ -99,6 +99,45 @@ async def test_sampling_defaults_are_resolved_and_a_seed_drawn() -> None:
     assert sent.stop.max_tokens == min(256, MAX_MODEL_LEN - len(sent.prompt_token_ids))
 
 
+async def test_logprobs_come_with_their_tokens() -> None:
+    async with running_gateway(Script(tokens(TEXT))) as gateway:
+        responses = await generate(
+            gateway, generation_pb2.GenerateRequest(text="x", top_logprobs=2, stop_strings=["caf"])
+        )
+        plain = await generate(gateway, generation_pb2.GenerateRequest(text="x"))
+    returned = [token for response in responses for token in response.tokens]
+    assert [token.logprobs for token in returned] == [logprobs_of(t.id, 2) for t in returned]
+    assert responses[-1].usage.completion_tokens == len(returned) > 0
+    assert not any(token.HasField("logprobs") for response in plain for token in response.tokens)
+
+
+async def test_everything_else_reaches_the_scorer() -> None:
+    request = generation_pb2.GenerateRequest(
+        text="x",
+        sampling=common_pb2.SamplingParams(
+            presence_penalty=0.5,
+            repetition_penalty=1.5,
+            logit_bias=[common_pb2.LogitBias(token_id=5, bias=-1)],
+        ),
+        constraint=common_pb2.Constraint(regex="[a-z]+"),
+        speculation=common_pb2.SpeculationParams(
+            methods=["suffix", "ngram"],
+            verification=common_pb2.Verification(rule=common_pb2.VERIFICATION_RULE_REJECTION),
+            advice=common_pb2.Advice(token_ids=[5, 6], edit=True),
+        ),
+    )
+    async with running_gateway(Script(tokens(TEXT))) as gateway:
+        await generate(gateway, request)
+        sent = gateway.scorer.requests[-1]
+    assert (sent.sampling.presence_penalty, sent.sampling.repetition_penalty) == (0.5, 1.5)
+    assert list(sent.sampling.logit_bias) == list(request.sampling.logit_bias)
+    assert sent.constraint == request.constraint
+    assert list(sent.speculation.methods) == ["suffix", "ngram"]
+    assert sent.speculation.verification.rule == common_pb2.VERIFICATION_RULE_REJECTION
+    assert list(sent.speculation.advice.token_ids) == [5, 6]
+    assert sent.speculation.advice.edit
+
+
 @pytest.mark.parametrize(
     ("request_", "param"),
     [
@@ -114,6 +153,29 @@ async def test_sampling_defaults_are_resolved_and_a_seed_drawn() -> None:
             "temperature",
         ),
         (generation_pb2.GenerateRequest(text="x", stop_strings=[""]), "stop"),
+        (generation_pb2.GenerateRequest(text="x", top_logprobs=21), "top_logprobs"),
+        (
+            generation_pb2.GenerateRequest(
+                text="x",
+                sampling=common_pb2.SamplingParams(
+                    logit_bias=[common_pb2.LogitBias(token_id=2**31, bias=1)]
+                ),
+            ),
+            "logit_bias",
+        ),
+        (
+            generation_pb2.GenerateRequest(
+                text="x",
+                speculation=common_pb2.SpeculationParams(
+                    advice=common_pb2.Advice(token_ids=[2**31])
+                ),
+            ),
+            "advice",
+        ),
+        (
+            generation_pb2.GenerateRequest(text="x", constraint=common_pb2.Constraint(regex="")),
+            "regex",
+        ),
         (
             generation_pb2.GenerateRequest(
                 text="x", speculation=common_pb2.SpeculationParams(method="magic")
@@ -153,6 +215,9 @@ async def test_api_keys(tmp_path: Path) -> None:
         assert (await refusal(gateway, request))[0] is grpc.StatusCode.UNAUTHENTICATED
         assert (await refusal(gateway, request, "wrong"))[0] is grpc.StatusCode.UNAUTHENTICATED
         assert await generate(gateway, request, "secret")
+        tenant = gateway.scorer.requests[-1].tenant
+    assert tenant
+    assert "secret" not in tenant
 
 
 async def test_cancelling_the_rpc_cancels_the_scorer() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gateway.account import Account
+from outrider.params import VerificationRule
 from outrider.types import TokenKind
 from outrider.v1 import common_pb2
 
@@ -65,3 +66,62 @@ def test_nothing_returned() -> None:
     account = Account()
     account.end_segment()
     assert account.close(output_len=0, cost_time_ms=1).avg_tokens_per_iter == 0
+
+
+def reported(verification: str, *, exact: bool, **by_method: tuple[int, int]) -> common_pb2.AuxInfo:
+    return common_pb2.AuxInfo(
+        scorer_id="s",
+        verification=verification,
+        exact=exact,
+        accepted=sum(accepted for _, accepted in by_method.values()),
+        accepted_per_pos=[sum(accepted for _, accepted in by_method.values())],
+        by_method=[
+            common_pb2.MethodCounts(method=method, drafted=drafted, accepted=accepted)
+            for method, (drafted, accepted) in by_method.items()
+        ],
+    )
+
+
+def test_methods_add_up_over_segments() -> None:
+    account = Account()
+    for segment in (
+        reported("coupled", exact=True, ngram=(4, 2)),
+        reported("coupled", exact=True, suffix=(3, 1), ngram=(2, 1)),
+    ):
+        account.report(common_pb2.Usage(), segment)
+        account.end_segment()
+    result = account.close(output_len=9, cost_time_ms=1)
+    counts = [(each.method, each.drafted, each.accepted) for each in result.by_method]
+    assert counts == [("ngram", 6, 3), ("suffix", 3, 1)]
+    assert (result.verification, result.exact) == ("coupled", True)
+
+
+def test_methods_lose_what_was_cut_off() -> None:
+    account = Account()
+    account.observe([ACCEPTED, BONUS] * 3)
+    account.report(common_pb2.Usage(), reported("coupled", exact=True, suffix=(2, 2), ngram=(2, 1)))
+    account.end_segment()
+    result = account.close(output_len=2, cost_time_ms=1)
+    assert [(each.method, each.accepted) for each in result.by_method] == [
+        ("suffix", 1),
+        ("ngram", 0),
+    ]
+    assert result.accepted == 1
+
+
+def test_one_lossy_segment_makes_the_whole_lossy() -> None:
+    account = Account(VerificationRule.TYPICAL)
+    account.observe([ACCEPTED, BONUS])  # a scorer that died: what was asked for counts
+    account.end_segment()
+    account.report(common_pb2.Usage(), reported("coupled", exact=True))
+    account.end_segment()
+    result = account.close(output_len=2, cost_time_ms=1)
+    assert (result.verification, result.exact) == ("coupled", False)
+
+
+def test_a_scorer_that_gave_nothing_says_nothing_about_exactness() -> None:
+    account = Account(VerificationRule.TYPICAL)
+    account.end_segment()  # it was full
+    account.report(common_pb2.Usage(), reported("coupled", exact=True))
+    account.end_segment()
+    assert account.close(output_len=0, cost_time_ms=1).exact
