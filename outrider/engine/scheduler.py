@@ -64,9 +64,9 @@ class Scheduler:
         self.running: list[Sequence] = []  # by admission: the oldest first
         self.by_session: dict[int, Sequence] = {}
         self.wake_at = 0.0  # when `schedule` returned None: ask again then at the latest
+        self._failures: list[Failure] = []
 
     def add(
-        self._failures: list[Failure] = []
         self,
         request: Request,
         max_len: int,
@@ -136,11 +136,11 @@ class Scheduler:
                 self._publish(seq)
             if commit is not None and commit.finish_reason is not None:
                 self.remove(seq.session_id)
-        if decoding:
-            counts = self.policy.counts
             elif seq.constraint is not None and seq.constraint.error is not None:
                 self.remove(seq.session_id)
                 self._failures.append(Failure(seq.session_id, seq.constraint.error))
+        if decoding:
+            counts = self.policy.counts
             plain_s = self.policy.plain_step_s(len(step.rows))
             counts.plain_s += plain_s * counts.output_tokens / len(step.rows)
         self.policy.step_done(
@@ -152,23 +152,23 @@ class Scheduler:
         )
         return commits
 
-    def _emit(
-        self, row: ScheduledRow, choices: TokenIds, accepted: int, seconds: float, now: float
     def take_failures(self) -> tuple[Failure, ...]:
         """Requests that the last commits ended because their constraint leads nowhere."""
         failures, self._failures = tuple(self._failures), []
         return failures
 
+    def _emit(
+        self, row: ScheduledRow, choices: TokenIds, accepted: int, seconds: float, now: float
     ) -> Commit:
         seq, drafted = row.seq, len(row.draft)
         base_len = len(seq.token_ids)
         first = base_len == seq.num_prompt_tokens
         output, finish_reason = seq.trim(choices)
         wrong = seq.commit(output, drafted)
-        counters = seq.counters
-        counts = self.policy.counts
         if seq.constraint is not None:
             finish_reason = seq.constraint.finish(finish_reason)
+        counters = seq.counters
+        counts = self.policy.counts
         if output:
             counters.count_round(drafted, min(accepted, len(output)), seq.draft_method)
             counts.output_tokens += len(output)
@@ -257,10 +257,10 @@ class Scheduler:
             # The last token that a request can commit needs no draft, and no KV.
             room = min(max_draft, left - (end - start), seq.max_len - length - 1)
             draft = seq.draft.first_path(min(seq.drafting.num_draft_tokens, room), seq.draft_node)
-        if end + len(draft) > len(seq.block_table) * self.config.page_size:
-            if self._missing_pages(seq, end + len(draft)) > self.pool.num_free:
             if seq.constraint is not None:
                 draft = draft[: seq.constraint.num_allowed(draft)]
+        if end + len(draft) > len(seq.block_table) * self.config.page_size:
+            if self._missing_pages(seq, end + len(draft)) > self.pool.num_free:
                 draft = ()  # no draft is worth another row's pages
             if not self._cover(seq, end + len(draft), rows):
                 return None
