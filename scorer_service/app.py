@@ -26,15 +26,16 @@ from outrider.engine.worker import EngineWorker
 from outrider.errors import ConfigError, DeadlineError, InternalError
 from outrider.models.resolve import resolve_model
 from outrider.models.tokenizer import tokenizer_hash
+from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.rpc import runtime
 from outrider.rpc.deployment import Deployment
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.telemetry import Telemetry, configure
-from outrider.types import Request, SamplingParams, SpeculationParams, StepEvents, StopParams
+from outrider.types import Request, StepEvents
 from outrider.v1 import scorer_pb2_grpc
 from scorer_service.config import DraftLimits, ServedModel
-from scorer_service.gauges import watch
 from scorer_service.constraints import Constraints
+from scorer_service.gauges import watch
 from scorer_service.hub import Hub
 from scorer_service.metrics import ScorerMetrics
 from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving
@@ -89,8 +90,8 @@ class ScorerApp:
         )
         self._worker: EngineWorker | None = None
         self._hub: Hub | None = None
-
         self._constraints: Constraints | None = None
+
     async def start(self) -> dict[str, str]:
         """Listens at once (health says NOT_SERVING), loads the model, then serves."""
         options = self._options
@@ -139,9 +140,9 @@ class ScorerApp:
             # A model that is still loading cannot be interrupted; its thread is a daemon.
             with contextlib.suppress(DeadlineError):
                 await _in_thread(lambda: worker.stop(_STOP_TIMEOUT_S))
-        self._telemetry.shutdown()
         if self._constraints is not None:
             self._constraints.close()
+        self._telemetry.shutdown()
 
     async def wait_failed(self) -> None:
         """Returns once the engine fails step after step."""
