@@ -81,7 +81,7 @@ def test_a_pool_can_be_removed_and_inherits_the_defaults() -> None:
 
 
 def test_every_pod_drains_within_its_grace_period() -> None:
-    manifests = helm.render("preStopSeconds=7", "gateway.drainGraceSeconds=300")
+    manifests = helm.render("gateway.preStopSeconds=7", "gateway.drainGraceSeconds=300")
     for workload in helm.workloads(manifests):
         spec = workload["spec"]["template"]["spec"]
         (container,) = spec["containers"]

@@ -92,7 +92,6 @@ capabilities: {drop: [ALL]}
      (the component's own). */}}
 {{- define "outrider.env" -}}
 {{- if .model }}
-- {name: HF_HOME, value: /var/cache/outrider/huggingface}
 - {name: HF_HUB_OFFLINE, value: "1"} # the init container has fetched what is needed
 {{- end }}
 {{- with .root.Values.otel }}
@@ -119,8 +118,10 @@ image: {{ .image }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 command: [python, -P, -m, outrider.models.fetch]
 args: [{{ range $i, $arg := .args }}{{ if $i }}, {{ end }}{{ $arg | quote }}{{ end }}]
+{{- with include "outrider.hubEnv" .root }}
 env:
-  {{- include "outrider.hubEnv" .root | nindent 2 }}
+  {{- . | trim | nindent 2 }}
+{{- end }}
 resources: {requests: {cpu: 500m, memory: 1Gi}, limits: {cpu: "4", memory: 4Gi}}
 securityContext:
   {{- include "outrider.containerSecurity" . | nindent 2 }}
@@ -131,7 +132,6 @@ volumeMounts:
 {{- end -}}
 
 {{- define "outrider.hubEnv" -}}
-- {name: HF_HOME, value: /var/cache/outrider/huggingface}
 {{- if .Values.model.cache.tokenSecret }}
 - {name: HF_TOKEN_PATH, value: /etc/outrider/hub/HF_TOKEN}
 {{- end }}
@@ -160,7 +160,7 @@ volumeMounts:
 - name: tmp
   emptyDir: {}
 {{- if not .claim }}
-- name: cache # of models and of compiled kernels
+- name: cache # of models and of compiled kernels: the images write here and to /tmp alone
   emptyDir: {sizeLimit: {{ .root.Values.model.cache.sizeLimit }}}
 {{- end }}
 {{- with .root.Values.model.volume }}
@@ -194,7 +194,7 @@ imagePullSecrets:
   - name: {{ . }}
 {{- end }}
 {{- end }}
-terminationGracePeriodSeconds: {{ add .root.Values.preStopSeconds .values.drainGraceSeconds 15 }}
+terminationGracePeriodSeconds: {{ add (.values.preStopSeconds | default 0) .values.drainGraceSeconds 15 }}
 securityContext:
   {{- include "outrider.podSecurity" . | nindent 2 }}
 topologySpreadConstraints:
@@ -234,6 +234,3 @@ livenessProbe:
 - {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
 {{- end -}}
 
-{{- define "outrider.preStop" -}}
-preStop: {sleep: {seconds: {{ .Values.preStopSeconds }}}}
-{{- end -}}

@@ -29,7 +29,7 @@ args:
 env:
   {{- include "outrider.podName" .root | nindent 2 }}
   {{- if and $remote $sidecar }}
-  {{- include "outrider.hubEnv" .root | nindent 2 }}
+  {{- with include "outrider.hubEnv" .root }}{{ . | trim | nindent 2 }}{{ end }}
   {{- end }}
   {{- with include "outrider.env" (dict "root" .root "model" (and $remote (not $sidecar)) "env" .values.env) }}{{ . | trim | nindent 2 }}{{ end }}
 ports:

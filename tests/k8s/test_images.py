@@ -1,0 +1,97 @@
+"""The images, as far as they can be made without a container runtime."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support import helm
+
+DOCKERFILES = sorted((helm.ROOT / "k8s/images").glob("*.Dockerfile"))
+TIMEOUT_S = 100
+
+IMPORT_ALL = """
+import importlib, pkgutil
+for name in ("gateway", "outrider.models", "outrider.rpc", "outrider.v1"):
+    package = importlib.import_module(name)
+    for module in pkgutil.walk_packages(package.__path__, name + "."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+try:
+    import torch
+except ImportError:
+    print("complete, without torch")
+"""
+
+
+def test_dockerfiles_are_clean() -> None:
+    done = helm.call("hadolint", *DOCKERFILES)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
+def test_images_are_pinned_and_unprivileged(path: Path) -> None:
+    text = path.read_text()
+    (base,) = re.findall(r"^ARG PYTHON=(.+)$", text, re.MULTILINE)
+    assert re.fullmatch(r"python:3\.11\.\d+-slim-\w+", base)
+    assert text.index("USER 10001:10001") < text.index("ENTRYPOINT")
+    assert re.search(r"uv==[\d.]+$", text, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def gateway_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The gateway's environment, made by its RUN line from what .dockerignore lets through."""
+    folder = tmp_path_factory.mktemp("image")
+    context, prefix = folder / "src", folder / "opt"
+    ignored = shutil.ignore_patterns("__pycache__")
+    for line in (helm.ROOT / ".dockerignore").read_text().splitlines():
+        if line.startswith("!"):
+            source, target = helm.ROOT / line[1:], context / line[1:]
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=ignored)
+            else:
+                shutil.copy(source, target)
+    text = (helm.ROOT / "k8s/images/gateway.Dockerfile").read_text()
+    (line,) = re.findall(r"^RUN (k8s/images/install.sh .+)$", text, re.MULTILINE)
+    subprocess.run(
+        line.replace("/opt/outrider", str(prefix)).split(),
+        cwd=context,
+        env=os.environ | {"PATH": f"{helm.tool('uv').parent}:{os.environ['PATH']}"},
+        check=True,
+        timeout=TIMEOUT_S,
+    )
+    return prefix
+
+
+def test_the_gateways_image_holds_all_that_it_imports(gateway_image: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [gateway_image / "bin/python", "-P", "-c", IMPORT_ALL],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=TIMEOUT_S,
+    )
+    assert done.stdout.strip() == "complete, without torch", done.stderr
+
+
+def test_the_gateways_image_starts(gateway_image: Path, tmp_path: Path) -> None:
+    text = (helm.ROOT / "k8s/images/gateway.Dockerfile").read_text()
+    (entrypoint,) = re.findall(r"^ENTRYPOINT \[(.+)\]$", text, re.MULTILINE)
+    python, *args = (word.strip('" ') for word in entrypoint.split(","))
+    flags = ["--scorer", "127.0.0.1:1", "--start-timeout", "0.1"]
+    done = subprocess.run(
+        [gateway_image / "bin" / python, *args, *flags],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 2
+    assert "no scorer served" in done.stderr  # so it got past its tokenizer
+    assert not list(gateway_image.glob("**/*.safetensors"))
