@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 from outrider.errors import InvalidRequestError
 from outrider.params import TokenIds
+
+MAX_DRAFT_PROBS: Final = 256
+"""Tokens of one node's distribution at most."""
+_SUM_TOLERANCE: Final = 1e-3  # float32, summed in any order
+
+
+class DraftProbs(NamedTuple):
+    """The sparse distribution that a node's token was drawn from; the probabilities sum to 1."""
+
+    token_ids: TokenIds
+    probs: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +32,17 @@ class DraftTree:
     base_len: int
     token_ids: TokenIds
     parents: tuple[int, ...]
+    probs: tuple[DraftProbs | None, ...] = ()
+    """What each node's token was drawn from. None, and no entries at all: from nothing, a point
+    mass."""
 
     @staticmethod
-    def chain(base_len: int, token_ids: Sequence[int]) -> DraftTree:
+    def chain(
+        base_len: int, token_ids: Sequence[int], probs: Sequence[DraftProbs | None] = ()
+    ) -> DraftTree:
         """A tree with one path."""
-        return DraftTree(base_len, tuple(token_ids), tuple(range(-1, len(token_ids) - 1)))
+        parents = tuple(range(-1, len(token_ids) - 1))
+        return DraftTree(base_len, tuple(token_ids), parents, tuple(probs))
 
     @staticmethod
     def branched(
@@ -52,23 +70,33 @@ class DraftTree:
         *,
         vocab_size: int,
         max_nodes: int,
+        probs: Sequence[DraftProbs] = (),
     ) -> DraftTree:
-        """A tree from untrusted parts; empty `parents` means a chain.
+        """A tree from untrusted parts; empty `parents` means a chain, empty `probs` point masses.
 
-        Raises `InvalidRequestError` for too many nodes, a token outside the vocabulary, or a
-        parent that does not come before its child.
+        An entry of `probs` without tokens is a point mass, too. Raises `InvalidRequestError` for
+        too many nodes, a token outside the vocabulary, a parent that does not come before its
+        child, or `probs` that are no distribution from which the node's token can be drawn.
         """
         if len(token_ids) > max_nodes:
             raise InvalidRequestError(f"a block holds at most {max_nodes} nodes", param="token_ids")
         if any(not 0 <= token < vocab_size for token in token_ids):
             raise InvalidRequestError(f"token ids must be below {vocab_size}", param="token_ids")
+        if probs and len(probs) != len(token_ids):
+            raise InvalidRequestError("one distribution per token, or none", param="draft_probs")
+        drawn_from = tuple(
+            [
+                _checked(each, token, vocab_size) if each.token_ids or each.probs else None
+                for each, token in zip(probs, token_ids, strict=False)
+            ]
+        )
         if not parents:
-            return DraftTree.chain(base_len, token_ids)
+            return DraftTree.chain(base_len, token_ids, drawn_from)
         if len(parents) != len(token_ids):
             raise InvalidRequestError("one parent per token, or none at all", param="parents")
         if any(not -1 <= parent < i for i, parent in enumerate(parents)):
             raise InvalidRequestError("a parent comes before its child", param="parents")
-        return DraftTree(base_len, tuple(token_ids), tuple(parents))
+        return DraftTree(base_len, tuple(token_ids), tuple(parents), drawn_from)
 
     def walk(self, committed: Sequence[int]) -> DraftTree | None:
         """What is left of the tree below `committed`, the tokens at base_len, base_len + 1, ...
@@ -106,27 +134,59 @@ class DraftTree:
         """Its first nodes, which are a tree too: a parent comes before its child."""
         if len(self.token_ids) <= max_nodes:
             return self
-        return DraftTree(self.base_len, self.token_ids[:max_nodes], self.parents[:max_nodes])
+        return DraftTree(
+            self.base_len,
+            self.token_ids[:max_nodes],
+            self.parents[:max_nodes],
+            self.probs[:max_nodes],
+        )
 
     def first_path(self, max_len: int, node: int = -1) -> TokenIds:
         """The preferred path below `node`: always the first child, `max_len` tokens at most."""
+        return tuple([self.token_ids[i] for i in self._first_nodes(max_len, node)])
+
+    def first_probs(self, max_len: int, node: int = -1) -> tuple[DraftProbs | None, ...]:
+        """What the tokens of `first_path` were drawn from; empty if all are point masses."""
+        if not self.probs:
+            return ()
+        return tuple([self.probs[i] for i in self._first_nodes(max_len, node)])
+
+    def _first_nodes(self, max_len: int, node: int) -> list[int]:
         path: list[int] = []
         try:
             while len(path) < max_len:
                 node = self.parents.index(node, node + 1)
-                path.append(self.token_ids[node])
+                path.append(node)
         except ValueError:
             pass  # a leaf
-        return tuple(path)
+        return path
 
     def _below(self, root: int, base_len: int) -> DraftTree:
         renumbered = {root: -1}
         tokens: list[int] = []
         parents: list[int] = []
+        probs: list[DraftProbs | None] = []
         for i in range(root + 1, len(self.token_ids)):
             parent = renumbered.get(self.parents[i])
             if parent is not None:
                 renumbered[i] = len(tokens)
                 tokens.append(self.token_ids[i])
                 parents.append(parent)
-        return DraftTree(base_len, tuple(tokens), tuple(parents))
+                probs += self.probs[i : i + 1]
+        return DraftTree(base_len, tuple(tokens), tuple(parents), tuple(probs))
+
+
+def _checked(drawn_from: DraftProbs, token: int, vocab_size: int) -> DraftProbs:
+    """`drawn_from`, if `token` can have been drawn from it; raises `InvalidRequestError`."""
+    ids, probs = drawn_from
+    if not 0 < len(ids) == len(probs) <= MAX_DRAFT_PROBS:
+        what = f"one probability per token, and at most {MAX_DRAFT_PROBS} of them"
+    elif min(ids) < 0 or max(ids) >= vocab_size or len(set(ids)) < len(ids):
+        what = f"different token ids below {vocab_size}"
+    elif not (min(probs) >= 0.0 and abs(sum(probs) - 1.0) <= _SUM_TOLERANCE):
+        what = "probabilities that sum to 1"
+    elif token not in ids or probs[ids.index(token)] == 0.0:
+        what = "a probability above 0 for the node's own token"
+    else:
+        return drawn_from
+    raise InvalidRequestError(f"draft_probs must hold {what}", param="draft_probs")

@@ -12,6 +12,7 @@ from outrider.draft_tree import DraftTree
 from outrider.drafting.proposer import Proposer, SessionKey
 from outrider.errors import CapacityError, UnavailableError
 from outrider.params import SamplingParams, TokenIds
+from outrider.rpc import codec
 from outrider.rpc.telemetry import Telemetry
 from outrider.v1 import draft_pb2
 from proposer_service.metrics import ProposerMetrics
@@ -230,6 +231,7 @@ class _Blocks:
             parents=() if tree.is_chain else tree.parents,
             draft_us=self._draft_us,
             method_index=self._methods.get(route.key, 0),
+            draft_probs=[codec.draft_probs_to_proto(probs) for probs in tree.probs],
         )
 
     def messages(self) -> Outgoing:

@@ -11,6 +11,7 @@ from outrider.draft_tree import DraftTree
 from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.worker import EngineWorker
 from outrider.errors import InvalidRequestError, OutriderError
+from outrider.rpc import codec
 from outrider.types import Commit, Request, StepEvents
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
@@ -186,6 +187,7 @@ class Hub:
                 block.parents,
                 vocab_size=self._served.vocab_size,
                 max_nodes=self._limits.max_block_tokens,
+                probs=[codec.draft_probs_from_proto(probs) for probs in block.draft_probs],
             )
         except InvalidRequestError as error:
             self.on_bad(proposer, error.message)

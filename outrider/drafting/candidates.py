@@ -1,13 +1,22 @@
-"""The likeliest tokens at a position, as the scorer will judge them: under the shared noise."""
+"""The likeliest tokens at a position, as the scorer will judge them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from outrider.engine.sampling import SamplingBatch, gumbel_noise, process_logits, sample
+from outrider.engine.sampling import (
+    SamplingBatch,
+    gumbel_noise,
+    process_logits,
+    sample,
+    token_noise,
+)
 
 _FEW = 256
+MAX_DRAWN_FROM = 64
+"""Tokens that a draft for rejection is drawn from at most: what lies beyond is hardly ever drawn,
+and a distribution crosses the wire with every token."""
 
 
 def top_candidates(
@@ -59,3 +68,18 @@ def cut_to_likeliest(logits: Tensor, batch: SamplingBatch) -> Tensor:
     floor = top[:, :1] + batch.min_p[:, None].log()  # min_p = 0: -inf
     threshold = torch.maximum(torch.maximum(kth, pth), floor)
     return logits.masked_fill(scaled < threshold, -torch.inf)
+
+
+def draw_of_likeliest(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Draws a token per row from the likeliest ones, and tells from which distribution.
+
+    logits [n, vocab]; no row is greedy. Returns tokens int64 [n]; and the m <= `MAX_DRAWN_FROM`
+    likeliest tokens int64 [n, m], the best first, with their probabilities float32 [n, m],
+    renormalised after top_k, top_p and min_p: zeros come last. The draw is from these numbers.
+    """
+    likeliest = process_logits(logits, batch).topk(min(MAX_DRAWN_FROM, logits.shape[-1]), dim=-1)
+    probs = likeliest.values.softmax(dim=-1)
+    scores = token_noise(batch.seed, batch.position, likeliest.indices)
+    scores += probs.double().log()
+    drawn = likeliest.indices.gather(1, scores.argmax(dim=-1, keepdim=True))[:, 0]
+    return drawn, likeliest.indices, probs

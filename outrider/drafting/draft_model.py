@@ -12,6 +12,8 @@ until an outcome is missed.
 
 Tokens are drawn with the session's own sampling parameters and noise at their absolute positions
 (`engine.sampling`), so a draft equals the target's choice wherever the models are close enough.
+For a session that rejection verifies they are drawn with noise that the scorer does not use, and
+go with the distributions that they came from; such a session gets no branches.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from outrider.draft_tree import DraftTree
+from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.drafting.branch_plan import NO_PACE, Outcomes, Pace
 from outrider.drafting.brancher import Brancher
 from outrider.drafting.branches import ForkDrafter
 from outrider.drafting.draft_state import DraftRow, DraftState
-from outrider.drafting.draft_steps import ReadyRow, draft_chains
+from outrider.drafting.draft_steps import ReadyRow, draft_chains, sample_chains
 from outrider.drafting.proposer import (
     NO_HINTS,
     DraftRound,
@@ -38,7 +40,7 @@ from outrider.drafting.proposer import (
 from outrider.engine.batch import Model, RowSlice
 from outrider.engine.block_pool import BlockPool
 from outrider.errors import ConfigError
-from outrider.params import SamplingParams
+from outrider.params import SamplingParams, VerificationRule
 
 _SHORT = 16
 """Tokens to catch up that never wait for the prefill budget: what a round or two committed."""
@@ -124,13 +126,14 @@ class DraftModelProposer:
         sampling: SamplingParams,
         num_draft_tokens: int,
         max_len: int,
-        hints: SessionHints = NO_HINTS,  # noqa: ARG002
+        hints: SessionHints = NO_HINTS,
     ) -> None:
         assert session not in self._sessions
         if len(self._sessions) >= self.traits.max_sessions:
             self._lose(next(iter(self._sessions)))
         follower = Follower(prefix, sampling, num_draft_tokens, max_len, self.traits)
-        state = DraftState(session, follower)
+        samples = hints.rule is VerificationRule.REJECTION and not sampling.greedy
+        state = DraftState(session, follower, samples=samples)
         state.adopt_cached_prefix(self._pool, self._model.page_size)
         self._sessions[session] = state
 
@@ -163,22 +166,25 @@ class DraftModelProposer:
             return done
         started = self._clock()
         forked = [row for row in rows if row.num_forked]
-        others = [row for row in rows if not row.num_forked]
+        sampled = [row for row in rows if row.sampled]
+        others = [row for row in rows if not row.num_forked and not row.sampled]
         if forked:
             assert self._brancher is not None
             at_hand = [self._sessions[session] for session in done.at_hand]
             branched = self._brancher.draft(forked, at_hand, pace)
             done.trees.extend([(state.session, state.push_tree()) for state in branched])
         chains = [row.state.ahead.line[: row.wanted] for row in forked] + self._run_chains(others)
+        drawn = self._sample_chains(sampled)
         forward_s = self._clock() - started
-        for row in (*forked, *others):
+        for row in (*forked, *others, *sampled):
             state = row.state
             state.computed += row.num_tokens
             state.publish(self._pool, self._model.page_size)
             if row.wanted == 0:
                 done.unfinished.append(row.session)
                 continue
-            tree = DraftTree.chain(len(state.follower.tokens), chains.pop(0))
+            chain, probs = (chains.pop(0), []) if chains else drawn.pop(0)
+            tree = DraftTree.chain(len(state.follower.tokens), chain, probs)
             state.hit, state.follower.pushed = False, tree
             done.drafts.append((row.session, tree))
         return replace(done, forward_s=forward_s)
@@ -236,7 +242,10 @@ class DraftModelProposer:
             longest, limit = rows[0].wanted, self.traits.max_model_len
             rows = [
                 replace(row, num_forked=longest)
-                if row.wanted and row.num_tokens <= _SHORT and row.end + longest <= limit
+                if row.wanted
+                and row.num_tokens <= _SHORT
+                and row.end + longest <= limit
+                and not row.state.samples
                 else row
                 for row in rows
             ]
@@ -277,6 +286,15 @@ class DraftModelProposer:
         for row, chain in zip(rows, chains, strict=False):
             row.state.ahead.line = chain[:-1]  # the last token was never fed
         return chains
+
+    def _sample_chains(self, rows: list[DraftRow]) -> list[tuple[list[int], list[DraftProbs]]]:
+        if not rows:
+            return []
+        ready = [ReadyRow(row.end, row.wanted, row.state.follower.sampling) for row in rows]
+        drawn = sample_chains(self._model, [row.slice() for row in rows], ready)
+        for row, (chain, _) in zip(rows, drawn, strict=True):
+            row.state.ahead.line = chain[:-1]  # the last token was never fed
+        return drawn
 
     def _lose(self, session: SessionKey) -> None:
         self.close(session)

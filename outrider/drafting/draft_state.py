@@ -84,12 +84,14 @@ class DraftState:
         "follower",
         "hashes",
         "hit",
+        "samples",
         "session",
     )
 
-    def __init__(self, session: SessionKey, follower: Follower) -> None:
+    def __init__(self, session: SessionKey, follower: Follower, *, samples: bool = False) -> None:
         self.session = session
         self.follower = follower
+        self.samples = samples  # drafts are drawn with noise of their own: rejection verifies them
         self.block_table: list[int] = []
         self.computed = 0  # committed tokens whose keys and values are in the cache
         self.ahead = Lookahead()  # what follows them there
@@ -204,6 +206,11 @@ class DraftRow:
     num_tokens: int  # committed tokens fed by the catch-up forward
     wanted: int  # draft tokens; 0: the prompt is not through yet
     num_forked: int = 0  # tokens drafted with candidates; 0: without
+
+    @property
+    def sampled(self) -> bool:
+        """Its draft is drawn with noise of its own."""
+        return self.state.samples and self.wanted > 0
 
     @property
     def end(self) -> int:

@@ -10,9 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafting.candidates import top_candidates
+from outrider.draft_tree import DraftProbs
+from outrider.drafting.candidates import draw_of_likeliest, top_candidates
 from outrider.engine.batch import Model, PackedBatch, RowSlice, pack
-from outrider.engine.sampling import SamplingBatch, sample
+from outrider.engine.sampling import Lane, SamplingBatch, sample
 from outrider.params import SamplingParams
 
 
@@ -53,6 +54,40 @@ def draft_chains(
         for chain, token in zip(chains, flat[start : start + len(part)], strict=False):
             chain.append(token)
         start += len(part)
+    return chains
+
+
+def sample_chains(
+    model: Model, slices: Sequence[RowSlice], ready: Sequence[ReadyRow]
+) -> list[tuple[list[int], list[DraftProbs]]]:
+    """As `draft_chains`, for rejection: drawn with noise of their own, with what they came from.
+
+    All rows are ready, and none is greedy.
+    """
+    drawn: list[Tensor] = []
+    ids: list[Tensor] = []
+    probs: list[Tensor] = []
+    with torch.inference_mode():
+        batch = pack(slices, model.page_size, model.device)
+        steps = _Steps(model, slices, ready, Lane.DRAFT)
+        for step in range(ready[0].wanted):
+            if step:
+                batch = steps.batch(drawn[-1], step)
+            params = steps.sampling(step)
+            assert params is not None
+            for to, part in zip(
+                (drawn, ids, probs), draw_of_likeliest(model.forward(batch), params), strict=True
+            ):
+                to.append(part)
+        chains: list[tuple[list[int], list[DraftProbs]]] = [([], []) for _ in ready]
+        for parts in zip(drawn, ids, probs, strict=True):
+            rows = zip(chains, *(part.tolist() for part in parts), strict=False)
+            for (tokens, drawn_from), token, likeliest, row_probs in rows:
+                possible = sum([prob > 0.0 for prob in row_probs])  # they come first
+                tokens.append(token)
+                drawn_from.append(
+                    DraftProbs(tuple(likeliest[:possible]), tuple(row_probs[:possible]))
+                )
     return chains
 
 
@@ -107,7 +142,13 @@ def draft_forks(
 class _Steps:
     """The inputs of the one-token forwards 1, 2, ... and of all draws."""
 
-    def __init__(self, model: Model, slices: Sequence[RowSlice], ready: Sequence[ReadyRow]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        slices: Sequence[RowSlice],
+        ready: Sequence[ReadyRow],
+        lane: Lane = Lane.SHARED,
+    ) -> None:
         self._page_size = page_size = model.page_size
         lengths = [row.length for row in ready]
         num_steps, num_rows = ready[0].wanted, len(ready)
@@ -134,7 +175,8 @@ class _Steps:
         self._lengths = lengths
         self._sampling: SamplingBatch | None = None
         if not all(row.sampling.greedy for row in ready):
-            self._sampling = SamplingBatch.build([row.sampling for row in ready], lengths, device)
+            params = [row.sampling for row in ready]
+            self._sampling = SamplingBatch.build(params, lengths, device, [lane] * num_rows)
 
     def batch(self, tokens: Tensor, step: int) -> PackedBatch:
         """Feeds the tokens [rows] that were drawn at `step` - 1."""

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from outrider.engine.batch import Model, pack
 from outrider.engine.logits import Adjustments, adjust
-from outrider.engine.sampling import SamplingBatch, sample
+from outrider.engine.rules import RuledRow, apply_rules, is_coupled, lane_of
+from outrider.engine.sampling import Lane, SamplingBatch, sample
 from outrider.engine.scheduler import ScheduledRow, Step, StepResult
 from outrider.engine.verifier import verify_rows
 from outrider.params import SamplingParams
@@ -80,18 +81,45 @@ class Runner:
         """What the target chooses from each row of logits: int64 [num_logits]."""
         if all(row.seq.request.sampling.greedy for row in rows):
             return logits.argmax(dim=-1)
-        return sample(logits, self._sampling(rows))
+        drawn = sample(logits, self._sampling(rows))
+        ruled = _ruled(rows)
+        if ruled:
+            apply_rules(logits, ruled, drawn)
+        return drawn
 
     def _sampling(self, rows: list[ScheduledRow]) -> SamplingBatch:
         """The token after each of a row's last `num_logits` tokens is drawn."""
         params: list[SamplingParams] = []
         positions: list[int] = []
+        lanes: list[Lane] = []
         for row in rows:
             count = row.slice.num_logits
             end = row.slice.start + len(row.slice.token_ids) + 1
             params += [row.seq.request.sampling] * count
             positions += range(end - count, end)
-        return SamplingBatch.build(params, positions, self.model.device)
+            lanes += [lane_of(row.seq.request)] * count
+        return SamplingBatch.build(params, positions, self.model.device, lanes)
+
+
+def _ruled(rows: list[ScheduledRow]) -> list[RuledRow]:
+    """The rows whose drafts are not verified by the coupled rule."""
+    ruled: list[RuledRow] = []
+    first = 0
+    for row in rows:
+        request = row.seq.request
+        if row.draft and not is_coupled(request):
+            ruled.append(
+                RuledRow(
+                    first=first,
+                    draft=row.draft,
+                    draft_probs=row.draft_probs,
+                    position=row.slice.start + len(row.slice.token_ids) - len(row.draft),
+                    sampling=request.sampling,
+                    verification=request.speculation.verification,
+                )
+            )
+        first += row.slice.num_logits
+    return ruled
 
 
 def _edited(logits: Tensor, rows: list[ScheduledRow]) -> Tensor:

@@ -10,6 +10,7 @@ proposer can add the same g to its own logits, the two agree with probability at
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -22,9 +23,18 @@ from outrider.params import SamplingParams
 _MASK = 0xFFFFFFFF
 _FACTOR_1 = 0x21F0AAAD
 _FACTOR_2 = 0x735A2D97
-_LANE = 0x9E3779B9  # makes the second half of the key differ from the first
+_GOLDEN = 0x9E3779B9  # tells the two halves of a key, and the lanes, from one another
 _MAX_SCORES = 2**23  # drawn from at once: noise takes 8 bytes each, and what makes it as much again
 _FEW = 256  # of the likeliest tokens; they usually decide top_k and top_p without a sort
+
+
+class Lane(enum.IntEnum):
+    """Independent noise at one position of one request; docs/sampling.md says why."""
+
+    SHARED = 0  # g: the target's coupled draw, and a proposer's guess of it
+    DRAFT = 1  # what a proposer draws under rejection
+    ACCEPT = 2  # whether that is accepted
+    RECOVER = 3  # what the target draws under rejection where nothing was accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +57,12 @@ class SamplingBatch:
         params: Sequence[SamplingParams],
         positions: Sequence[int],
         device: torch.device | str = "cpu",
+        lanes: Sequence[Lane] | None = None,
     ) -> SamplingBatch:
-        """One entry per row of logits; the token at absolute position `positions[i]` is drawn."""
+        """One entry per row of logits; the token at absolute position `positions[i]` is drawn.
+
+        `lanes`: the noise that each draws with; None: the shared one.
+        """
         assert len(params) == len(positions)
 
         def column(values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
@@ -60,7 +74,7 @@ class SamplingBatch:
             top_k=column([p.top_k for p in params], torch.int64),
             top_p=column([p.top_p for p in params], torch.float32),
             min_p=column([p.min_p for p in params], torch.float32),
-            seed=seed_keys([p.seed for p in params]).to(device, non_blocking=True),
+            seed=seed_keys([p.seed for p in params], lanes).to(device, non_blocking=True),
             position=column(list(positions), torch.int64),
             all_greedy=all(greedy),
             any_greedy=any(greedy),
@@ -158,9 +172,14 @@ def _sorted_threshold(scaled: Tensor, batch: SamplingBatch) -> Tensor:
     return torch.maximum(kth, pth)[:, 0]
 
 
-def seed_keys(seeds: Sequence[int]) -> Tensor:
-    """The keys of uint64 seeds, as `SamplingBatch.seed` holds them: int64 [n, 2], on the host."""
-    return torch.tensor([_seed_keys(seed) for seed in seeds], dtype=torch.int64).view(-1, 2)
+def seed_keys(seeds: Sequence[int], lanes: Sequence[Lane] | None = None) -> Tensor:
+    """The keys of uint64 seeds, as `SamplingBatch.seed` holds them: int64 [n, 2], on the host.
+
+    `lanes`: one per seed; None: the shared one.
+    """
+    lanes = (Lane.SHARED,) * len(seeds) if lanes is None else lanes
+    keys = [_seed_keys(seed, lane) for seed, lane in zip(seeds, lanes, strict=True)]
+    return torch.tensor(keys, dtype=torch.int64).view(-1, 2)
 
 
 def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
@@ -169,13 +188,31 @@ def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     g = -log(-log(u)) with u = (h + 0.5) / 2^32 and h the 32-bit hash of docs/sampling.md. The
     hash is integer arithmetic, so h and u have the same bits on every device.
     """
+    return _gumbel(_uniforms(seed, position, _mixed_tokens(vocab_size, seed.device)))
+
+
+def token_noise(seed: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
+    """`gumbel_noise` of some tokens only: int64 [n, 2], [n], [n, m] to float64 [n, m]."""
+    return _gumbel(_uniforms(seed, position, _mix(tokens)))
+
+
+def uniforms(seed: Tensor, position: Tensor) -> Tensor:
+    """One number u(seed, position) in (0, 1) each: int64 [n, 2], [n] to float64 [n]."""
+    return _uniforms(seed, position, _mixed_tokens(1, seed.device))[:, 0]
+
+
+def _uniforms(seed: Tensor, position: Tensor, mixed_tokens: Tensor) -> Tensor:
     key = _mix(seed ^ position[:, None])  # [n, 2]
-    mixed = _mixed_tokens(vocab_size, seed.device) ^ key[:, :1]
+    mixed = mixed_tokens ^ key[:, :1]
     mixed.add_(key[:, 1:]).bitwise_and_(_MASK)
-    noise = _mix(mixed).to(torch.float64)
-    noise += 0.5
-    noise *= 2.0**-32
-    return noise.log_().neg_().log_().neg_()
+    u = _mix(mixed).to(torch.float64)
+    u += 0.5
+    u *= 2.0**-32
+    return u
+
+
+def _gumbel(u: Tensor) -> Tensor:
+    return u.log_().neg_().log_().neg_()
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -201,9 +238,13 @@ def _mix_int(x: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _seed_keys(seed: int) -> tuple[int, int]:
+def _seed_keys(seed: int, lane: Lane) -> tuple[int, int]:
     low, high = seed & _MASK, seed >> 32
-    return _mix_int(_mix_int(low) ^ high), _mix_int(_mix_int(high ^ _LANE) ^ low)
+    first, second = _mix_int(_mix_int(low) ^ high), _mix_int(_mix_int(high ^ _GOLDEN) ^ low)
+    if lane is Lane.SHARED:
+        return first, second
+    salt = lane * _GOLDEN & _MASK
+    return _mix_int(first ^ salt), _mix_int(second ^ salt)
 
 
 @lru_cache(maxsize=8)

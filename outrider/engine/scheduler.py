@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from outrider.config import EngineConfig
 from outrider.counts import Admission
+from outrider.draft_tree import DraftProbs
 from outrider.engine.batch import RowSlice
 from outrider.engine.block_pool import BlockPool
 from outrider.engine.constraint import ConstraintEditor
@@ -29,6 +30,7 @@ class ScheduledRow(NamedTuple):  # made in a third of a frozen dataclass's time
     seq: Sequence
     slice: RowSlice
     draft: TokenIds
+    draft_probs: tuple[DraftProbs | None, ...] = ()  # what it was drawn from; empty: point masses
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +260,9 @@ class Scheduler:
             room = min(max_draft, left - (end - start), seq.max_len - length - 1)
             draft = seq.draft.first_path(min(seq.drafting.num_draft_tokens, room), seq.draft_node)
             if seq.constraint is not None:
-                draft = draft[: seq.constraint.num_allowed(draft)]
+                # A token that was drawn is rejected, not left out: what follows depends on it.
+                drawn = bool(seq.draft.probs)
+                draft = draft[: seq.constraint.num_allowed(draft) + drawn]
         if end + len(draft) > len(seq.block_table) * self.config.page_size:
             if self._missing_pages(seq, end + len(draft)) > self.pool.num_free:
                 draft = ()  # no draft is worth another row's pages
@@ -266,7 +270,11 @@ class Scheduler:
                 return None
         num_logits = len(draft) + 1 if end == length else 0
         token_ids = (*seq.token_ids[start:end], *draft)
-        return ScheduledRow(seq, RowSlice(token_ids, start, seq.block_table, num_logits), draft)
+        draft_probs: tuple[DraftProbs | None, ...] = ()
+        if draft and seq.draft is not None:
+            draft_probs = seq.draft.first_probs(len(draft), seq.draft_node)
+        row_slice = RowSlice(token_ids, start, seq.block_table, num_logits)
+        return ScheduledRow(seq, row_slice, draft, draft_probs)
 
     def _cover(self, seq: Sequence, length: int, rows: dict[int, ScheduledRow]) -> bool:
         """Gives a sequence pages for `length` tokens, preempting the youngest rows if need be.

@@ -266,6 +266,7 @@ class Sequence:
             hits_after_hit=c.after_hit[True],
             rounds_after_miss=sum(c.after_miss),
             hits_after_miss=c.after_miss[True],
+            verification=self.request.speculation.verification.rule,
             by_method=tuple(MethodCounts(name, *counts) for name, counts in c.by_method.items()),
         )
 

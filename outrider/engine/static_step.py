@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.batch import PackedBatch
+from outrider.engine.rules import is_coupled
 from outrider.engine.sampling import seed_keys
 from outrider.engine.scheduler import ScheduledRow
 from outrider.engine.verifier import VerifyBatch
@@ -276,7 +277,7 @@ class StaticInputs:
             pages=np.full(self._sizes.table_width, self._sizes.scratch_page, np.int32),
             temperature=params.temperature,
             keys=seed_keys([params.seed])[0].numpy(),
-            apart=row.seq.edits_logits or cuts(params),
+            apart=row.seq.edits_logits or cuts(params) or not is_coupled(row.seq.request),
         )
         return constants
 

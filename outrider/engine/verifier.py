@@ -1,4 +1,4 @@
-"""Verification: which drafted tokens are what the target chose itself."""
+"""Verification: which drafted tokens are what the target chose."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from outrider.engine.sampling import choose
 def verify(draft_tokens: Sequence[int], target_choices: Sequence[int]) -> int:
     """How many drafted tokens are accepted: the readable definition.
 
-    `target_choices[i]` is the token the target itself draws after draft_tokens[:i], so there is
-    one choice more than there are drafts. A drafted token is accepted exactly when it equals the
-    target's choice and all before it were accepted. The round then commits
-    target_choices[: accepted + 1]: the accepted tokens, which are the target's choices too, and
-    one more, drawn where the draft was rejected (recovered) or after all of it (bonus). No
-    drafted token enters the text except by being equal, so the draft cannot change the text.
+    `target_choices[i]` is what the target chooses after draft_tokens[:i], so there is one choice
+    more than there are drafts. A drafted token is accepted exactly when it equals the target's
+    choice and all before it were accepted. The round then commits target_choices[: accepted + 1]:
+    the accepted tokens, which are the target's choices too, and one more, chosen where the draft
+    was rejected (recovered) or after all of it (bonus). Under the coupled rule a choice is the
+    target's own draw, whatever was drafted, so the draft cannot change the text; under the others
+    (`rules`) it may follow the draft.
     """
     assert len(target_choices) == len(draft_tokens) + 1
     accepted = 0

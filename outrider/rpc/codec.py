@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any, Final
 
 from google.protobuf.message import Message
 
+from outrider.draft_tree import DraftProbs
 from outrider.errors import InvalidRequestError
 from outrider.params import (
     NO_ADVICE,
@@ -19,7 +21,7 @@ from outrider.params import (
     VerificationRule,
 )
 from outrider.types import FinishReason, RequestStats, TokenKind, TokenLogprobs
-from outrider.v1 import common_pb2
+from outrider.v1 import common_pb2, draft_pb2
 
 METHODS: Final = ("deterministic", "suffix", "draft_model", "ngram")
 """Methods a proposer may name in Hello."""
@@ -173,6 +175,22 @@ def constraint_to_proto(constraint: Constraint | None) -> common_pb2.Constraint 
         return None
     source: str | bool = constraint.source or True
     return common_pb2.Constraint(**{constraint.kind.value: source})  # type: ignore[arg-type]
+
+
+def draft_probs_to_proto(probs: DraftProbs | None) -> draft_pb2.DraftProbs:
+    """None, a point mass, becomes an empty message."""
+    if probs is None:
+        return draft_pb2.DraftProbs()
+    packed = struct.pack(f"<{len(probs.probs)}f", *probs.probs)
+    return draft_pb2.DraftProbs(token_ids=probs.token_ids, probs=packed)
+
+
+def draft_probs_from_proto(msg: draft_pb2.DraftProbs) -> DraftProbs:
+    """Not checked: `DraftTree.validated` does that. Raises `InvalidRequestError` for odd bytes."""
+    count, rest = divmod(len(msg.probs), 4)
+    if rest:
+        raise InvalidRequestError("probs are float32 values", param="draft_probs")
+    return DraftProbs(tuple(msg.token_ids), struct.unpack(f"<{count}f", msg.probs))
 
 
 def logprobs_to_proto(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:

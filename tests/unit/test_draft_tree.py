@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 import timeit
 
-from outrider.draft_tree import DraftTree
+import pytest
+
+from outrider.draft_tree import MAX_DRAFT_PROBS, DraftProbs, DraftTree
+from outrider.errors import InvalidRequestError
 
 
 def test_branches_hang_where_the_chain_is_left() -> None:
@@ -45,3 +49,55 @@ def test_a_walk_is_far_below_a_tenth_of_a_millisecond() -> None:
         assert not tree.is_leaf(node)
 
     assert min(timeit.repeat(walk, number=100, repeat=20)) / 100 < 50e-6
+
+
+def test_distributions_stay_with_their_nodes() -> None:
+    probs = [DraftProbs((t, t + 1), (0.75, 0.25)) for t in range(6)]
+    # 0 -> 1 -> 2, and 3 -> 4 beside it; 5 goes on after 2.
+    tree = DraftTree.validated(
+        7, range(6), (-1, 0, 1, -1, 3, 2), vocab_size=10, max_nodes=6, probs=probs
+    )
+    assert tree.first_path(9) == (0, 1, 2, 5)
+    assert tree.first_probs(9) == tuple(probs[i] for i in (0, 1, 2, 5))
+    assert tree.first_probs(1, 1) == (probs[2],)
+    assert tree.at_most(4).probs == tuple(probs[:4])
+    walked = tree.walk((0,))
+    assert walked is not None
+    assert (walked.token_ids, walked.probs) == ((1, 2, 5), (probs[1], probs[2], probs[5]))
+    assert DraftTree.chain(7, (1, 2)).first_probs(9) == ()
+    masses = [DraftProbs((), ()), probs[1]]
+    assert DraftTree.validated(0, (4, 1), (), vocab_size=10, max_nodes=2, probs=masses).first_probs(
+        9
+    ) == (None, probs[1]), "a node of its own may be a point mass"
+
+
+MALFORMED = {
+    "one too few": [],
+    "one too many": [DraftProbs((5,), (1.0,))] * 3,
+    "lengths differ": [DraftProbs((5, 6), (1.0,))] * 2,
+    "no tokens": [DraftProbs((), (1.0,))] * 2,
+    "not a number": [DraftProbs((5, 6), (0.5, math.nan))] * 2,
+    "infinite": [DraftProbs((5, 6), (0.5, math.inf))] * 2,
+    "below zero": [DraftProbs((5, 6, 7), (0.7, 0.5, -0.2))] * 2,
+    "sum": [DraftProbs((5, 6), (0.5, 0.4))] * 2,
+    "twice the same token": [DraftProbs((5, 5), (0.5, 0.5))] * 2,
+    "outside the vocabulary": [DraftProbs((5, 10), (0.5, 0.5))] * 2,
+    "its own token missing": [DraftProbs((6, 7), (0.5, 0.5))] * 2,
+    "its own token impossible": [DraftProbs((5, 7), (0.0, 1.0))] * 2,
+    "too many tokens": [
+        DraftProbs(tuple(range(MAX_DRAFT_PROBS + 1)), (1 / (MAX_DRAFT_PROBS + 1),) * 257)
+    ]
+    * 2,
+}
+
+
+@pytest.mark.parametrize("probs", MALFORMED.values(), ids=MALFORMED)
+def test_what_is_no_distribution_is_refused(probs: list[DraftProbs]) -> None:
+    good = DraftProbs((5, 6), (0.5, 0.5))
+    vocab_size = 10_000 if len(probs) == 2 and len(probs[0].token_ids) > 10 else 10
+    for parents in ((), (-1, -1)):
+        parts = {"vocab_size": vocab_size, "max_nodes": 2}
+        DraftTree.validated(0, (5, 5), parents, **parts, probs=[good, good])
+        with pytest.raises(InvalidRequestError) as caught:
+            DraftTree.validated(0, (5, 5), parents, **parts, probs=probs or [good])
+        assert caught.value.param == "draft_probs"
