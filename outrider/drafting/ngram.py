@@ -1,33 +1,33 @@
 """Prompt lookup: what followed the last time that the text ended the way it ends now.
 
 Saxena, "Prompt Lookup Decoding" (2023), which PaddleNLP calls inference with reference. It needs
-no model and pays where output repeats input: edits, summaries, code.
+no model and pays where output repeats input: edits, summaries, code. Documents besides the prompt
+(`Advice.references`) are looked up like it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
+from typing import Literal
 
-from outrider.draft_tree import DraftTree
-from outrider.drafting.branch_plan import NO_PACE, Pace
-from outrider.drafting.proposer import (
-    NO_HINTS,
-    DraftRound,
-    Follower,
-    ProposerTraits,
-    SessionHints,
-    SessionKey,
-)
+from outrider.drafting.copying import CopyingProposer
+from outrider.drafting.proposer import Follower, ProposerTraits, SessionHints
 from outrider.errors import ConfigError
-from outrider.params import SamplingParams, TokenIds
+from outrider.params import TokenIds
+
+_END = -1  # of a reference; no token
+
+Prefer = Literal["recent", "frequent"]
 
 
-class NgramProposer:
-    """Copies the continuation of the most recent match of the longest n-gram that ends the text.
+class NgramProposer(CopyingProposer):
+    """Copies the continuation of a match of the longest n-gram that ends the text.
 
-    N-grams of `prompt_lookup_min` to `prompt_lookup_max` tokens are tried. All sessions together
-    hold `max_tokens` tokens at most (about half a kilobyte each); beyond that the session that has
-    not been drafted for the longest is lost. Raises `ConfigError`.
+    N-grams of `prompt_lookup_min` to `prompt_lookup_max` tokens are tried. Of several matches the
+    most recent is taken, or (`prefer` "frequent") the most recent of those that are followed by
+    the token that most are followed by. A token takes about half a kilobyte, twice as much to
+    prefer the frequent. Raises `ConfigError`.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class NgramProposer:
         *,
         prompt_lookup_min: int = 2,
         prompt_lookup_max: int = 4,
+        prefer: Prefer = "recent",
         max_sessions: int = 256,
         max_draft_tokens: int = 16,
         max_model_len: int = 131_072,
@@ -43,7 +44,7 @@ class NgramProposer:
     ) -> None:
         if not 1 <= prompt_lookup_min <= prompt_lookup_max:
             raise ConfigError("prompt_lookup_min must be at least 1, at most prompt_lookup_max.")
-        self.traits = ProposerTraits(
+        traits = ProposerTraits(
             method="ngram",
             model="",
             vocab_size=0,
@@ -52,164 +53,107 @@ class NgramProposer:
             max_model_len=min(max_model_len, max_tokens),
             runs_ahead=max_branches > 0,
         )
+        super().__init__(traits, max_tokens=max_tokens, max_branches=max_branches)
         self._sizes = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
-        self._max_tokens = max_tokens
-        self._max_branches = max_branches
-        self._sessions: dict[SessionKey, _Indexed] = {}  # least recently drafted first
-        self._num_tokens = 0
-        self._lost: list[SessionKey] = []
+        self._prefer: Prefer = prefer
 
-    @property
-    def num_sessions(self) -> int:
-        return len(self._sessions)
-
-    def open(
-        self,
-        session: SessionKey,
-        prefix: Sequence[int],
-        sampling: SamplingParams,
-        num_draft_tokens: int,
-        max_len: int,
-        hints: SessionHints = NO_HINTS,  # noqa: ARG002
-    ) -> None:
-        assert session not in self._sessions
-        follower = Follower(prefix, sampling, num_draft_tokens, max_len, self.traits)
-        self._sessions[session] = _Indexed(follower, self._sizes)
-        self._num_tokens += len(follower.tokens)
-        self._evict(keep=session)
-
-    def commit(
-        self, session: SessionKey, base_len: int, tokens: Sequence[int], num_draft_tokens: int
-    ) -> None:
-        indexed = self._sessions.get(session)
-        if indexed is None:
-            return
-        follower = indexed.follower
-        before = len(follower.tokens)
-        if not follower.commit(base_len, tokens, num_draft_tokens):
-            self._lose(session)
-            return
-        self._num_tokens += len(follower.tokens) - before
-        self._evict(keep=session)
-
-    def close(self, session: SessionKey) -> None:
-        indexed = self._sessions.pop(session, None)
-        if indexed is not None:
-            self._num_tokens -= len(indexed.follower.tokens)
-
-    def draft(
-        self,
-        sessions: Sequence[SessionKey],
-        pace: Pace = NO_PACE,  # noqa: ARG002
-    ) -> DraftRound:
-        done = DraftRound()
-        for session in sessions:
-            indexed = self._sessions.pop(session, None)
-            if indexed is None:
-                continue
-            self._sessions[session] = indexed  # now the most recently used
-            follower = indexed.follower
-            if follower.at_hand:
-                done.at_hand.append(session)
-                continue
-            tree = DraftTree.chain(len(follower.tokens), indexed.guess((), follower.wanted))
-            follower.pushed = tree
-            done.drafts.append((session, tree))
-        done.lost.extend(self._lost)
-        self._lost.clear()
-        return done
-
-    def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:  # noqa: ARG002
-        done = DraftRound()
-        for session in sessions:
-            indexed = self._sessions.get(session)
-            if indexed is not None and indexed.follower.at_hand:
-                tree = indexed.branched(self._max_branches)
-                if tree != indexed.follower.pushed:
-                    indexed.follower.pushed = tree
-                    done.trees.append((session, tree))
-        return done
-
-    @property
-    def _crowded(self) -> bool:
-        too_many = len(self._sessions) > self.traits.max_sessions
-        return too_many or self._num_tokens > self._max_tokens
-
-    def _evict(self, keep: SessionKey) -> None:
-        while self._crowded:
-            oldest = next(session for session in self._sessions if session != keep)
-            self._lose(oldest)
-
-    def _lose(self, session: SessionKey) -> None:
-        self.close(session)
-        self._lost.append(session)
+    def _source(self, follower: Follower, hints: SessionHints) -> _Lookup:
+        room = self._max_tokens - len(follower.tokens)
+        references: list[int] = []
+        for reference in hints.advice.references:
+            if len(references) + len(reference) < room:  # what does not fit is left out
+                references += (*reference, _END)
+        return _Lookup(follower, references, self._sizes, self._prefer)
 
 
-class _Indexed:
-    """A session with an index from n-gram to the position after its last occurrence.
+class _Lookup:
+    """An index from n-gram to the position after its occurrence, in references and then the text.
 
     Keys are hashes of the n-gram, checked when used: a collision costs a guess, not memory for
     tuples. An n-gram is entered when its next token is known, so a lookup never finds itself.
     """
 
-    def __init__(self, follower: Follower, sizes: range) -> None:
-        self.follower = follower
+    def __init__(
+        self, follower: Follower, references: list[int], sizes: range, prefer: Prefer
+    ) -> None:
+        self._follower = follower
+        self._references = references
         self._sizes = sizes  # longest first
         self._index: dict[int, int] = {}
-        self._indexed = 0  # tokens whose preceding n-grams are in the index
+        # How often n-grams are followed by a token; only if that matters.
+        self._counts: Counter[tuple[int, int]] | None = Counter() if prefer == "frequent" else None
+        self._enter(references, range(len(references)), 0)
+        self._indexed = 0  # tokens of the text whose preceding n-grams are in the index
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._references) + len(self._follower.tokens)
+
+    def commit(self) -> None:
+        pass  # the index catches up when it is used
+
+    def end(self) -> None:
+        pass
 
     def guess(self, path: TokenIds, wanted: int) -> list[int]:
-        """`wanted` tokens after the committed text and `path`; none where nothing matches."""
-        if wanted == 0:
-            return []
+        """`wanted` tokens, fewer at the end of a reference; none where nothing matches."""
         found = next(self._matches(path), None)
         if found is None:
             return []
+        if found < len(self._references):
+            copied = self._references[found : found + wanted]
+            return copied[: copied.index(_END)] if _END in copied else copied
         # The copy may run into what it writes: text of period p goes on with period p.
-        period = len(self.follower.tokens) + len(path) - found
+        period = self.num_tokens + len(path) - found
         return [self._token(found + i % period, path) for i in range(wanted)]
 
-    def branched(self, max_branches: int) -> DraftTree:
-        """The draft at hand, and what would follow where it goes wrong or comes true."""
-        follower = self.follower
-        chain = follower.at_hand
-        base_len = len(follower.tokens)
-        branches: list[tuple[int, list[int]]] = []
-        # No measurement is needed: whatever was found is few, and costs nothing.
-        for accepted in (len(chain), *range(len(chain))):
-            path = chain[:accepted]
-            for token in self._next_tokens(path):
-                room = follower.max_len - base_len - accepted - 2
-                if chain[accepted : accepted + 1] != (token,) and room > 0:
-                    wanted = min(follower.num_draft_tokens, room)
-                    branches.append((accepted, [token, *self.guess((*path, token), wanted)]))
-        return DraftTree.branched(base_len, chain, branches[:max_branches])
-
-    def _next_tokens(self, path: TokenIds) -> list[int]:
+    def alternatives(self, path: TokenIds) -> list[int]:
         """What followed the matches of the text's end, the longest match first."""
         return list(dict.fromkeys([self._token(found, path) for found in self._matches(path)]))
 
     def _token(self, position: int, path: TokenIds) -> int:
-        known = len(self.follower.tokens)
-        return self.follower.tokens[position] if position < known else path[position - known]
+        for part in (self._references, self._follower.tokens):
+            if position < len(part):
+                return part[position]
+            position -= len(part)
+        return path[position]
 
     def _matches(self, path: TokenIds) -> Iterator[int]:
         """Positions after an earlier occurrence of what the text and `path` end with."""
-        tokens = self.follower.tokens
+        tokens = self._follower.tokens
         self._catch_up(tokens)
         longest = self._sizes[0]
         end = [*tokens[-longest:], *path][-longest:]
+        offset = len(self._references)
         for size in self._sizes:
             tail = end[-size:]
             found = self._index.get(hash(tuple(tail)))
-            if found is not None and tokens[found - size : found] == tail:
+            if found is None:
+                continue
+            text, at = (tokens, found - offset) if found >= offset else (self._references, found)
+            if text[at - size : at] == tail:
                 yield found
 
     def _catch_up(self, tokens: list[int]) -> None:
         if not tokens:
             self._index.clear()
-        for end in range(self._indexed, len(tokens)):
-            for size in self._sizes:
-                if size <= end:
-                    self._index[hash(tuple(tokens[end - size : end]))] = end
+        self._enter(tokens, range(self._indexed, len(tokens)), len(self._references))
         self._indexed = len(tokens)
+
+    def _enter(self, text: list[int], ends: range, offset: int) -> None:
+        """Enters the n-grams of `text` that end before `ends`; it begins at position `offset`."""
+        for end in ends:
+            for size in self._sizes:
+                if size > end or text[end] == _END:
+                    continue
+                key = hash(tuple(text[end - size : end]))
+                if self._counts is not None:
+                    self._counts[key, text[end]] += 1
+                    best = self._index.get(key)
+                    if best is not None and self._is_rarer(key, text[end], self._token(best, ())):
+                        continue
+                self._index[key] = offset + end
+
+    def _is_rarer(self, key: int, token: int, other: int) -> bool:
+        assert self._counts is not None
+        return self._counts[key, token] < self._counts[key, other]

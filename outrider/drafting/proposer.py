@@ -150,7 +150,7 @@ class Follower:
         self.sampling = sampling
         self.max_model_len = traits.max_model_len
         self.max_len = min(max_len, traits.max_model_len)
-        self.vocab_size = traits.vocab_size or 2**32
+        self.vocab_size = traits.vocab_size or 2**31
         self.max_draft_tokens = traits.max_draft_tokens
         self.num_draft_tokens = min(num_draft_tokens, traits.max_draft_tokens)
         self._append(prefix)

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.drafting.ngram import NgramProposer
+from outrider.drafting.proposer import SessionHints
 from outrider.errors import ConfigError
-from outrider.params import SamplingParams
+from outrider.params import Advice, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -132,6 +133,37 @@ def test_unknown_sessions_are_ignored() -> None:
     proposer.commit(7, 0, [1], 4)
     proposer.close(7)
     assert proposer.draft([7]).drafts == []
+
+
+def test_the_most_frequent_continuation_can_be_preferred() -> None:
+    text = [1, 2, 5, 10, 1, 2, 5, 11, 1, 2, 6, 12, 1, 2]
+    for prefer, guess in (("recent", [6, 12]), ("frequent", [5, 11])):
+        proposer = NgramProposer(prefer=prefer)  # type: ignore[arg-type]
+        proposer.open(1, text, GREEDY, 2, 100)
+        assert draft(proposer, 1) == (14, guess)
+
+
+def test_references_are_looked_up_like_the_prompt_but_not_across_their_ends() -> None:
+    references = ((1, 2, 3, 4), (5, 6, 7))
+    proposer = NgramProposer()
+    hints = SessionHints(advice=Advice(references=references))
+    proposer.open(1, [8, 1, 2], GREEDY, 4, 100, hints)
+    assert draft(proposer, 1) == (3, [3, 4])
+    proposer.commit(1, 3, [9, 5, 6], 4)
+    assert draft(proposer, 1) == (6, [7])
+    proposer.commit(1, 6, [4, 5], 4)
+    assert draft(proposer, 1) == (8, [])
+    proposer.commit(1, 8, [1, 2], 4)
+    assert draft(proposer, 1) == (10, [9, 5, 6, 4]), "the text is more recent than a reference"
+
+
+def test_references_count_as_memory() -> None:
+    proposer = NgramProposer(max_tokens=10)
+    hints = SessionHints(advice=Advice(references=((1, 2, 3), (1, 2, 3, 4, 5, 6, 7))))
+    proposer.open(1, [1, 2], GREEDY, 4, 100, hints)
+    assert draft(proposer, 1) == (2, [3]), "the second reference did not fit"
+    proposer.open(2, [1] * 5, GREEDY, 4, 100)
+    assert proposer.draft([]).lost == [1]
 
 
 def test_bad_limits_are_refused() -> None:

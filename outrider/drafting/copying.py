@@ -1,0 +1,203 @@
+"""What methods that copy tokens share: sessions and their limits, drafts, and branches ahead.
+
+Such a method needs no model. It says where one session may copy from (`Source`); everything else is
+here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from outrider.draft_tree import DraftTree
+from outrider.drafting.branch_plan import NO_PACE, Pace
+from outrider.drafting.proposer import (
+    NO_HINTS,
+    DraftRound,
+    Follower,
+    ProposerTraits,
+    SessionHints,
+    SessionKey,
+)
+from outrider.params import SamplingParams, TokenIds
+
+
+class Source(Protocol):
+    """What one session copies from. It reads the session's text from its follower."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens held in memory for the session, its text included."""
+        ...
+
+    def guess(self, path: TokenIds, wanted: int) -> Sequence[int]:
+        """At most `wanted` tokens after the committed text and `path`."""
+        ...
+
+    def alternatives(self, path: TokenIds) -> Sequence[int]:
+        """Tokens that may come after the committed text and `path`, the likeliest first."""
+        ...
+
+    def commit(self) -> None:
+        """The follower's text has grown."""
+        ...
+
+    def end(self) -> None:
+        """The session is over; not called for one that is lost."""
+        ...
+
+
+class CopyingProposer:
+    """Drafts by copying; a subclass says from where.
+
+    All sessions together hold `max_tokens` tokens at most; beyond that the session that has not
+    been drafted for the longest is lost.
+    """
+
+    def __init__(self, traits: ProposerTraits, *, max_tokens: int, max_branches: int) -> None:
+        self.traits = traits
+        self._max_tokens = max_tokens
+        self._max_branches = max_branches
+        self._sessions: dict[SessionKey, _Session] = {}  # least recently drafted first
+        self._num_tokens = 0
+        self._lost: list[SessionKey] = []
+
+    def _source(self, follower: Follower, hints: SessionHints) -> Source:
+        raise NotImplementedError
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    def open(
+        self,
+        session: SessionKey,
+        prefix: Sequence[int],
+        sampling: SamplingParams,
+        num_draft_tokens: int,
+        max_len: int,
+        hints: SessionHints = NO_HINTS,
+    ) -> None:
+        assert session not in self._sessions
+        follower = Follower(prefix, sampling, num_draft_tokens, max_len, self.traits)
+        opened = self._sessions[session] = _Session(follower, self._source(follower, hints))
+        self._resize(session, opened)
+
+    def commit(
+        self, session: SessionKey, base_len: int, tokens: Sequence[int], num_draft_tokens: int
+    ) -> None:
+        known = self._sessions.get(session)
+        if known is None:
+            return
+        if not known.follower.commit(base_len, tokens, num_draft_tokens):
+            self._lose(session)
+            return
+        known.source.commit()
+        self._resize(session, known)
+
+    def close(self, session: SessionKey) -> None:
+        known = self._forget(session)
+        if known is not None:
+            known.source.end()
+
+    def draft(
+        self,
+        sessions: Sequence[SessionKey],
+        pace: Pace = NO_PACE,  # noqa: ARG002
+    ) -> DraftRound:
+        done = DraftRound()
+        for session in sessions:
+            known = self._sessions.pop(session, None)
+            if known is None:
+                continue
+            self._sessions[session] = known  # now the most recently used
+            tree = known.draft()
+            if tree is None:
+                done.at_hand.append(session)
+            else:
+                done.drafts.append((session, tree))
+        done.lost.extend(self._lost)
+        self._lost.clear()
+        return done
+
+    def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:  # noqa: ARG002
+        done = DraftRound()
+        for session in sessions:
+            known = self._sessions.get(session)
+            tree = None if known is None else known.branched(self._max_branches)
+            if tree is not None:
+                done.trees.append((session, tree))
+        return done
+
+    def _resize(self, session: SessionKey, known: _Session) -> None:
+        """Accounts for what a session holds now, and makes room for it."""
+        num_tokens = known.source.num_tokens
+        self._num_tokens += num_tokens - known.num_tokens
+        known.num_tokens = num_tokens
+        while self._crowded and len(self._sessions) > 1:
+            self._lose(next(other for other in self._sessions if other != session))
+
+    @property
+    def _crowded(self) -> bool:
+        too_many = len(self._sessions) > self.traits.max_sessions
+        return too_many or self._num_tokens > self._max_tokens
+
+    def _lose(self, session: SessionKey) -> None:
+        self._forget(session)
+        self._lost.append(session)
+
+    def _forget(self, session: SessionKey) -> _Session | None:
+        known = self._sessions.pop(session, None)
+        if known is not None:
+            self._num_tokens -= known.num_tokens
+        return known
+
+
+class _Session:
+    """A session's text, and what it copies from."""
+
+    def __init__(self, follower: Follower, source: Source) -> None:
+        self.follower = follower
+        self.source = source
+        self.num_tokens = 0
+
+    def draft(self) -> DraftTree | None:
+        """What to send; None if the scorer holds it."""
+        follower = self.follower
+        if follower.at_hand:
+            return None
+        wanted = follower.wanted
+        guess = tuple(self.source.guess((), wanted)) if wanted else ()
+        # A draft may be shorter than what is wanted, and so may be what is left of a longer one.
+        if guess and follower.pushed and follower.pushed.first_path(len(guess)) == guess:
+            return None
+        follower.pushed = DraftTree.chain(len(follower.tokens), guess)
+        return follower.pushed
+
+    def branched(self, max_branches: int) -> DraftTree | None:
+        """The draft that is verified, and what would follow where it goes wrong or comes true.
+
+        None if the scorer knows it all.
+        """
+        follower = self.follower
+        pushed, wanted = follower.pushed, follower.wanted
+        chain = pushed.first_path(wanted) if pushed and wanted else ()
+        if not chain:
+            return None
+        base_len = len(follower.tokens)
+        branches: list[tuple[int, list[int]]] = []
+        # No measurement is needed: whatever was found is few, and costs nothing.
+        for accepted in (len(chain), *range(len(chain))):
+            path = chain[:accepted]
+            room = follower.max_len - base_len - accepted - 2
+            if room <= 0 or len(branches) >= max_branches:
+                continue
+            for token in self.source.alternatives(path):
+                if chain[accepted : accepted + 1] != (token,):
+                    rest = self.source.guess((*path, token), min(follower.num_draft_tokens, room))
+                    branches.append((accepted, [token, *rest]))
+        tree = DraftTree.branched(base_len, chain, branches[:max_branches])
+        if tree == pushed:
+            return None
+        follower.pushed = tree
+        return tree

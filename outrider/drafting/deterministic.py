@@ -1,0 +1,115 @@
+"""Copies from the text that a request says its output will be like (`Advice`).
+
+RTP-LLM's `deterministic`: without `edit`, prompt lookup in the advice instead of the prompt; with
+it, speculative edit (edit_cursor.py). A request without advice gets no guess.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from outrider.drafting.copying import CopyingProposer
+from outrider.drafting.edit_cursor import EditCursor, Original
+from outrider.drafting.proposer import Follower, ProposerTraits, SessionHints
+from outrider.params import Advice, TokenIds
+
+_COMPARED = 64  # tokens of the output's end
+
+
+class DeterministicProposer(CopyingProposer):
+    """Drafts the advice's next tokens, as many as are wanted: where it is right, it is right for
+    long."""
+
+    def __init__(
+        self,
+        *,
+        max_sessions: int = 256,
+        max_draft_tokens: int = 128,
+        max_model_len: int = 131_072,
+        max_tokens: int = 1_000_000,
+        max_branches: int = 8,
+    ) -> None:
+        traits = ProposerTraits(
+            method="deterministic",
+            model="",
+            vocab_size=0,
+            max_sessions=max_sessions,
+            max_draft_tokens=max_draft_tokens,
+            max_model_len=min(max_model_len, max_tokens),
+            runs_ahead=max_branches > 0,
+        )
+        super().__init__(traits, max_tokens=max_tokens, max_branches=max_branches)
+
+    def _source(self, follower: Follower, hints: SessionHints) -> _Advised:
+        advice, room = hints.advice, self._max_tokens - len(follower.tokens)
+        if len(advice.token_ids) > room:  # what does not fit is left out
+            advice = replace(advice, token_ids=advice.token_ids[: max(0, room)])
+        prompt_len = len(follower.tokens) - hints.num_output_tokens
+        if advice.token_ids and advice.edit:
+            return _Edited(follower, advice, prompt_len)
+        return _Advised(follower, advice, prompt_len)
+
+
+class _Advised:
+    """One session: the advice's continuation of what the output ends with.
+
+    At least `min_token_match` tokens agree. Where that is so at several places, the one where most
+    do is taken, also beyond `max_token_match`: that number only says what RTP-LLM would look at.
+    """
+
+    def __init__(self, follower: Follower, advice: Advice, prompt_len: int) -> None:
+        self._follower = follower
+        self._prompt_len = prompt_len
+        self._advice = advice
+        self._original = Original(advice.token_ids, 1 if advice.edit else advice.min_token_match)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._follower.tokens) + len(self._advice.token_ids)
+
+    def commit(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def guess(self, path: TokenIds, wanted: int) -> TokenIds:
+        tokens = self._follower.tokens
+        end = [*tokens[max(self._prompt_len, len(tokens) - _COMPARED) :], *path][-_COMPARED:]
+        best, place = 0, 0
+        for candidate in self._original.places(end):
+            agreed = self._original.agreement(end, candidate)
+            if agreed > best:
+                best, place = agreed, candidate
+        return self._advice.token_ids[place + 1 : place + 1 + wanted] if best else ()
+
+    def alternatives(self, path: TokenIds) -> TokenIds:
+        return self.guess(path, 1)
+
+
+class _Edited(_Advised):
+    """One session whose output is the advice with changes."""
+
+    def __init__(self, follower: Follower, advice: Advice, prompt_len: int) -> None:
+        super().__init__(follower, advice, prompt_len)
+        self._cursor = EditCursor(self._original, advice.min_token_match)
+        self._followed = prompt_len
+        self.commit()
+
+    def commit(self) -> None:
+        self._cursor.follow(self._follower.tokens[self._followed :])
+        self._followed = len(self._follower.tokens)
+
+    def guess(self, path: TokenIds, wanted: int) -> TokenIds:
+        return tuple(self._after(path).guess(wanted))
+
+    def alternatives(self, path: TokenIds) -> TokenIds:
+        cursor = self._after(path)
+        return tuple(dict.fromkeys((*cursor.guess(1), *cursor.unchanged)))
+
+    def _after(self, path: TokenIds) -> EditCursor:
+        if not path:
+            return self._cursor
+        cursor = self._cursor.clone()
+        cursor.follow(path)
+        return cursor

@@ -1,0 +1,188 @@
+"""SuffixDecoding: copies what most often followed such a text, here and in earlier responses.
+
+Oliaro et al., "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications" (arXiv
+2411.04975). It needs no model and pays where requests repeat each other: agents, tools, samples of
+one prompt. A draft is as long as the match that speaks for it, and may be empty.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from outrider.drafting.copying import CopyingProposer
+from outrider.drafting.proposer import Follower, ProposerTraits, SessionHints
+from outrider.drafting.suffix_index import NO_PATH, NOTHING, SuffixIndex
+from outrider.drafting.suffix_kernels import Ints
+from outrider.errors import ConfigError
+from outrider.params import TokenIds
+
+_LED_BY = 8  # tokens of the prompt that a response is remembered with
+_ALTERNATIVES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SuffixSettings:
+    """SuffixDecoding's settings, with vLLM's names and defaults. Raises `ConfigError`."""
+
+    max_tree_depth: int = 24
+    """Tokens of context that are matched at most."""
+    max_spec_factor: float = 1.0
+    """Draft tokens per token of context that matches."""
+    min_token_prob: float = 0.1
+    """Drafts end where the product of the estimated probabilities falls below it."""
+    max_cached_requests: int = 10_000
+    """Earlier responses to copy from; 0: none."""
+    max_cached_tokens: int = 1_000_000
+    """Their tokens, of all tenants together; the oldest responses go first."""
+    shared_across_tenants: bool = False
+    """Whether one tenant's responses may be drafts, and thereby speed, of another's."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_tree_depth <= 1024:
+            raise ConfigError("suffix_decoding_max_tree_depth must be between 1 and 1024.")
+        if not 0.0 < self.max_spec_factor <= 100.0:
+            raise ConfigError("suffix_decoding_max_spec_factor must be above 0 and at most 100.")
+        if not 0.0 <= self.min_token_prob <= 1.0:
+            raise ConfigError("suffix_decoding_min_token_prob must be between 0 and 1.")
+        if self.max_cached_requests < 0 or self.max_cached_tokens < 0:
+            raise ConfigError("suffix_decoding_max_cached_* must not be negative.")
+
+
+class SuffixProposer(CopyingProposer):
+    """Drafts from the session's own text and from responses to earlier requests of its tenant."""
+
+    def __init__(
+        self,
+        settings: SuffixSettings | None = None,
+        *,
+        max_sessions: int = 256,
+        max_draft_tokens: int = 24,
+        max_model_len: int = 131_072,
+        max_tokens: int = 1_000_000,
+        max_branches: int = 8,
+    ) -> None:
+        traits = ProposerTraits(
+            method="suffix",
+            model="",
+            vocab_size=0,
+            max_sessions=max_sessions,
+            max_draft_tokens=max_draft_tokens,
+            max_model_len=min(max_model_len, max_tokens),
+            runs_ahead=max_branches > 0,
+        )
+        super().__init__(traits, max_tokens=max_tokens, max_branches=max_branches)
+        self._settings = settings or SuffixSettings()
+        self.responses = Responses(self._settings)
+
+    def _source(self, follower: Follower, hints: SessionHints) -> _Suffixes:
+        return _Suffixes(follower, hints, self.responses, self._settings)
+
+
+class Responses:
+    """What earlier requests were answered, by tenant; bounded, the oldest is forgotten first."""
+
+    def __init__(self, settings: SuffixSettings) -> None:
+        self._settings = settings
+        self._by_tenant: dict[str, SuffixIndex] = {}
+        self._sizes: deque[tuple[str, int]] = deque()  # tenant and tokens, the oldest first
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def of(self, tenant: str) -> SuffixIndex | None:
+        """What may be copied from for a tenant."""
+        return self._by_tenant.get(self._partition(tenant))
+
+    def add(self, tenant: str, token_ids: Sequence[int]) -> None:
+        """Remembers a response."""
+        tenant, size = self._partition(tenant), len(token_ids) + 1
+        settings = self._settings
+        if settings.max_cached_requests == 0 or size > settings.max_cached_tokens:
+            return
+        while (
+            len(self._sizes) >= settings.max_cached_requests
+            or self.num_tokens + size > settings.max_cached_tokens
+        ):
+            self._forget_oldest()
+        index = self._by_tenant.setdefault(tenant, SuffixIndex())
+        index.append(token_ids)
+        index.end_document()
+        self._sizes.append((tenant, size))
+        self.num_tokens += size
+
+    def _forget_oldest(self) -> None:
+        tenant, size = self._sizes.popleft()
+        self.num_tokens -= size
+        self._by_tenant[tenant].drop(size)
+        if not len(self._by_tenant[tenant]):
+            del self._by_tenant[tenant]
+
+    def _partition(self, tenant: str) -> str:
+        return "" if self._settings.shared_across_tenants else tenant
+
+
+class _Suffixes:
+    """One session: an index of its own text beside the responses of its tenant."""
+
+    def __init__(
+        self,
+        follower: Follower,
+        hints: SessionHints,
+        responses: Responses,
+        settings: SuffixSettings,
+    ) -> None:
+        self._follower = follower
+        self._tenant = hints.tenant
+        self._responses = responses
+        self._settings = settings
+        self._text = SuffixIndex(follower.tokens)
+        self._prompt_len = len(follower.tokens) - hints.num_output_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._text)
+
+    def commit(self) -> None:
+        tokens = self._follower.tokens
+        if tokens:
+            self._text.append(tokens[len(self._text) :])
+        else:  # too long: not drafted for any more
+            self._text = SuffixIndex()
+
+    def guess(self, path: TokenIds, wanted: int) -> list[int]:
+        settings, context = self._settings, self._context(path)
+        factor, min_prob = settings.max_spec_factor, settings.min_token_prob
+        own = self._text.draft(
+            context, wanted, factor=factor, min_prob=min_prob, path=_array(path), own=True
+        )
+        responses = self._responses.of(self._tenant)
+        earlier = NOTHING
+        if responses is not None:
+            earlier = responses.draft(context, wanted, factor=factor, min_prob=min_prob)
+        return own.token_ids if own.score >= earlier.score else earlier.token_ids
+
+    def alternatives(self, path: TokenIds) -> list[int]:
+        context = self._context(path)
+        own = self._text.next_tokens(context, _ALTERNATIVES, path=_array(path), own=True)
+        responses = self._responses.of(self._tenant)
+        if responses is None:
+            return own
+        return list(dict.fromkeys((*own, *responses.next_tokens(context, _ALTERNATIVES))))
+
+    def end(self) -> None:
+        tokens = self._follower.tokens
+        if len(tokens) > self._prompt_len:
+            self._responses.add(self._tenant, tokens[max(0, self._prompt_len - _LED_BY) :])
+
+    def _context(self, path: TokenIds) -> Ints:
+        depth = self._settings.max_tree_depth
+        return _array([*self._follower.tokens[-depth:], *path][-depth:])
+
+
+def _array(tokens: Sequence[int]) -> Ints:
+    return np.array(tokens, np.int32) if tokens else NO_PATH
