@@ -5,10 +5,10 @@ STAMP := .venv/.installed
 K8S_STAMP := .venv/k8s/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check k8s bench proto
+.PHONY: help demo test check k8s dashboards bench proto
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## three services answer one prompt, with and without speculation
 	$(BIN)/outrider demo
@@ -25,6 +25,9 @@ check: $(STAMP) ## lint, format, types, imports, protos
 
 k8s: $(STAMP) $(K8S_STAMP) ## the Helm chart and the images: lint, rendering, schemas, policy
 	$(BIN)/pytest tests/k8s
+
+dashboards: $(STAMP) ## write Grafana's JSON; k8s/dashboards/check.sh asks a real Prometheus
+	$(BIN)/python -m k8s.dashboards
 
 bench: $(STAMP) ## the embedded pair against transformers on this machine
 	$(BIN)/python -m benchmarks

@@ -473,6 +473,10 @@ async def test_a_build_that_fails_is_raised_by_start() -> None:
             pass
 
 
+def _metrics(service: ProposerService) -> str:
+    return service._telemetry.metrics_text()[0].decode()
+
+
 async def test_metrics_count(scorer: DraftScorer) -> None:
     address = await scorer.start()
     async with running(ngram_config(address)) as (service, _):
@@ -481,7 +485,7 @@ async def test_metrics_count(scorer: DraftScorer) -> None:
         await stream.next_block()
         async with asyncio.timeout(10):  # counted once the block is on its way
             cycles = 'outrider:proposer_cycle_seconds_count{pool="default"} 1.0'
-            while cycles not in (text := service._telemetry.metrics_text()[0].decode()):
+            while cycles not in (text := _metrics(service)):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     assert 'outrider:proposer_draft_tokens_total{pool="default"} 4.0' in text
     assert 'outrider:proposer_links{pool="default"} 1.0' in text

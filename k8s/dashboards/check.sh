@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Dashboards and alerts against a real Prometheus. `make test` checks what needs none; this needs
+# prometheus and promtool on the PATH (Debian: apt-get install prometheus).
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-.venv/bin/python}
+for tool in prometheus promtool; do
+  command -v "$tool" >/dev/null || { echo "check.sh: $tool is not installed" >&2; exit 1; }
+done
+promtool check rules k8s/chart/outrider/files/alerts.yaml
+promtool test rules k8s/dashboards/alerts_test.yaml
+exec "$python" -m k8s.dashboards.live

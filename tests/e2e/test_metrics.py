@@ -1,0 +1,107 @@
+"""What dashboards and alerts ask for is what running services export."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from outrider import errors
+from outrider.cli.client import GenerateOptions
+from tests.support.promql import (
+    ROOT,
+    Query,
+    Selector,
+    aggregations,
+    dashboard_queries,
+    rule_queries,
+    rules,
+    selectors,
+)
+from tests.support.up import Up, complete
+
+pytestmark = pytest.mark.timeout(400)
+
+ADDED_BY_PROMETHEUS = {"instance"}
+RECORDED = {rule["record"] for rule in rules() if "record" in rule}
+REASONS = {
+    error.reason
+    for error in vars(errors).values()
+    if isinstance(error, type) and issubclass(error, errors.OutriderError)
+}
+
+
+@dataclass(frozen=True)
+class Scrape:
+    """What the three services of a stack export."""
+
+    families: dict[str, str]  # name, without the suffixes of samples -> description
+    labels: dict[str, list[dict[str, str]]]  # name of a sample -> labels of its series
+
+
+@pytest.fixture(scope="module")
+def scrape(draft_model_stack: Up) -> Scrape:
+    """After a request that was drafted for."""
+    options = GenerateOptions(
+        prompt="def f(", max_tokens=48, ignore_eos=True, temperature=0.0, aux_info=True
+    )
+    done = asyncio.run(complete(draft_model_stack.grpc, options))
+    assert done.aux.accepted > 0
+    urls = re.findall(r"metrics of the \w+: (http\S+)", "".join(draft_model_stack.log))
+    assert len(urls) == 3
+    families: dict[str, str] = {}
+    labels: dict[str, list[dict[str, str]]] = {}
+    for url in urls:
+        request = urllib.request.Request(url, headers={"Accept": "application/openmetrics-text"})
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            text = answer.read().decode()
+        for family in text_string_to_metric_families(text):
+            families[family.name] = family.documentation
+            for sample in family.samples:
+                labels.setdefault(sample.name, []).append(sample.labels)
+    return Scrape(families, labels)
+
+
+def test_every_metric_is_described_and_documented(scrape: Scrape) -> None:
+    documented = set(
+        re.findall(r"`((?:outrider:|gen_ai_)\w+)`", (ROOT / "docs/operations.md").read_text())
+    )
+    assert {name for name, text in scrape.families.items() if not text} == set()
+    assert set(scrape.families) == documented
+
+
+def test_every_query_finds_its_series(scrape: Scrape) -> None:
+    problems = [
+        f"{query.where}: {problem}"
+        for query in dashboard_queries() + rule_queries()
+        for problem in problems_of(query, scrape)
+    ]
+    assert problems == []
+
+
+def problems_of(query: Query, scrape: Scrape) -> Iterator[str]:
+    for selector in selectors(query.expr):
+        if selector.metric not in RECORDED and not exported(selector, scrape):
+            yield f"nobody exports {selector}"
+    for kept, read in aggregations(query.expr):
+        for selector in read:
+            known = set(chain.from_iterable(scrape.labels.get(selector.metric, ())))
+            if not kept <= known | ADDED_BY_PROMETHEUS:
+                yield f"{selector.metric} has no {kept - known}"
+
+
+def exported(selector: Selector, scrape: Scrape) -> bool:
+    """Whether some series fits. No request failed: of outcomes only the names are looked at."""
+    outcomes = [m for m in selector.matchers if m.label == "outcome"]
+    rest = [m for m in selector.matchers if m.label != "outcome"]
+    return all(set(m.value.split("|")) <= REASONS for m in outcomes) and any(
+        {m.label for m in selector.matchers} <= labels.keys()
+        and all(m.accepts(labels[m.label]) for m in rest)
+        for labels in scrape.labels.get(selector.metric, ())
+    )

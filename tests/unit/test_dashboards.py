@@ -1,0 +1,64 @@
+"""Dashboards and alerts as files; tests/e2e/test_metrics.py holds them against running services."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+
+import pytest
+
+from k8s.dashboards.__main__ import rendered
+from tests.support.promql import DASHBOARDS, ROOT, dashboard_queries, rule_queries, rules, selectors
+
+ALERTS = [rule for rule in rules() if "alert" in rule]
+
+
+def test_the_committed_dashboards_are_the_generated_ones() -> None:
+    committed = {path.name: path.read_text() for path in DASHBOARDS.glob("*.json")}
+    assert committed == rendered(), "run `make dashboards`"
+
+
+@pytest.mark.parametrize("name", rendered())
+def test_panels_lie_side_by_side(name: str) -> None:
+    cells: Counter[tuple[int, int]] = Counter()
+    for panel in json.loads(rendered()[name])["panels"]:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24
+        cells.update((x, y) for x in range(at["x"], at["x"] + at["w"])
+                     for y in range(at["y"], at["y"] + at["h"]))  # fmt: skip
+    assert max(cells.values()) == 1
+
+
+def test_every_query_is_promql_over_our_metrics() -> None:
+    queries = dashboard_queries() + rule_queries()
+    assert len(queries) > 70
+    for query in queries:
+        read = selectors(query.expr)
+        assert read, query
+        for selector in read:
+            assert selector.metric.startswith(("outrider:", "gen_ai_server_")), query
+
+
+def test_every_panel_says_what_it_shows() -> None:
+    for path in DASHBOARDS.glob("*.json"):
+        for panel in json.loads(path.read_text())["panels"]:
+            if panel["type"] != "row":
+                assert panel["description"], f"{path.name}: {panel['title']}"
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
+def test_every_alert_has_a_runbook_and_a_test(alert: dict[str, object]) -> None:
+    name, annotations = alert["alert"], alert["annotations"]
+    assert isinstance(name, str)
+    assert isinstance(annotations, dict)
+    assert annotations["runbook"] == f"docs/runbooks.md#{name.lower()}"
+    headings = re.findall(r"^## (.*)$", (ROOT / "docs/runbooks.md").read_text(), re.MULTILINE)
+    assert name in headings
+    assert name in (DASHBOARDS / "alerts_test.yaml").read_text()
+    assert alert["labels"] in ({"severity": "ticket"}, {"severity": "page"})
+
+
+def test_no_runbook_is_left_over() -> None:
+    headings = re.findall(r"^## (.*)$", (ROOT / "docs/runbooks.md").read_text(), re.MULTILINE)
+    assert headings == [alert["alert"] for alert in ALERTS]
