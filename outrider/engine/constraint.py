@@ -196,15 +196,15 @@ class ConstraintEditor:
         return self._matcher.validate_tokens(list(draft[:text])) if text else 0
 
     def finish(self, reason: FinishReason | None) -> FinishReason | None:
-        """STOP if no text may follow the output, as far as this is known; else `reason`.
+        """STOP if no text may follow the committed output; else `reason`.
 
-        Known without a look at each token, unless the request ends here anyway.
+        Looks at every token only where that is likely, or the request ends anyway.
         """
-        if self.error is None and self._matcher.is_error():
-            self.error = self._stuck()
-        known = self._matcher.is_stopped() or reason is FinishReason.LENGTH
-        may_go_on = not known or self._fill(np.zeros(self._num_bytes, np.uint8))
-        return reason if may_go_on or self.error is not None else FinishReason.STOP
+        if not self._matcher.is_stopped() and self.end is None and reason is None:
+            return None
+        if self._fill(np.zeros(self._num_bytes, np.uint8)) or self.error is not None:
+            return reason
+        return FinishReason.STOP
 
     def _fill(self, mask: NDArray[np.uint8]) -> bool:
         """Writes what may follow, a bit per token; False, and all of them, if no text may."""

@@ -216,20 +216,18 @@ class Sequence:
     def trim(self, choices: TokenIds) -> tuple[TokenIds, FinishReason | None]:
         """What of `choices` is output, and whether the request ends with it.
 
-        Stop tokens first (the stop token itself is not output), then the end of what a constraint
-        allows, then the length.
+        Stop tokens first (the stop token itself is not output), then the length. What comes after
+        the end of a constrained text is no choice.
         """
-        complete = False
-        if self.constraint is not None and self.constraint.end is not None:
-            complete = self.constraint.end < len(choices) and self.constraint.error is None
+        if self.constraint is not None:
             choices = choices[: self.constraint.end]
         if not self.stop_ids.isdisjoint(choices):
             first = next(i for i, token in enumerate(choices) if token in self.stop_ids)
             return choices[:first], FinishReason.STOP
         room = self.max_len - len(self.token_ids)
-        if len(choices) > room or (len(choices) == room and not complete):
+        if len(choices) >= room:
             return choices[:room], FinishReason.LENGTH
-        return choices, FinishReason.STOP if complete else None
+        return choices, None
 
     def stats(self) -> RequestStats:
         """The request's account so far."""

@@ -268,6 +268,49 @@ def test_a_request_goes_on_elsewhere(temperature: float) -> None:
         assert run([rest], 3, random.Random(done), [output[done:]]) == [(output[done:], reason)]
 
 
+@pytest.mark.parametrize("k", [0, 3])
+def test_what_is_complete_at_the_last_token_is_no_cut(k: int) -> None:
+    """Also where a stop token is all that could follow."""
+    for source, stops in (("[ab]-cd", set()), ("[ab]-cd!", {"!"})):
+        request = Request(
+            session_id=1,
+            prompt_token_ids=(4,),
+            stop=StopParams(
+                max_tokens=4,
+                stop_token_ids=frozenset(TOKENIZER.token_to_id(stop) for stop in stops),
+            ),
+            constraint=Constraint(ConstraintKind.REGEX, source),
+        )
+        output, reason = truth(request)
+        assert (len(output), reason) == (4, FinishReason.STOP)
+        for true in (output, output[:-1], [*output, TOKENIZER.token_to_id("!")]):
+            assert run([request], k, random.Random(0), [true]) == [(output, reason)]
+
+
+def test_drafts_that_break_the_grammar_are_not_verified() -> None:
+    model = Terse(VOCAB, PAGE, num_pages=80, max_model_len=MAX_LEN)
+    config = EngineConfig(page_size=PAGE, num_pages=80, max_model_len=MAX_LEN)
+    engine = Engine(model, config, policy=Policy(4, max_wait_s=0))
+    constraint = Constraint(ConstraintKind.REGEX, "[01]{20}")
+    request = Request(
+        session_id=1, prompt_token_ids=(4,), running_stats=True, constraint=constraint
+    )
+    engine.submit(request, COMPILER.editor(constraint, request.stop))
+    engine.set_drafting(1, "p", 4)
+    drafted, length = [], 1
+    for text in ("", "01x1", "x", "", "0101"):
+        path = TOKENIZER.encode(text).ids
+        if path:
+            engine.post_block(1, DraftTree.chain(length, path), "p", 1)
+        events = engine.step()
+        assert events is not None
+        (commit,) = events.commits
+        assert commit.stats is not None
+        drafted.append(commit.stats.drafted)
+        length += len(commit.token_ids)
+    assert drafted == [0, 2, 2, 2, 6]
+
+
 def test_a_grammar_that_leads_nowhere_fails_its_request_only() -> None:
     model = HashModel(VOCAB, PAGE, num_pages=80, max_model_len=MAX_LEN)
     config = EngineConfig(page_size=PAGE, num_pages=80, max_model_len=MAX_LEN)
