@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from outrider.engine.batch import Model, pack
 from outrider.engine.logits import Adjustments, adjust
+from outrider.engine.logprobs import Asked, drawn_logprobs, to_token_logprobs
 from outrider.engine.rules import RuledRow, apply_rules, is_coupled, lane_of
 from outrider.engine.sampling import Lane, SamplingBatch, sample
 from outrider.engine.scheduler import ScheduledRow, Step, StepResult
 from outrider.engine.verifier import verify_rows
 from outrider.params import SamplingParams
+from outrider.types import TokenLogprobs
+
+MAX_EDITED = 2**25
+"""Logits edited at once, of which there is a copy of 4 bytes each."""
 
 
 class Pending(Protocol):
@@ -37,6 +42,21 @@ class StepRunner(Protocol):
         ...
 
 
+class Verified(NamedTuple):
+    """What came of a step's rows that have logits."""
+
+    tokens: Tensor
+    """int64 [rows, 1 + width]: per row, drafts accepted, then what the target chose, padded."""
+    logprobs: Tensor | None = None  # `drawn_logprobs`, if any row asks for them
+
+    def on_host(self) -> Verified:
+        """The same on the host, once the device has come so far."""
+        tokens = self.tokens.to("cpu", non_blocking=True)  # pinned
+        if self.logprobs is None:
+            return Verified(tokens)
+        return Verified(tokens, self.logprobs.to("cpu", non_blocking=True))
+
+
 class Runner:
     """Runs any step on any device, eagerly. Knows nothing of requests but their sampling."""
 
@@ -54,15 +74,19 @@ class Runner:
         return self.model.forward(batch)
 
     @torch.inference_mode()
-    def verify(self, step: Step, logits: Tensor) -> Tensor:
-        """Per row that has logits: drafts accepted, then what the target chose, padded.
-
-        int64 [rows, 1 + width].
-        """
+    def verify(self, step: Step, logits: Tensor) -> Verified:
+        """Draws from `logits`, and compares with the drafts."""
         rows = [row for row in step.rows if row.slice.num_logits]
         if not rows:
-            return torch.empty((0, 1), dtype=torch.int64)
-        drawn = self._draw(_edited(logits, rows), rows)
+            return Verified(torch.empty((0, 1), dtype=torch.int64))
+        drawn = self._draw(logits, rows)
+        logprobs = None
+        if any(row.seq.request.top_logprobs is not None for row in rows):
+            logprobs = drawn_logprobs(logits, drawn, asked(rows))
+        return Verified(self._compared(drawn, rows), logprobs)
+
+    def _compared(self, drawn: Tensor, rows: list[ScheduledRow]) -> Tensor:
+        """`Verified.tokens` of what was drawn, int64 [num_logits]."""
         counts = [row.slice.num_logits for row in rows]
         width = max(counts)
         if width == 1:
@@ -79,6 +103,15 @@ class Runner:
 
     def _draw(self, logits: Tensor, rows: list[ScheduledRow]) -> Tensor:
         """What the target chooses from each row of logits: int64 [num_logits]."""
+        if not any(row.seq.edits_logits for row in rows):
+            return self._draw_from(logits, rows)
+        groups = list(_groups(rows, MAX_EDITED // logits.shape[1]))
+        sizes = [sum(row.slice.num_logits for row in group) for group in groups]
+        parts = zip(torch.split(logits, sizes), groups, strict=True)
+        return torch.cat([self._draw_from(_edited(part, group), group) for part, group in parts])
+
+    def _draw_from(self, logits: Tensor, rows: list[ScheduledRow]) -> Tensor:
+        """`_draw` from logits as they are."""
         if all(row.seq.request.sampling.greedy for row in rows):
             return logits.argmax(dim=-1)
         drawn = sample(logits, self._sampling(rows))
@@ -123,10 +156,8 @@ def _ruled(rows: list[ScheduledRow]) -> list[RuledRow]:
 
 
 def _edited(logits: Tensor, rows: list[ScheduledRow]) -> Tensor:
-    """The logits as the rows want them edited; float32, and changed in place, if any does."""
-    if not any(row.seq.edits_logits for row in rows):
-        return logits
-    logits = logits.float()
+    """A float32 copy of the rows' logits, as they want them edited."""
+    logits = logits.to(torch.float32, copy=True)
     adjustments: list[Adjustments] = []
     start = 0
     for row in rows:
@@ -142,6 +173,24 @@ def _edited(logits: Tensor, rows: list[ScheduledRow]) -> Tensor:
     return logits
 
 
+def _groups(rows: list[ScheduledRow], max_logits: int) -> Iterator[list[ScheduledRow]]:
+    """The rows in order, in groups of as many as have at most `max_logits`, or of one."""
+    group: list[ScheduledRow] = []
+    size = 0
+    for row in rows:
+        if group and size + row.slice.num_logits > max_logits:
+            yield group
+            group, size = [], 0
+        group.append(row)
+        size += row.slice.num_logits
+    yield group
+
+
+def asked(rows: Iterable[ScheduledRow]) -> list[Asked]:
+    """What each row asks of `drawn_logprobs`."""
+    return [(row.slice.num_logits, row.seq.request.top_logprobs) for row in rows]
+
+
 class _Lazy:
     """A step that runs on the host once it is waited for."""
 
@@ -153,9 +202,10 @@ class _Lazy:
         began = time.perf_counter()
         logits = self._runner.forward(self._step)
         forwarded = time.perf_counter()
-        verified = self._runner.verify(self._step, logits).tolist()
+        verified = self._runner.verify(self._step, logits)
+        tokens = verified.tokens.tolist()
         done = time.perf_counter()
-        return to_result(self._step, verified, forwarded - began, done - forwarded)
+        return to_result(self._step, tokens, verified.logprobs, forwarded - began, done - forwarded)
 
 
 class _Enqueued:
@@ -171,7 +221,7 @@ class _Enqueued:
         began.record()
         logits = runner.forward(step)
         forwarded.record()
-        self._verified = runner.verify(step, logits).to("cpu", non_blocking=True)  # pinned
+        self._verified = runner.verify(step, logits).on_host()
         done.record()
 
     def wait(self) -> StepResult:
@@ -179,18 +229,33 @@ class _Enqueued:
         done.synchronize()
         forward_s = began.elapsed_time(forwarded) * 1e-3
         verify_s = forwarded.elapsed_time(done) * 1e-3
-        return to_result(self._step, self._verified.tolist(), forward_s, verify_s)
+        tokens, logprobs = self._verified
+        return to_result(self._step, tokens.tolist(), logprobs, forward_s, verify_s)
 
 
 def to_result(
-    step: Step, verified: Sequence[Sequence[int]], forward_s: float, verify_s: float
+    step: Step,
+    tokens: Sequence[Sequence[int]],
+    logprobs: Tensor | None,
+    forward_s: float,
+    verify_s: float,
 ) -> StepResult:
-    """`verified`: for each row that has logits, drafts accepted and then its choices."""
-    with_logits = iter(verified)
+    """From `Verified.tokens` and, on the host, `Verified.logprobs`."""
+    with_logits = iter(tokens)
     choices: list[Sequence[int]] = []
     accepted: list[int] = []
     for row in step.rows:
         count, *chosen = next(with_logits) if row.slice.num_logits else (0,)
         choices.append(chosen)
         accepted.append(count)
-    return StepResult(choices, accepted, forward_s, verify_s)
+    told = to_logprobs(step, logprobs, accepted)
+    return StepResult(choices, accepted, forward_s, verify_s, told)
+
+
+def to_logprobs(
+    step: Step, logprobs: Tensor | None, accepted: Sequence[int]
+) -> Sequence[tuple[TokenLogprobs, ...]]:
+    """`StepResult.logprobs` from `Verified.logprobs` on the host."""
+    if logprobs is None:
+        return ()
+    return to_token_logprobs(logprobs.tolist(), asked(step.rows), [n + 1 for n in accepted])

@@ -21,7 +21,7 @@ from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.policy import Policy
 from outrider.engine.sequence import Sequence, token_kinds
 from outrider.params import TokenIds
-from outrider.types import Commit, Failure, Request
+from outrider.types import Commit, Failure, Request, TokenLogprobs
 
 
 class ScheduledRow(NamedTuple):  # made in a third of a frozen dataclass's time
@@ -53,6 +53,8 @@ class StepResult:
     accepted: Rows[int]
     forward_s: float  # packing and the model; of a recorded step all that is recorded
     verify_s: float = 0.0  # what follows: drawing and verification, or only the way to the host
+    logprobs: Rows[tuple[TokenLogprobs, ...]] = ()
+    """Per row of the step: of its first choices, if it asks for them. Empty if no row does."""
 
 
 class Scheduler:
@@ -125,7 +127,9 @@ class Scheduler:
             self.policy.observe_step(len(step.rows), step.num_tokens, seconds)
         num_running = len(self.running)
         commits: list[Commit] = []
-        for row, choices, accepted in zip(step.rows, result.choices, result.accepted, strict=True):
+        told = result.logprobs or ((),) * len(step.rows)
+        results = zip(step.rows, result.choices, result.accepted, told, strict=True)
+        for row, choices, accepted, logprobs in results:
             seq = row.seq
             # Rejected drafts need no undoing: their slots lie behind num_computed, in pages of
             # this row's own, and are written again by the tokens that follow.
@@ -133,6 +137,8 @@ class Scheduler:
             commit = None
             if choices:
                 commit = self._emit(row, tuple(choices[: accepted + 1]), accepted, seconds, now)
+                if logprobs:
+                    commit = commit._replace(logprobs=logprobs[: len(commit.token_ids)])
                 commits.append(commit)
             if seq.num_computed // self.config.page_size > seq.num_published:
                 self._publish(seq)

@@ -277,7 +277,10 @@ class StaticInputs:
             pages=np.full(self._sizes.table_width, self._sizes.scratch_page, np.int32),
             temperature=params.temperature,
             keys=seed_keys([params.seed])[0].numpy(),
-            apart=row.seq.edits_logits or cuts(params) or not is_coupled(row.seq.request),
+            apart=row.seq.edits_logits
+            or cuts(params)
+            or not is_coupled(row.seq.request)
+            or row.seq.request.top_logprobs is not None,
         )
         return constants
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +22,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.policy import Policy
 from outrider.errors import InternalError
 from outrider.params import SamplingParams, SpeculationParams, StopParams
-from outrider.types import Commit, FinishReason, Request, TokenKind
+from outrider.types import Commit, FinishReason, Request, TokenKind, TokenLogprobs
 from tests.support.hash_model import HashModel, Sequential
 
 VOCAB = 24
@@ -49,6 +52,7 @@ class Client:
     request: Request
     tokens: list[int]
     kinds: list[TokenKind]
+    logprobs: list[TokenLogprobs]
     last: Commit | None = None
 
     @property
@@ -90,11 +94,12 @@ class Scenario:
                 enabled=rng.random() < 0.95,
                 num_speculative_tokens=rng.choice((None, None, 0, 1, 4, 8)),
             ),
+            top_logprobs=rng.choice((None, None, 0, 3)),
             num_resumed_tokens=rng.choice((0, 0, rng.randint(0, len(prompt) - 1))),
         )
         self.engine.info.check(request)
         self.engine.submit(request)
-        self.clients[request.session_id] = Client(request, [], [])
+        self.clients[request.session_id] = Client(request, [], [], [])
         self.open.add(request.session_id)
         if rng.random() < 0.9:
             self.engine.set_drafting(request.session_id, "a", rng.choice((1, 4, 8)))
@@ -150,6 +155,7 @@ class Scenario:
             assert len(commit.kinds) == len(commit.token_ids)
             client.tokens += commit.token_ids
             client.kinds += commit.kinds
+            client.logprobs += commit.logprobs
             if commit.finish_reason is not None:
                 client.last = commit
                 self.open.discard(commit.session_id)
@@ -189,9 +195,22 @@ class Scenario:
         for client in self.clients.values():
             tokens, reason = TRUTH.output(client.request, MAX_LEN, EOS)
             assert client.tokens == tokens[: len(client.tokens)]
+            self.check_logprobs(client)
             if client.last is not None:
                 assert client.tokens == tokens
                 self.check_stats(client, client.last, reason)
+
+    def check_logprobs(self, client: Client) -> None:
+        """One per token, and of the model's own distribution at its place."""
+        top = client.request.top_logprobs
+        assert len(client.logprobs) == (0 if top is None else len(client.tokens))
+        if not client.logprobs:
+            return
+        truth = TRUTH.logprobs(client.request.prompt_token_ids, client.tokens)
+        for token, told, logprobs in zip(client.tokens, client.logprobs, truth, strict=True):
+            assert abs(told.logprob - logprobs[token]) < 1e-5
+            assert [likely for likely, _ in told.top] == np.argsort(-logprobs)[:top].tolist()
+            assert all(abs(logprob - logprobs[likely]) < 1e-5 for likely, logprob in told.top)
 
     def check_stats(self, client: Client, last: Commit, reason: FinishReason) -> None:
         stats = last.stats
@@ -230,12 +249,34 @@ def policies(k: int) -> st.SearchStrategy[Policy]:
     return patient | st.builds(AdaptivePolicy, st.just(k))
 
 
-@settings(
-    max_examples=1000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
-@given(seed=st.integers(0, 2**32), config=configs, policy=st.integers(0, 8).flatmap(policies))
-def test_output_equals_sequential_decoding(seed: int, config: EngineConfig, policy: Policy) -> None:
+def check(seed: int, config: EngineConfig, policy: Policy) -> None:
     scenario = Scenario(random.Random(seed), config, policy)
     for _ in range(40):
         scenario.act()
     scenario.finish()
+
+
+quietly: Any = {
+    "deadline": None,
+    "derandomize": True,
+    "suppress_health_check": list(HealthCheck),
+}
+scenarios: Any = {
+    "seed": st.integers(0, 2**32),
+    "config": configs,
+    "policy": st.integers(0, 8).flatmap(policies),
+}
+
+
+@settings(max_examples=400, **quietly)
+@given(**scenarios)
+def test_output_equals_sequential_decoding(**scenario: Any) -> None:
+    check(**scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@settings(max_examples=5000, **quietly)
+@given(**scenarios)
+def test_output_equals_sequential_decoding_thousands_of_times(**scenario: Any) -> None:
+    check(**scenario)

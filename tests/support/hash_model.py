@@ -119,11 +119,14 @@ class Sequential:
         stream = self._streams.setdefault((prompt, sampling, resumed, masked, min_tokens), [])
         while len(stream) < count:
             context = [*prompt, *stream]
-            batch = SamplingBatch.build([sampling], [len(context)])
             banned = masked if len(stream) < min_tokens else frozenset()
             written = len(prompt) - resumed
             logits = edited(self._model.logits_of(context), sampling, context, written, banned)
-            stream.append(int(sample(torch.from_numpy(logits)[None], batch)))
+            if sampling.greedy:
+                stream.append(int(logits.argmax()))
+            else:
+                batch = SamplingBatch.build([sampling], [len(context)])
+                stream.append(int(sample(torch.from_numpy(logits)[None], batch)))
         return stream[:count]
 
     def stream(self, request: Request, count: int, eos: frozenset[int]) -> list[int]:

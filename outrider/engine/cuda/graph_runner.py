@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.engine.batch import Model, PackedBatch
 from outrider.engine.cuda.graphs import Record, Work
-from outrider.engine.runner import Pending, Runner
+from outrider.engine.runner import Pending, Runner, to_logprobs
 from outrider.engine.scheduler import Step, StepResult
 from outrider.engine.static_step import Bucket, StaticInputs, StaticSizes
 from outrider.engine.verifier import ChooseAndVerify, VerifyBatch
@@ -101,13 +101,15 @@ class GraphRunner:
         self._inputs.copy(bucket)
         recorded.work()
         self._marks.mark(1)
-        verified, on_host = recorded.verified, recorded.on_host
+        verified, on_host, logprobs = recorded.verified, recorded.on_host, None
         if any_apart:  # sorts and edits, of a size that follows the numbers: not recorded
-            verified = self._runner.verify(step, self._real_logits(step, bucket))
+            verified, logprobs = self._runner.verify(step, self._real_logits(step, bucket))
             on_host = self._on_host[: verified.numel()].view(verified.shape)
         on_host.copy_(verified, non_blocking=True)
+        if logprobs is not None:
+            logprobs = logprobs.to("cpu", non_blocking=True)  # pinned
         self._marks.mark(2)
-        return _InFlight(step, on_host, self._marks)
+        return _InFlight(step, on_host, logprobs, self._marks)
 
     def trial_times(self, repeats: int = 3) -> list[tuple[int, int, float]]:
         """(rows, tokens, seconds) of every bucket over no context: where a policy can begin."""
@@ -209,9 +211,12 @@ class _InFlight:
 
     step: Step
     on_host: Tensor  # int32 [at least rows, 1 + query_len], once the end is reached
+    logprobs: Tensor | None  # as `Verified.logprobs`, then
     marks: _Marks
 
     def wait(self) -> StepResult:
         forward_s, verify_s = self.marks.wait()
         verified = self.on_host[: len(self.step.rows)].numpy()
-        return StepResult(verified[:, 1:].tolist(), verified[:, 0].tolist(), forward_s, verify_s)
+        accepted = verified[:, 0].tolist()
+        logprobs = to_logprobs(self.step, self.logprobs, accepted)
+        return StepResult(verified[:, 1:].tolist(), accepted, forward_s, verify_s, logprobs)

@@ -16,6 +16,7 @@ import torch
 
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.paged_model import PagedModel
+from outrider.engine.runner import MAX_EDITED
 from outrider.engine.sampling import SamplingBatch, sample
 from outrider.errors import ConfigError
 from outrider.params import SamplingParams
@@ -155,9 +156,11 @@ def largest_steps(
 @torch.inference_mode()
 def _try_out(model: PagedModel, rows: list[RowSlice]) -> None:
     logits = model.forward(pack(rows, model.page_size, model.device))
-    # The most that drawing can take: noise, and a sort.
+    # The most that drawing can take: an edited copy, noise, and a sort.
+    edited = logits[: max(1, MAX_EDITED // logits.shape[1])].to(torch.float32, copy=True)
     params = SamplingParams(temperature=1.0, top_p=0.5, min_p=0.1)
     sample(logits, SamplingBatch.build([params] * len(logits), range(len(logits)), model.device))
+    del edited  # until now
 
 
 def _gib(size: int) -> str:
