@@ -56,8 +56,9 @@ def test_manifests_are_valid(rendered: Path, version: str) -> None:
     assert passed == sum(m["kind"] not in CUSTOM for m in manifests) > 0
 
 
+@pytest.mark.timeout(300)  # checkov needs 9 s of a core
 def test_policy_holds() -> None:
-    # One run for both, since most of its time is its start. What is in `rendered` is compared above.
+    # One run for both: most of its time is its start.
     done = helm.call("checkov", "--config-file", "k8s/checkov.yaml", "-o", "json", "-d", "k8s")
     assert done.returncode == 0, done.stdout + done.stderr
     reports = {report["check_type"]: report["summary"] for report in yaml.safe_load(done.stdout)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,16 @@ def test_only_what_downloads_sees_the_token() -> None:
     assert {"name": "HF_HUB_OFFLINE", "value": "1"} in serve["env"]
     draft = helm.only(manifests, "Deployment", "outrider-proposer-draft")
     assert "hub" not in str(draft)
+
+
+def test_the_chart_takes_the_methods_that_proposers_have(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        proposer_main.parse(["--scorer=a:1", "--method=?"])
+    offered = set(re.findall(r"\w+", capsys.readouterr().err.partition("(choose from")[2]))
+    assert "draft_model" in offered
+    for method in offered - {"inference_with_reference"}:  # another name for ngram
+        helm.render(f"proposers.draft.method={method}")
+    refused = helm.template("proposers.draft.method=medusa")
+    assert "this release serves" in refused.stderr

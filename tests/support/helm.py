@@ -29,7 +29,7 @@ def tool(name: str) -> Path:
 def call(program: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
     """Runs a tool; stdout and stderr as text."""
     command = [tool(program), *args]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=110)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280)
 
 
 def template(*sets: str, values: Path | None = None) -> subprocess.CompletedProcess[str]:
