@@ -1,0 +1,215 @@
+"""Several methods in one proposer: the first that has a guess drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from outrider.draft_tree import DraftTree
+from outrider.drafting.branch_plan import NO_PACE, Pace
+from outrider.drafting.proposer import (
+    NO_HINTS,
+    DraftRound,
+    Follower,
+    Proposer,
+    ProposerTraits,
+    SessionHints,
+    SessionKey,
+)
+from outrider.errors import ConfigError
+from outrider.params import SamplingParams
+
+_MAX_REOPENS = 3  # of a session that one method keeps losing
+
+
+@dataclass(slots=True)
+class _Session:
+    follower: Follower
+    hints: SessionHints
+    order: list[int]  # of methods, the preferred one first
+    open: set[int] = field(default_factory=set)  # methods that know the session
+    losses: int = 0
+    trees: dict[int, DraftTree] = field(default_factory=dict)
+    """By method, what is left of the last draft that it made, whether or not the scorer kept it."""
+    drafted_by: int | None = None  # whose draft the scorer holds
+
+
+class HybridProposer:
+    """Asks its methods one after the other; all of them follow the commits.
+
+    A session's order is that of `SessionHints.methods`, else that of `children`; "deterministic"
+    only takes part where there is advice. A method that loses a session is given it again when it
+    is next asked, a few times; the session is lost when no method is left. Raises `ConfigError`.
+    """
+
+    def __init__(self, children: Sequence[Proposer]) -> None:
+        traits = [child.traits for child in children]
+        names = tuple(each.method for each in traits)
+        if len(set(names)) != len(names) or len(names) < 2:
+            raise ConfigError("--method names several different methods, or one.")
+        self._children = tuple(children)
+        self._names = names
+        self.traits = ProposerTraits(
+            method=names[0],
+            model=" ".join(each.model for each in traits if each.model),
+            vocab_size=max(each.vocab_size for each in traits),
+            max_sessions=min(each.max_sessions for each in traits),
+            max_draft_tokens=max(each.max_draft_tokens for each in traits),
+            max_model_len=max(each.max_model_len for each in traits),
+            runs_ahead=any(each.runs_ahead for each in traits),
+            methods=names,
+        )
+        self._sessions: dict[SessionKey, _Session] = {}
+        self._lost: list[SessionKey] = []
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    def open(
+        self,
+        session: SessionKey,
+        prefix: Sequence[int],
+        sampling: SamplingParams,
+        num_draft_tokens: int,
+        max_len: int,
+        hints: SessionHints = NO_HINTS,
+    ) -> None:
+        assert session not in self._sessions
+        wanted = [name for name in hints.methods or self._names if name in self._names]
+        order = [
+            self._names.index(name)
+            for name in wanted
+            if name != "deterministic" or hints.advice.token_ids
+        ]
+        follower = Follower(prefix, sampling, num_draft_tokens, max_len, self.traits)
+        known = self._sessions[session] = _Session(follower, hints, order)
+        for i in order:
+            self._open_on(i, session, known)
+
+    def commit(
+        self, session: SessionKey, base_len: int, tokens: Sequence[int], num_draft_tokens: int
+    ) -> None:
+        known = self._sessions.get(session)
+        if known is None:
+            return
+        before = len(known.follower.tokens)
+        if not known.follower.commit(base_len, tokens, num_draft_tokens):
+            self.close(session)
+            self._lost.append(session)
+            return
+        fresh = known.follower.tokens[before:]
+        walked = {i: tree.walk(fresh) for i, tree in known.trees.items()}
+        known.trees = {i: tree for i, tree in walked.items() if tree is not None and tree.token_ids}
+        if known.drafted_by not in known.trees:
+            known.drafted_by = None
+        for i in known.open:
+            self._children[i].commit(session, base_len, tokens, num_draft_tokens)
+
+    def close(self, session: SessionKey) -> None:
+        known = self._sessions.pop(session, None)
+        if known is not None:
+            for i in known.open:
+                self._children[i].close(session)
+
+    def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:
+        done = DraftRound()
+        forward_s = 0.0
+        asking = {key: self._sessions[key] for key in sessions if key in self._sessions}
+        unfinished: set[SessionKey] = set()
+        for rank in range(len(self._children)):
+            for i, child in enumerate(self._children):
+                keys = [
+                    key
+                    for key, known in asking.items()
+                    if known.order[rank : rank + 1] == [i] and self._ensure_open(i, key, known)
+                ]
+                if keys or rank == 0:  # a child that is not asked still says what it lost
+                    round_ = child.draft(keys, pace)
+                    forward_s += round_.forward_s
+                    unfinished.update(round_.unfinished)
+                    self._take(i, round_, asking, done)
+        for key, known in asking.items():
+            if key in self._sessions:
+                if key in unfinished:
+                    done.unfinished.append(key)
+                else:
+                    known.drafted_by = None
+                    done.drafts.append((key, DraftTree.chain(len(known.follower.tokens), ())))
+        done.lost.extend(self._lost)
+        self._lost.clear()
+        return replace(done, forward_s=forward_s)
+
+    def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:
+        done = DraftRound()
+        for i, child in enumerate(self._children):
+            keys = [
+                key
+                for key in sessions
+                if key in self._sessions and self._sessions[key].drafted_by == i
+            ]
+            if keys and child.traits.runs_ahead:
+                self._take_trees(i, child.ahead(keys, pace), done)
+        return done
+
+    def _take(
+        self, i: int, round_: DraftRound, asking: dict[SessionKey, _Session], done: DraftRound
+    ) -> None:
+        """Enters what method `i` answered; `asking` keeps those that have no draft yet."""
+        for key in round_.lost:
+            self._child_lost(i, key)
+        for key, tree in round_.drafts:
+            known = asking[key]
+            known.trees.pop(i, None)
+            if tree.token_ids:
+                del asking[key]
+                self._drafted(i, key, tree, done)
+                done.drafts.append((key, tree))
+        for key in round_.at_hand:
+            known = asking.pop(key)
+            if known.drafted_by == i:
+                done.at_hand.append(key)
+            else:  # the scorer took another method's draft for it since
+                tree = known.trees[i]
+                self._drafted(i, key, tree, done)
+                done.drafts.append((key, tree))
+        self._take_trees(i, round_, done)
+
+    def _take_trees(self, i: int, round_: DraftRound, done: DraftRound) -> None:
+        for key, tree in round_.trees:
+            self._drafted(i, key, tree, done)
+            done.trees.append((key, tree))
+
+    def _drafted(self, i: int, key: SessionKey, tree: DraftTree, done: DraftRound) -> None:
+        known = self._sessions[key]
+        known.trees[i] = tree
+        known.drafted_by = i
+        done.methods[key] = i
+
+    def _open_on(self, i: int, key: SessionKey, known: _Session) -> None:
+        follower = known.follower
+        self._children[i].open(
+            key,
+            follower.tokens,
+            follower.sampling,
+            follower.num_draft_tokens,
+            follower.max_len,
+            known.hints,
+        )
+        known.open.add(i)
+
+    def _ensure_open(self, i: int, key: SessionKey, known: _Session) -> bool:
+        if i not in known.open and known.losses <= _MAX_REOPENS:
+            self._open_on(i, key, known)
+        return i in known.open
+
+    def _child_lost(self, i: int, key: SessionKey) -> None:
+        known = self._sessions.get(key)
+        if known is None:
+            return
+        known.open.discard(i)
+        known.trees.pop(i, None)
+        known.losses += 1
+        if not known.open and known.losses > _MAX_REOPENS:
+            del self._sessions[key]
+            self._lost.append(key)

@@ -1,0 +1,166 @@
+"""Several methods in one proposer: who drafts, what the scorer holds, what a loss does."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.drafting.branch_plan import NO_PACE
+from outrider.drafting.deterministic import DeterministicProposer
+from outrider.drafting.draft_model import DraftModelProposer
+from outrider.drafting.hybrid import HybridProposer
+from outrider.drafting.ngram import NgramProposer
+from outrider.drafting.proposer import NO_HINTS, DraftRound, SessionHints
+from outrider.drafting.suffix import SuffixProposer
+from outrider.errors import ConfigError
+from outrider.params import Advice, SamplingParams
+from tests.support.hash_model import HashModel
+
+GREEDY = SamplingParams(temperature=0.0)
+ADVICE = Advice(token_ids=(1, 2, 3, 4, 5, 6, 7, 8), edit=True)
+
+
+def hybrid(num_pages: int = 64, max_tokens: int = 1000) -> HybridProposer:
+    return HybridProposer(
+        [
+            DeterministicProposer(),
+            NgramProposer(max_tokens=max_tokens),
+            DraftModelProposer(HashModel(num_pages=num_pages), name="hash"),
+        ]
+    )
+
+
+def drafted(round_: DraftRound, session: int) -> tuple[int, list[int]]:
+    """Which method drafted, and what."""
+    [(key, tree)] = round_.drafts
+    assert key == session
+    return round_.methods.get(key, 0), list(tree.token_ids)
+
+
+def test_it_is_all_of_its_methods() -> None:
+    traits = hybrid().traits
+    assert (traits.method, traits.model, traits.vocab_size) == ("deterministic", "hash", 32)
+    assert traits.methods == ("deterministic", "ngram", "draft_model")
+    assert traits.max_draft_tokens == 128
+    assert traits.runs_ahead
+
+
+@pytest.mark.parametrize("children", [[], [NgramProposer()], [NgramProposer(), NgramProposer()]])
+def test_several_different_methods_make_a_hybrid(children: list[NgramProposer]) -> None:
+    with pytest.raises(ConfigError, match="--method"):
+        HybridProposer(children)
+
+
+@pytest.mark.parametrize(
+    ("hints", "prefix", "method"),
+    [
+        (NO_HINTS, [9, 1, 2], 2),  # neither advice nor a repetition
+        (NO_HINTS, [1, 2, 3, 1, 2], 1),
+        (SessionHints(advice=ADVICE), [1, 2, 3, 1, 2], 0),
+        (SessionHints(methods=("draft_model", "ngram")), [1, 2, 3, 1, 2], 2),
+        (SessionHints(methods=("ngram", "suffix", "deterministic"), advice=ADVICE), [5, 5, 5], 1),
+        (SessionHints(methods=("ngram", "deterministic"), advice=ADVICE), [5, 6], 0),
+    ],
+)
+def test_the_first_wanted_method_with_a_guess_drafts(
+    hints: SessionHints, prefix: list[int], method: int
+) -> None:
+    proposer = hybrid()
+    proposer.open(1, prefix, GREEDY, 4, 100, hints)
+    who, tokens = drafted(proposer.draft([1]), 1)
+    assert who == method
+    assert len(tokens) >= 1
+
+
+def test_nobody_that_is_wanted_has_a_guess() -> None:
+    proposer = hybrid()
+    hints = SessionHints(methods=("deterministic", "ngram"))
+    proposer.open(1, [1, 2, 3], GREEDY, 4, 100, hints)
+    assert drafted(proposer.draft([1]), 1) == (0, [])
+    assert proposer.ahead([1], NO_PACE).trees == []
+
+
+def test_methods_that_were_passed_over_have_followed() -> None:
+    proposer = hybrid()
+    proposer.open(1, [1, 2, 3, 1, 2], GREEDY, 4, 100)
+    assert drafted(proposer.draft([1]), 1) == (1, [3, 1, 2, 3])
+    proposer.commit(1, 5, [9], 4)  # nothing like it came before
+    alone = DraftModelProposer(HashModel(num_pages=64), name="hash")
+    alone.open(1, [1, 2, 3, 1, 2, 9], GREEDY, 4, 100)
+    [(_, tree)] = alone.draft([1]).drafts
+    assert drafted(proposer.draft([1]), 1) == (2, list(tree.token_ids))
+
+
+def test_a_draft_that_another_replaced_is_sent_again() -> None:
+    """The n-gram's tree still holds the draft, but the scorer has the advice's by now."""
+    proposer = hybrid()
+    advice = Advice(token_ids=(3, 1, 8), edit=False)
+    hints = SessionHints(methods=("deterministic", "ngram"), advice=advice)
+    proposer.open(1, [1, 2, 3, 1, 2], GREEDY, 1, 100, hints)
+    assert drafted(proposer.draft([1]), 1) == (1, [3])
+    [(_, tree)] = proposer.ahead([1], NO_PACE).trees
+    assert tree.first_path(3) == (3, 1, 2)
+    proposer.commit(1, 5, [3, 1], 1)
+    assert drafted(proposer.draft([1]), 1) == (0, [8])
+    proposer.commit(1, 7, [2], 1)  # the advice was wrong, the n-gram's tree went on with it
+    who, tokens = drafted(proposer.draft([1]), 1)
+    assert (who, tokens[0]) == (1, 3)
+
+
+def test_ahead_asks_who_drafted() -> None:
+    proposer = hybrid()
+    proposer.open(1, [1, 2, 3, 1, 2], GREEDY, 2, 100)
+    proposer.draft([1])
+    round_ = proposer.ahead([1], NO_PACE)
+    assert (len(round_.trees), round_.methods) == (1, {1: 1})
+    proposer.commit(1, 5, [3, 1, 2], 2)
+    assert proposer.draft([1]).at_hand == [1]
+
+
+def test_a_session_lost_by_one_method_goes_on_with_the_others_and_comes_back() -> None:
+    proposer = hybrid(max_tokens=12)
+    proposer.open(1, [1, 2, 3, 1, 2], GREEDY, 2, 100)
+    proposer.open(2, [5, 6, 7, 5, 6, 7, 5, 6], GREEDY, 2, 100)  # ngram gives 1 up for it
+    round_ = proposer.draft([1])
+    assert round_.lost == []
+    assert drafted(round_, 1)[0] == 2
+    assert drafted(proposer.draft([1]), 1)[0] == 1, "given to ngram again, at the cost of 2"
+    assert drafted(proposer.draft([2]), 2) == (1, [7, 5])
+
+
+def test_a_method_that_loses_again_and_again_is_left_alone() -> None:
+    proposer = HybridProposer([NgramProposer(max_sessions=1), SuffixProposer(max_sessions=1)])
+    for session in (1, 2):
+        proposer.open(session, [1, 2, 3, 1, 2], GREEDY, 2, 100)
+    lost: set[int] = set()
+    for _ in range(40):
+        for session in sorted({1, 2} - lost):
+            lost.update(proposer.draft([session]).lost)
+    assert proposer.num_sessions >= 1
+    assert proposer.num_sessions + len(lost) == 2
+
+
+def test_a_gap_loses_the_session_once_and_for_all_methods() -> None:
+    proposer = hybrid()
+    proposer.open(1, [1, 2, 3], GREEDY, 4, 100)
+    proposer.commit(1, 9, [4], 4)
+    assert proposer.draft([1]).lost == [1]
+    assert proposer.draft([1]).lost == []
+    assert proposer.num_sessions == 0
+
+
+def test_a_long_prompt_is_unfinished_only_where_nobody_else_has_a_guess() -> None:
+    model = DraftModelProposer(HashModel(num_pages=64), name="hash", prefill_budget=4)
+    proposer = HybridProposer([NgramProposer(), model])
+    proposer.open(1, list(range(30)), GREEDY, 2, 100)
+    assert proposer.draft([1]).unfinished == [1]
+    proposer.close(1)
+    proposer.open(2, [*range(28), 1, 2], GREEDY, 2, 100)
+    round_ = proposer.draft([2])
+    assert (round_.unfinished, drafted(round_, 2)) == ([], (0, [3, 4]))
+
+
+def test_unknown_sessions_are_ignored() -> None:
+    proposer = hybrid()
+    proposer.commit(7, 0, [1], 4)
+    proposer.close(7)
+    assert proposer.draft([7]).drafts == []
