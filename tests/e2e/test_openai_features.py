@@ -1,0 +1,263 @@
+"""Every parameter of the API through the official client and the whole stack.
+
+The model is random, so what it says has no meaning; what a parameter does to it has.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.up import Up
+
+pytestmark = pytest.mark.timeout(400)
+
+PROMPT = "hello world STOP "
+MESSAGES: Any = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def client(draft_model_stack: Up) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{draft_model_stack.http}/v1", api_key="none", max_retries=0, timeout=120
+    ) as client:
+        yield client
+
+
+def complete(
+    client: openai.OpenAI, *, body: dict[str, Any] | None = None, **parameters: Any
+) -> Any:
+    defaults = {"model": "default", "prompt": PROMPT, "max_tokens": 24, "seed": 3}
+    extra = {"ignore_eos": True, "aux_info": True, **(body or {})}
+    return client.completions.create(**{**defaults, **parameters}, extra_body=extra)
+
+
+def text(client: openai.OpenAI, *, body: dict[str, Any] | None = None, **parameters: Any) -> str:
+    return str(complete(client, body=body, **parameters).choices[0].text)
+
+
+# Sampling
+
+
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.7, "top_p": 0.9, "body": {"top_k": 40, "min_p": 0.01}},
+    {"temperature": 0, "presence_penalty": 2, "frequency_penalty": 1},
+    {"temperature": 0.8, "frequency_penalty": -2},
+    {"temperature": 0.8, "body": {"repetition_penalty": 1.8}},
+    {"temperature": 0.8, "logit_bias": {"260": 6, "261": -100, "40": 3.5}},
+    {"temperature": 0.5, "body": {"min_tokens": 20, "ignore_eos": False}},
+    {"temperature": 0.8, "body": {"stop_token_ids": [260, 261, 262, 263]}},
+]
+
+
+def test_speculation_changes_nothing(client: openai.OpenAI, subtests: pytest.Subtests) -> None:
+    num_drafted = 0
+    for parameters in SAMPLING:
+        body = parameters.get("body", {})
+        rest = {name: value for name, value in parameters.items() if name != "body"}
+        with subtests.test(str(parameters)):
+            drafted = complete(client, body=body, **rest)
+            alone = complete(client, body={**body, "speculation": {"enabled": False}}, **rest)
+            assert drafted.choices[0].text == alone.choices[0].text
+            assert drafted.choices[0].finish_reason == alone.choices[0].finish_reason
+            assert drafted.usage.completion_tokens == alone.usage.completion_tokens
+            aux = drafted.aux_info
+            num_drafted += aux["drafted"]
+            assert alone.aux_info["drafted"] == 0
+            assert (aux["verification"], aux["exact"]) == ("coupled", True)
+            assert sum(counts["drafted"] for counts in aux["by_method"]) == aux["drafted"]
+    assert num_drafted > 0
+
+
+def test_penalties_and_biases_do_what_they_say(client: openai.OpenAI) -> None:
+    plain = text(client, temperature=0)
+    assert text(client, temperature=0, body={"repetition_penalty": 10}) != plain
+    biased = complete(client, temperature=0, logit_bias={"42": 100}, logprobs=0)
+    assert len(set(biased.choices[0].logprobs.tokens)) == 1
+    banned = biased.choices[0].logprobs.tokens[0]
+    spread = complete(
+        client, temperature=0, logit_bias={"42": 100}, logprobs=0, presence_penalty=2, max_tokens=9
+    )
+    assert spread.choices[0].logprobs.tokens[0] == banned
+
+
+# Choices
+
+
+def test_a_choice_can_be_had_alone(client: openai.OpenAI) -> None:
+    both = complete(client, temperature=0.9, n=2)
+    second = (3 + 0x9E3779B97F4A7C15) % 2**64
+    assert both.choices[0].text == text(client, temperature=0.9)
+    assert both.choices[1].text == text(client, temperature=0.9, seed=second - 2**64)
+    assert both.choices[0].text != both.choices[1].text
+    assert both.usage.completion_tokens == 48
+    assert both.usage.prompt_tokens == complete(client).usage.prompt_tokens
+
+
+def test_best_of(client: openai.OpenAI) -> None:
+    every = complete(client, temperature=1.2, n=3, logprobs=0)
+    best = complete(client, temperature=1.2, n=1, best_of=3)
+    means = {c.text: sum(c.logprobs.token_logprobs) / 24 for c in every.choices}
+    assert best.choices[0].text == max(means, key=lambda text: means[text])
+    assert best.usage.completion_tokens == 3 * 24
+
+
+def test_echo(client: openai.OpenAI) -> None:
+    assert text(client, temperature=0, echo=True) == PROMPT + text(client, temperature=0)
+
+
+# Logprobs
+
+
+def test_logprobs_are_the_models_with_and_without_speculation(client: openai.OpenAI) -> None:
+    shaped: list[Any] = []
+    for body in ({}, {"speculation": {"enabled": False}}):
+        stream = client.chat.completions.create(
+            **{"model": "default", "messages": MESSAGES, "max_tokens": 24, "temperature": 0},
+            **{"logprobs": True, "top_logprobs": 3, "stream": True, "frequency_penalty": 0.5},
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True, **body},
+        )
+        entries: list[Any] = []
+        usage = None
+        for chunk in stream:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                entries += choice.logprobs.content if choice.logprobs else []
+        assert usage is not None
+        assert len(entries) == usage.completion_tokens == 24
+        shaped.append(entries)
+    drafted, alone = shaped
+    assert [entry.token for entry in drafted] == [entry.token for entry in alone]
+    for one, other in zip(drafted, alone, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+        assert len(one.top_logprobs) == 3
+        tops = [top.logprob for top in one.top_logprobs]
+        assert tops == sorted(tops, reverse=True)
+        assert one.logprob <= tops[0] + 1e-6
+        assert sum(map(math.exp, tops)) <= 1 + 1e-6
+
+
+def test_a_stop_string_cuts_logprobs_too(client: openai.OpenAI) -> None:
+    whole = complete(client, temperature=0, logprobs=1)
+    shown = whole.choices[0].text
+    stop = shown[len(shown) // 2 :][:3]
+    cut = complete(client, temperature=0, logprobs=1, stop=stop)
+    assert cut.choices[0].text == shown[: shown.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+    assert len(cut.choices[0].logprobs.tokens) == cut.usage.completion_tokens
+    count = cut.usage.completion_tokens
+    assert cut.choices[0].logprobs.tokens == whole.choices[0].logprobs.tokens[:count]
+
+
+# Output formats
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_formats(client: openai.OpenAI, temperature: float) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"sure": {"type": "boolean"}, "kind": {"enum": ["a", "b"]}},
+        "required": ["sure", "kind"],
+        "additionalProperties": False,
+    }
+    strict = {"name": "verdict", "schema": schema, "strict": True}
+    by_schema: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_schema", "json_schema": strict}},
+        {"structured_outputs": {"json": schema}},
+    ]
+    common: dict[str, Any] = {"temperature": temperature, "max_tokens": 200}
+    for change in by_schema:
+        answer = complete(client, body={**change, "ignore_eos": False}, **common)
+        assert answer.choices[0].finish_reason == "stop"
+        assert set(json.loads(answer.choices[0].text)) == {"sure", "kind"}
+    for change, pattern in (
+        ({"choice": ["yes.", "no"]}, r"yes\.|no"),
+        ({"regex": "[0-9]{4}-[ab]{1,3}x"}, "[0-9]{4}-[ab]{1,3}x"),
+        ({"grammar": 'start: "a" | "b" "c"'}, "a|bc"),
+    ):
+        body = {"structured_outputs": change, "ignore_eos": False}
+        answer = complete(client, body=body, **common)
+        assert answer.choices[0].finish_reason == "stop"
+        assert re.fullmatch(pattern, answer.choices[0].text)
+    answer = client.chat.completions.create(
+        **{"model": "default", "messages": MESSAGES, "max_tokens": 10, "seed": 3},
+        response_format={"type": "json_object"},
+    )
+    assert (answer.choices[0].message.content or "").lstrip().startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": {"type": "nonsense"}},
+                }
+            },
+            "response_format",
+        ),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs.grammar"),
+    ],
+)
+def test_formats_that_cannot_be_compiled(client: openai.OpenAI, body: Any, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(client, body=body)
+    assert caught.value.param == param
+
+
+# Speculation
+
+
+@pytest.mark.parametrize(
+    ("verification", "exact"),
+    [
+        ("coupled", True),
+        ("rejection", True),
+        ({"rule": "typical", "epsilon": 0.2, "alpha": 0.5}, False),
+        ({"rule": "top_p_window", "max_candidate_len": 3, "verify_window": 1}, False),
+    ],
+)
+def test_verification_rules(client: openai.OpenAI, verification: Any, exact: bool) -> None:
+    body = {"speculation": {"verification": verification}}
+    answer = complete(client, temperature=0.8, body=body)
+    rule = verification if isinstance(verification, str) else verification["rule"]
+    assert (answer.aux_info["verification"], answer.aux_info["exact"]) == (rule, exact)
+    assert answer.usage.completion_tokens == 24
+    if exact:
+        assert text(client, temperature=0, body=body) == text(client, temperature=0)
+
+
+def test_methods_may_be_named_in_order(client: openai.OpenAI) -> None:
+    body = {"speculation": {"methods": ["deterministic", "suffix", "draft_model"]}}
+    assert text(client, temperature=0, body=body) == text(client, temperature=0)
+
+
+def test_a_prediction_changes_nothing_but_usage(client: openai.OpenAI) -> None:
+    plain = client.chat.completions.create(
+        **{"model": "default", "messages": MESSAGES, "max_tokens": 40, "temperature": 0}
+    )
+    shown = plain.choices[0].message.content or ""
+    predicted = client.chat.completions.create(
+        **{"model": "default", "messages": MESSAGES, "max_tokens": 40, "temperature": 0},
+        prediction={"type": "content", "content": shown},
+        extra_body={"speculation": {"references": [shown, [5, 6]]}},
+    )
+    assert predicted.choices[0].message.content == shown
+    assert predicted.usage is not None
+    details = predicted.usage.completion_tokens_details
+    assert details is not None
+    assert details.accepted_prediction_tokens is not None
+    assert details.accepted_prediction_tokens >= 0
+    assert details.rejected_prediction_tokens is not None
+    assert details.rejected_prediction_tokens >= 0
