@@ -14,22 +14,29 @@ from outrider.draft_tree import DraftTree
 from outrider.drafting.branch_plan import Pace
 from outrider.drafting.branches import EagerForks
 from outrider.drafting.draft_model import DraftModelProposer
-from outrider.drafting.proposer import DraftRound
+from outrider.drafting.proposer import DraftRound, SessionHints
 from outrider.engine.loader import build_paged_model
-from outrider.engine.sampling import SamplingBatch, sample
+from outrider.engine.sampling import Lane, SamplingBatch, process_logits, sample
 from outrider.errors import ConfigError
-from outrider.params import SamplingParams
+from outrider.params import SamplingParams, VerificationRule
 from tests.support.hash_model import HashModel
 
 GREEDY = SamplingParams(temperature=0.0)
+COUPLED, REJECTION = VerificationRule.COUPLED, VerificationRule.REJECTION
 Logits = Callable[[Sequence[int]], torch.Tensor]  # of the token after a context: [1, vocab]
 
 
-def generate(logits: Logits, context: Sequence[int], sampling: SamplingParams, n: int) -> list[int]:
+def generate(
+    logits: Logits,
+    context: Sequence[int],
+    sampling: SamplingParams,
+    n: int,
+    lane: Lane = Lane.SHARED,
+) -> list[int]:
     """The definition: one token after another, from the whole context each time."""
     text = list(context)
     for _ in range(n):
-        batch = SamplingBatch.build([sampling], [len(text)])
+        batch = SamplingBatch.build([sampling], [len(text)], lanes=[lane])
         text.append(int(sample(logits(text), batch)))
     return text[len(context) :]
 
@@ -47,7 +54,7 @@ prefixes = st.integers(1, 40).flatmap(lambda n: st.lists(st.integers(0, 1), min_
 opens = st.tuples(
     st.just("open"),
     prefixes,
-    samplings,
+    st.tuples(samplings, st.sampled_from((COUPLED, COUPLED, REJECTION))),
     st.integers(0, 6),
 )
 # A path of the last tree comes true, then other tokens; some known ones are told again.
@@ -87,14 +94,19 @@ class Bench:
         self.text: dict[int, list[int]] = {}
         self.sampling: dict[int, SamplingParams] = {}
         self.wanted: dict[int, int] = {}
+        self.sampled: set[int] = set()  # for rejection, with noise of their own
         self.last: dict[int, DraftTree] = {}  # what a scorer holds
         self.next_key = 1
 
-    def open(self, prefix: list[int], sampling: SamplingParams, k: int) -> None:
+    def open(
+        self, prefix: list[int], sampling: SamplingParams, rule: VerificationRule, k: int
+    ) -> None:
         key = self.next_key
         self.next_key += 1
         self.text[key], self.sampling[key], self.wanted[key] = list(prefix), sampling, k
-        self.proposer.open(key, prefix, sampling, k, 50)
+        if rule is REJECTION and not sampling.greedy:
+            self.sampled.add(key)
+        self.proposer.open(key, prefix, sampling, k, 50, SessionHints(rule=rule))
 
     def commit(self, which: int, node: int, more: list[int], overlap: int, k: int) -> None:
         key = list(self.text)[which % len(self.text)]
@@ -137,9 +149,11 @@ class Bench:
             for key, tree in done.drafts:
                 text = self.text[key]
                 wanted = min(self.wanted[key], 50 - len(text) - 1)
-                expected = generate(self.logits, text, self.sampling[key], max(0, wanted))
+                lane = Lane.DRAFT if key in self.sampled else Lane.SHARED
+                expected = generate(self.logits, text, self.sampling[key], max(0, wanted), lane)
                 assert tree.base_len == len(text)
                 assert list(tree.token_ids) == expected
+                self.check_probs(key, tree)
                 self.last[key] = tree
             for key in done.at_hand:
                 wanted = min(self.wanted[key], 50 - len(self.text[key]) - 1)
@@ -151,6 +165,21 @@ class Bench:
             rounds += 1
             assert rounds < 100, "no progress"
 
+    def check_probs(self, key: int, tree: DraftTree) -> None:
+        """What was drawn comes with what it was drawn from; point masses come with nothing."""
+        if key not in self.sampled:
+            assert tree.probs == ()
+            return
+        assert len(tree.probs) == len(tree.token_ids)
+        text = list(self.text[key])
+        for token, drawn_from in zip(tree.token_ids, tree.probs, strict=True):
+            assert drawn_from is not None
+            batch = SamplingBatch.build([self.sampling[key]], [len(text)])
+            probs = process_logits(self.logits(text), batch).softmax(dim=-1)[0]
+            assert (probs > 0).sum() == len(drawn_from.token_ids)
+            assert probs[list(drawn_from.token_ids)].tolist() == pytest.approx(drawn_from.probs)
+            text.append(token)
+
     def ahead(self, mask: int) -> None:
         keys = [key for i, key in enumerate(self.text) if mask >> (i % 4) & 1]
         done = self.proposer.ahead(keys, Pace())
@@ -160,6 +189,7 @@ class Bench:
 
     def check_trees(self, done: DraftRound) -> None:
         for key, tree in done.trees:
+            assert key not in self.sampled, "branches are for coupled sessions"
             text, last = self.text[key], self.last[key]
             assert tree.base_len == len(text)
             draft = last.first_path(9)
@@ -201,8 +231,8 @@ def test_drafts_equal_generate_under_any_history(
     bench = Bench(num_pages, max_sessions, prefill_budget, max_branches)
     for kind, a, b, c in history:
         match kind, a, b, c:
-            case "open", list(prefix), SamplingParams() as sampling, int(k):
-                bench.open(prefix, sampling, k)
+            case "open", list(prefix), (sampling, rule), int(k):
+                bench.open(prefix, sampling, rule, k)
             case "commit", int(which), (node, more, overlap), int(k) if bench.text:
                 bench.commit(which, node, more, overlap, k)
             case "ahead", int(mask), _, _:
