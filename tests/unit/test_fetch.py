@@ -1,0 +1,111 @@
+"""Models are downloaded ahead of a service, from a hub on loopback."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+COMMIT = "0123456789012345678901234567890123456789"
+FILES = {
+    "config.json": b"{}",
+    "tokenizer.json": b'{"version": "1.0"}',
+    "model.safetensors": b"weights",
+    "training_log.csv": b"never wanted",
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What huggingface_hub asks for, for one repository."""
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        name = self.path.rpartition("/")[2]
+        if self.path.startswith("/api/models/org/model/revision/"):
+            siblings = [{"rfilename": file} for file in FILES]
+            body = json.dumps({"id": "org/model", "sha": COMMIT, "siblings": siblings}).encode()
+        elif self.path.startswith(f"/api/models/org/model/tree/{COMMIT}"):
+            tree = [
+                {"type": "file", "path": file, "size": len(content), "oid": COMMIT}
+                for file, content in FILES.items()
+            ]
+            body = json.dumps(tree).encode()
+        elif self.path.startswith("/org/model/resolve/") and name in FILES:
+            body = FILES[name]
+        else:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def hub() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def fetch(cache: Path, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "outrider.models.fetch", *args],
+        env=os.environ | {"HF_HOME": str(cache)} | variables,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_a_service_finds_offline_what_was_fetched(tmp_path: Path) -> None:
+    with hub() as endpoint:
+        fetched = fetch(tmp_path, "org/model", HF_ENDPOINT=endpoint)
+    assert fetched.returncode == 0, fetched.stderr
+    folder = Path(fetched.stdout.strip())
+    wanted = set(FILES) - {"training_log.csv"}
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        name: FILES[name] for name in wanted
+    }
+    offline = fetch(tmp_path, "org/model", HF_HUB_OFFLINE="1")
+    assert offline.stdout == fetched.stdout, offline.stderr
+
+
+def test_a_tokenizer_comes_without_weights(tmp_path: Path) -> None:
+    with hub() as endpoint:
+        fetched = fetch(tmp_path, "org/model", "--tokenizer-only", HF_ENDPOINT=endpoint)
+    assert fetched.returncode == 0, fetched.stderr
+    names = {path.name for path in Path(fetched.stdout.strip()).iterdir()}
+    assert names == {"config.json", "tokenizer.json"}
+
+
+def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
+    with hub() as endpoint:
+        done = fetch(tmp_path, "org/other", HF_ENDPOINT=endpoint)
+    assert done.returncode == 2
+    assert done.stderr.startswith("fetch: org/other is not a folder here")
+    assert done.stderr.count("\n") == 1
