@@ -25,7 +25,12 @@ from outrider.engine.scheduler import ScheduledRow, Step
 from outrider.engine.sequence import Drafting, Sequence
 from outrider.engine.static_step import Bucket, StaticInputs, StaticSizes, cuts, make_buckets
 from outrider.engine.verifier import choose_and_verify
-from outrider.params import SamplingParams
+from outrider.params import (
+    SamplingParams,
+    SpeculationParams,
+    Verification,
+    VerificationRule,
+)
 from outrider.types import Request
 from tests.property.test_engine_equality import EOS, MAX_LEN, VOCAB, Scenario, configs
 from tests.support.architectures import ARCHITECTURES, random_model
@@ -40,6 +45,11 @@ SAMPLINGS = (
     SamplingParams(temperature=0.6, seed=2**64 - 1),
     SamplingParams(temperature=1.5, seed=2**40, top_k=9),
     SamplingParams(temperature=0.9, seed=3, top_p=0.7, min_p=0.02),
+)
+
+SPECULATIONS = (
+    *(SpeculationParams(),) * 16,  # most steps are coupled throughout, and stay recorded
+    *(SpeculationParams(verification=Verification(rule)) for rule in VerificationRule),
 )
 
 
@@ -88,7 +98,7 @@ def make_row(rng: random.Random, num_drafts: int, pages: list[int], vocab: int) 
     tokens = tuple(rng.randrange(vocab) for _ in range(1 + num_drafts))
     needed = min(-(-(start + len(tokens)) // PAGE_SIZE) + rng.randint(0, 2), MAX_PAGES)
     seq = Sequence(
-        Request(0, (1,), sampling=rng.choice(SAMPLINGS)),
+        Request(0, (1,), sampling=rng.choice(SAMPLINGS), speculation=rng.choice(SPECULATIONS)),
         max_len=MAX_MODEL_LEN,
         stop_ids=frozenset(),
         drafting=Drafting(limit=K),
