@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -40,6 +40,30 @@ async def merged(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def one_ahead(streams: Sequence[AsyncGenerator[T, None]]) -> list[AsyncGenerator[T, None]]:
+    """The same streams, of which all but the first begin once that one has its first item."""
+    begun = asyncio.Event()
+    return [_announced(streams[0], begun), *(_begun_after(begun, other) for other in streams[1:])]
+
+
+async def _announced(
+    stream: AsyncGenerator[T, None], begun: asyncio.Event
+) -> AsyncGenerator[T, None]:
+    async with aclosing(stream):
+        async for item in stream:
+            begun.set()
+            yield item
+
+
+async def _begun_after(
+    begun: asyncio.Event, stream: AsyncGenerator[T, None]
+) -> AsyncGenerator[T, None]:
+    async with aclosing(stream):
+        await begun.wait()
+        async for item in stream:
+            yield item
 
 
 async def _pump(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -13,11 +13,12 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.generation import Chunk, Ending, Generator
 from gateway.intake import GenerationRequest
-from gateway.merge import merged
+from gateway.merge import merged, one_ahead
 from gateway.openai_errors import error_body, error_response, public_error
 from gateway.openai_responses import Completion, Shaper, event
 from gateway.output import OutputToken
 from outrider.errors import InvalidRequestError, OutriderError
+from outrider.rpc.telemetry import Metadata
 
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -65,11 +66,7 @@ class Answer(Response):
         try:
             with self._generator.admission.admitted(len(self._work)):
                 async with self._generator.admission.until(self._deadline):
-                    metadata = Request(scope).headers.items()
-                    chunks = merged(
-                        self._generator.generate(request, self._deadline, metadata)
-                        for request in self._work
-                    )
+                    chunks = merged(self._streams(Request(scope).headers.items()))
                     async with aclosing(chunks):
                         if self._stream:
                             await self._send_events(chunks, send, start_stream)
@@ -82,6 +79,17 @@ class Answer(Response):
                 return
             response = error_response(shown)
         await response(scope, receive, send)
+
+    def _streams(self, metadata: Metadata) -> Iterator[AsyncGenerator[Chunk, None]]:
+        """The completions. A prompt's first choice computes it; the others find it in the cache."""
+        size = self._shaper.per_prompt
+        for start in range(0, len(self._work), size):
+            yield from one_ahead(
+                [
+                    self._generator.generate(request, self._deadline, metadata)
+                    for request in self._work[start : start + size]
+                ]
+            )
 
     async def _collect(self, chunks: AsyncGenerator[tuple[int, Chunk], None]) -> dict[str, Any]:
         tokens: list[list[OutputToken]] = [[] for _ in self._work]

@@ -90,8 +90,9 @@ class Request(Strict):
     # Outrider's own:
     speculation: Speculation | None = None
 
-    def wanted_max_tokens(self) -> int | None:
-        return self.max_tokens
+    def wanted_max_tokens(self) -> tuple[int | None, str]:
+        """With the parameter's name."""
+        return self.max_tokens, "max_tokens"
 
     @abstractmethod
     def wanted_logprobs(self) -> int | None:
@@ -121,9 +122,8 @@ class Request(Strict):
         )
 
     def limits(self) -> Limits:
-        max_tokens = self.wanted_max_tokens()
-        if max_tokens is not None and max_tokens < 1:
-            raise InvalidRequestError("max_tokens must be at least 1.", param="max_tokens")
+        max_tokens, param = self.wanted_max_tokens()
+        require(max_tokens is None or max_tokens >= 1, param, "at least 1")
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         return Limits(
             max_tokens=max_tokens,
@@ -230,8 +230,10 @@ class ChatRequest(Request):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
-    def wanted_max_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    def wanted_max_tokens(self) -> tuple[int | None, str]:
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens, "max_completion_tokens"
+        return super().wanted_max_tokens()
 
     def wanted_logprobs(self) -> int | None:
         top = self.top_logprobs or 0

@@ -82,6 +82,15 @@ async def test_chat_choices_stream_side_by_side() -> None:
     assert usage == whole.usage
 
 
+async def test_a_prompts_first_choice_goes_ahead_of_the_others() -> None:
+    async with running_gateway(Script(tokens(TEXT), together=2)) as gateway:
+        answer = await complete(gateway, prompt=["one", "two"], n=3)
+        prompts = [tuple(request.prompt_token_ids) for request in gateway.scorer.requests]
+    assert [choice.text for choice in answer.choices] == [TEXT] * 6
+    assert len(set(prompts[:2])) == 2  # none was answered before these two had come
+    assert sorted(prompts) == sorted(prompts[:2] * 3)
+
+
 async def test_best_of_returns_the_likeliest_and_counts_all() -> None:
     async with running_gateway(Script(by_seed)) as gateway:
         answer = await complete(gateway, seed=5, n=2, best_of=4, extra_body={"aux_info": True})

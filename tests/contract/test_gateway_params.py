@@ -139,7 +139,7 @@ CHAT: list[Case] = [
     ({"logprobs": 3}, "logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
-    ({"max_completion_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"best_of": 2}, "best_of"),
 ]
 TOO_LONG: list[dict[str, Any]] = [

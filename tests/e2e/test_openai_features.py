@@ -101,6 +101,13 @@ def test_a_choice_can_be_had_alone(client: openai.OpenAI) -> None:
     assert both.usage.prompt_tokens == complete(client).usage.prompt_tokens
 
 
+def test_choices_share_their_prompt(client: openai.OpenAI) -> None:
+    answer = complete(client, prompt=PROMPT * 20, n=3, max_tokens=4)
+    cached = [aux["cached_prompt_tokens"] for aux in answer.aux_info]
+    assert min(cached[1:]) > answer.usage.prompt_tokens // 2
+    assert answer.usage.prompt_tokens_details.cached_tokens == cached[0] == 0
+
+
 def test_best_of(client: openai.OpenAI) -> None:
     every = complete(client, temperature=1.2, n=3, logprobs=0)
     best = complete(client, temperature=1.2, n=1, best_of=3)
