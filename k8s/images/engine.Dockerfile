@@ -1,6 +1,6 @@
 # Scorer and proposer, which share all layers. Built in the repository's root, four images:
 #   docker build -f k8s/images/engine.Dockerfile --build-arg DEVICE=cuda --target scorer \
-#     -t outrider/outrider-scorer:0.1.0-cuda .
+#     -t registry.example.com/outrider/outrider-scorer:0.1.0-cuda .
 # DEVICE: cpu or cuda; --target: scorer or proposer.
 ARG PYTHON=python:3.11.14-slim-bookworm
 ARG DEVICE=cpu

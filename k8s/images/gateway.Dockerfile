@@ -1,5 +1,5 @@
 # The gateway: no torch, no weights. Built in the repository's root:
-#   docker build -f k8s/images/gateway.Dockerfile -t outrider/outrider-gateway:0.1.0 .
+#   docker build -f k8s/images/gateway.Dockerfile -t registry.example.com/outrider/outrider-gateway:0.1.0 .
 ARG PYTHON=python:3.11.14-slim-bookworm
 
 FROM ${PYTHON} AS build
