@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.params import MAX_TOP_LOGPROBS
 from outrider.types import TokenLogprobs
 
-_MAX_VALUES = 2**23  # log probabilities held at once; 4 bytes each
+MAX_VALUES = 2**23  # log probabilities held at once; 4 bytes each
 
 Asked = tuple[int, int | None]
 """Of a row: its number of logits, and of likeliest tokens to tell; None: it does not ask."""
@@ -36,7 +36,7 @@ def drawn_logprobs(logits: Tensor, drawn: Tensor, rows: Sequence[Asked]) -> Tens
             index += range(start, start + num_logits)
         start += num_logits
     top = min(MAX_TOP_LOGPROBS, logits.shape[1])
-    at_once = max(1, _MAX_VALUES // logits.shape[1])
+    at_once = max(1, MAX_VALUES // logits.shape[1])
     parts = []
     places = torch.tensor(index).to(logits.device, non_blocking=True)
     for part in torch.split(places, at_once):

@@ -193,3 +193,25 @@ def test_a_stop_token_ends_the_text_before_itself_even_inside_a_draft() -> None:
     assert commits[-1].finish_reason is FinishReason.STOP
     assert stats.output_tokens == at
     assert stats.accepted <= at, "trimmed first, counted then"
+
+
+def test_a_request_goes_on_in_another_engine_as_if_it_had_never_moved() -> None:
+    """Penalties count what the first engine wrote; max_tokens and min_tokens go on from there."""
+    sampling = SamplingParams(
+        temperature=0.9, seed=3, presence_penalty=1.2, frequency_penalty=0.8, repetition_penalty=1.3
+    )
+    prompt = (4, 8, 15, 16)
+    stops = frozenset(range(16))
+
+    def decode(done: tuple[int, ...]) -> tuple[int, ...]:
+        left = 24 - len(done)
+        stop = StopParams(max_tokens=left, min_tokens=left, stop_token_ids=stops)
+        target = engine()
+        target.submit(Request(1, prompt + done, sampling, stop, num_resumed_tokens=len(done)))
+        return tuple(token for commit in run(target)[1] for token in commit.token_ids)
+
+    whole = decode(())
+    assert len(whole) == 24
+    assert stops.isdisjoint(whole)
+    for done in range(1, 24):
+        assert decode(whole[:done]) == whole[done:]
