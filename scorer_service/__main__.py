@@ -91,6 +91,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="serve gRPC on this Unix socket, too: for proposers on the same machine",
     )
+    p.add_argument(
+        "--start-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=600.0,
+        help="how long loading and warming up may take",
+    )
     add_deployment_flags(p)
     p.add_argument(
         "--exit-with-parent", action="store_true", help="stop when the parent process is gone"

@@ -42,7 +42,6 @@ from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving
 
 T = TypeVar("T")
 NAME: Final = "scorer"
-_LOAD_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 1.0
 
 
@@ -69,6 +68,7 @@ class Options:
     page_size: int
     enable_prefix_caching: bool
     listen_unix: str | None
+    start_timeout: float  # seconds
     deployment: Deployment
 
 
@@ -107,7 +107,7 @@ class ScorerApp:
                 loop.call_soon_threadsafe(hubs[0].on_events, events)
 
         self._worker = worker = EngineWorker(lambda: build_engine(folder, options), on_events)
-        info = await _in_thread(lambda: worker.start(_LOAD_TIMEOUT_S))
+        info = await _in_thread(lambda: worker.start(options.start_timeout))
         served = ServedModel(
             scorer_id=options.scorer_id,
             model=options.model,

@@ -18,7 +18,7 @@ args:
   - --pool={{ .pool }}
   - --scorer={{ if $sidecar }}unix:/run/outrider/scorer.sock{{ else }}{{ include "outrider.scorers" .root }}{{ end }}
   - --method={{ .values.method }}
-  {{- if eq .values.method "draft_model" }}
+  {{- if has "draft_model" (splitList "," .values.method) }}
   - --model={{ .values.model }}
   - --dtype={{ .values.dtype }}
   - --device={{ .values.device }}
@@ -63,5 +63,5 @@ volumeMounts:
 
 {{/* Whether a pool's model has to be downloaded. Arguments: values. */}}
 {{- define "outrider.poolFetches" -}}
-{{- if eq .values.method "draft_model" }}{{ include "outrider.isRemote" .values.model }}{{ end -}}
+{{- if has "draft_model" (splitList "," .values.method) }}{{ include "outrider.isRemote" .values.model }}{{ end -}}
 {{- end -}}
