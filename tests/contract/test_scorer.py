@@ -17,7 +17,14 @@ from outrider.rpc import status
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, draft_pb2, scorer_pb2, scorer_pb2_grpc
 from scorer_service.config import DraftLimits
-from tests.support.scorer import MAX_LEN, VOCAB, PacedModel, generate_request, running_scorer
+from tests.support.scorer import (
+    MAX_LEN,
+    VOCAB,
+    PacedModel,
+    RunningScorer,
+    generate_request,
+    running_scorer,
+)
 from tests.support.scripted_proposer import (
     Drafted,
     Script,
@@ -121,6 +128,44 @@ async def test_sampled_text_does_not_depend_on_the_drafts() -> None:
             sampling = proposer.opens[0].sampling
             fields = [f.name for f in sampling.DESCRIPTOR.fields if f.has_presence]
             assert all(map(sampling.HasField, fields))
+
+
+async def told(
+    scorer: RunningScorer, *, resumed: Sequence[int] = (), enabled: bool = True
+) -> list[tuple[int, common_pb2.TokenLogprobs]]:
+    """Tokens and their log probabilities, of a request that penalises and must not stop."""
+    left = 40 - len(resumed)
+    request = generate_request([*PROMPT, *resumed], temperature=0.8, enabled=enabled)
+    request.sampling.frequency_penalty = 1.1
+    request.sampling.repetition_penalty = 1.4
+    request.sampling.logit_bias.add(token_id=9, bias=-100)
+    request.stop.max_tokens = request.stop.min_tokens = left
+    request.stop.stop_token_ids[:] = range(8)
+    request.top_logprobs = 2
+    request.num_resumed_tokens = len(resumed)
+    answer: list[tuple[int, common_pb2.TokenLogprobs]] = []
+    async for response in scorer.stub.Generate(request, timeout=30):
+        answer += zip(response.token_ids, response.logprobs, strict=True)
+    return answer
+
+
+async def test_penalties_and_log_probabilities_do_not_depend_on_the_drafts() -> None:
+    async with running_scorer() as scorer:
+        plain = await told(scorer, enabled=False)
+        text = [token for token, _ in plain]
+        assert len(text) == 40
+        assert not {*range(8), 9} & {*text}
+        for i, (token, logprobs) in enumerate(plain):
+            logits = _model.logits_of([*PROMPT, *text[:i]]).astype(np.float64)
+            truth = logits - np.log(np.exp(logits).sum())
+            assert logprobs.logprob == pytest.approx(truth[token], abs=1e-5)
+            assert list(logprobs.top_token_ids) == np.argsort(-truth)[:2].tolist()
+            assert list(logprobs.top_logprobs) == pytest.approx(-np.sort(-truth)[:2], abs=1e-5)
+        async with proposing(ScriptedProposer(scorer.stub, follow(known_text(PROMPT, text)))):
+            assert await told(scorer) == plain
+            assert scorer.metric("spec_decode_num_accepted_tokens_total") > 0
+            for done in (1, 17, 39):
+                assert await told(scorer, resumed=text[:done]) == plain[done:]
 
 
 async def test_many_requests_share_one_stream_and_one_message_per_step() -> None:
