@@ -1,4 +1,4 @@
-"""`python -m proposer_service --scorer HOST:PORT --method draft_model|ngram`."""
+"""`python -m proposer_service --scorer HOST:PORT --method NAME[,...]`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,35 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
+from outrider.drafting.suffix_settings import SuffixSettings
 from outrider.errors import OutriderError
+from outrider.rpc.codec import METHOD_ALIASES, METHODS
 from outrider.rpc.deployment import add_deployment_flags, take_deployment
 from outrider.rpc.targets import DNS_REFRESH_S, parse_entries
-from proposer_service.config import DraftModelConfig, NgramConfig, ProposerConfig
+from proposer_service.config import (
+    DeterministicConfig,
+    DraftModelConfig,
+    MethodConfig,
+    NgramConfig,
+    ProposerConfig,
+    SuffixConfig,
+)
 
 _CUDA_KV_CACHE = 4096  # MiB; a part of the device, which the proposer may share with a scorer
-_MAX_BRANCHES = 16
+_SUFFIX_FLAGS = {
+    "max_tree_depth": "tokens of context that are matched at most",
+    "max_spec_factor": "draft tokens per token of context that matches",
+    "min_token_prob": "least estimated probability of a draft's tokens, multiplied",
+    "max_cached_requests": "earlier responses to draft from; 0: none",
+    "max_cached_tokens": "their tokens, all tenants together",
+}
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
     """The configuration, and whether to exit with the parent. Raises `ConfigError`."""
-    ngram, draft = NgramConfig(), DraftModelConfig()
+    ngram, draft, suffix = NgramConfig(), DraftModelConfig(), SuffixSettings()
     parser = argparse.ArgumentParser(
         prog="proposer_service",
         description="Drafts tokens for Outrider scorers, which it dials.",
@@ -40,9 +56,11 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
     )
     add(
         "--method",
-        choices=("draft_model", "ngram", "inference_with_reference"),
+        type=_methods,
         default="draft_model",
-        help="inference_with_reference is another name for ngram",
+        metavar="NAME[,...]",
+        help=f"{', '.join(METHODS)}; inference_with_reference is another name for ngram; of "
+        "several, the first that has a guess drafts",
     )
     add("--host", default="127.0.0.1", help="address of ProposerService and metrics")
     add("--port", type=int, default=0, help="port of ProposerService; 0: a free one")
@@ -50,7 +68,12 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
     add("--proposer-id", help="unique in the pool; unset: host name, method and port")
     add("--pool", default="default", help="name of the pool, for metrics")
     add("--max-sessions", type=int, default=256, help="sessions held at once")
-    add("--max-draft-tokens", type=int, default=16, help="draft tokens per round at most")
+    add(
+        "--max-draft-tokens",
+        type=int,
+        help="draft tokens per round at most; unset: 16 for draft_model and ngram, "
+        "24 for suffix, 128 for deterministic",
+    )
     add(
         "--max-branches",
         type=int,
@@ -73,42 +96,83 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
     add("--max-model-len", type=int, help="draft_model: longest context drafted for")
     add("--prompt-lookup-min", type=int, default=ngram.prompt_lookup_min, help="ngram")
     add("--prompt-lookup-max", type=int, default=ngram.prompt_lookup_max, help="ngram")
+    add(
+        "--prompt-lookup-prefer",
+        choices=("recent", "frequent"),
+        default=ngram.prefer,
+        help="ngram: which of several matches",
+    )
+    for name, what in _SUFFIX_FLAGS.items():
+        default = getattr(suffix, name)
+        flag = f"--suffix-decoding-{name.replace('_', '-')}"
+        add(flag, type=type(default), default=default, help=f"suffix: {what}")
+    add(
+        "--shared-memory-across-tenants",
+        action="store_true",
+        help="suffix: draft from responses to other tenants, too: what they were answered can "
+        "then be told from drafts and their speed",
+    )
     add_deployment_flags(parser)
     add("--exit-with-parent", action="store_true", help="stop when the parent process is gone")
     args = parser.parse_args(argv)
-    on_cpu = args.method == "draft_model" and args.device == "cpu"
-    max_branches = args.max_branches
-    if max_branches is None:
-        max_branches = 0 if on_cpu else _MAX_BRANCHES
-    method: NgramConfig | DraftModelConfig
-    if args.method == "draft_model":
-        kv_cache = _CUDA_KV_CACHE if args.device == "cuda" else draft.kv_cache_memory
-        method = DraftModelConfig(
-            model=args.model,
-            dtype=args.dtype,
-            threads=args.threads,
-            kv_cache_memory=args.kv_cache_memory or kv_cache,
-            max_model_len=args.max_model_len,
-            device=args.device,
-            attention_backend=args.attention_backend,
-        )
-    else:
-        method = NgramConfig(args.prompt_lookup_min, args.prompt_lookup_max)
     config = ProposerConfig(
         scorers=parse_entries(args.scorer),
-        method=method,
+        methods=tuple(_method(name, args) for name in args.method),
         proposer_id=args.proposer_id,
         pool=args.pool,
         host=args.host,
         port=args.port,
         metrics_port=args.metrics_port,
         max_sessions=args.max_sessions,
-        max_draft_tokens=args.max_draft_tokens,
-        max_branches=max_branches,
         dns_refresh_s=args.dns_refresh_seconds,
         deployment=take_deployment(vars(args)),
     )
     return config, args.exit_with_parent
+
+
+def _methods(text: str) -> tuple[str, ...]:
+    """Method names, aliases resolved."""
+    names = tuple(METHOD_ALIASES.get(name.strip(), name.strip()) for name in text.split(","))
+    for name in names:
+        if name not in METHODS:
+            known = ", ".join((*METHODS, *METHOD_ALIASES))
+            raise argparse.ArgumentTypeError(f"invalid choice: {name!r} (choose from {known})")
+    return names
+
+
+def _method(name: str, args: argparse.Namespace) -> MethodConfig:
+    """One method as the flags describe it. Raises `ConfigError`."""
+    given = {"max_draft_tokens": args.max_draft_tokens, "max_branches": args.max_branches}
+    common: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if name == "ngram":
+        return NgramConfig(
+            prompt_lookup_min=args.prompt_lookup_min,
+            prompt_lookup_max=args.prompt_lookup_max,
+            prefer=args.prompt_lookup_prefer,
+            **common,
+        )
+    if name == "suffix":
+        settings = {key: getattr(args, f"suffix_decoding_{key}") for key in _SUFFIX_FLAGS}
+        shared = args.shared_memory_across_tenants
+        return SuffixConfig(
+            settings=SuffixSettings(**settings, shared_across_tenants=shared), **common
+        )
+    if name == "deterministic":
+        return DeterministicConfig(**common)
+    on_cuda = args.device == "cuda"
+    if not on_cuda:
+        common.setdefault("max_branches", 0)
+    return DraftModelConfig(
+        model=args.model,
+        dtype=args.dtype,
+        threads=args.threads,
+        kv_cache_memory=args.kv_cache_memory
+        or (_CUDA_KV_CACHE if on_cuda else DraftModelConfig().kv_cache_memory),
+        max_model_len=args.max_model_len,
+        device=args.device,
+        attention_backend=args.attention_backend,
+        **common,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,10 +182,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OutriderError as error:
         print(f"proposer: {error.message}", file=sys.stderr)
         return 2
-    if isinstance(config.method, DraftModelConfig):
-        # Read when torch and NumPy are imported, which happens below.
-        for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-            os.environ[variable] = str(config.method.threads)
+    for method in config.methods:
+        if isinstance(method, DraftModelConfig):
+            # Read when torch and NumPy are imported, which happens below.
+            for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+                os.environ[variable] = str(method.threads)
     # How long the event loop may keep the drafting thread waiting, and the other way round:
     # Python's default of 5 ms is as long as a step takes on a GPU.
     sys.setswitchinterval(0.0005)

@@ -3,25 +3,64 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
+from outrider.drafting.suffix_settings import SuffixSettings
 from outrider.errors import ConfigError
+from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.rpc.deployment import Deployment
 from outrider.rpc.targets import DNS_REFRESH_S, check_entries, check_refresh
 
 
-@dataclass(frozen=True, slots=True)
-class NgramConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodConfig:
+    """What every method is told. Raises `ConfigError`."""
+
+    name: ClassVar[str]
+    max_draft_tokens: int = 16
+    """Per round."""
+    max_branches: int = 16
+    """Outcomes of a verification that are drafted for ahead of it, per session at most; 0: none."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_draft_tokens <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(f"--max-draft-tokens is 1 to {MAX_SPECULATIVE_TOKENS}.")
+        if self.max_branches < 0:
+            raise ConfigError("--max-branches is at least 0.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NgramConfig(MethodConfig):
     """Prompt lookup."""
 
+    name = "ngram"
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
+    prefer: Literal["recent", "frequent"] = "recent"
 
 
-@dataclass(frozen=True, slots=True)
-class DraftModelConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuffixConfig(MethodConfig):
+    """SuffixDecoding."""
+
+    name = "suffix"
+    max_draft_tokens: int = 24
+    settings: SuffixSettings = field(default_factory=SuffixSettings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeterministicConfig(MethodConfig):
+    """Copying from the advice of a request."""
+
+    name = "deterministic"
+    max_draft_tokens: int = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftModelConfig(MethodConfig):
     """An independent small language model."""
 
+    name = "draft_model"
     model: str = "embedded"
     """"embedded", a folder, or a Hugging Face id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -56,18 +95,16 @@ class ProposerConfig:
 
     scorers: tuple[str, ...]
     """What `--scorer` lists: addresses and names."""
-    method: NgramConfig | DraftModelConfig
+    methods: tuple[MethodConfig, ...]
+    """The first one that has a guess drafts; a request may ask for another order."""
     proposer_id: str | None = None
-    """None: from host name, method and port."""
+    """None: from host name, methods and port."""
     pool: str = "default"
     host: str = "127.0.0.1"
     port: int = 0
     metrics_port: int | None = None
     """None: metrics are not served."""
     max_sessions: int = 256
-    max_draft_tokens: int = 16
-    max_branches: int = 16
-    """Outcomes of a verification that are drafted for ahead of it, per session at most; 0: none."""
     link: LinkConfig = LinkConfig()
     dns_refresh_s: float = DNS_REFRESH_S
     """How often the names among `scorers` are looked up."""
@@ -76,7 +113,8 @@ class ProposerConfig:
     def __post_init__(self) -> None:
         check_entries(self.scorers)
         check_refresh(self.dns_refresh_s)
-        if self.max_sessions < 1 or self.max_draft_tokens < 1:
-            raise ConfigError("--max-sessions and --max-draft-tokens are at least 1.")
-        if self.max_branches < 0:
-            raise ConfigError("--max-branches is at least 0.")
+        if self.max_sessions < 1:
+            raise ConfigError("--max-sessions is at least 1.")
+        names = [method.name for method in self.methods]
+        if not names or len(set(names)) < len(names):
+            raise ConfigError("--method names one method, or several different ones.")

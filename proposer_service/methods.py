@@ -1,16 +1,24 @@
-"""Builds the drafting method that the configuration names."""
+"""Builds the drafting methods that the configuration names."""
 
 from __future__ import annotations
 
 import time
 
 from outrider.drafting.branch_plan import Pace
+from outrider.drafting.deterministic import DeterministicProposer
+from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.ngram import NgramProposer
 from outrider.drafting.proposer import Proposer
 from outrider.errors import ConfigError
 from outrider.params import SamplingParams
 from outrider.rpc.runtime import progress
-from proposer_service.config import DraftModelConfig, NgramConfig, ProposerConfig
+from proposer_service.config import (
+    DraftModelConfig,
+    MethodConfig,
+    NgramConfig,
+    ProposerConfig,
+    SuffixConfig,
+)
 
 _PAGE_SIZE = 16
 _MIB = 2**20
@@ -20,25 +28,54 @@ _WARM_UP_TOKENS = 600
 
 
 def build_proposer(config: ProposerConfig) -> tuple[Proposer, str]:
-    """The method, warmed up, and its tokenizer's hash (empty if it has none).
+    """The methods, warmed up, and their tokenizer's hash (empty if they have none).
 
     Runs on the thread that will draft: all of torch's work stays on one thread. Raises
     `ConfigError` and `UnsupportedModelError`.
     """
-    method = config.method
+    built = [_build(method, config.max_sessions) for method in config.methods]
+    tokenizer_hash = next((hash_ for _, hash_ in built if hash_), "")
+    if len(built) == 1:
+        return built[0][0], tokenizer_hash
+    return HybridProposer([proposer for proposer, _ in built]), tokenizer_hash
+
+
+def _build(method: MethodConfig, max_sessions: int) -> tuple[Proposer, str]:
+    if isinstance(method, DraftModelConfig):
+        return _build_draft_model(method, max_sessions)
+    if isinstance(method, SuffixConfig):
+        return _build_suffix(method, max_sessions), ""
+    limits = {
+        "max_sessions": max_sessions,
+        "max_draft_tokens": method.max_draft_tokens,
+        "max_branches": method.max_branches,
+    }
     if isinstance(method, NgramConfig):
         ngram = NgramProposer(
             prompt_lookup_min=method.prompt_lookup_min,
             prompt_lookup_max=method.prompt_lookup_max,
-            max_sessions=config.max_sessions,
-            max_draft_tokens=config.max_draft_tokens,
-            max_branches=config.max_branches,
+            prefer=method.prefer,
+            **limits,
         )
         return ngram, ""
-    return _build_draft_model(config, method)
+    return DeterministicProposer(**limits), ""
 
 
-def _build_draft_model(config: ProposerConfig, method: DraftModelConfig) -> tuple[Proposer, str]:
+def _build_suffix(method: SuffixConfig, max_sessions: int) -> Proposer:
+    # Imported here: it takes Numba, and compiles, which the other copying methods do without.
+    from outrider.drafting.suffix import SuffixProposer
+
+    progress("proposer", "compiling, which takes half a minute the first time")
+    _warm_up(SuffixProposer())  # another one: what it remembers is made up
+    return SuffixProposer(
+        method.settings,
+        max_sessions=max_sessions,
+        max_draft_tokens=method.max_draft_tokens,
+        max_branches=method.max_branches,
+    )
+
+
+def _build_draft_model(method: DraftModelConfig, max_sessions: int) -> tuple[Proposer, str]:
     # Imported here: prompt lookup starts without torch.
     import torch
 
@@ -83,9 +120,9 @@ def _build_draft_model(config: ProposerConfig, method: DraftModelConfig) -> tupl
         from proposer_service.device import loop_shapes, record_loops
 
         shapes = loop_shapes(
-            max_sessions=config.max_sessions,
-            max_draft_tokens=config.max_draft_tokens,
-            max_branches=config.max_branches,
+            max_sessions=max_sessions,
+            max_draft_tokens=method.max_draft_tokens,
+            max_branches=method.max_branches,
         )
         loops = record_loops(model, shapes)
         if loops is not None:
@@ -95,11 +132,11 @@ def _build_draft_model(config: ProposerConfig, method: DraftModelConfig) -> tupl
     proposer = DraftModelProposer(
         model,
         name=method.model,
-        max_sessions=config.max_sessions,
-        max_draft_tokens=config.max_draft_tokens,
+        max_sessions=max_sessions,
+        max_draft_tokens=method.max_draft_tokens,
         chain_drafter=chain_drafter,
         fork_drafter=fork_drafter,
-        max_branches=config.max_branches,
+        max_branches=method.max_branches,
         prefill_budget=_PREFILL_BUDGET[method.device],
     )
     progress("proposer", "warming up")

@@ -1,4 +1,4 @@
-"""A proposer process: one method, one drafting thread, a stream to each scorer."""
+"""A proposer process: its methods, one drafting thread, a stream to each scorer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outrider.rpc.targets import Targets
 from outrider.rpc.telemetry import Telemetry, configure
 from outrider.rpc.versions import PROTOCOL_VERSION
 from outrider.v1 import draft_pb2, proposer_pb2_grpc
-from proposer_service.config import NgramConfig, ProposerConfig
+from proposer_service.config import ProposerConfig
 from proposer_service.link import ScorerLink
 from proposer_service.links import ScorerLinks
 from proposer_service.methods import build_proposer
@@ -84,8 +84,8 @@ class ProposerService:
         if config.metrics_port is not None:
             addresses["metrics"] = self._telemetry.serve_metrics(config.host, config.metrics_port)
         # Unique among the proposers of a host, and stable where the port is given.
-        method = "ngram" if isinstance(config.method, NgramConfig) else "draft_model"
-        self._proposer_id = self._proposer_id or f"{socket.gethostname()}-{method}-{port}"
+        methods = "-".join(method.name for method in config.methods)
+        self._proposer_id = self._proposer_id or f"{socket.gethostname()}-{methods}-{port}"
         self._worker = worker
         self._method = self._servicer.method = await worker.start(_BUILD_TIMEOUT_S)
         self._metrics.session_limit.set(self._method.traits.max_sessions)
@@ -140,4 +140,5 @@ class ProposerService:
             max_model_len=traits.max_model_len,
             pool=self._config.pool,
             runs_ahead=traits.runs_ahead,
+            methods=traits.methods,
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,39 +16,11 @@ from outrider.drafting.copying import CopyingProposer
 from outrider.drafting.proposer import Follower, ProposerTraits, SessionHints
 from outrider.drafting.suffix_index import NO_PATH, NOTHING, SuffixIndex
 from outrider.drafting.suffix_kernels import Ints
-from outrider.errors import ConfigError
+from outrider.drafting.suffix_settings import SuffixSettings
 from outrider.params import TokenIds
 
 _LED_BY = 8  # tokens of the prompt that a response is remembered with
 _ALTERNATIVES = 3
-
-
-@dataclass(frozen=True, slots=True)
-class SuffixSettings:
-    """SuffixDecoding's settings, with vLLM's names and defaults. Raises `ConfigError`."""
-
-    max_tree_depth: int = 24
-    """Tokens of context that are matched at most."""
-    max_spec_factor: float = 1.0
-    """Draft tokens per token of context that matches."""
-    min_token_prob: float = 0.1
-    """Drafts end where the product of the estimated probabilities falls below it."""
-    max_cached_requests: int = 10_000
-    """Earlier responses to copy from; 0: none."""
-    max_cached_tokens: int = 1_000_000
-    """Their tokens, of all tenants together; the oldest responses go first."""
-    shared_across_tenants: bool = False
-    """Whether one tenant's responses may be drafts, and thereby speed, of another's."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.max_tree_depth <= 1024:
-            raise ConfigError("suffix_decoding_max_tree_depth must be between 1 and 1024.")
-        if not 0.0 < self.max_spec_factor <= 100.0:
-            raise ConfigError("suffix_decoding_max_spec_factor must be above 0 and at most 100.")
-        if not 0.0 <= self.min_token_prob <= 1.0:
-            raise ConfigError("suffix_decoding_min_token_prob must be between 0 and 1.")
-        if self.max_cached_requests < 0 or self.max_cached_tokens < 0:
-            raise ConfigError("suffix_decoding_max_cached_* must not be negative.")
 
 
 class SuffixProposer(CopyingProposer):

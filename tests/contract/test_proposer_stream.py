@@ -23,7 +23,13 @@ from outrider.rpc.deployment import Deployment
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.telemetry import configure
 from outrider.v1 import common_pb2, draft_pb2, proposer_pb2, proposer_pb2_grpc
-from proposer_service.config import LinkConfig, NgramConfig, ProposerConfig
+from proposer_service.config import (
+    DeterministicConfig,
+    LinkConfig,
+    NgramConfig,
+    ProposerConfig,
+    SuffixConfig,
+)
 from proposer_service.service import ProposerService
 from tests.support.draft_scorer import Conversation, DraftScorer, close, commit, open_
 from tests.support.hash_model import HashModel
@@ -35,9 +41,8 @@ LINK = LinkConfig(backoff_first_s=0.01, backoff_max_s=0.1, refused_retry_s=0.2)
 def ngram_config(*scorers: str) -> ProposerConfig:
     return ProposerConfig(
         scorers=scorers,
-        method=NgramConfig(),
+        methods=(NgramConfig(max_branches=0),),
         proposer_id="p",
-        max_branches=0,
         link=LINK,
         deployment=Deployment(drain_grace_s=0.1),
     )
@@ -145,8 +150,8 @@ async def test_k_zero_follows_without_drafting(scorer: DraftScorer) -> None:
         assert (block.base_len, list(block.token_ids)) == (10, [6])
 
 
-def ahead_config(*scorers: str, **fields: int) -> ProposerConfig:
-    return replace(ngram_config(*scorers), max_branches=8, **fields)
+def ahead_config(*scorers: str) -> ProposerConfig:
+    return replace(ngram_config(*scorers), methods=(NgramConfig(max_branches=8),))
 
 
 async def test_branches_follow_the_draft_and_a_commit_on_them_needs_no_draft(
@@ -172,6 +177,51 @@ async def test_branches_follow_the_draft_and_a_commit_on_them_needs_no_draft(
         stream.send(commits=[commit(1, 13, [5], k=2)])
         draft = await stream.next_block()
         assert (draft.base_len, list(draft.token_ids)) == (14, [6, 8])
+
+
+async def test_of_several_methods_each_block_says_which_drafted(scorer: DraftScorer) -> None:
+    address = await scorer.start()
+    config = replace(
+        ngram_config(address),
+        methods=(
+            DeterministicConfig(max_branches=0),
+            SuffixConfig(max_branches=0),
+            NgramConfig(max_branches=0, prompt_lookup_min=1),
+        ),
+    )
+    async with running(config):
+        stream = await scorer.attached()
+        hello = stream.hello
+        assert (hello.method, hello.max_draft_tokens) == ("deterministic", 128)
+        assert list(hello.methods) == ["deterministic", "suffix", "ngram"]
+        advised = open_(1, [1, 2], k=8)
+        advised.advice.token_ids.extend([5, 6, 7, 8])
+        advised.advice.edit = True
+        advised.num_output_tokens = 0
+        stream.send(opens=[advised])
+        block = await stream.next_block()
+        assert (block.method_index, list(block.token_ids)) == (0, [5, 6, 7, 8])
+        ordered = open_(2, PERIOD, k=2)
+        ordered.methods.extend(["ngram", "suffix"])
+        stream.send(opens=[ordered])
+        block = await stream.next_block()
+        assert (block.method_index, list(block.token_ids)) == (2, [7, 5])
+        stream.send(opens=[open_(3, PERIOD, k=2)])
+        block = await stream.next_block()
+        assert (block.method_index, list(block.token_ids)) == (1, [7, 5])
+        # A second epoch has output in its prefix: that is where the advice is followed from.
+        advised.epoch, advised.num_output_tokens = 2, 2
+        advised.prefix.extend([5, 6])
+        stream.send(opens=[advised])
+        block = await stream.next_block()
+        assert (block.epoch, block.base_len, list(block.token_ids)) == (2, 4, [7, 8])
+        # What session 3 was answered is remembered, but only for its tenant.
+        stream.send(commits=[commit(3, 8, [30, 31, 32, 33], k=0)], closes=[close(3)])
+        other = open_(4, [30, 31])
+        other.tenant = "other"
+        stream.send(opens=[other, open_(5, [30, 31])])
+        drafts = {block.session: list(block.token_ids) for block in await stream.next_blocks()}
+        assert drafts == {4: [], 5: [32, 33]}
 
 
 async def test_no_block_is_larger_than_the_scorer_allows(scorer: DraftScorer) -> None:

@@ -187,7 +187,7 @@ def test_draws_what_sample_draws() -> None:
 
 
 def test_building_a_proposer_compiles_all_that_it_will_run() -> None:
-    config = ProposerConfig(scorers=(), method=DraftModelConfig(kv_cache_memory=16))
+    config = ProposerConfig(scorers=(), methods=(DraftModelConfig(kv_cache_memory=16),))
     proposer, _ = build_proposer(config)
     kernels = (llama_kernels.draft, llama_kernels.draw)
     before = [list(kernel.signatures) for kernel in kernels]

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.drafting.proposer import SessionHints
-from outrider.drafting.suffix import Responses, SuffixProposer, SuffixSettings
+from outrider.drafting.suffix import Responses, SuffixProposer
 from outrider.drafting.suffix_index import SuffixIndex
+from outrider.drafting.suffix_settings import SuffixSettings
 from outrider.errors import ConfigError
 from outrider.params import SamplingParams
 
