@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.engine.sampling import (
+    Lane,
     SamplingBatch,
     gumbel_noise,
     process_logits,
     sample,
     seed_keys,
+    token_noise,
+    uniforms,
 )
 from outrider.params import SamplingParams
 
@@ -31,11 +34,13 @@ def mix(x: int) -> int:
     return x ^ (x >> 15)
 
 
-def documented_hash(seed: int, position: int, token: int) -> int:
+def documented_hash(seed: int, position: int, token: int, lane: int = 0) -> int:
     low, high = seed & MASK, seed >> 32
-    first = mix(mix(mix(low) ^ high) ^ position)
-    second = mix(mix(mix(high ^ 0x9E3779B9) ^ low) ^ position)
-    return mix(((mix(token) ^ first) + second) & MASK)
+    first, second = mix(mix(low) ^ high), mix(mix(high ^ 0x9E3779B9) ^ low)
+    if lane:
+        salt = lane * 0x9E3779B9 & MASK
+        first, second = mix(first ^ salt), mix(second ^ salt)
+    return mix(((mix(token) ^ mix(first ^ position)) + mix(second ^ position)) & MASK)
 
 
 def noise(seed: int, position: int, vocab_size: int) -> Tensor:
@@ -51,6 +56,23 @@ def test_the_documents_vectors_hold() -> None:
         assert documented_hash(int(seed), int(position), int(token)) == int(h, 16)
         drawn = noise(int(seed), int(position), int(token) + 1)[-1].item()
         assert drawn == pytest.approx(float(g), abs=1e-11)
+
+
+def test_the_documents_lanes_hold() -> None:
+    rows = re.findall(
+        r"^\| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (0x\w+) \| (\S+) \| (\S+) \|$",
+        DOCUMENT.read_text(),
+        re.MULTILINE,
+    )
+    assert len(rows) == 5
+    for *numbers, h, u, g in rows:
+        seed, lane, position, token = map(int, numbers)
+        assert documented_hash(seed, position, token, lane) == int(h, 16)
+        keys, at = seed_keys([seed], [Lane(lane)]), torch.tensor([position])
+        drawn = token_noise(keys, at, torch.tensor([[token]])).item()
+        assert drawn == pytest.approx(float(g), abs=1e-11)
+        if token == 0:
+            assert uniforms(keys, at).item() == pytest.approx(float(u), abs=1e-12)
 
 
 @given(seed=st.integers(0, 2**64 - 1), position=st.integers(0, 2**31 - 1))
