@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 
-from outrider.cli.client import GenerateOptions
-from tests.support.up import complete
+from outrider.rpc.channel import open_channel
+from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+
+pytestmark = pytest.mark.timeout(400)
 
 _PROMPT = "def fibonacci(n):"
 
@@ -47,6 +50,21 @@ def busy(scorer: dict[str, str]) -> bool:
     return any(float(line.split()[-1]) > 0 for line in values)
 
 
+async def answer(
+    target: str,
+    request: generation_pb2.GenerateRequest,
+    on_tokens: Callable[[int], None] = lambda _: None,
+) -> list[generation_pb2.GenerateResponse]:
+    """All of an answer; `on_tokens` hears the number of tokens so far."""
+    responses: list[generation_pb2.GenerateResponse] = []
+    async with open_channel(target) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        async for response in stub.Generate(request, timeout=100):
+            responses.append(response)
+            on_tokens(sum(len(each.tokens) for each in responses))
+    return responses
+
+
 async def test_a_scorer_killed_mid_stream(pair: tuple[Path, Path]) -> None:
     flags = ("--model", pair[0], "--threads", 1, "--kv-cache-memory", 16)
     with ExitStack() as stack:
@@ -55,10 +73,17 @@ async def test_a_scorer_killed_mid_stream(pair: tuple[Path, Path]) -> None:
         targets = ",".join(info["grpc"] for info in infos)
         gateway = stack.enter_context(service("gateway", "--scorer", targets, "--model", pair[0]))
         grpc = addresses(gateway)["grpc"]
-        options = GenerateOptions(
-            prompt=_PROMPT, temperature=1.0, seed=5, max_tokens=400, aux_info=True
+        # What counts the output so far must go on counting.
+        request = generation_pb2.GenerateRequest(
+            text=_PROMPT,
+            sampling=common_pb2.SamplingParams(
+                temperature=1.0, seed=5, frequency_penalty=0.2, repetition_penalty=1.1
+            ),
+            stop=common_pb2.StopParams(max_tokens=200, min_tokens=190),
+            top_logprobs=1,
+            aux_info=True,
         )
-        expected = await complete(grpc, options)
+        expected = await answer(grpc, request)
 
         killed: list[int] = []
 
@@ -68,10 +93,16 @@ async def test_a_scorer_killed_mid_stream(pair: tuple[Path, Path]) -> None:
                 assert len(killed) == 1
                 scorers[killed[0]].kill()
 
-        resumed = await complete(grpc, options, on_tokens=kill_the_busy_one)
-        assert killed
-        assert resumed.text == expected.text
-        assert resumed.token_ids == expected.token_ids
-        assert resumed.finish_reason == expected.finish_reason
-        assert resumed.aux.retries == 1
-        assert resumed.aux.output_len == resumed.usage.completion_tokens == len(expected.token_ids)
+        resumed = await answer(grpc, request, kill_the_busy_one)
+    assert killed
+    wanted, tokens = ([t for r in responses for t in r.tokens] for responses in (expected, resumed))
+    assert [token.id for token in tokens] == [token.id for token in wanted]
+    assert [token.text for token in tokens] == [token.text for token in wanted]
+    assert [token.logprobs.logprob for token in tokens] == pytest.approx(
+        [token.logprobs.logprob for token in wanted], abs=1e-3
+    )
+    assert all(len(token.logprobs.top_token_ids) == 1 for token in tokens)
+    last = resumed[-1]
+    assert last.finish_reason == expected[-1].finish_reason
+    assert last.aux_info.retries == 1
+    assert last.aux_info.output_len == last.usage.completion_tokens == len(wanted) >= 190
