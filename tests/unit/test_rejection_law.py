@@ -16,10 +16,19 @@ from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.drafting.candidates import draw_of_likeliest
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.proposer import SessionHints
+from outrider.engine.constraint import ConstraintCompiler
 from outrider.engine.engine import Engine
 from outrider.engine.policy import Policy
-from outrider.engine.sampling import Lane, SamplingBatch, process_logits
+from outrider.engine.sampling import (
+    Lane,
+    SamplingBatch,
+    process_logits,
+    seed_keys,
+    uniforms,
+)
 from outrider.params import (
+    Constraint,
+    ConstraintKind,
     SamplingParams,
     SpeculationParams,
     StopParams,
@@ -27,6 +36,7 @@ from outrider.params import (
     VerificationRule,
 )
 from outrider.types import Commit, Request
+from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.hash_model import HashModel, Sequential
 from tests.unit.test_sampling import chi_square_limit
 
@@ -276,3 +286,56 @@ def test_rows_of_different_rules_do_not_affect_each_other(k: int) -> None:
             lossy += tokens != expected
         assert run([request], ByTrees(), k) == {request.session_id: tokens}, "alone"
     assert lossy, "the lossy rules never took a draft that the target did not choose"
+
+
+def test_a_constraint_rejects_what_was_drawn_and_does_not_leave_it_out() -> None:
+    """Half of what is drafted is forbidden; were it left out, its place would be drawn anew."""
+    tokenizer = byte_tokenizer()
+    zero, one, other = (tokenizer.token_to_id(text) for text in "01x")
+    vocab_size, count = tokenizer.get_vocab_size(), 1500
+    constraint = Constraint(ConstraintKind.REGEX, "[01]{3}")
+    compiler = ConstraintCompiler(tokenizer.to_str(), vocab_size, frozenset())
+    sizes = {"page_size": 8, "num_pages": count, "max_model_len": 8}
+    config = EngineConfig(
+        **sizes, max_num_seqs=count, max_num_batched_tokens=4 * count, num_speculative_tokens=2
+    )
+    model = HashModel(vocab_size, **sizes, peak=0.4)
+    engine = Engine(model, config, policy=Policy(2, max_wait_s=0.0))
+    drawn_from = DraftProbs((zero, other), (0.5, 0.5))
+    requests = [
+        Request(i, PROMPT, SamplingParams(seed=i), StopParams(3), REJECTION, constraint=constraint)
+        for i in range(count)
+    ]
+    keys = seed_keys(range(count), [Lane.DRAFT] * count)
+    draws = [
+        (uniforms(keys, torch.full((count,), len(PROMPT) + place)) < 0.5).tolist()
+        for place in range(2)
+    ]
+    for request, *picks in zip(requests, *draws, strict=True):
+        engine.submit(request, compiler.editor(constraint, request.stop))
+        engine.set_drafting(request.session_id, "p", 2)
+        chain = [zero if pick else other for pick in picks]
+        engine.post_block(
+            request.session_id, DraftTree.chain(len(PROMPT), chain, [drawn_from] * 2), "p", 1
+        )
+    outputs: dict[int, list[int]] = {request.session_id: [] for request in requests}
+    running = set(outputs)
+    while running:
+        events = engine.step()
+        assert events is not None
+        for commit in events.commits:
+            outputs[commit.session_id] += commit.token_ids
+            if commit.finish_reason is not None:
+                running.discard(commit.session_id)
+    expected = {(): float(count)}
+    for _ in range(3):
+        longer = {}
+        for path, number in expected.items():
+            logits = torch.from_numpy(model.logits_of([*PROMPT, *path]))[[zero, one]].double()
+            for token, prob in zip((zero, one), logits.softmax(dim=0).tolist(), strict=True):
+                longer[*path, token] = number * prob
+        expected = longer
+    counts = Counter(tuple(tokens) for tokens in outputs.values())
+    assert counts.keys() <= expected.keys()
+    statistic = sum((counts[text] - number) ** 2 / number for text, number in expected.items())
+    assert statistic < chi_square_limit(len(expected) - 1)
