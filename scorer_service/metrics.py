@@ -7,6 +7,7 @@ not grow with tokens, and hardly with rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -39,16 +40,19 @@ class ScorerMetrics:
         )
         self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Draft tokens verified.")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.")
-        self._accepted_per_pos = self._counters(
+        per_pos = self._counters(
             "spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens accepted, by position in the draft, from 0.",
             "position",
         )
-        self._rounds = self._counters(
+        rounds = self._counters(
             "spec_decode_num_rounds",
             "Rounds of requests, by draft tokens verified (0: the row went without a draft).",
             "num_draft_tokens",
         )
+        # Looking a label up costs more than counting.
+        self._accepted_per_pos = cache(lambda position: per_pos.labels(model_name, position))
+        self._rounds = cache(lambda k: rounds.labels(model_name, k))
         blocks = self._counters(
             "draft_blocks",
             "Draft blocks by fate: hit, late, wrong (per round), stale, malformed (dropped).",
@@ -167,16 +171,23 @@ class ScorerMetrics:
         self._count_rounds(timings, counts)
 
     def _count_rounds(self, timings: StepTimings, counts: StepCounts) -> None:
-        model, per_pos = self._model_name, [0] * max((a for _, a in counts.rounds), default=0)
+        drafts = draft_tokens = accepted_tokens = 0
+        by_k: dict[int, int] = {}
+        by_position: dict[int, int] = {}
         for (drafted, accepted), rounds in counts.rounds.items():
-            self._rounds.labels(model, drafted).inc(rounds)
-            self._drafts.inc(rounds if drafted else 0)
-            self._draft_tokens.inc(rounds * drafted)
-            self._accepted.inc(rounds * accepted)
+            by_k[drafted] = by_k.get(drafted, 0) + rounds
+            drafts += rounds if drafted else 0
+            draft_tokens += rounds * drafted
+            accepted_tokens += rounds * accepted
             for position in range(accepted):
-                per_pos[position] += rounds
-        for position, accepted in enumerate(per_pos):
-            self._accepted_per_pos.labels(model, position).inc(accepted)
+                by_position[position] = by_position.get(position, 0) + rounds
+        self._drafts.inc(drafts)
+        self._draft_tokens.inc(draft_tokens)
+        self._accepted.inc(accepted_tokens)
+        for k, rounds in by_k.items():
+            self._rounds(k).inc(rounds)
+        for position, rounds in by_position.items():
+            self._accepted_per_pos(position).inc(rounds)
         self._hits.inc(counts.hits)
         self._late.inc(counts.misses_late)
         self._wrong.inc(counts.misses_wrong)
