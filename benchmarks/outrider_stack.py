@@ -48,6 +48,8 @@ class StackConfig:
     scorer_module: str = "scorer_service"
     scorer_flags: tuple[str, ...] = ()
     proposer_flags: tuple[str, ...] = ()
+    wrapper: tuple[str, ...] = ()  # a module that runs the services' modules
+    env: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -215,9 +217,11 @@ class Stack:
         )
 
     def _start(self, name: str, module: str, *args: object) -> Child:
-        command = [sys.executable, "-P", "-m", module, "--host", HOST, "--exit-with-parent"]
+        modules = (*self.config.wrapper, module)
+        command = [sys.executable, "-P", "-m", *modules, "--host", HOST, "--exit-with-parent"]
         name = f"outrider-{self.config.dtype}-{name}"
-        child = Child(name, [*command, *map(str, args)], self._log_dir)
+        command += map(str, args)
+        child = Child(name, command, self._log_dir, env=dict(self.config.env))
         self._children.append(child)
         return child
 

@@ -1,0 +1,219 @@
+"""What metrics and traces cost: the embedded pair with neither, with metrics, with both.
+
+    python -m benchmarks.telemetry_cost            # under four minutes on two cores
+
+Three stacks of processes stand side by side and take turns; only one works at a time. `muted`
+counts nothing and traces nothing (the engine still adds up a step's sums), `metrics` is what runs
+by default and is scraped every second, `traces` also sends the spans of every request, which is
+OpenTelemetry's default sampling, to a collector in this process. Each turn decodes the same prompts
+in all three, in an order that changes, and a ratio is the median of the turns' ratios, with the
+range of the middle half of turns and a 90% interval of the median (bootstrap). CPU is the services'
+own time per token: on a machine with other work it is the steadier of the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent import futures
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+from benchmarks import prompts
+from benchmarks.outrider_stack import Stack, StackConfig
+from benchmarks.processes import Child, ProcessError, stopping
+from outrider.models.resolve import resolve_model
+
+ARMS = ("muted", "metrics", "traces")
+_ROOT = str(Path(__file__).parents[1])  # where the services' wrapper is found
+_WARM_UP_TURNS = 1
+_SCRAPE_S = 1.0
+
+
+@dataclass
+class Arm:
+    """One way of running the services."""
+
+    stack: Stack
+    children: list[Child]
+    tokens_per_s: dict[int, list[float]] = field(default_factory=dict)  # by requests at once
+    cpu_s_per_token: dict[int, list[float]] = field(default_factory=dict)
+
+    def turn(self, group: Sequence[tuple[int, ...]], max_tokens: int, at_once: int) -> None:
+        """Decodes a group of prompts, `at_once` of them at a time."""
+        before = sum(child.cpu_seconds() for child in self.children)
+        done, seconds = self.stack.generate(
+            group, max_tokens, at_once, method="draft_model", through_gateway=True, timeout_s=120
+        )
+        used = sum(child.cpu_seconds() for child in self.children) - before
+        tokens = sum(len(completion.token_ids) for completion in done)
+        self.tokens_per_s.setdefault(at_once, []).append(tokens / seconds)
+        self.cpu_s_per_token.setdefault(at_once, []).append(used / tokens)
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """Counts the spans that it is sent."""
+
+    def __init__(self) -> None:
+        self.spans = 0
+
+    def Export(self, request: Any, _context: object) -> Any:  # noqa: N802
+        self.spans += sum(len(s.spans) for r in request.resource_spans for s in r.scope_spans)
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table; 1 if a service failed."""
+    p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    p.add_argument("--seconds", type=float, default=180.0, help="of measuring")
+    p.add_argument("--max-tokens", type=int, default=64, help="of a completion")
+    p.add_argument("--at-once", type=int, nargs="+", default=[1, 8], help="requests at a time")
+    args = p.parse_args(argv)
+    try:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            collecting() as (collector, endpoint),
+            running(Path(folder), endpoint) as arms,
+            scraping([arms[name].stack.metrics_url for name in ("metrics", "traces")]),
+        ):
+            measure(arms, args.seconds, args.max_tokens, args.at_once)
+    except ProcessError as error:
+        print(f"telemetry_cost: {error}", file=sys.stderr)
+        return 1
+    report(arms, args.at_once, collector.spans)
+    return 0
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[tuple[Collector, str]]:
+    """An OTLP receiver and its address."""
+    collector = Collector()
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(  # type: ignore[no-untyped-call]
+        collector, server
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield collector, f"http://127.0.0.1:{port}"
+    finally:
+        server.stop(0)
+
+
+@contextlib.contextmanager
+def running(folder: Path, endpoint: str) -> Iterator[dict[str, Arm]]:
+    """The three stacks, up and with their proposers."""
+    with contextlib.ExitStack() as stack:
+        arms = {}
+        for name in ARMS:
+            (folder / name).mkdir()
+            children = stack.enter_context(stopping([]))
+            config = StackConfig(
+                model="embedded",
+                draft_model="embedded",
+                dtype="float32",
+                num_speculative_tokens=4,
+                scorer_threads=2,
+                proposer_threads=1,
+                start_timeout_s=120.0,
+                methods=("draft_model",),
+                wrapper=("benchmarks.muted",) if name == "muted" else (),
+                env=(
+                    ("PYTHONPATH", _ROOT),
+                    ("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint if name == "traces" else ""),
+                ),
+            )
+            arms[name] = Arm(Stack(config, children, folder / name), children)
+            stack.callback(arms[name].stack.close)
+        for arm in arms.values():
+            arm.stack.require_proposers()
+        yield arms
+
+
+@contextlib.contextmanager
+def scraping(urls: Sequence[str]) -> Iterator[None]:
+    """Reads /metrics every second meanwhile, as Prometheus would."""
+    over = threading.Event()
+
+    def scrape() -> None:
+        while not over.wait(_SCRAPE_S):
+            for url in urls:
+                request = urllib.request.Request(
+                    url, headers={"Accept": "application/openmetrics-text;version=1.0.0"}
+                )
+                urllib.request.urlopen(request, timeout=10).read()
+
+    thread = threading.Thread(target=scrape, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(timeout=10)
+
+
+def measure(arms: dict[str, Arm], seconds: float, max_tokens: int, at_once: Sequence[int]) -> None:
+    """Takes turns until the time is over, then forgets the first ones."""
+    file = Path(str(resources.files("outrider.models") / "data/heldout_prompts.jsonl"))
+    known = prompts.load(file, resolve_model("embedded", "target"), count=48, max_prompt_tokens=64)
+    rng, deadline, turn = random.Random(0), 0.0, 0
+    while turn <= _WARM_UP_TURNS or time.monotonic() < deadline:
+        if turn == _WARM_UP_TURNS:
+            deadline = time.monotonic() + seconds
+        for rows in at_once:
+            group = known.group(turn, max(2, rows))
+            for name in rng.sample(ARMS, len(ARMS)):
+                arms[name].turn(group, max_tokens, rows)
+        turn += 1
+    for arm in arms.values():
+        for values in (*arm.tokens_per_s.values(), *arm.cpu_s_per_token.values()):
+            del values[:_WARM_UP_TURNS]
+
+
+def report(arms: dict[str, Arm], at_once: Sequence[int], spans: int) -> None:
+    """A table of costs against `muted`, in percent."""
+    print(f"{spans} spans were collected\n")
+    print("| at once | turns | arm | tokens/s | tokens/s lost, % | CPU per token more, % |")
+    print("|---|---|---|---|---|---|")
+    for rows in at_once:
+        base = arms["muted"]
+        for name, arm in arms.items():
+            speed = statistics.median(arm.tokens_per_s[rows])
+            lost = [
+                100 * (1 - a / b)
+                for a, b in zip(arm.tokens_per_s[rows], base.tokens_per_s[rows], strict=True)
+            ]
+            more = [
+                100 * (a / b - 1)
+                for a, b in zip(arm.cpu_s_per_token[rows], base.cpu_s_per_token[rows], strict=True)
+            ]
+            cells = ("", "") if arm is base else (interval(lost), interval(more))
+            print(f"| {rows} | {len(lost)} | {name} | {speed:.1f} | {cells[0]} | {cells[1]} |")
+
+
+def interval(values: Sequence[float]) -> str:
+    """Median, the 90% interval of the median, and the middle half of the values."""
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(2000))
+    quarter = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+    return (
+        f"{statistics.median(values):+.1f} [{medians[100]:+.1f}, {medians[1899]:+.1f}] "
+        f"(turns {quarter[0]:+.1f} to {quarter[2]:+.1f})"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
