@@ -15,6 +15,25 @@ RENDERED = helm.EXAMPLES / "rendered"
 NAMES = sorted(path.stem for path in helm.EXAMPLES.glob("*.yaml"))
 # Ours to keep valid; kubernetes-validate has no schemas for them.
 CUSTOM = {"Certificate", "PrometheusRule", "ScaledObject", "ServiceMonitor"}
+NOT_IN_EXAMPLES = (
+    "gateway.autoscaling.enabled=true",
+    "gateway.service.type=LoadBalancer",
+    "proposers.draft.autoscaling.enabled=true",
+    "proposers.beside.placement=sidecar",
+    "proposers.beside.model=org/draft",
+    "model.cache.tokenSecret=hub",
+    "model.volume.hostPath.path=/models",
+    "tls.enabled=true",
+    "tls.secretName=tls",
+    "networkPolicy.extraEgress[0].ports[0].port=8443",
+    "scorer.scheduling.priorityClassName=high",
+    f"image.digests.scorer=sha256:{'0' * 64}",
+    "image.pullSecrets[0]=registry",
+    "serviceAccountName=outrider",
+    "otel.endpoint=https://collector:4317",
+    "otel.env[0].name=OTEL_EXPORTER_OTLP_COMPRESSION",
+    "otel.env[0].value=gzip",
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +64,16 @@ def test_renders_what_was_reviewed(rendered: Path) -> None:
 
 @pytest.mark.parametrize("version", ["1.30", "1.37"])
 def test_manifests_are_valid(rendered: Path, version: str) -> None:
-    files = [rendered / f"{name}.yaml" for name in NAMES]
+    more = rendered / "more.txt"
+    more.write_text(helm.template(*NOT_IN_EXAMPLES).stdout)
+    files = [*(rendered / f"{name}.yaml" for name in NAMES), more]
     done = helm.call("kubernetes-validate", "-k", version, "--strict", *files)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (done.stdout + done.stderr).splitlines()
     unknown = {line.split(" for kind ")[1].split()[0] for line in lines if " for kind " in line}
     assert unknown <= CUSTOM
     passed = sum("passed" in line for line in lines)
-    manifests = [m for name in NAMES for m in helm.parse((rendered / f"{name}.yaml").read_text())]
+    manifests = [manifest for file in files for manifest in helm.parse(file.read_text())]
     assert passed == sum(m["kind"] not in CUSTOM for m in manifests) > 0
 
 
@@ -71,7 +92,7 @@ def test_policy_holds() -> None:
     ("name", "reason"),
     [
         ("llama-70b-tp4", "one process on one device"),
-        ("deepseek-mtp-sidecar", "serves draft_model and ngram"),
+        ("deepseek-mtp-sidecar", 'method is "mtp": this release serves'),
     ],
 )
 def test_what_is_not_served_is_refused_with_the_reason(name: str, reason: str) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 from gateway import __main__ as gateway_main
+from outrider.rpc.codec import METHODS
 from proposer_service import __main__ as proposer_main
 from scorer_service import __main__ as scorer_main
 from tests.support import helm
@@ -21,6 +21,10 @@ from tests.support import helm
         ("scorer.device=tpu", "at '/scorer/device': value must be one of 'cpu', 'cuda'"),
         ("proposers.Draft.replicas=1", "at '/proposers': additional properties 'Draft' not"),
         ("proposers.draft.replicas=-1", "at '/proposers/draft/replicas': minimum: got -1"),
+        (
+            "scorer.env[0].name=A,scorer.env[0].value=1",
+            "at '/scorer/env/0/value': got number, want",
+        ),
         ("scorer.flags.port=1", "scorer.flags.port: the chart sets --port itself"),
         ("proposers.draft.flags.method=x", "proposers.draft.flags.method: the chart sets"),
         ("tls.enabled=true", "tls.enabled needs tls.secretName or tls.certManager.enabled"),
@@ -136,14 +140,11 @@ def test_only_what_downloads_sees_the_token() -> None:
     assert "hub" not in str(draft)
 
 
-def test_the_chart_takes_the_methods_that_proposers_have(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit):
-        proposer_main.parse(["--scorer=a:1", "--method=?"])
-    offered = set(re.findall(r"\w+", capsys.readouterr().err.partition("(choose from")[2]))
-    assert "draft_model" in offered
-    for method in offered - {"inference_with_reference"}:  # another name for ngram
+def test_the_chart_takes_the_methods_that_proposers_have() -> None:
+    for method in METHODS:
         helm.render(f"proposers.draft.method={method}")
-    refused = helm.template("proposers.draft.method=medusa")
+    several = helm.render("proposers.draft.method=suffix\\,draft_model")
+    args = helm.containers(helm.only(several, "Deployment", "outrider-proposer-draft"))[0]["args"]
+    assert {"--method=suffix,draft_model", "--model=embedded"} <= set(args)
+    refused = helm.template("proposers.draft.method=suffix\\,medusa")
     assert "this release serves" in refused.stderr

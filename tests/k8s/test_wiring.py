@@ -1,0 +1,154 @@
+"""Who finds whom, and who may reach whom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support import helm
+
+EVERYTHING = (
+    "model.name=org/target",
+    "model.cache.tokenSecret=hub",
+    "proposers.draft.model=org/draft",
+    "proposers.lookup.method=ngram",
+    "proposers.beside.placement=sidecar",
+    "proposers.within.placement=sidecar",
+    "proposers.within.method=ngram",
+    "otel.endpoint=http://collector.monitoring:4319",
+    "tls.enabled=true",
+    "tls.secretName=tls",
+)
+
+
+@pytest.fixture(scope="module")
+def manifests() -> list[helm.Manifest]:
+    return helm.render(*EVERYTHING)
+
+
+def pods(manifests: list[helm.Manifest]) -> dict[str, helm.Manifest]:
+    """Pod templates by the name of their workload."""
+    return {m["metadata"]["name"]: m["spec"]["template"] for m in helm.workloads(manifests)}
+
+
+def chosen(manifests: list[helm.Manifest], labels: dict[str, str]) -> set[str]:
+    """Workloads whose pods have all the labels."""
+    return {
+        name
+        for name, pod in pods(manifests).items()
+        if labels.items() <= pod["metadata"]["labels"].items()
+    }
+
+
+def allows(manifests: list[helm.Manifest], source: str, target: str, port: int) -> bool:
+    """Whether the policies of both pods let `source` call `target`."""
+    return _rule(manifests, source, target, port, "egress", "to") and _rule(
+        manifests, target, source, port, "ingress", "from"
+    )
+
+
+def _rule(
+    manifests: list[helm.Manifest], mine: str, other: str, port: int, way: str, peers: str
+) -> bool:
+    (policy,) = (
+        m["spec"]
+        for m in manifests
+        if m["kind"] == "NetworkPolicy"
+        and mine in chosen(manifests, m["spec"]["podSelector"]["matchLabels"])
+    )
+    return any(
+        port in {item["port"] for item in rule["ports"]}
+        and any(_is(manifests, peer, other) for peer in rule.get(peers, [{}]))
+        for rule in policy[way]
+    )
+
+
+def _is(manifests: list[helm.Manifest], peer: dict[str, Any], name: str) -> bool:
+    if "podSelector" in peer:
+        return name in chosen(manifests, peer["podSelector"]["matchLabels"])
+    return True  # every namespace, or no restriction
+
+
+def test_services_and_budgets_choose_the_pods_of_their_name(manifests: list[helm.Manifest]) -> None:
+    found = 0
+    for manifest in manifests:
+        name, spec = manifest["metadata"]["name"], manifest["spec"]
+        if manifest["kind"] == "Service":
+            assert chosen(manifests, spec["selector"]) == {name}
+        elif manifest["kind"] == "PodDisruptionBudget":
+            assert chosen(manifests, spec["selector"]["matchLabels"]) == {name}
+        else:
+            continue
+        found += 1
+    assert found == 2 * len(pods(manifests)) == 8
+
+
+def test_services_lead_to_ports_that_are_listened_on(manifests: list[helm.Manifest]) -> None:
+    for service in (m for m in manifests if m["kind"] == "Service"):
+        containers = pods(manifests)[service["metadata"]["name"]]["spec"]["containers"]
+        listening = {port["name"]: port for c in containers for port in c["ports"]}
+        for port in service["spec"]["ports"]:
+            assert port["targetPort"] in listening
+            if service["spec"].get("clusterIP") == "None":  # dialled directly
+                assert port["port"] == listening[port["targetPort"]]["containerPort"]
+
+
+def test_containers_of_a_pod_share_no_port(manifests: list[helm.Manifest]) -> None:
+    for pod in pods(manifests).values():
+        ports = [
+            int(arg.rpartition("=")[2])
+            for container in pod["spec"]["containers"]
+            for arg in container["args"]
+            if arg.partition("=")[0].endswith("port")
+        ]
+        assert len(ports) == len(set(ports)) >= 3
+
+
+def test_policies_let_pass_what_is_needed_and_no_more(manifests: list[helm.Manifest]) -> None:
+    gateway, scorer = "outrider-gateway", "outrider-scorer"
+    draft, lookup = "outrider-proposer-draft", "outrider-proposer-lookup"
+    for caller in (gateway, draft, lookup):
+        assert allows(manifests, caller, scorer, 7001)
+        assert not allows(manifests, scorer, caller, 7001)
+    assert not allows(manifests, draft, gateway, 50051)
+    assert not allows(manifests, gateway, draft, 7002)
+    for target, ports in {gateway: [8000], scorer: [9101, 9102, 9103], draft: [9102]}.items():
+        for port in ports:  # Prometheus', which has no policy of ours
+            assert _rule(manifests, target, "prometheus", port, "ingress", "from")
+
+
+def test_policies_open_what_the_values_ask_for(manifests: list[helm.Manifest]) -> None:
+    def goes_out(rendered: list[helm.Manifest], name: str, port: int) -> bool:
+        return _rule(rendered, name, "elsewhere", port, "egress", "to")
+
+    plain = helm.render()
+    for name in ("outrider-gateway", "outrider-scorer", "outrider-proposer-draft"):
+        assert goes_out(manifests, name, 53)
+        assert goes_out(plain, name, 53)
+        assert goes_out(manifests, name, 4319)
+        assert goes_out(manifests, name, 443)
+        assert not goes_out(plain, name, 443)
+        assert not goes_out(plain, name, 4317)
+
+
+def test_volumes_are_there_for_every_mount(manifests: list[helm.Manifest]) -> None:
+    for pod in pods(manifests).values():
+        spec = pod["spec"]
+        volumes = {volume["name"] for volume in spec["volumes"]}
+        used = {
+            mount["name"]
+            for container in [*spec.get("initContainers", ()), *spec["containers"]]
+            for mount in container["volumeMounts"]
+        }
+        assert used == volumes
+
+
+def test_names_stay_within_dns_labels() -> None:
+    long = helm.render(
+        f"fullnameOverride={'x' * 60}", f"proposers.{'p' * 20}.method=ngram", "tls.enabled=true",
+        "tls.certManager.enabled=true", "tls.certManager.issuerRef.name=ca",
+    )  # fmt: skip
+    names = [m["metadata"]["name"] for m in long]
+    assert max(map(len, names)) <= 63
+    assert len({(m["kind"], m["metadata"]["name"]) for m in long}) == len(long)
