@@ -109,6 +109,8 @@ class Hub:
             session = self._sessions.get(commit.session_id)
             if session is not None:
                 self._advance(session, commit, step_us)
+                if session.rounds is not None:
+                    session.rounds.commit(commit, timings)
         for failure in events.failures:
             session = self._sessions.get(failure.session_id)
             if session is not None:
@@ -192,6 +194,8 @@ class Hub:
         except InvalidRequestError as error:
             self.on_bad(proposer, error.message)
         else:
+            if session.rounds is not None and block.base_len == len(session.committed):
+                session.rounds.block(block.draft_us)
             method = proposer.methods[block.method_index]
             self._worker.post_block(session.id, tree, proposer.id, block.draft_us, method)
 

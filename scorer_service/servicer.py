@@ -15,14 +15,15 @@ from outrider.engine.worker import EngineWorker
 from outrider.errors import DeadlineError, InvalidRequestError, UnavailableError
 from outrider.rpc import codec, status
 from outrider.rpc.latency import RequestTimes
-from outrider.rpc.telemetry import EventSampler, Telemetry, inject
+from outrider.rpc.telemetry import Telemetry, inject
 from outrider.rpc.versions import PROTOCOL_VERSION
-from outrider.types import Commit, Request, TokenKind
+from outrider.types import Commit, Request
 from outrider.v1 import draft_pb2, scorer_pb2, scorer_pb2_grpc
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.constraints import Constraints
 from scorer_service.draft_stream import serve_proposer
 from scorer_service.hub import Hub
+from scorer_service.round_spans import RoundSpans
 from scorer_service.sessions import Session
 
 SERVICE_NAME: Final = "outrider.v1.ScorerService"
@@ -112,8 +113,12 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
         hub = serving.hub
         request = _request_from_proto(message, hub.next_session_id(), serving.served)
         span.set_attributes(_request_attributes(request, serving.served))
+        rounds = RoundSpans(self._telemetry.tracer, span) if span.is_recording() else None
         constraint = await serving.constraints.editor(request)
         session = hub.submit(request, dict(inject(span)).get("traceparent", ""), constraint)
+        if rounds is not None:
+            rounds.submitted()
+            session.rounds = rounds
         call = _Call(self._telemetry, serving.served, request, span, started)
         try:
             async with asyncio.timeout(context.time_remaining()):
@@ -122,6 +127,8 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
             raise DeadlineError("the request's deadline passed") from None
         finally:
             hub.abort(session)
+            if rounds is not None:
+                rounds.end(session.stats)
             # Also where the client hung up as soon as it had the last token.
             if session.stats is not None:
                 span.set_attributes(_aux_attributes(session))
@@ -164,7 +171,7 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
 
 
 class _Call:
-    """Turns one request's commits into response messages, spans' events and metrics."""
+    """Turns one request's commits into response messages and metrics."""
 
     def __init__(
         self,
@@ -178,7 +185,6 @@ class _Call:
         self._served = served
         self._request = request
         self._span = span
-        self._events = EventSampler(span)
         self._started = started
         self._first_token_s: float | None = None
 
@@ -190,14 +196,6 @@ class _Call:
             response.token_ids.extend(commit.token_ids)
             response.kinds.extend(codec.KIND_TO_PROTO[kind] for kind in commit.kinds)
             response.logprobs.extend(map(codec.logprobs_to_proto, commit.logprobs))
-            self._events.add(
-                "round",
-                {
-                    "outrider.base_len": commit.base_len,
-                    "outrider.tokens": len(commit.token_ids),
-                    "outrider.accepted": commit.kinds.count(TokenKind.ACCEPTED),
-                },
-            )
         if self._first_token_s is None and response.token_ids:
             self._first_token_s = elapsed_s
         last = commits[-1]

@@ -11,6 +11,7 @@ from outrider.types import Commit, Request, RequestStats
 
 if TYPE_CHECKING:
     from scorer_service.proposers import AttachedProposer
+    from scorer_service.round_spans import RoundSpans
 
 
 class Mailbox:
@@ -56,6 +57,7 @@ class Session:
     proposer: AttachedProposer | None = None
     losses: Counter[str] = field(default_factory=Counter)  # Lost messages by proposer
     stats: RequestStats | None = None  # the latest that the engine told
+    rounds: RoundSpans | None = None  # only of a request whose trace is sampled
 
     @property
     def id(self) -> int:

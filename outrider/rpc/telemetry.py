@@ -7,7 +7,6 @@ colon of `outrider:*`.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -142,24 +141,6 @@ def extract(metadata: Metadata | None) -> Context:
     """The caller's trace context; an empty one where there is none or it is malformed."""
     carrier = {key: value for key, value in metadata or () if isinstance(value, str)}
     return _propagator.extract(carrier, Context())
-
-
-class EventSampler:
-    """Which rounds of a request become span events: the first 8, then every 16th, 64 at most."""
-
-    _FIRST, _EVERY, _LIMIT = 8, 16, 64
-
-    def __init__(self, span: trace.Span) -> None:
-        self._span = span
-        self._seen = 0
-        self._added = 0
-
-    def add(self, name: str, attributes: Attributes) -> None:
-        seen, self._seen = self._seen, self._seen + 1
-        wanted = seen < self._FIRST or seen % self._EVERY == 0
-        if wanted and self._added < self._LIMIT and self._span.is_recording():
-            self._added += 1
-            self._span.add_event(name, attributes, time.time_ns())
 
 
 def _build_info(registry: prometheus_client.CollectorRegistry, service_name: str) -> None:

@@ -12,7 +12,7 @@ from prometheus_client import Counter
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from outrider.errors import ConfigError
-from outrider.rpc.telemetry import METRIC_PREFIX, EventSampler, configure, extract, inject
+from outrider.rpc.telemetry import METRIC_PREFIX, configure, extract, inject
 from tests.contract.test_scorer import PROMPT, greedy_truth
 from tests.support.scorer import running_scorer
 from tests.support.scripted_proposer import ScriptedProposer, follow, proposing
@@ -28,7 +28,8 @@ async def test_one_trace_from_the_client_through_the_scorer_to_the_proposer() ->
             with client.client_span("outrider.v1.ScorerService/Generate") as span:
                 output = await scorer.generate(PROMPT, metadata=inject(span))
     client.shutdown()
-    (theirs,), (ours,) = client_spans.get_finished_spans(), scorer_spans.get_finished_spans()
+    (theirs,) = client_spans.get_finished_spans()
+    (ours,) = [s for s in scorer_spans.get_finished_spans() if s.kind is trace.SpanKind.SERVER]
     assert ours.context.trace_id == theirs.context.trace_id
     assert ours.parent is not None
     assert ours.parent.span_id == theirs.context.span_id
@@ -36,13 +37,27 @@ async def test_one_trace_from_the_client_through_the_scorer_to_the_proposer() ->
     assert ours.attributes is not None
     assert ours.attributes["gen_ai.usage.output_tokens"] == 40
     assert ours.attributes["outrider.accepted"] == output.aux_info.accepted
-    rounds = [event for event in ours.events if event.name == "round"]
-    assert 8 <= len(rounds) <= output.aux_info.rounds
     opened = trace.get_current_span(
         extract((("traceparent", proposer.opens[0].traceparent),))
     ).get_span_context()
     assert opened.trace_id == ours.context.trace_id
     assert opened.span_id == ours.context.span_id
+
+
+def test_a_request_that_is_not_sampled_costs_no_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+    spans = InMemorySpanExporter()
+
+    async def request() -> None:
+        async with running_scorer(telemetry=configure("scorer", exporter=spans)) as scorer:
+            call = asyncio.create_task(scorer.generate(PROMPT, max_tokens=400))
+            await scorer.until(lambda: bool(scorer.hub._sessions), "running")
+            (session,) = scorer.hub._sessions.values()
+            assert session.rounds is None
+            await call
+
+    asyncio.run(request())
+    assert spans.get_finished_spans() == ()
 
 
 async def test_a_failed_request_is_an_error_span() -> None:
@@ -63,19 +78,6 @@ async def test_without_an_exporter_a_callers_trace_passes_through() -> None:
             assert proposer.opens[0].traceparent == parent
             await scorer.generate(PROMPT, metadata=(("traceparent", "garbage"),))
             assert proposer.opens[1].traceparent == ""
-
-
-def test_round_events_are_sampled() -> None:
-    spans = InMemorySpanExporter()
-    telemetry = configure("service", exporter=spans)
-    with telemetry.server_span("request", None) as span:
-        sampler = EventSampler(span)
-        for i in range(5000):
-            sampler.add("round", {"i": i})
-    telemetry.shutdown()
-    numbers = [event.attributes["i"] for event in spans.get_finished_spans()[0].events]  # type: ignore[index]
-    assert numbers[:10] == [*range(8), 16, 32]
-    assert len(numbers) == 64
 
 
 def fetch(url: str, accept: str = "text/plain") -> str:
@@ -132,7 +134,7 @@ async def test_latencies_lead_to_the_trace_of_a_request() -> None:
     async with running_scorer(telemetry=telemetry) as scorer:
         await scorer.generate(PROMPT)
         text = await asyncio.to_thread(fetch, url, "application/openmetrics-text")
-    (span,) = spans.get_finished_spans()
+    (span,) = [s for s in spans.get_finished_spans() if s.kind is trace.SpanKind.SERVER]
     exemplars = {
         family.name: sample.exemplar.labels
         for family in text_string_to_metric_families(text)

@@ -1,0 +1,101 @@
+"""A request's time in the scorer, as spans."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from outrider.types import Commit, StepTimings, TokenKind
+from scorer_service.round_spans import MAX_ROUNDS, RoundSpans, round_parts
+
+MS = 1_000_000
+STEP = StepTimings(
+    schedule_ms=1.0,
+    forward_ms=5.0,
+    verify_ms=1.0,
+    commit_ms=2.0,
+    idle_ms=0.0,
+    num_rows=1,
+    num_tokens=5,
+)
+
+
+def parts(block: tuple[int, int] | None, ended: int = 20) -> list[tuple[str, float, float]]:
+    found = round_parts(0, ended * MS, block, STEP)
+    assert found[0][1] == 0
+    assert found[-1][2] == ended * MS
+    assert all(one[2] == other[1] for one, other in itertools.pairwise(found))
+    return [(name, start / MS, end / MS) for name, start, end in found if start < end]
+
+
+def test_a_round_that_waits_for_its_draft() -> None:
+    assert parts((10 * MS, 4 * MS)) == [
+        ("wire", 0, 6),
+        ("propose", 6, 10),
+        ("wait", 10, 12),
+        ("score", 12, 18),
+        ("commit", 18, 20),
+    ]
+
+
+def test_a_round_whose_draft_was_at_hand_or_late() -> None:
+    on_hand = [("wait", 0, 12), ("score", 12, 18), ("commit", 18, 20)]
+    assert parts(None) == on_hand
+    assert parts((13 * MS, 4 * MS)) == on_hand
+
+
+def test_clocks_that_disagree_leave_no_part_outside_the_round() -> None:
+    assert parts((5 * MS, 40 * MS), ended=5) == [("score", 0, 3), ("commit", 3, 5)]
+    assert parts((1 * MS, 40 * MS), ended=10) == [
+        ("propose", 0, 1),
+        ("wait", 1, 2),
+        ("score", 2, 8),
+        ("commit", 8, 10),
+    ]
+
+
+@dataclass
+class Clock:
+    now: int = 1_700_000_000_000_000_000
+
+    def __call__(self) -> int:
+        self.now += 10 * MS
+        return self.now
+
+
+def traced(rounds: int) -> list[ReadableSpan]:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer = provider.get_tracer("test")
+    with tracer.start_as_current_span("request") as parent:
+        spans = RoundSpans(tracer, parent, Clock())
+        spans.submitted()
+        for number in range(rounds + 1):
+            spans.commit(Commit(1, number, (7, 8), (TokenKind.ACCEPTED, TokenKind.BONUS), 4), STEP)
+        spans.end(None)
+    return [span for span in exporter.get_finished_spans() if span.name != "request"]
+
+
+def test_spans_of_a_long_request_are_bounded_and_add_up() -> None:
+    spans = traced(rounds=3000)
+    rounds = [span for span in spans if span.name == "round"]
+    assert len(rounds) == MAX_ROUNDS
+    assert len(spans) <= 3 + 6 * MAX_ROUNDS
+    (rest,) = [span for span in spans if span.name == "rounds"]
+    assert rest.attributes is not None
+    assert rest.attributes["outrider.rounds"] == 3000 - MAX_ROUNDS
+    assert rest.attributes["outrider.tokens"] == 2 * (3000 - MAX_ROUNDS)
+    assert rest.attributes["outrider.score_us"] == 6000 * (3000 - MAX_ROUNDS)
+    top = [span for span in spans if span.name in ("queue", "prefill", "round", "rounds")]
+    took = sum((span.end_time or 0) - (span.start_time or 0) for span in top)
+    assert took == (3000 + 2) * 10 * MS
+
+
+def test_a_request_aborted_before_its_first_token_was_queued() -> None:
+    (span,) = traced(rounds=-1)
+    assert span.name == "queue"
