@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outrider.drafting.branch_plan import Pace
 from outrider.drafting.deterministic import DeterministicProposer
@@ -19,6 +21,10 @@ from proposer_service.config import (
     ProposerConfig,
     SuffixConfig,
 )
+
+if TYPE_CHECKING:
+    from outrider.drafting.draft_mask import DraftMasks
+    from outrider.engine.paged_model import PagedModel
 
 _PAGE_SIZE = 16
 _MIB = 2**20
@@ -137,6 +143,8 @@ def _build_draft_model(method: DraftModelConfig, max_sessions: int) -> tuple[Pro
         chain_drafter=chain_drafter,
         fork_drafter=fork_drafter,
         max_branches=method.max_branches,
+        # Masked drafts are made eagerly: on a GPU that costs more than the recorded loop loses.
+        masks=_masks(folder, model) if method.device == "cpu" else None,
         prefill_budget=_PREFILL_BUDGET[method.device],
     )
     progress("proposer", "warming up")
@@ -144,6 +152,18 @@ def _build_draft_model(method: DraftModelConfig, max_sessions: int) -> tuple[Pro
     progress("proposer", f"ready to draft after {time.perf_counter() - began:.1f} s")
     has_tokenizer = (folder / "tokenizer.json").is_file()
     return proposer, tokenizer_hash(folder) if has_tokenizer else ""
+
+
+def _masks(folder: Path, model: PagedModel) -> DraftMasks | None:
+    from outrider.drafting.draft_mask import DraftMasks
+    from outrider.engine.constraint import ConstraintCompiler
+
+    try:
+        compiler = ConstraintCompiler.load(folder, model.vocab_size, model.eos_token_ids)
+    except ConfigError as error:
+        progress("proposer", f"constrained requests are drafted for without masks. {error.message}")
+        return None
+    return DraftMasks(compiler)
 
 
 def _warm_up(proposer: Proposer) -> None:

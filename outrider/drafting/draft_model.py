@@ -13,7 +13,8 @@ until an outcome is missed.
 Tokens are drawn with the session's own sampling parameters and noise at their absolute positions
 (`engine.sampling`), so a draft equals the target's choice wherever the models are close enough.
 For a session that rejection verifies they are drawn with noise that the scorer does not use, and
-go with the distributions that they came from; such a session gets no branches.
+go with the distributions that they came from; such a session gets no branches. Neither does one
+whose drafts are masked by its constraint (draft_mask.py): what is drawn must come to the host.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.drafting.branch_plan import NO_PACE, Outcomes, Pace
 from outrider.drafting.brancher import Brancher
 from outrider.drafting.branches import ForkDrafter
+from outrider.drafting.draft_mask import DraftMasks
 from outrider.drafting.draft_state import DraftRow, DraftState
 from outrider.drafting.draft_steps import ReadyRow, draft_chains, sample_chains
 from outrider.drafting.proposer import (
@@ -77,6 +79,7 @@ class DraftModelProposer:
         chain_drafter: ChainDrafter | None = None,
         fork_drafter: ForkDrafter | None = None,
         max_branches: int = 16,
+        masks: DraftMasks | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if max_sessions < 1 or max_draft_tokens < 1 or prefill_budget < 1:
@@ -100,6 +103,7 @@ class DraftModelProposer:
         self._pool = BlockPool(model.num_pages)
         self._prefill_budget = prefill_budget
         self._chain_drafter = chain_drafter
+        self._masks = masks
         self._clock = clock
         self._outcomes = Outcomes()
         self._brancher: Brancher | None = None
@@ -134,6 +138,8 @@ class DraftModelProposer:
         follower = Follower(prefix, sampling, num_draft_tokens, max_len, self.traits)
         samples = hints.rule is VerificationRule.REJECTION and not sampling.greedy
         state = DraftState(session, follower, samples=samples)
+        if hints.constraint is not None and self._masks is not None:
+            state.mask = self._masks.open(hints.constraint, tuple(prefix), hints.num_output_tokens)
         state.adopt_cached_prefix(self._pool, self._model.page_size)
         self._sessions[session] = state
 
@@ -246,6 +252,7 @@ class DraftModelProposer:
                 and row.num_tokens <= _SHORT
                 and row.end + longest <= limit
                 and not row.state.samples
+                and row.state.mask is None
                 else row
                 for row in rows
             ]
@@ -272,13 +279,12 @@ class DraftModelProposer:
 
     def _run_chains(self, rows: list[DraftRow]) -> list[list[int]]:
         slices = [row.slice() for row in rows]
-        ready = [
-            ReadyRow(row.end, row.wanted, row.state.follower.sampling) for row in rows if row.wanted
-        ]
+        ready = [row.ready() for row in rows if row.wanted]
         fast = self._chain_drafter
         chains: list[list[int]] = []
         num_tokens = sum(row.num_tokens for row in rows[: len(ready)])
-        if fast and ready and num_tokens <= fast.max_tokens:
+        masked = any(row.mask is not None for row in ready)
+        if fast and ready and num_tokens <= fast.max_tokens and not masked:
             chains = fast.draft(slices[: len(ready)], ready)
             slices, ready = slices[len(ready) :], []
         if slices:
@@ -290,7 +296,7 @@ class DraftModelProposer:
     def _sample_chains(self, rows: list[DraftRow]) -> list[tuple[list[int], list[DraftProbs]]]:
         if not rows:
             return []
-        ready = [ReadyRow(row.end, row.wanted, row.state.follower.sampling) for row in rows]
+        ready = [row.ready() for row in rows]
         drawn = sample_chains(self._model, [row.slice() for row in rows], ready)
         for row, (chain, _) in zip(rows, drawn, strict=True):
             row.state.ahead.line = chain[:-1]  # the last token was never fed

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from outrider.draft_tree import DraftTree
 from outrider.drafting.branch_plan import Outcome, Outcomes, plan_branches
 from outrider.drafting.branches import DraftedBranch, Trunk, adopt, drop
+from outrider.drafting.draft_mask import DraftMask
+from outrider.drafting.draft_steps import ReadyRow
 from outrider.drafting.proposer import Follower, SessionKey
 from outrider.engine.batch import RowSlice
 from outrider.engine.block_pool import ROOT_HASH, BlockPool, PageHash, page_hash
@@ -84,6 +86,7 @@ class DraftState:
         "follower",
         "hashes",
         "hit",
+        "mask",
         "samples",
         "session",
     )
@@ -91,6 +94,7 @@ class DraftState:
     def __init__(self, session: SessionKey, follower: Follower, *, samples: bool = False) -> None:
         self.session = session
         self.follower = follower
+        self.mask: DraftMask | None = None  # of what its constraint forbids
         self.samples = samples  # drafts are drawn with noise of their own: rejection verifies them
         self.block_table: list[int] = []
         self.computed = 0  # committed tokens whose keys and values are in the cache
@@ -221,3 +225,9 @@ class DraftRow:
         start = self.state.computed
         tokens = self.state.follower.tokens[start : self.end]
         return RowSlice(tokens, start, self.state.block_table, 1)
+
+    def ready(self) -> ReadyRow:
+        """For a row that drafts."""
+        follower, mask = self.state.follower, self.state.mask
+        editor = None if mask is None else mask.after(follower.tokens)
+        return ReadyRow(self.end, self.wanted, follower.sampling, editor)

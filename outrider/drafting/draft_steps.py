@@ -13,6 +13,7 @@ from torch import Tensor
 from outrider.draft_tree import DraftProbs
 from outrider.drafting.candidates import draw_of_likeliest, top_candidates
 from outrider.engine.batch import Model, PackedBatch, RowSlice, pack
+from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.sampling import Lane, SamplingBatch, sample
 from outrider.params import SamplingParams
 
@@ -24,6 +25,7 @@ class ReadyRow:
     length: int
     wanted: int  # draft tokens, at least 1
     sampling: SamplingParams
+    mask: ConstraintEditor | None = None  # stands after the committed text; used up
 
 
 def draft_chains(
@@ -33,7 +35,8 @@ def draft_chains(
 
     `ready` is ordered by `wanted`, largest first, and page tables must cover
     length + wanted - 1 tokens. All tensors of the later forwards are made at once before the
-    first: a step only picks a row of each, and no token comes to the host before the end.
+    first: a step only picks a row of each, and no token comes to the host before the end, unless
+    a row is masked.
     """
     with torch.inference_mode():
         batch = pack(slices, model.page_size, model.device)
@@ -42,11 +45,10 @@ def draft_chains(
         if steps is None:
             logits[-1:, :1].tolist()  # waits for the device: its time belongs to this round
             return []
-        tokens = steps.draw(logits[: len(ready)], 0)
-        drawn = [tokens]
+        drawn = [steps.draw(logits[: len(ready)], 0)]
         for step in range(1, ready[0].wanted):
-            tokens = steps.draw(model.forward(steps.batch(tokens, step)), step)
-            drawn.append(tokens)
+            steps.follow(drawn[-1])
+            drawn.append(steps.draw(model.forward(steps.batch(drawn[-1], step)), step))
         flat = torch.cat(drawn).tolist()
     chains: list[list[int]] = [[] for _ in ready]
     start = 0
@@ -72,11 +74,13 @@ def sample_chains(
         steps = _Steps(model, slices, ready, Lane.DRAFT)
         for step in range(ready[0].wanted):
             if step:
+                steps.follow(drawn[-1])
                 batch = steps.batch(drawn[-1], step)
             params = steps.sampling(step)
             assert params is not None
+            logits = steps.masked(model.forward(batch))
             for to, part in zip(
-                (drawn, ids, probs), draw_of_likeliest(model.forward(batch), params), strict=True
+                (drawn, ids, probs), draw_of_likeliest(logits, params), strict=True
             ):
                 to.append(part)
         chains: list[tuple[list[int], list[DraftProbs]]] = [([], []) for _ in ready]
@@ -173,6 +177,7 @@ class _Steps:
         self._index = torch.arange(num_rows, device=device)
         self._ones = (1,) * num_rows
         self._lengths = lengths
+        self._masks = [(i, row.mask) for i, row in enumerate(ready) if row.mask is not None]
         self._sampling: SamplingBatch | None = None
         if not all(row.sampling.greedy for row in ready):
             params = [row.sampling for row in ready]
@@ -196,8 +201,23 @@ class _Steps:
 
     def draw(self, logits: Tensor, step: int) -> Tensor:
         """The tokens [rows] at position length + `step`."""
+        logits = self.masked(logits)
         params = self.sampling(step)
         return logits.argmax(dim=-1) if params is None else sample(logits, params)
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """`logits` [rows, vocab], changed in place where rows are constrained."""
+        for i, mask in self._masks:
+            if i < len(logits):
+                mask.edit(logits[i : i + 1], ())
+        return logits
+
+    def follow(self, tokens: Tensor) -> None:
+        """Moves the masks by the tokens [rows] that were drawn; waits for them if there are any."""
+        if self._masks:
+            drawn = tokens.tolist()
+            for i, mask in self._masks:
+                mask.commit(tuple(drawn[i : i + 1]))
 
     def sampling(self, step: int) -> SamplingBatch | None:
         """How the tokens at position length + `step` are drawn; None: all greedily."""

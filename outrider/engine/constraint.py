@@ -28,8 +28,8 @@ from outrider.errors import ConfigError, InvalidRequestError
 from outrider.params import Constraint, ConstraintKind, StopParams, TokenIds
 from outrider.types import FinishReason
 
-_WHITESPACE = r"[ \t\n\r]{0,32}"
-"""Between JSON's tokens. Bounded: a model that prefers blanks would never come to an end."""
+_WHITESPACE = r" |\r?\n[ \t]{0,32}"
+"""Between JSON's tokens, beside none. A model that prefers blanks would never come to an end."""
 _MAX_ERROR_CHARS = 500
 
 
