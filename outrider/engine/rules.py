@@ -94,6 +94,7 @@ def typical(
 def top_p_window(
     draft: TokenIds,
     target_probs: Sequence[Sequence[float]],
+    allowed: Sequence[bool],
     drawn: Sequence[int],
     max_candidate_len: int,
     verify_window: int,
@@ -101,14 +102,15 @@ def top_p_window(
     """The choices at all drafted places of a row; `drawn` are the target's coupled draws.
 
     Candidates are the likeliest tokens that top_k, top_p and min_p leave, at most so many, with
-    ties. A draft outside of them needs a whole window of drafts after it that are likeliest tokens.
+    ties. A draft outside of them needs a whole window of drafts after it that are likeliest tokens,
+    and must be `allowed`: cut perhaps, but not masked.
     """
     ranks = [sum(p > probs[t] for p in probs) for t, probs in zip(draft, target_probs, strict=True)]
     choices = []
     for i, token in enumerate(draft):
         candidate = ranks[i] < max_candidate_len and target_probs[i][token] > 0
         window = ranks[i + 1 : i + 1 + verify_window]
-        reconciled = len(window) == verify_window and not any(window)
+        reconciled = allowed[i] and len(window) == verify_window and not any(window)
         choices.append(token if candidate or reconciled else drawn[i])
     return choices
 
@@ -144,9 +146,28 @@ def apply_rules(logits: Tensor, rows: Sequence[RuledRow], drawn: Tensor) -> None
             at = torch.tensor(places).to(device, non_blocking=True)
             params = [row.sampling for row in part for _ in row.draft]
             batch = SamplingBatch.build(params, places, device)  # no draw: positions are not used
-            target_probs = process_logits(logits[at], batch).double().softmax(dim=-1)
+            own = logits[at]
             to_compare = torch.tensor(drafted).to(device, non_blocking=True)
-            drawn[at] = choices(part, to_compare, target_probs, drawn[at])
+            drawn[at] = choices(
+                _Places(
+                    rows=part,
+                    drafted=to_compare,
+                    target_probs=process_logits(own, batch).double().softmax(dim=-1),
+                    allowed=own.gather(1, to_compare[:, None])[:, 0] > -torch.inf,
+                    drawn=drawn[at],
+                )
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """The n drafted places of some rows."""
+
+    rows: Sequence[RuledRow]
+    drafted: Tensor  # int64 [n]
+    target_probs: Tensor  # float64 [n, vocab]
+    allowed: Tensor  # bool [n]: the drafted token is not masked
+    drawn: Tensor  # int64 [n]: the target's own draws
 
 
 def _parts(rows: Sequence[RuledRow], at_once: int) -> Iterator[Sequence[RuledRow]]:
@@ -161,13 +182,11 @@ def _parts(rows: Sequence[RuledRow], at_once: int) -> Iterator[Sequence[RuledRow
         yield rows[start:]
 
 
-# Per rule: rows, then per drafted place: drafted int64 [n], target_probs float64 [n, vocab], the
-# target's own draws int64 [n]. Returns the choices int64 [n].
+# Per rule: the choices int64 [n].
 
 
-def _rejections(
-    rows: Sequence[RuledRow], drafted: Tensor, target_probs: Tensor, drawn: Tensor
-) -> Tensor:
+def _rejections(places: _Places) -> Tensor:
+    rows, drafted, target_probs = places.rows, places.drafted, places.target_probs
     device, count = drafted.device, len(drafted)
     positions = torch.tensor([row.position + i for row in rows for i in range(len(row.draft))])
     seeds = [row.sampling.seed for row in rows for _ in row.draft]
@@ -180,7 +199,7 @@ def _rejections(
     accepted = uniforms(accept, positions) * prob < target_prob
     residual = target_probs.scatter_add(1, ids, -draft_probs).clamp_(min=0.0)
     scores = residual.log() + gumbel_noise(recover, positions, target_probs.shape[-1])
-    recovered = torch.where(residual.sum(dim=1) > 0.0, scores.argmax(dim=1), drawn)
+    recovered = torch.where(residual.sum(dim=1) > 0.0, scores.argmax(dim=1), places.drawn)
     return torch.where(accepted, drafted, recovered)
 
 
@@ -200,9 +219,8 @@ def _padded_probs(rows: Sequence[RuledRow]) -> tuple[Tensor, Tensor]:
     return torch.tensor(ids), draft_probs / draft_probs.sum(dim=1, keepdim=True)
 
 
-def _typical(
-    rows: Sequence[RuledRow], drafted: Tensor, target_probs: Tensor, drawn: Tensor
-) -> Tensor:
+def _typical(places: _Places) -> Tensor:
+    rows, drafted, target_probs = places.rows, places.drafted, places.target_probs
     settings = [
         (row.verification.epsilon, row.verification.alpha) for row in rows for _ in row.draft
     ]
@@ -210,12 +228,11 @@ def _typical(
     entropy = torch.special.entr(target_probs).sum(dim=1)
     threshold = torch.minimum(limits[:, 0], limits[:, 1] * (-entropy).exp())
     target_prob = target_probs.gather(1, drafted[:, None])[:, 0]
-    return torch.where(target_prob > threshold, drafted, drawn)
+    return torch.where(target_prob > threshold, drafted, places.drawn)
 
 
-def _top_p_window(
-    rows: Sequence[RuledRow], drafted: Tensor, target_probs: Tensor, drawn: Tensor
-) -> Tensor:
+def _top_p_window(places: _Places) -> Tensor:
+    rows, drafted, target_probs = places.rows, places.drafted, places.target_probs
     device, count = drafted.device, len(drafted)
     most: list[int] = []
     begin: list[int] = []
@@ -234,8 +251,8 @@ def _top_p_window(
     ranks = (target_probs > target_prob).sum(dim=1)
     candidate = (ranks < windows[0]) & (target_prob[:, 0] > 0.0)
     failing = torch.nn.functional.pad((ranks > 0).cumsum(dim=0), (1, 0))  # among those before
-    reconciled = (failing[windows[2]] == failing[windows[1]]) & windows[3].bool()
-    return torch.where(candidate | reconciled, drafted, drawn)
+    agrees = (failing[windows[2]] == failing[windows[1]]) & windows[3].bool()
+    return torch.where(candidate | (agrees & places.allowed), drafted, places.drawn)
 
 
 _BATCHED = {
