@@ -124,6 +124,7 @@ class Sequence:
         masks: tuple[LogitsEditor, ...] = () if constraint is None else (constraint,)
         self.editors = (*masks, *make_editors(request, stop_ids))
         self.adjuster = make_adjuster(request)
+        self.edits_logits = bool(self.editors) or self.adjuster is not None
         self.token_ids: list[int] = list(request.prompt_token_ids)
         self.num_computed = 0
         self.block_table: list[int] = []
@@ -138,10 +139,6 @@ class Sequence:
         self.submitted_at = submitted_at
         self.admitted = False
         self.admitted_at = 0.0
-
-    @property
-    def edits_logits(self) -> bool:
-        return bool(self.editors) or self.adjuster is not None
 
     @property
     def num_uncomputed(self) -> int:
@@ -195,10 +192,11 @@ class Sequence:
         """
         base_len = len(self.token_ids)
         self.token_ids += emitted
-        for editor in self.editors:
-            editor.commit(emitted)
-        if self.adjuster is not None:
-            self.adjuster.commit(emitted)
+        if self.edits_logits:
+            for editor in self.editors:
+                editor.commit(emitted)
+            if self.adjuster is not None:
+                self.adjuster.commit(emitted)
         if self.draft is None:
             return False
         if self.drafting.runs_ahead:
