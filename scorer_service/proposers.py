@@ -35,7 +35,7 @@ class Outbox:
         return self._size > self._max_tokens
 
     def open(self, session: Session) -> None:
-        speculation = session.request.speculation
+        speculation, constraint = session.request.speculation, session.request.constraint
         self._batch.opens.add(
             session=session.id,
             epoch=session.epoch,
@@ -45,13 +45,14 @@ class Outbox:
             max_len=session.max_len,
             traceparent=session.traceparent,
             advice=codec.advice_to_proto(speculation.advice),
-            constraint=codec.constraint_to_proto(session.request.constraint),
+            constraint=codec.constraint_to_proto(constraint),
             tenant=session.request.tenant,
             methods=[name for name in speculation.methods if name in self._methods],
             verification_rule=codec.RULE_TO_PROTO[speculation.verification.rule],
             num_output_tokens=len(session.committed) - session.num_given_tokens,
         )
-        self._grow(len(session.committed))
+        source_words = 0 if constraint is None else len(constraint.source) // 4
+        self._grow(len(session.committed) + source_words)
 
     def commit(self, session: Session, base_len: int, tokens: Sequence[int], step_us: int) -> None:
         self._batch.step_us = step_us
