@@ -8,8 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
+from outrider.draft_tree import DraftTree
 from outrider.rpc import codec
 from outrider.v1 import common_pb2, draft_pb2, scorer_pb2
+from tests.contract.test_proposer_stream import hash_model_proposer, ngram_config, running
+from tests.support.draft_scorer import DraftScorer, open_
 from tests.support.scorer import RunningScorer, generate_request, running_scorer
 from tests.support.scripted_proposer import Drafted, ScriptedProposer, block, proposing
 
@@ -95,3 +98,33 @@ async def test_what_is_no_distribution_is_dropped_and_counted(rule: str, what: s
         assert scorer.metric("draft_blocks_total", fate="malformed") > 0
         assert aux.drafted == 0
         assert tokens == plain, "as if nobody had drafted"
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_draft_model_sends_what_it_drew_from_where_that_is_weighed(
+    rule: str, temperature: float
+) -> None:
+    scorer = DraftScorer()
+    address = await scorer.start()
+    try:
+        async with running(ngram_config(address), hash_model_proposer()):
+            stream = await scorer.attached()
+            opened = open_(1, PROMPT, temperature=temperature, seed=5)
+            opened.verification_rule = RULES[rule]
+            stream.send(opens=[opened])
+            sent = await stream.next_block()
+    finally:
+        await scorer.stop()
+    assert len(sent.token_ids) == 4
+    drawn = rule == "rejection" and temperature > 0
+    assert len(sent.draft_probs) == (4 if drawn else 0)
+    tree = DraftTree.validated(
+        sent.base_len,
+        sent.token_ids,
+        sent.parents,
+        vocab_size=32,
+        max_nodes=4,
+        probs=[codec.draft_probs_from_proto(each) for each in sent.draft_probs],
+    )
+    assert None not in tree.probs
