@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from outrider.errors import CapacityError, InvalidRequestError, OutriderError, ProposerRefusedError
+from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.rpc import codec
 from outrider.rpc.versions import agreed_version
 from outrider.v1 import draft_pb2
@@ -14,6 +15,8 @@ from scorer_service.sessions import Session
 
 # They need neither the vocabulary nor the tokenizer.
 _COPYING_METHODS = frozenset({"deterministic", "ngram", "suffix"})
+# They draft no more than they are sure of.
+_SELF_LIMITING = frozenset({"deterministic", "suffix"})
 
 
 class Outbox:
@@ -113,12 +116,38 @@ class AttachedProposer:
     def has_room(self) -> bool:
         return len(self.sessions) < self.max_sessions and not self.draining
 
+    def methods_for(self, session: Session) -> tuple[str, ...]:
+        """Its methods that may draft for the session, the session's preferred one first."""
+        speculation = session.request.speculation
+        useless = () if speculation.advice.token_ids else ("deterministic",)
+        return tuple(
+            name
+            for name in speculation.methods or codec.METHODS
+            if name in self.methods and name not in useless
+        )
+
     def fits(self, session: Session) -> bool:
         """Whether it may draft for the session, room aside."""
-        wanted = session.request.speculation.methods
-        return (not wanted or not set(wanted).isdisjoint(self.methods)) and (
-            len(session.committed) < self.max_model_len
-        )
+        return bool(self.methods_for(session)) and len(session.committed) < self.max_model_len
+
+    def preference(self, session: Session) -> tuple[int, int]:
+        """The smaller, the better it suits a session that it fits."""
+        methods = self.methods_for(session)
+        order = session.request.speculation.methods or codec.METHODS
+        return order.index(methods[0]), -len(methods)
+
+    def draft_limit(self, session: Session) -> int:
+        """Draft tokens per round at most.
+
+        Where the request names none, the scorer's default bounds methods that draft what they are
+        asked for. Those that draft as much as they are sure of are bounded by what they can do:
+        long drafts are what they are for, and the policy takes less where that is faster.
+        """
+        limit = session.num_speculative_tokens
+        asked = session.request.speculation.num_speculative_tokens
+        if asked is None and limit and not _SELF_LIMITING.isdisjoint(self.methods_for(session)):
+            limit = MAX_SPECULATIVE_TOKENS
+        return min(limit, self.max_draft_tokens)
 
 
 def check_hello(hello: draft_pb2.Hello, served: ServedModel) -> None:

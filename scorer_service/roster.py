@@ -8,7 +8,6 @@ from collections import Counter
 
 from outrider.engine.worker import EngineWorker
 from outrider.errors import OutriderError, ProposerRefusedError, UnavailableError
-from outrider.rpc import codec
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.metrics import ScorerMetrics
@@ -134,7 +133,7 @@ class Roster:
             key=lambda p: (
                 p.set_aside_until > now,
                 session.losses[p.id],
-                codec.METHODS.index(p.method),
+                p.preference(session),
                 p.load,
             ),
             default=None,
@@ -149,9 +148,7 @@ class Roster:
         self._undrafted.pop(session.id, None)
         session.proposer = proposer
         session.epoch += 1
-        session.num_draft_tokens = k = min(
-            session.num_speculative_tokens, proposer.max_draft_tokens
-        )
+        session.num_draft_tokens = k = proposer.draft_limit(session)
         proposer.sessions[session.id] = session
         proposer.outbox.open(session)
         self._worker.set_drafting(session.id, proposer.id, k, runs_ahead=proposer.runs_ahead)

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Rows
+from itertools import takewhile
 
 from outrider.engine.contest import Contests
 from outrider.engine.policy import FIRST_PATIENCE_S, Policy
@@ -46,7 +47,9 @@ FADE = 0.9  # per round, of what is known about a row's acceptance
 PROPOSER_FADE = 0.98  # and about a proposer's, over all its rows
 NEARLY = 0.95  # of the best goodput: such differences between sizes are noise
 STALE_AFTER = 12  # steps of other sizes after which a size's average is forgotten
-PROBE_EVERY = 16  # rounds with a smaller K before one with the greatest renews what was measured
+PROBE_EVERY = 16  # rounds with a smaller K before one with a greater renews what was measured
+LARGEST_PROBE = 16  # or twice the present K: one round of 128 costs as much as several
+SIZES = (*range(1, 17), 20, 24, 32, 48, 64, 96)  # of K that are compared, beside the limit
 MIN_PATIENCE_S, MAX_PATIENCE_S = 0.002, 0.1
 STEPS_OF_PATIENCE = 3.0
 
@@ -122,10 +125,9 @@ class StepTimes:
 
 def accepted(acceptance: float, k: int) -> float:
     """Draft tokens expected to be accepted of `k`: a + a^2 + ... + a^k."""
-    total = 0.0
-    for _ in range(k):
-        total = acceptance * (1.0 + total)
-    return total
+    if acceptance > 1.0 - 1e-9:
+        return float(k)
+    return float(acceptance * (1.0 - acceptance**k) / (1.0 - acceptance))
 
 
 class AdaptivePolicy(Policy):
@@ -140,7 +142,7 @@ class AdaptivePolicy(Policy):
         self._draft_len: dict[str, float] = {}  # by proposer: mean tokens of a draft
         self._contests = Contests()
         self._num_rows = 1  # of the last step
-        self._step_times: list[float] = []  # by k, the same for all rows until the next step
+        self._step_times: dict[int, float] = {}  # by k, the same for all rows until the next step
 
     def choose_k(self, drafting: Drafting, limit: int) -> int:
         d = drafting
@@ -148,29 +150,25 @@ class AdaptivePolicy(Policy):
             return 0
         if d.short_rounds == PROBE_EVERY:
             d.short_rounds = 0
-            return limit
-        times = self._step_times
-        if len(times) <= limit:
-            times = self._times_up_to(limit)
-        plain = times[0]
+            return min(limit, max(LARGEST_PROBE, 2 * d.num_draft_tokens))
+        plain = self._step_time(0)
         if not plain:
             return limit
-        acceptance, expected, power = d.successes / d.trials, 1.0, 1.0
+        acceptance = d.successes / d.trials
         token_s = (1.0 - d.hit_share) * self._token_s.get(d.proposer_id or "", 0.0)
         if d.runs_ahead:
             wait_s = d.wait_s - token_s * d.num_draft_tokens
         else:
             wait_s = (1.0 - d.hit_share) * self._base_delay(d.proposer_id or "")
-        rates = [1.0 / plain]
-        for k in range(1, limit + 1):
-            power *= acceptance
-            expected += power
-            rates.append(expected / (times[k] + max(0.0, wait_s + token_s * k)))
+        sizes: list[int] = [*takewhile(lambda k: k < limit, SIZES), limit]
+        rates = [
+            (1.0 + accepted(acceptance, k)) / (self._step_time(k) + max(0.0, wait_s + token_s * k))
+            for k in sizes
+        ]
         best = max(rates)
-        k = limit if rates[0] < best else 0
-        while rates[k] < NEARLY * best:
-            k -= 1
-        return k
+        if best <= 1.0 / plain:
+            return 0
+        return max([k for k, rate in zip(sizes, rates, strict=True) if rate >= NEARLY * best])
 
     def _base_delay(self, proposer_id: str) -> float:
         """Seconds from a commit to its draft's arrival, without the time per drafted token."""
@@ -271,7 +269,7 @@ class AdaptivePolicy(Policy):
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         self._num_rows = num_rows
         self._steps.observe(num_tokens, seconds)
-        self._step_times = []
+        self._step_times = {}
 
     def step_done(
         self, num_running: int, tokens: int, now: float, *, drafted: bool, pure: bool
@@ -283,12 +281,7 @@ class AdaptivePolicy(Policy):
 
     def _step_time(self, k: int) -> float:
         """Expected seconds of a step as large as the last one, with `k` draft tokens per row."""
-        times = self._step_times
-        return times[k] if k < len(times) else self._times_up_to(k)[k]
-
-    def _times_up_to(self, limit: int) -> list[float]:
-        """The same for all k up to `limit`; kept until the next step."""
-        self._step_times = [
-            self._steps.estimate(self._num_rows * (1 + k)) for k in range(limit + 1)
-        ]
-        return self._step_times
+        known = self._step_times.get(k)
+        if known is None:
+            known = self._step_times[k] = self._steps.estimate(self._num_rows * (1 + k))
+        return known

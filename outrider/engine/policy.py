@@ -12,6 +12,7 @@ from collections.abc import Sequence as Rows
 from outrider.counts import StepCounts
 from outrider.draft_tree import DraftTree
 from outrider.engine.sequence import BlockFate, Drafting, Sequence
+from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.types import Request
 
 SET_ASIDE_AFTER = 3  # rounds in a row whose draft was waited for in vain
@@ -79,14 +80,14 @@ class Policy:
         """The initial state of a request's row."""
         speculation = request.speculation
         limit = speculation.num_speculative_tokens
-        if limit is None:
-            limit = self.num_speculative_tokens
+        if limit is None:  # then it is who drafts that sets a limit: see `attach`
+            limit = MAX_SPECULATIVE_TOKENS if self.num_speculative_tokens else 0
         if not speculation.enabled:
             limit = 0
         return Drafting(limit=limit)
 
     def attach(self, seq: Sequence, proposer_id: str | None, limit: int, now: float) -> None:
-        """A proposer took the session on, or (None) left it."""
+        """A proposer took the session on, or (None) left it; it drafts at most `limit` tokens."""
         d = seq.drafting
         if proposer_id != d.proposer_id:
             d.misses = d.rest = d.next_rest = d.blocks = 0

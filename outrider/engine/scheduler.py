@@ -121,7 +121,8 @@ class Scheduler:
 
     def commit(self, step: Step, result: StepResult, seconds: float, now: float) -> list[Commit]:
         """Makes a step's result true. `seconds`: from its launch to its result."""
-        decoding = step.num_tokens <= len(step.rows) * (1 + self.config.num_speculative_tokens)
+        k = self.config.num_speculative_tokens
+        decoding = step.num_tokens <= sum([1 + max(k, len(row.draft)) for row in step.rows])
         if decoding:
             # Prompts say little about a round: on a GPU they run another way.
             self.policy.observe_step(len(step.rows), step.num_tokens, seconds)

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from outrider.draft_tree import DraftTree
 from outrider.errors import CapacityError, InternalError, UnavailableError
-from outrider.params import SamplingParams, SpeculationParams
+from outrider.params import NO_ADVICE, Advice, SamplingParams, SpeculationParams
 from outrider.types import (
     Commit,
     Failure,
@@ -38,10 +38,11 @@ class RecordingWorker:
     def __init__(self) -> None:
         self.drafting: dict[int, tuple[str | None, int]] = {}
         self.blocks: list[tuple[int, DraftTree, str]] = []
+        self.methods: list[str] = []
         self.aborted: list[int] = []
         self.refuse: Exception | None = None
 
-    def submit(self, _request: Request) -> None:
+    def submit(self, _request: Request, _constraint: None) -> None:
         if self.refuse is not None:
             raise self.refuse
 
@@ -58,8 +59,11 @@ class RecordingWorker:
     ) -> None:
         self.drafting[session_id] = (proposer_id, k)
 
-    def post_block(self, session_id: int, tree: DraftTree, proposer_id: str, _us: int) -> None:
+    def post_block(
+        self, session_id: int, tree: DraftTree, proposer_id: str, _us: int, method: str
+    ) -> None:
         self.blocks.append((session_id, tree, proposer_id))
+        self.methods.append(method)
 
 
 class Bench:
@@ -132,6 +136,56 @@ async def test_load_is_shared_and_the_rest_wait_for_room() -> None:
     assert sessions[3].proposer is b
     assert bench.worker.drafting[sessions[3].id] == ("b", 4)
     assert a.load == b.load == 1.0
+
+
+async def test_methods_that_limit_themselves_are_bounded_by_what_they_can_do() -> None:
+    bench = Bench()
+    bench.attach("a", method="deterministic", max_draft_tokens=10_000)
+    bench.attach("b", method="suffix", max_draft_tokens=24)
+    bench.attach("c", method="ngram", max_draft_tokens=16)
+    advised = Advice(token_ids=(1, 2))
+    for speculation, drafting in (
+        (SpeculationParams(), ("b", 24)),
+        (SpeculationParams(advice=advised), ("a", 128)),
+        (SpeculationParams(advice=advised, num_speculative_tokens=7), ("a", 7)),
+        (SpeculationParams(methods=("ngram",)), ("c", 4)),
+    ):
+        assert bench.worker.drafting[bench.submit(speculation=speculation).id] == drafting
+
+
+async def test_the_request_s_order_of_methods_chooses_the_proposer() -> None:
+    bench = Bench()
+    bench.attach("advice", method="deterministic")
+    bench.attach("model")
+    bench.attach("lookup", method="ngram")
+    both = ["suffix", "draft_model"]
+    bench.attach("both", method="suffix", methods=both)
+    advised = Advice(token_ids=(1, 2))
+
+    def chosen(*methods: str, advice: Advice = NO_ADVICE) -> str | None:
+        session = bench.submit(speculation=SpeculationParams(methods=methods, advice=advice))
+        return session.proposer.id if session.proposer else None
+
+    assert chosen() == "both", "suffix comes before draft_model"
+    assert chosen(advice=advised) == "advice"
+    assert chosen("ngram", "suffix") == "lookup"
+    assert chosen("draft_model") in ("model", "both")
+    assert chosen("draft_model", "suffix") == "both", "it has the second one as well"
+    assert chosen("ngram", advice=advised) == "lookup"
+    assert chosen("deterministic") is None, "there is nothing to copy from"
+    assert chosen("deterministic", "ngram") == "lookup"
+
+
+async def test_a_block_names_one_of_its_proposers_methods() -> None:
+    bench = Bench()
+    proposer = bench.attach("a", method="suffix", methods=["suffix", "draft_model"])
+    session = bench.submit()
+    for index in (1, 2):
+        block = draft_pb2.Block(session=session.id, epoch=1, base_len=3, token_ids=[1])
+        block.method_index = index
+        bench.hub.on_blocks(proposer, [block])
+    assert bench.worker.methods == ["draft_model"]
+    assert proposer.bad_blocks == 1
 
 
 async def test_limits_of_request_and_proposer_both_count() -> None:
