@@ -25,6 +25,8 @@ class StepCounts:
     rounds: Counter[tuple[int, int]] = field(default_factory=Counter)
     """Rows that decoded, by draft tokens verified and accepted of them, after trimming at a stop.
     A prompt's first token is a round only if a draft was verified with it."""
+    drafted_by: Counter[str] = field(default_factory=Counter)  # draft tokens by proposer
+    accepted_by: Counter[str] = field(default_factory=Counter)
     output_tokens: int = 0
     hits: int = 0
     misses_late: int = 0

@@ -24,6 +24,8 @@ _REQUEST_SECONDS = (
     *(10.0, 20.0, 40.0, 80.0, 160.0),
 )
 _POWERS = tuple(float(2**i) for i in range(13))
+_MAX_PROPOSERS, _MAX_POOLS = 1024, 256
+_OTHER = "other"  # pool of proposers beyond these limits
 _STEP_PARTS = ("schedule", "forward", "verify", "commit", "idle", "gap")
 _ROUND_PARTS = ("propose", "network", "wait", "score", "commit")
 
@@ -53,6 +55,20 @@ class ScorerMetrics:
         # Looking a label up costs more than counting.
         self._accepted_per_pos = cache(lambda position: per_pos.labels(model_name, position))
         self._rounds = cache(lambda k: rounds.labels(model_name, k))
+        pool_drafted = self._counters(
+            "pool_draft_tokens", "Draft tokens verified, by the pool of their proposer.", "pool"
+        )
+        pool_accepted = self._counters(
+            "pool_accepted_tokens", "Draft tokens accepted, by the pool of their proposer.", "pool"
+        )
+        self._pool_counters = cache(
+            lambda pool: (
+                pool_drafted.labels(model_name, pool),
+                pool_accepted.labels(model_name, pool),
+            )
+        )
+        self._pools: dict[str, str] = {}  # by proposer; the last ones that attached
+        self._pool_names: set[str] = set()
         blocks = self._counters(
             "draft_blocks",
             "Draft blocks by fate: hit, late, wrong (per round), stale, malformed (dropped).",
@@ -134,6 +150,16 @@ class ScorerMetrics:
         gauge = Gauge(METRIC_PREFIX + name, description, ("model_name",), registry=self._registry)
         gauge.labels(self._model_name).set_function(read)
 
+    def attached(self, proposer_id: str, pool: str) -> None:
+        """From now on a proposer's drafts are counted for its pool."""
+        # It may call itself and its pool what it likes, but not fill the memory with names.
+        self._pool_names.add(pool if len(self._pool_names) < _MAX_POOLS else _OTHER)
+        pool = pool if pool in self._pool_names else _OTHER
+        self._pools.pop(proposer_id, None)
+        self._pools[proposer_id] = pool
+        if len(self._pools) > _MAX_PROPOSERS:
+            del self._pools[next(iter(self._pools))]
+
     def set_proposers(self, attached: int, pool: str, method: str) -> None:
         """How many proposers of a pool are attached."""
         self.proposers.labels(self._model_name, pool, method).set(attached)
@@ -188,6 +214,10 @@ class ScorerMetrics:
             self._rounds(k).inc(rounds)
         for position, rounds in by_position.items():
             self._accepted_per_pos(position).inc(rounds)
+        for proposer_id, tokens in counts.drafted_by.items():
+            of_drafts, of_accepted = self._pool_counters(self._pools.get(proposer_id, _OTHER))
+            of_drafts.inc(tokens)
+            of_accepted.inc(counts.accepted_by[proposer_id])
         self._hits.inc(counts.hits)
         self._late.inc(counts.misses_late)
         self._wrong.inc(counts.misses_wrong)

@@ -62,6 +62,7 @@ class Roster:
         if former is not None:
             self.detach(former, UnavailableError("this proposer_id dialled anew"))
         self._proposers[proposer.id] = proposer
+        self._metrics.attached(proposer.id, proposer.pool)
         self._count_proposers()
         _log.info("proposer %s attached: %s %s", proposer.id, proposer.method, proposer.model)
         self._assign_undrafted()

@@ -95,10 +95,16 @@ def speculation() -> Dashboard:
                     stack="percent",
                 ),
                 Graph(
-                    "Draft tokens per second",
-                    "Drafted for verification, and accepted.",
-                    "short",
-                    (Series(total(_DRAFTED), "verified"), Series(total(_ACCEPTED), "accepted")),
+                    "Acceptance rate by pool",
+                    "Draft tokens accepted, of those verified, by the pool that drafted them.",
+                    "percentunit",
+                    (
+                        Series(
+                            f"{total('outrider:pool_accepted_tokens_total', 'pool')} / "
+                            f"{total('outrider:pool_draft_tokens_total', 'pool')}",
+                            "{{pool}}",
+                        ),
+                    ),
                 ),
                 Graph(
                     "Blocks dropped",

@@ -183,6 +183,10 @@ class Scheduler:
             counts.output_tokens += len(output)
             if drafted or not first:
                 counts.rounds[drafted, min(accepted, len(output))] += 1
+            if drafted:
+                proposer_id = seq.drafting.proposer_id or ""
+                counts.drafted_by[proposer_id] += drafted
+                counts.accepted_by[proposer_id] += min(accepted, len(output))
         if first:
             counters.prefill_s = now - seq.admitted_at
         else:

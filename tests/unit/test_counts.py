@@ -69,6 +69,8 @@ def test_sums_over_steps_are_sums_over_requests(kind: type[Policy], max_branches
     assert total.misses_late + total.misses_wrong > 0
     assert sum(s.drafted for s in stats) == sum(k * n for (k, _), n in total.rounds.items())
     assert sum(s.accepted for s in stats) == sum(a * n for (_, a), n in total.rounds.items()) > 0
+    assert total.drafted_by == {"p0": sum(s.drafted for s in stats)}
+    assert total.accepted_by == {"p0": sum(s.accepted for s in stats)}
     for k in range(1, 5):
         rounds = sum(n for (drafted, _), n in total.rounds.items() if drafted == k)
         assert sum(s.k_histogram[k] for s in stats if k < len(s.k_histogram)) == rounds
