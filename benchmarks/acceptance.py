@@ -173,6 +173,9 @@ def main() -> int:
     file = resolve_model("embedded", "target").parent / "heldout_prompts.jsonl"
     loaded = prompts.load(file, target, count=args.num_prompts, max_prompt_tokens=192)
     names = [NONE, *args.rules]
+    machine = report.machine()
+    settings = {name: value for name, value in vars(args).items() if name != "out"}
+    settings |= {"prompts": loaded.file, "prompts_sha256": loaded.sha256}
     rows: list[Row] = []
     for name in names:  # warm up
         pair.run(loaded.token_ids[0], SamplingParams(1.0), 8, name)
@@ -185,15 +188,9 @@ def main() -> int:
                 samples[name].append(pair.run(prompt, sampling, args.max_tokens, name))
             print(f"temperature {temperature:g}: prompt {seed + 1}", file=sys.stderr, flush=True)
         rows += [row(temperature, name, samples[name], samples[NONE]) for name in names]
-    settings = {name: value for name, value in vars(args).items() if name != "out"}
-    settings |= {"prompts": loaded.file, "prompts_sha256": loaded.sha256}
-    found = {
-        "machine": report.machine(),
-        "settings": settings,
-        "rows": [asdict(each) for each in rows],
-    }
-    text = "\n".join(document(rows, found["machine"], settings))
-    report.write(found, text, args.out / "acceptance")
+        found = {"machine": machine, "settings": settings, "rows": [asdict(each) for each in rows]}
+        text = "\n".join(document(rows, machine, settings))
+        report.write(found, text, args.out / "acceptance")  # so far
     print(text)
     return 0
 
