@@ -14,7 +14,7 @@ import pytest
 from outrider.cli.client import GenerateOptions
 from outrider.v1 import scorer_pb2
 from tests.support.pods import Cluster, Pod, cluster
-from tests.support.up import Completion, complete, scorer_info
+from tests.support.up import Completion, complete
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -95,7 +95,7 @@ class Release:
 
     async def stop_scorer(self, number: int, load: Load) -> None:
         """Ends it while it has requests."""
-        await until(self.scorers[number], lambda info: info.running_requests > 0)
+        await self.until(self.scorers[number], lambda info: info.running_requests > 0)
         await self.scorers[number].terminate()
         await load.more()
 
@@ -127,16 +127,17 @@ class Release:
             await pod.until_ready()
         names = {pod.name for pod in proposers}
         for scorer in self.scorers:
-            await until(
+            await self.until(
                 scorer, lambda info: names <= {proposer.proposer_id for proposer in info.proposers}
             )
 
-
-async def until(scorer: Pod, condition: Callable[[scorer_pb2.GetScorerInfoResponse], bool]) -> None:
-    """Polls what the scorer says about itself."""
-    async with asyncio.timeout(120):
-        while not condition(await scorer_info(f"{scorer.ip}:7001")):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    async def until(
+        self, scorer: Pod, condition: Callable[[scorer_pb2.GetScorerInfoResponse], bool]
+    ) -> None:
+        """Polls what the scorer says about itself."""
+        async with asyncio.timeout(120):
+            while not condition(await self.pods.scorer_info(scorer)):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
 
 
 @asynccontextmanager
@@ -161,6 +162,7 @@ async def test_pods_that_leave_under_load_take_no_request_with_them(
         load = Load(running.gateways)
         assert (await load.ask_draft()).aux.accepted > 0
         async with load.running(clients=2):
+            running.pods.renew_certificates()
             await running.stop_scorer(1, load)
             await running.pods.pods[-1].terminate()
             assert (await load.ask_draft()).aux.drafted == 0
@@ -175,6 +177,7 @@ async def test_rolling_restarts_lose_no_request_and_change_no_text(
         draft, lookup = running.pods.pods[-2:]
         load = Load(running.gateways)
         async with load.running(clients=4):
+            running.pods.renew_certificates()
             for number in range(2):
                 await running.restart_scorer(number, load)
             for pod in (draft, lookup):

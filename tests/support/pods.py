@@ -2,7 +2,7 @@
 
 Each pod has an address of its own in 127.0.0.0/8, so that the ports are the chart's, too. What
 differs: the tiny models, the threads, and a list of addresses where the chart names a service,
-because a test has no name server.
+because a test has no name server. All of them speak mutual TLS, as with `tls.enabled`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.rpc.channel import open_channel
+from outrider.v1 import scorer_pb2, scorer_pb2_grpc
+from tests.support.certificates import Issuer
+from tests.support.certificates import flags as tls_flags
 
 EXAMPLE = Path(__file__).parents[2] / "k8s/examples/rendered/cpu-demo.yaml"
 _MODULES = {"scorer": "scorer_service", "proposer": "proposer_service", "gateway": "gateway"}
@@ -83,7 +86,7 @@ class Pod:
 
 
 class Cluster:
-    """Starts and ends pods. `flags` follow the chart's, which they replace: values of a release."""
+    """Starts and ends pods."""
 
     def __init__(self, folder: Path, target: Path, draft: Path, scorers: int) -> None:
         self._folder = folder
@@ -94,9 +97,21 @@ class Cluster:
         self._ips = itertools.count(100)
         self.scorer_ips = [f"{self._network}.{10 + n}" for n in range(scorers)]
         self.pods: list[Pod] = []
+        self._issuer = Issuer()
+        self.renew_certificates()
+
+    def renew_certificates(self) -> None:
+        """Puts a new one where all pods look for theirs."""
+        self._tls = self._issuer.write(self._folder / "tls", *self.scorer_ips)
+
+    async def scorer_info(self, scorer: Pod) -> scorer_pb2.GetScorerInfoResponse:
+        """What a scorer says about itself."""
+        async with open_channel(f"{scorer.ip}:7001", self._tls) as channel:
+            stub = scorer_pb2_grpc.ScorerServiceStub(channel)
+            return await stub.GetScorerInfo(scorer_pb2.GetScorerInfoRequest(), timeout=10)
 
     def start(self, template_name: str, ip: str | None = None, flags: Sequence[str] = ()) -> Pod:
-        """Starts a pod; it is not ready yet."""
+        """Starts a pod; it is not ready yet. `flags` follow the chart's, and replace them."""
         template = self._templates[template_name]
         ip = ip or f"{self._network}.{next(self._ips)}"
         name = f"{template_name}-{len(self.pods)}"
@@ -104,7 +119,7 @@ class Cluster:
         argv = [self._substituted(arg, template, name, ip) for arg in template.args]
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", template.module, *argv, *flags],
+                [sys.executable, "-P", "-m", template.module, *argv, *tls_flags(self._tls), *flags],
                 stdout=out,
                 stderr=out,
             )

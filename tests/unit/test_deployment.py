@@ -1,0 +1,81 @@
+"""The flags that all three services share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gateway.__main__ import main as gateway
+from outrider.errors import ConfigError
+from outrider.rpc.deployment import Deployment, TlsFiles
+from proposer_service.__main__ import main as proposer
+from proposer_service.__main__ import parse
+from scorer_service.__main__ import main as scorer
+from scorer_service.__main__ import resolve
+
+NGRAM = ("--scorer", "a:1", "--method", "ngram")
+SERVICES = {
+    "scorer": lambda *flags: scorer(flags),
+    "proposer": lambda *flags: proposer((*NGRAM, *flags)),
+    "gateway": lambda *flags: gateway(["--scorer", "a:1", *flags]),
+}
+
+
+@pytest.fixture
+def tls(tmp_path: Path) -> TlsFiles:
+    for name in ("cert", "key", "ca"):
+        (tmp_path / name).touch()
+    return TlsFiles(*(str(tmp_path / name) for name in ("cert", "key", "ca")))
+
+
+def test_flags_reach_the_services(tls: TlsFiles) -> None:
+    assert tls.ca is not None
+    flags = ("--tls-cert", tls.cert, "--tls-key", tls.key, "--tls-ca", tls.ca)
+    flags = (*flags, "--drain-grace-seconds", "2.5", "--health-port", "9")
+    expected = Deployment(drain_grace_s=2.5, health_port=9, tls=tls)
+    assert resolve((*flags, "--listen-unix", "/run/s"))["deployment"] == expected
+    config, _ = parse((*NGRAM, *flags, "--dns-refresh-seconds", "7"))
+    assert config.deployment == expected
+    assert config.dns_refresh_s == 7
+
+
+def test_defaults() -> None:
+    assert resolve(())["deployment"] == Deployment() == parse(NGRAM)[0].deployment
+
+
+@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--tls-cert", __file__), "--tls-cert and --tls-key go together"),
+        (("--tls-ca", __file__), "--tls-ca needs both"),
+        (("--tls-cert", "/nowhere", "--tls-key", __file__), "--tls-cert /nowhere: there is no"),
+        (("--drain-grace-seconds", "-1"), "--drain-grace-seconds must be"),
+        (("--drain-grace-seconds", "inf"), "--drain-grace-seconds must be"),
+    ],
+)
+def test_flags_that_cannot_work_are_named(
+    service: str, flags: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert SERVICES[service](*flags) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith(f"{service}: ")
+    assert why in output.err
+    assert output.err.count("\n") == 1
+    assert output.out == ""
+
+
+@pytest.mark.parametrize("service", ["proposer", "gateway"])
+def test_how_often_names_are_looked_up_has_bounds(
+    service: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert SERVICES[service]("--dns-refresh-seconds", "0") == 2
+    assert "--dns-refresh-seconds must be between" in capsys.readouterr().err
+
+
+def test_a_health_port_is_beside_the_service() -> None:
+    assert Deployment().health_address("h") is None
+    assert Deployment(health_port=0).health_address("h") == "h:0"
+    with pytest.raises(ConfigError, match="drain-grace"):
+        Deployment(drain_grace_s=float("nan"))
