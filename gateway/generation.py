@@ -93,7 +93,7 @@ class Generator:
         )
         model = self.config.served_model_name
         with (
-            self._metrics.outcome(request.operation),
+            self._metrics.outcome(request.operation, deadline),
             self.telemetry.server_span(
                 f"{request.operation} {model}", metadata, _span_attributes(request, model)
             ) as span,

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from outrider.errors import OutriderError
+from outrider.errors import DeadlineError, OutriderError
 from outrider.rpc.telemetry import METRIC_PREFIX
 from outrider.v1 import common_pb2
+
+_TIMER_S = 0.01  # by which a timer may go off early
 
 
 class GatewayMetrics:
@@ -60,13 +62,14 @@ class GatewayMetrics:
         )
 
     @contextlib.contextmanager
-    def outcome(self, operation: str) -> Iterator[None]:
-        """Counts how its body ends."""
+    def outcome(self, operation: str, deadline: float) -> Iterator[None]:
+        """Counts how its body ends; it is cancelled at the deadline (loop time), too."""
         outcome = "ok"
         try:
             yield
         except (asyncio.CancelledError, GeneratorExit):
-            outcome = "cancelled"
+            late = asyncio.get_running_loop().time() >= deadline - _TIMER_S
+            outcome = DeadlineError.reason if late else "cancelled"
             raise
         except OutriderError as error:
             outcome = error.reason

@@ -386,8 +386,11 @@ async def test_the_deadline_gives_504_or_an_error_event() -> None:
                 text += chunk.choices[0].text
         assert text
         assert TEXT.startswith(text)
-        await asyncio.sleep(0.1)
-        assert gateway.scorer.running == 0
+        await until(lambda: gateway.scorer.running == 0)
+        async with httpx.AsyncClient(base_url=gateway.http) as client:
+            metrics = (await client.get("/metrics")).text
+        late = 'operation="text_completion",outcome="DEADLINE_EXCEEDED"'
+        assert f"outrider:gateway_requests_total{{{late}}} 2.0\n" in metrics
 
 
 async def test_no_scorer_is_503_and_unhealthy() -> None:
