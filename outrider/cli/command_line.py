@@ -18,6 +18,8 @@ SERVICES = {
 }
 """Name on the command line -> the package that `python -m` runs."""
 
+METHODS = ("deterministic", "suffix", "draft_model", "ngram")
+"""As `rpc.codec` has them, which brings gRPC's messages with it."""
 DEFAULT_HTTP_PORT = 8000
 DEFAULT_GRPC_PORT = 50051
 
@@ -102,8 +104,11 @@ def _add_stack_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--method",
-        choices=("draft_model", "ngram", "none"),
-        help="who drafts (default: draft_model, but ngram for a --model without --draft-model)",
+        type=_methods,
+        metavar="NAME[,...]",
+        help="who drafts: deterministic, suffix, draft_model, ngram, or several, of which the "
+        "first that has a guess does; or none (default: draft_model, but ngram for a --model "
+        "without --draft-model)",
     )
     parser.add_argument(
         "--num-speculative-tokens",
@@ -159,6 +164,16 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="S", help="seconds (default: %(default)g)"
     )
+
+
+def _methods(text: str) -> tuple[str, ...]:
+    """Nothing for "none"."""
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if name not in METHODS and names != ("none",):
+            known = ", ".join((*METHODS, "none"))
+            raise argparse.ArgumentTypeError(f"invalid choice: {name!r} (choose from {known})")
+    return () if names == ("none",) else names
 
 
 def _port(text: str) -> int:

@@ -38,20 +38,22 @@ class StackConfig:
     grpc_port: int = 0
     model: str | None = None
     draft_model: str | None = None
-    method: str = "draft_model"
+    methods: tuple[str, ...] = ("draft_model",)  # none: no proposer
     num_speculative_tokens: int = 4
     dtype: str = "float32"
     seed: int | None = None
     served_model_name: str = "default"
 
     def __post_init__(self) -> None:
-        if self.method == "draft_model" and self.model is not None and self.draft_model is None:
+        drafts = "draft_model" in self.methods
+        if drafts and self.model is not None and self.draft_model is None:
             raise ConfigError(
                 "--model without --draft-model: the embedded draft model has another tokenizer. "
-                "Name a --draft-model with the same tokenizer, or use --method ngram or none."
+                "Name a --draft-model with the same tokenizer, or use another --method."
             )
-        if self.method != "draft_model" and self.draft_model is not None:
-            raise ConfigError(f"--draft-model is of no use with --method {self.method}.")
+        if not drafts and self.draft_model is not None:
+            method = ",".join(self.methods) or "none"
+            raise ConfigError(f"--draft-model is of no use with --method {method}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,7 @@ class Stack:
         gateway = ServiceProcess(gateway_spec(config, self._scorer_address), self._relay)
         self._essential = [scorer, gateway]
         starts = [scorer.start(_START_DEADLINE_S), gateway.start(_START_DEADLINE_S)]
-        if config.method != "none":
+        if config.methods:
             self._proposer = self._new_proposer()
             starts.append(self._proposer.start(_START_DEADLINE_S))
         scorer_ready, gateway_ready, *proposer_ready = await _all_or_first_error(starts)
@@ -211,13 +213,18 @@ def proposer_spec(config: StackConfig, scorer_address: str) -> ServiceSpec:
     # fastest in float32 on CPU.
     dtype = config.dtype if config.draft_model else "float32"
     model = ("--model", config.draft_model or "embedded", "--dtype", dtype)
+    # A default of the proposer's is longer for methods that are made for long drafts.
+    longer = config.num_speculative_tokens > 16 and not {"suffix", "deterministic"} & {
+        *config.methods
+    }
     return _spec(
         "proposer",
         "proposer_service",
-        *("--scorer", scorer_address, "--method", config.method, "--port", 0),
-        *("--metrics-port", 0, "--threads", 1, "--proposer-id", f"proposer-{config.method}"),
-        *("--max-draft-tokens", max(16, config.num_speculative_tokens)),
-        *(model if config.method == "draft_model" else ()),
+        *("--scorer", scorer_address, "--method", ",".join(config.methods), "--port", 0),
+        *("--metrics-port", 0, "--threads", 1),
+        *("--proposer-id", f"proposer-{'-'.join(config.methods)}"),
+        *(("--max-draft-tokens", config.num_speculative_tokens) if longer else ()),
+        *(model if "draft_model" in config.methods else ()),
     )
 
 

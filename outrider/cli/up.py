@@ -44,17 +44,17 @@ def stack_config(
     """The flags that `up` and `demo` share, with "auto" resolved. May raise `ConfigError`."""
     model = None if args.model == "embedded" else args.model
     draft_model = None if args.draft_model == "embedded" else args.draft_model
-    method = args.method
-    if method is None:
-        method = "ngram" if model is not None and draft_model is None else "draft_model"
-        if method == "ngram":
+    methods = args.method
+    if methods is None:
+        methods = ("ngram",) if model is not None and draft_model is None else ("draft_model",)
+        if methods == ("ngram",):
             relay("outrider", "no --draft-model: drafting by prompt lookup (--method ngram)")
     return StackConfig(
         http_port=http_port,
         grpc_port=grpc_port,
         model=model,
         draft_model=draft_model,
-        method=method,
+        methods=methods,
         num_speculative_tokens=args.num_speculative_tokens,
         dtype=args.dtype,
         seed=args.seed,

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from outrider.cli import command_line
 from outrider.cli.command_line import build_parser
 from outrider.cli.render import aux_table, legend, write_tokens
 from outrider.cli.up import stack_config
 from outrider.errors import ConfigError
+from outrider.rpc import codec
 from outrider.v1 import common_pb2, generation_pb2
 
 
@@ -90,10 +92,14 @@ def test_the_legend_counts() -> None:
 
 def test_a_method_is_chosen_when_none_is_given(capsys: pytest.CaptureFixture[str]) -> None:
     parse = build_parser().parse_args
-    assert stack_config(parse(["up"])).method == "draft_model"
+    assert stack_config(parse(["up"])).methods == ("draft_model",)
     assert stack_config(parse(["up", "--model", "embedded"])).model is None
-    assert stack_config(parse(["up", "--model", "m", "--draft-model", "d"])).method == "draft_model"
-    assert stack_config(parse(["up", "--model", "m"])).method == "ngram"
+    models = ["--model", "m", "--draft-model", "d"]
+    assert stack_config(parse(["up", *models])).methods == ("draft_model",)
+    assert stack_config(parse(["up", "--method", "none"])).methods == ()
+    several = ["--method", "suffix,draft_model"]
+    assert stack_config(parse(["up", *models, *several])).methods == ("suffix", "draft_model")
+    assert stack_config(parse(["up", "--model", "m"])).methods == ("ngram",)
     assert "--method ngram" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="--draft-model"):
         stack_config(parse(["up", "--model", "m", "--method", "draft_model"]))
@@ -107,6 +113,7 @@ def test_a_method_is_chosen_when_none_is_given(capsys: pytest.CaptureFixture[str
         ["up", "--seed", "-1"],
         ["up", "--dtype", "int8"],
         ["up", "--method", "magic"],
+        ["up", "--method", "none,ngram"],
         ["generate", "--max-tokens", "0"],
         ["serve", "nobody"],
         ["nothing"],
@@ -124,3 +131,7 @@ def test_a_service_gets_its_flags_untouched(tmp_path: Path) -> None:
     args = build_parser().parse_args(["serve", "scorer", "--model", str(tmp_path), "--help"])
     assert args.service == "scorer"
     assert args.args == ["--model", str(tmp_path), "--help"]
+
+
+def test_it_knows_the_methods_that_there_are() -> None:
+    assert command_line.METHODS == codec.METHODS

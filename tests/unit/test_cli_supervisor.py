@@ -124,7 +124,7 @@ async def test_a_stack_starts_and_stops(services: dict[str, str]) -> None:
 
 async def test_without_a_method_there_is_no_proposer(services: dict[str, str]) -> None:
     del services["proposer"]
-    async with Stack(StackConfig(method="none"), Lines()) as stack:
+    async with Stack(StackConfig(methods=()), Lines()) as stack:
         assert set(stack.pids) == {"scorer", "gateway"}
 
 
@@ -211,5 +211,5 @@ def test_a_target_without_a_draft_needs_another_method(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--draft-model"):
         StackConfig(model=str(tmp_path))
     with pytest.raises(ConfigError, match="of no use with --method ngram"):
-        StackConfig(draft_model=str(tmp_path), method="ngram")
-    assert StackConfig(model=str(tmp_path), method="ngram").draft_model is None
+        StackConfig(draft_model=str(tmp_path), methods=("ngram",))
+    assert StackConfig(model=str(tmp_path), methods=("ngram",)).draft_model is None
