@@ -1,15 +1,17 @@
-"""Scorers found by name: pods come and go, nobody is restarted, nothing that runs is cut."""
+"""Where scorers are found: pods come and go, nobody is restarted, nothing that runs is cut."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from pathlib import Path
 
 import pytest
 
+from outrider.errors import ConfigError
 from outrider.rpc.deployment import Deployment
 from outrider.rpc.telemetry import configure
-from proposer_service.config import NgramConfig, ProposerConfig
+from proposer_service.config import LinkConfig, NgramConfig, ProposerConfig
 from proposer_service.service import ProposerService
 from tests.support.draft_scorer import DraftScorer, close, open_
 from tests.support.fake_scorer import Script, serving
@@ -29,6 +31,18 @@ def port_free_on_both() -> int:
             except OSError:
                 continue
             return port
+
+
+def proposer(scorer: str) -> ProposerService:
+    config = ProposerConfig(
+        scorers=(scorer,),
+        methods=(NgramConfig(max_branches=0),),
+        proposer_id="p",
+        link=LinkConfig(backoff_first_s=0.01, backoff_max_s=0.1),
+        dns_refresh_s=0.1,
+        deployment=Deployment(drain_grace_s=5),
+    )
+    return ProposerService(config, telemetry=configure("proposer"))
 
 
 async def test_a_gateway_follows_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,17 +79,7 @@ async def test_a_proposer_follows_a_name(monkeypatch: pytest.MonkeyPatch) -> Non
     names, port = Names(monkeypatch), port_free_on_both()
     names.table["scorers"] = [A]
     a, b = DraftScorer(), DraftScorer()
-    service = ProposerService(
-        ProposerConfig(
-            scorers=(f"dns:scorers:{port}",),
-            method=NgramConfig(),
-            proposer_id="p",
-            max_branches=0,
-            dns_refresh_s=0.1,
-            deployment=Deployment(drain_grace_s=5),
-        ),
-        telemetry=configure("proposer"),
-    )
+    service = proposer(f"dns:scorers:{port}")
     try:
         await a.start(port, A)
         await b.start(port, B)
@@ -99,3 +103,28 @@ async def test_a_proposer_follows_a_name(monkeypatch: pytest.MonkeyPatch) -> Non
         await service.stop()
         await a.stop()
         await b.stop()
+
+
+async def test_a_proposer_in_the_same_pod_dials_a_socket(tmp_path: Path) -> None:
+    path = str(tmp_path / "scorer.sock")
+    service = proposer(f"unix:{path}")
+    scorer = DraftScorer()
+    try:
+        await service.start()  # before there is a scorer
+        with socket.socket(socket.AF_UNIX) as left_over:
+            left_over.bind(path)  # by a scorer that was killed
+        for _ in range(2):
+            await scorer.start(unix_path=path)
+            stream = await scorer.attached()
+            stream.send(opens=[open_(1, [5, 6, 7, 5, 6])])
+            await stream.next_block()
+            await scorer.stop()  # its container is restarted
+    finally:
+        await service.stop()
+        await scorer.stop()
+
+
+async def test_a_socket_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    path = str(tmp_path / "missing" / "scorer.sock")
+    with pytest.raises(ConfigError, match=f"unix:{path}: its folder must exist"):
+        await DraftScorer().start(unix_path=path)

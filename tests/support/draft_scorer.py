@@ -83,12 +83,15 @@ class DraftScorer(scorer_pb2_grpc.ScorerServiceServicer):
         self.conversations: asyncio.Queue[Conversation] = asyncio.Queue(100)
         self._server: GrpcServer | None = None
 
-    async def start(self, port: int = 0, host: str = "127.0.0.1") -> str:
+    async def start(
+        self, port: int = 0, host: str = "127.0.0.1", unix_path: str | None = None
+    ) -> str:
         """Serves; returns "host:port"."""
         self._server = GrpcServer(
             f"{host}:{port}",
             lambda server: scorer_pb2_grpc.add_ScorerServiceServicer_to_server(self, server),
             [],
+            unix_path=unix_path,
         )
         return f"{host}:{await self._server.start()}"
 
