@@ -5,6 +5,7 @@ The model is random, so what it says has no meaning; what a parameter does to it
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -14,7 +15,9 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.up import Up
+from outrider.cli.client import GenerateOptions
+from tests.support.up import Up, service, until_attached
+from tests.support.up import complete as complete_over_grpc
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -250,21 +253,66 @@ def test_methods_may_be_named_in_order(client: openai.OpenAI) -> None:
     assert text(client, temperature=0, body=body) == text(client, temperature=0)
 
 
-def test_a_prediction_changes_nothing_but_usage(client: openai.OpenAI) -> None:
-    plain = client.chat.completions.create(
-        **{"model": "default", "messages": MESSAGES, "max_tokens": 40, "temperature": 0}
-    )
-    shown = plain.choices[0].message.content or ""
-    predicted = client.chat.completions.create(
+def check_prediction(answer: Any) -> int:
+    """How many of its tokens were copied from the prediction, as usage and aux_info agree."""
+    details = answer.usage.completion_tokens_details
+    drafted = accepted = 0
+    for counts in answer.aux_info["by_method"]:
+        if counts["method"] == "deterministic":
+            drafted, accepted = counts["drafted"], counts["accepted"]
+    assert details.accepted_prediction_tokens == accepted
+    assert details.rejected_prediction_tokens == drafted - accepted
+    return int(accepted)
+
+
+def predict(client: openai.OpenAI, **prediction: Any) -> Any:
+    body: dict[str, Any] = {"ignore_eos": True, "aux_info": True}
+    return client.chat.completions.create(
         **{"model": "default", "messages": MESSAGES, "max_tokens": 40, "temperature": 0},
-        prediction={"type": "content", "content": shown},
-        extra_body={"speculation": {"references": [shown, [5, 6]]}},
+        **prediction,
+        extra_body=body,
     )
-    assert predicted.choices[0].message.content == shown
-    assert predicted.usage is not None
-    details = predicted.usage.completion_tokens_details
-    assert details is not None
-    assert details.accepted_prediction_tokens is not None
-    assert details.accepted_prediction_tokens >= 0
-    assert details.rejected_prediction_tokens is not None
-    assert details.rejected_prediction_tokens >= 0
+
+
+def test_a_prediction_that_nobody_drafts_from_is_harmless(client: openai.OpenAI) -> None:
+    answer = predict(client, prediction={"type": "content", "content": "hello"})
+    assert answer.choices[0].message.content == predict(client).choices[0].message.content
+    assert check_prediction(answer) == 0
+
+
+def test_references_change_nothing(client: openai.OpenAI) -> None:
+    shown = text(client, temperature=0)
+    body = {"speculation": {"references": [shown, [5, 6]]}}
+    assert text(client, temperature=0, body=body) == shown
+
+
+@pytest.fixture(scope="module")
+def copying(draft_model_stack: Up) -> Iterator[None]:
+    """A second proposer, which copies from predictions."""
+    scorer = draft_model_stack.scorer
+    flags = ("--scorer", scorer, "--method", "deterministic", "--proposer-id", "copying")
+    with service("proposer_service", *flags):
+        asyncio.run(until_attached(scorer, 120, "copying"))
+        yield
+
+
+@pytest.mark.usefixtures("copying")
+async def test_what_is_expected_is_copied(client: openai.OpenAI, draft_model_stack: Up) -> None:
+    options = GenerateOptions(prompt=PROMPT, max_tokens=60, temperature=0, ignore_eos=True)
+    plain = await complete_over_grpc(draft_model_stack.grpc, options)
+    ids = plain.token_ids  # what a random model says does not survive tokenising its text again
+    for expected, least in ((ids, 40), (ids[:20] + ids[30:], 15), ((5, 6), 0)):
+        extra_config = {"sp_advice_prompt_token_ids": expected, "sp_edit": 1}
+        answer = complete(client, max_tokens=60, temperature=0, body={"extra_config": extra_config})
+        assert answer.choices[0].text == plain.text
+        assert check_prediction(answer) >= least
+
+
+@pytest.mark.usefixtures("copying")
+def test_a_prediction_changes_nothing_but_usage(client: openai.OpenAI) -> None:
+    plain = predict(client)
+    assert plain.usage.completion_tokens_details is None
+    shown = plain.choices[0].message.content
+    answer = predict(client, prediction={"type": "content", "content": shown})
+    assert answer.choices[0].message.content == shown
+    check_prediction(answer)

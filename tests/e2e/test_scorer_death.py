@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -14,33 +11,11 @@ import pytest
 
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from tests.support.up import addresses, service
 
 pytestmark = pytest.mark.timeout(400)
 
 _PROMPT = "def fibonacci(n):"
-
-
-@contextmanager
-def service(*argv: object) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", *map(str, argv)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def addresses(process: subprocess.Popen[str]) -> dict[str, str]:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    assert line.startswith("ready "), line
-    fields: dict[str, str] = json.loads(line.removeprefix("ready "))
-    return fields
 
 
 def busy(scorer: dict[str, str]) -> bool:

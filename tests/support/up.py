@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -95,6 +96,31 @@ def running(*flags: object) -> Iterator[Up]:
         process.stderr.close()
 
 
+@contextlib.contextmanager
+def service(*argv: object) -> Iterator[subprocess.Popen[str]]:
+    """`python -m ARGV...`, killed at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *map(str, argv)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def addresses(process: subprocess.Popen[str]) -> dict[str, str]:
+    """Where a service listens; waits until it is ready."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("ready "), line
+    fields: dict[str, str] = json.loads(line.removeprefix("ready "))
+    return fields
+
+
 def run_outrider(*args: object, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     """Runs one command to its end."""
     return subprocess.run(
@@ -156,11 +182,12 @@ async def until_idle(address: str, timeout_s: float = 20.0) -> scorer_pb2.GetSco
             await asyncio.sleep(0.05)
 
 
-async def until_attached(address: str, timeout_s: float) -> None:
-    """Waits until a scorer has a proposer."""
+async def until_attached(address: str, timeout_s: float, proposer_id: str = "") -> None:
+    """Waits until a scorer has a proposer, or that one."""
     async with asyncio.timeout(timeout_s):
         while True:
-            if (await scorer_info(address)).proposers:
+            attached = (await scorer_info(address)).proposers
+            if any(proposer_id in ("", proposer.proposer_id) for proposer in attached):
                 return
             await asyncio.sleep(0.1)
 
