@@ -22,7 +22,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.policy import Policy
 from outrider.errors import InternalError
 from outrider.params import SamplingParams, SpeculationParams, StopParams
-from outrider.types import Commit, FinishReason, Request, TokenKind, TokenLogprobs
+from outrider.types import Commit, FinishReason, Request, StepEvents, TokenKind, TokenLogprobs
 from tests.support.hash_model import HashModel, Sequential
 
 VOCAB = 24
@@ -159,6 +159,7 @@ class Scenario:
             if commit.finish_reason is not None:
                 client.last = commit
                 self.open.discard(commit.session_id)
+        self.check_counts(events)
         return True
 
     def act(self) -> None:
@@ -199,6 +200,15 @@ class Scenario:
             if client.last is not None:
                 assert client.tokens == tokens
                 self.check_stats(client, client.last, reason)
+
+    def check_counts(self, events: StepEvents) -> None:
+        """A step counts what it emitted, after trimming."""
+        counts = events.counts
+        assert counts is not None
+        emitted = [kind for commit in events.commits for kind in commit.kinds]
+        assert counts.output_tokens == len(emitted)
+        accepted = sum(accepted * n for (_, accepted), n in counts.rounds.items())
+        assert accepted == emitted.count(TokenKind.ACCEPTED)
 
     def check_logprobs(self, client: Client) -> None:
         """One per token, and of the model's own distribution at its place."""
@@ -268,7 +278,8 @@ scenarios: Any = {
 }
 
 
-@settings(max_examples=400, **quietly)
+@pytest.mark.timeout(600)  # a quarter of a minute on a machine of its own
+@settings(max_examples=300, **quietly)
 @given(**scenarios)
 def test_output_equals_sequential_decoding(**scenario: Any) -> None:
     check(**scenario)

@@ -323,6 +323,7 @@ class GraphScenario(Scenario):
         )
 
 
+@pytest.mark.timeout(600)  # a quarter of a minute on a machine of its own
 @settings(max_examples=100, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), config=configs, k=st.integers(0, 8))
 def test_engine_output_equals_sequential_decoding(seed: int, config: EngineConfig, k: int) -> None:
