@@ -53,15 +53,9 @@ class ConstraintCompiler:
         *,
         max_cached: int = 64,
     ) -> None:
-        try:
-            tokenizer = LLTokenizer(tokenizer_json)
-            if tokenizer.vocab_size < vocab_size:
-                tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size)
-        except Exception as error:  # the library raises ValueError, and bare Exception
-            raise ConfigError(f"llguidance cannot read this tokenizer: {error}") from error
-        self._tokenizer = tokenizer
+        self._tokenizer = _load_tokenizer(tokenizer_json, vocab_size)
         self.eos_token_ids = eos_token_ids
-        self._ends = eos_token_ids | frozenset(tokenizer.eos_tokens)
+        self._ends = eos_token_ids | frozenset(self._tokenizer.eos_tokens)
         self._max_cached = max_cached
         self._cached: OrderedDict[Constraint, LLMatcher] = (
             OrderedDict()
@@ -229,6 +223,17 @@ class ConstraintEditor:
             f"continue{f' ({why})' if why else ''}: simplify it.",
             param=self._param,
         )
+
+
+def _load_tokenizer(tokenizer_json: str, vocab_size: int) -> LLTokenizer:
+    try:
+        return LLTokenizer(tokenizer_json, n_vocab=vocab_size)
+    except ValueError:
+        pass  # it has more tokens than the model, or something else is wrong with it
+    try:
+        return LLTokenizer(tokenizer_json)
+    except ValueError as error:
+        raise ConfigError(f"llguidance cannot read this tokenizer: {error}") from error
 
 
 def _grammar(constraint: Constraint) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib import resources
 
+import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -79,6 +80,46 @@ async def test_a_seed_is_a_text(stack: Up) -> None:
             timeout_s=120,
         )
         assert done.token_ids == plain.token_ids
+
+
+def test_json_is_drafted_within_its_schema(stack: Up) -> None:
+    """The scorer masks, and the draft model alike: most drafts hold, and none changes the text."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "tool_name": {"enum": ["search_documents", "create_ticket", "send_message"]},
+            "max_results": {"type": "integer", "minimum": 1, "maximum": 50},
+            "include_archived": {"type": "boolean"},
+        },
+        "required": ["tool_name", "max_results", "include_archived"],
+        "additionalProperties": False,
+    }
+    body = {
+        "model": "default",
+        "prompt": "# the call of the tool, as JSON\n",
+        "max_tokens": 120,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "c", "schema": schema}},
+        "aux_info": True,
+    }
+    rounds = accepted = 0
+    for temperature in (0.0, 1.0):
+        texts = set()
+        for enabled in (True, False):
+            settings = {"temperature": temperature, "seed": 3, "speculation": {"enabled": enabled}}
+            answer = httpx.post(
+                f"{stack.http}/v1/completions", json={**body, **settings}, timeout=120
+            )
+            (choice,) = answer.raise_for_status().json()["choices"]
+            assert choice["finish_reason"] == "stop"
+            texts.add(choice["text"])
+            aux = answer.json()["aux_info"]
+            accepted += aux["accepted"]
+            rounds += sum(aux["k_histogram"][1:])
+        (text,) = texts
+        value = json.loads(text)
+        assert set(value) == set(schema["required"])
+        assert 1 <= value["max_results"] <= 50
+    assert accepted > rounds > 0, "far below what masks give: 2.2 a round"
 
 
 def test_the_demo() -> None:
