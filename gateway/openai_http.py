@@ -93,8 +93,9 @@ class _OpenAI:
         return deadline, body
 
     def _check_size(self, body: OpenAIRequest, prompts: int) -> None:
-        _, per_prompt = body.num_choices()
-        self._generator.admission.check_size(prompts * per_prompt, "prompt" if prompts > 1 else "n")
+        n, per_prompt = body.num_choices()
+        param = "prompt" if prompts > 1 else "best_of" if per_prompt > n else "n"
+        self._generator.admission.check_size(prompts * per_prompt, param)
 
     async def _work(
         self,

@@ -1,0 +1,81 @@
+"""Request bodies: whatever a client sends is taken, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.openai_models import ChatRequest, CompletionRequest, Request, parse
+from outrider.errors import InvalidRequestError
+
+NUMBERS = st.one_of(
+    st.integers(-3, 130), st.sampled_from([2**31, 2**32, 2**63, 2**64, 10**30, -(2**63)])
+)
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    NUMBERS,
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from(["", "a", "5", "ngram", "typical", "json_schema", "content", "["]),
+    st.text(max_size=5),
+)
+KEYS = st.sampled_from(
+    [
+        *("type", "json_schema", "name", "schema", "strict", "json", "regex", "choice", "grammar"),
+        *("content", "text", "rule", "epsilon", "alpha", "max_candidate_len", "verification"),
+        *("method", "methods", "references", "enabled", "num_speculative_tokens", "5", "007"),
+        *("sp_edit", "sp_advice_prompt", "sp_min_token_match", "sp_max_token_match"),
+    ]
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=3)),
+    max_leaves=8,
+)
+
+
+def names(kind: type[Request]) -> list[str]:
+    return sorted(kind.model_fields)
+
+
+def use(body: Request) -> None:
+    """All that the gateway asks of a body."""
+    body.num_choices()
+    body.wanted_logprobs()
+    body.sampling(7)
+    body.limits()
+    body.speculation_params()
+    body.constraint()
+    if isinstance(body, CompletionRequest):
+        body.prompts()
+
+
+@pytest.mark.parametrize(
+    ("kind", "base"),
+    [
+        (CompletionRequest, {"prompt": "x"}),
+        (ChatRequest, {"messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
+@given(data=st.data())
+@settings(max_examples=150)
+def test_any_value_is_taken_or_refused_by_name(
+    kind: type[Request], base: dict[str, Any], data: st.DataObject
+) -> None:
+    changes = data.draw(st.dictionaries(st.sampled_from(names(kind)), VALUES, max_size=3))
+    refused: InvalidRequestError | None = None
+    try:
+        use(parse(kind, json.dumps(base | changes).encode()))
+    except InvalidRequestError as error:
+        refused = error
+    assert refused is None or (refused.param and refused.message)
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes_are_refused(body: bytes) -> None:
+    with pytest.raises(InvalidRequestError):
+        parse(ChatRequest, body)
