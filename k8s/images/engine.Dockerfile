@@ -10,8 +10,11 @@ ARG DEVICE
 ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never
 RUN pip install --no-cache-dir uv==0.9.9
 WORKDIR /src
+COPY pyproject.toml constraints.txt ./
+COPY k8s/images k8s/images
+RUN k8s/images/install.sh dependencies "${DEVICE}" /opt/python
 COPY . .
-RUN k8s/images/install.sh "${DEVICE}" /opt/outrider
+RUN k8s/images/install.sh services "${DEVICE}" /opt/outrider
 
 FROM ${PYTHON} AS cpu
 
@@ -25,10 +28,12 @@ ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
 # hadolint ignore=DL3006
 FROM ${DEVICE} AS engine
+COPY --from=build /opt/python /opt/python
 COPY --from=build /opt/outrider /opt/outrider
 # All that is written lies under two folders: the root file system can be read-only.
 RUN install -d -o 10001 -g 10001 /var/cache/outrider
-ENV PATH=/opt/outrider/bin:$PATH \
+ENV PATH=/opt/python/bin:$PATH \
+    PYTHONPATH=/opt/outrider \
     HOME=/tmp \
     HF_HOME=/var/cache/outrider/huggingface \
     XDG_CACHE_HOME=/var/cache/outrider \

@@ -1,29 +1,39 @@
 #!/bin/sh
-# install.sh gateway|cpu|cuda FOLDER: Outrider, with what that image needs and the versions of
-# constraints.txt, into a new virtual environment. Run in the checkout, with uv on the PATH.
+# The steps of the images, apart so that a new version of the services is a small layer:
+#   install.sh dependencies gateway|cpu|cuda FOLDER   a virtual environment, as constraints.txt says
+#   install.sh services gateway|cpu|cuda FOLDER       Outrider itself, for PYTHONPATH
+# Run in the checkout, with uv on the PATH.
 set -eu
-folder=$2
+folder=$3
 install() {
-  uv pip install --quiet --python "$folder/bin/python" --constraints constraints.txt "$@"
+  uv pip install --quiet --constraints constraints.txt "$@"
 }
-uv venv --quiet --python 3.11 "$folder"
-case $1 in
-gateway)
-  install --requirements k8s/images/gateway.txt
+install_dependencies() {
+  uv venv --quiet --python 3.11 "$folder"
+  install --python "$folder/bin/python" "$@"
+}
+case "$1 $2" in
+"dependencies gateway")
+  install_dependencies --requirements k8s/images/gateway.txt
+  ;;
+"dependencies cpu")
+  install_dependencies --torch-backend cpu --requirements pyproject.toml
+  ;;
+"dependencies cuda")
+  install_dependencies --extra cuda --requirements pyproject.toml
+  ;;
+"services gateway")
   source=$(mktemp -d)
   cp -R pyproject.toml README.md LICENSE gateway outrider "$source"
   rm "$source"/outrider/models/data/*/*.safetensors # it reads their tokenizers only
-  install --no-deps "$source"
+  install --python 3.11 --no-deps --target "$folder" "$source"
   rm -r "$source"
   ;;
-cpu)
-  install --torch-backend cpu .
-  ;;
-cuda)
-  install '.[cuda]'
+"services cpu" | "services cuda")
+  install --python 3.11 --no-deps --target "$folder" .
   ;;
 *)
-  echo "install.sh: unknown image $1" >&2
+  echo "install.sh: unknown step $1 $2" >&2
   exit 2
   ;;
 esac

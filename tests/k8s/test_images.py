@@ -14,6 +14,9 @@ from tests.support import helm
 
 DOCKERFILES = sorted((helm.ROOT / "k8s/images").glob("*.Dockerfile"))
 TIMEOUT_S = 100
+pytestmark = pytest.mark.timeout(3 * TIMEOUT_S)
+
+ENVIRONMENT = os.environ | {"PATH": f"{helm.TOOLS}:{os.environ['PATH']}"}
 
 IMPORT_ALL = """
 import importlib, pkgutil
@@ -43,11 +46,8 @@ def test_images_are_pinned_and_unprivileged(path: Path) -> None:
     assert re.search(r"uv==[\d.]+$", text, re.MULTILINE)
 
 
-@pytest.fixture(scope="module")
-def gateway_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The gateway's environment, made by its RUN line from what .dockerignore lets through."""
-    folder = tmp_path_factory.mktemp("image")
-    context, prefix = folder / "src", folder / "opt"
+def copy_context(context: Path) -> Path:
+    """What .dockerignore lets through, copied."""
     ignored = shutil.ignore_patterns("__pycache__")
     for line in (helm.ROOT / ".dockerignore").read_text().splitlines():
         if line.startswith("!"):
@@ -57,26 +57,42 @@ def gateway_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 shutil.copytree(source, target, ignore=ignored)
             else:
                 shutil.copy(source, target)
+    return context
+
+
+@pytest.fixture(scope="module")
+def gateway_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """/opt of the gateway's image, made by its RUN lines from what .dockerignore lets through."""
+    folder = tmp_path_factory.mktemp("image")
+    context, prefix = copy_context(folder / "src"), folder / "opt"
     text = (helm.ROOT / "k8s/images/gateway.Dockerfile").read_text()
-    (line,) = re.findall(r"^RUN (k8s/images/install.sh .+)$", text, re.MULTILINE)
-    subprocess.run(
-        line.replace("/opt/outrider", str(prefix)).split(),
-        cwd=context,
-        env=os.environ | {"PATH": f"{helm.tool('uv').parent}:{os.environ['PATH']}"},
-        check=True,
-        timeout=TIMEOUT_S,
-    )
+    lines = re.findall(r"^RUN (k8s/images/install.sh .+)$", text, re.MULTILINE)
+    assert len(lines) == 2
+    for line in lines:
+        subprocess.run(
+            line.replace("/opt", str(prefix)).split(),
+            cwd=context,
+            env=ENVIRONMENT,
+            check=True,
+            timeout=TIMEOUT_S,
+        )
     return prefix
 
 
-def test_the_gateways_image_holds_all_that_it_imports(gateway_image: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [gateway_image / "bin/python", "-P", "-c", IMPORT_ALL],
+def run(image: Path, cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """The image's Python, as its ENV sets it up."""
+    return subprocess.run(
+        [image / "python/bin/python", *args],
+        env={"PYTHONPATH": str(image / "outrider"), "HOME": str(cwd)},
         capture_output=True,
         text=True,
-        cwd=tmp_path,
+        cwd=cwd,
         timeout=TIMEOUT_S,
     )
+
+
+def test_the_gateways_image_holds_all_that_it_imports(gateway_image: Path, tmp_path: Path) -> None:
+    done = run(gateway_image, tmp_path, "-P", "-c", IMPORT_ALL)
     assert done.stdout.strip() == "complete, without torch", done.stderr
 
 
@@ -84,14 +100,19 @@ def test_the_gateways_image_starts(gateway_image: Path, tmp_path: Path) -> None:
     text = (helm.ROOT / "k8s/images/gateway.Dockerfile").read_text()
     (entrypoint,) = re.findall(r"^ENTRYPOINT \[(.+)\]$", text, re.MULTILINE)
     python, *args = (word.strip('" ') for word in entrypoint.split(","))
-    flags = ["--scorer", "127.0.0.1:1", "--start-timeout", "0.1"]
-    done = subprocess.run(
-        [gateway_image / "bin" / python, *args, *flags],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=TIMEOUT_S,
-    )
+    assert python == "python"
+    done = run(gateway_image, tmp_path, *args, "--scorer=127.0.0.1:1", "--start-timeout=0.1")
     assert done.returncode == 2
     assert "no scorer served" in done.stderr  # so it got past its tokenizer
     assert not list(gateway_image.glob("**/*.safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_engines_images_hold_their_services(tmp_path: Path) -> None:
+    services = tmp_path / "opt"
+    step = ["k8s/images/install.sh", "services", "cpu", services]
+    subprocess.run(step, cwd=copy_context(tmp_path / "src"), env=ENVIRONMENT, check=True)
+    for path in ("scorer_service", "proposer_service", "outrider/models/data/draft"):
+        assert (services / path).is_dir()
+    assert list(services.glob("outrider/models/data/target/*.safetensors"))
