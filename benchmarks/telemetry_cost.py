@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import random
 import statistics
 import sys
@@ -22,6 +23,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
@@ -31,11 +33,15 @@ from typing import Any
 
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from prometheus_client import CollectorRegistry
 
 from benchmarks import prompts
 from benchmarks.outrider_stack import Stack, StackConfig
 from benchmarks.processes import Child, ProcessError, stopping
+from outrider.counts import StepCounts
 from outrider.models.resolve import resolve_model
+from outrider.types import StepTimings
+from scorer_service.metrics import ScorerMetrics
 
 ARMS = ("muted", "metrics", "traces")
 _ROOT = str(Path(__file__).parents[1])  # where the services' wrapper is found
@@ -183,9 +189,32 @@ def measure(arms: dict[str, Arm], seconds: float, max_tokens: int, at_once: Sequ
             del values[:_WARM_UP_TURNS]
 
 
+def step_cost_us(rows: int) -> float:
+    """CPU time of the event loop to count one step of so many rows; the best of many tries."""
+    metrics = ScorerMetrics(CollectorRegistry(), "default")
+    metrics.attached("proposer-0", "default")
+    timings = StepTimings(0.1, 20.0, 1.0, 0.2, 0.1, rows, 5 * rows, 0.3)
+    counts = StepCounts(
+        rounds=Counter((4, i % 5) for i in range(rows)),
+        drafted_by=Counter({"proposer-0": 4 * rows}),
+        accepted_by=Counter({"proposer-0": 2 * rows}),
+        output_tokens=3 * rows,
+        hits=rows,
+        plain_s=0.01,
+    )
+    best = math.inf
+    for _ in range(50):
+        began = time.thread_time()
+        for _ in range(200):
+            metrics.observe_step(timings, counts)
+        best = min(best, (time.thread_time() - began) / 200)
+    return best * 1e6
+
+
 def report(arms: dict[str, Arm], at_once: Sequence[int], spans: int) -> None:
     """A table of costs against `muted`, in percent."""
-    print(f"{spans} spans were collected\n")
+    cost = ", ".join(f"{step_cost_us(rows):.0f} us with {rows} rows" for rows in (1, 8, 64))
+    print(f"counting a step takes the event loop {cost}; {spans} spans were collected\n")
     print("| at once | turns | arm | tokens/s | tokens/s lost, % | CPU per token more, % |")
     print("|---|---|---|---|---|---|")
     for rows in at_once:
