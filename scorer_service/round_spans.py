@@ -10,7 +10,6 @@ span each; what comes after them is one, with sums: a long answer would have tho
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
@@ -21,9 +20,12 @@ from outrider.types import Commit, RequestStats, StepTimings, TokenKind
 MAX_ROUNDS: Final = 8
 """Rounds with a span of their own."""
 
+PARTS: Final = ("wire", "propose", "wait", "score", "commit")
+"""Of a round, in order."""
+
 _MS: Final = 1_000_000  # nanoseconds
-Part = tuple[str, int, int]
-"""Name, start and end, nanoseconds since 1970."""
+Bounds = tuple[int, int, int, int, int, int]
+"""The beginning of each part and the end of the last, nanoseconds since 1970."""
 
 
 class RoundSpans:
@@ -41,7 +43,8 @@ class RoundSpans:
         self._block: tuple[int, int] | None = None  # this round's: arrival, drafting time
         self._rounds = 0
         self._rest_began = 0
-        self._rest: Counter[str] = Counter()
+        self._rest_tokens = self._rest_accepted = 0
+        self._rest_ns = [0] * len(PARTS)
 
     def submitted(self) -> None:
         """The engine has the request."""
@@ -58,7 +61,7 @@ class RoundSpans:
         if self._first is None:
             self._first = now
         elif timings is not None:
-            self._add_round(commit, round_parts(self._round_began, now, self._block, timings))
+            self._add_round(commit, round_bounds(self._round_began, now, self._block, timings))
         self._block, self._round_began = None, now
 
     def end(self, stats: RequestStats | None) -> None:
@@ -72,26 +75,33 @@ class RoundSpans:
         if admitted < first:
             self._span("prefill", admitted, first, {})
         if self._rounds > MAX_ROUNDS:
-            sums = {f"outrider.{name}": value for name, value in self._rest.items()}
+            sums = {
+                "outrider.rounds": self._rounds - MAX_ROUNDS,
+                "outrider.tokens": self._rest_tokens,
+                "outrider.accepted": self._rest_accepted,
+            }
+            for name, took in zip(PARTS, self._rest_ns, strict=True):
+                sums[f"outrider.{name}_us"] = took // 1000
             self._span("rounds", self._rest_began, end, sums)
 
-    def _add_round(self, commit: Commit, parts: list[Part]) -> None:
-        counts = {
-            "tokens": len(commit.token_ids),
-            "accepted": commit.kinds.count(TokenKind.ACCEPTED),
-        }
+    def _add_round(self, commit: Commit, bounds: Bounds) -> None:
+        accepted = commit.kinds.count(TokenKind.ACCEPTED)
         self._rounds += 1
         if self._rounds > MAX_ROUNDS:
             self._rest_began = self._rest_began or self._round_began
-            self._rest.update(counts, rounds=1)
-            for name, start, end in parts:
-                self._rest[f"{name}_us"] += (end - start) // 1000
+            self._rest_tokens += len(commit.token_ids)
+            self._rest_accepted += accepted
+            for i in range(len(PARTS)):
+                self._rest_ns[i] += bounds[i + 1] - bounds[i]
             return
-        attributes = {f"outrider.{name}": value for name, value in counts.items()}
-        attributes["outrider.base_len"] = commit.base_len
-        span = self._span("round", parts[0][1], parts[-1][2], attributes)
+        attributes = {
+            "outrider.base_len": commit.base_len,
+            "outrider.tokens": len(commit.token_ids),
+            "outrider.accepted": accepted,
+        }
+        span = self._span("round", bounds[0], bounds[-1], attributes)
         context = trace.set_span_in_context(span)
-        for name, start, end in parts:
+        for name, start, end in zip(PARTS, bounds, bounds[1:], strict=False):
             if start < end:
                 self._tracer.start_span(name, context, start_time=start).end(end)
 
@@ -101,10 +111,10 @@ class RoundSpans:
         return span
 
 
-def round_parts(
+def round_bounds(
     began: int, ended: int, block: tuple[int, int] | None, timings: StepTimings
-) -> list[Part]:
-    """A round's time from commit to commit, nanoseconds, in parts that follow each other.
+) -> Bounds:
+    """Where the parts of a round, from commit to commit, begin and end.
 
     `block` is when the draft came and how long drafting took. Without one, or with one that came
     when the step had begun, nothing was waited for but the step. Where on its way the rest of a
@@ -116,10 +126,4 @@ def round_parts(
     if block is not None and block[0] <= scoring:
         arrived = max(began, block[0])
         drafting = max(began, arrived - block[1])
-    return [
-        ("wire", began, drafting),
-        ("propose", drafting, arrived),
-        ("wait", arrived, scoring),
-        ("score", scoring, committing),
-        ("commit", committing, ended),
-    ]
+    return (began, drafting, arrived, scoring, committing, ended)

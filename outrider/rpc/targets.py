@@ -105,8 +105,8 @@ class Targets:
             self._unknown.add(name)
             return
         self._unknown.discard(name)
-        addresses = {
-            f"[{sockaddr[0]}]:{port}" if family == socket.AF_INET6 else f"{sockaddr[0]}:{port}"
-            for family, _, _, _, sockaddr in answers
-        }
+        # A pod of a dual-stack cluster has an address of each family, and is to be dialled once.
+        v4 = {answer[4][0] for answer in answers if answer[0] == socket.AF_INET}
+        v6 = {answer[4][0] for answer in answers if answer[0] == socket.AF_INET6}
+        addresses = [f"{ip}:{port}" for ip in v4] or [f"[{ip}]:{port}" for ip in v6]
         self._found[name] = tuple(Target(address, host) for address in sorted(addresses))

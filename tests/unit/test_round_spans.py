@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -10,7 +9,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from outrider.types import Commit, StepTimings, TokenKind
-from scorer_service.round_spans import MAX_ROUNDS, RoundSpans, round_parts
+from scorer_service.round_spans import MAX_ROUNDS, PARTS, RoundSpans, round_bounds
 
 MS = 1_000_000
 STEP = StepTimings(
@@ -25,10 +24,10 @@ STEP = StepTimings(
 
 
 def parts(block: tuple[int, int] | None, ended: int = 20) -> list[tuple[str, float, float]]:
-    found = round_parts(0, ended * MS, block, STEP)
-    assert found[0][1] == 0
-    assert found[-1][2] == ended * MS
-    assert all(one[2] == other[1] for one, other in itertools.pairwise(found))
+    bounds = round_bounds(0, ended * MS, block, STEP)
+    assert (bounds[0], bounds[-1]) == (0, ended * MS)
+    assert list(bounds) == sorted(bounds)
+    found = zip(PARTS, bounds, bounds[1:], strict=False)
     return [(name, start / MS, end / MS) for name, start, end in found if start < end]
 
 

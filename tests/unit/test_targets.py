@@ -48,8 +48,10 @@ async def test_names_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> Non
 
     async with asyncio.timeout(20):
         assert await anext(follow) == found("10.0.0.1", "10.0.0.2")
-        names.table["scorers"] = ["10.0.0.2", "fd00::3"]
-        assert await anext(follow) == found("10.0.0.2", "[fd00::3]")
+        names.table["scorers"] = ["fd00::2", "10.0.0.2"]  # one pod, two families
+        assert await anext(follow) == found("10.0.0.2")
+        names.table["scorers"] = ["fd00::3", "fd00::2"]
+        assert await anext(follow) == found("[fd00::2]", "[fd00::3]")
         # Nothing is taken away while a name cannot be looked up: not told, and then the change.
         del names.table["scorers"]
         changed = asyncio.ensure_future(anext(follow))
