@@ -17,12 +17,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.config import EngineConfig
-from outrider.draft_tree import DraftTree
+from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.engine.constraint import ConstraintCompiler
 from outrider.engine.engine import Engine
 from outrider.engine.policy import Policy
 from outrider.engine.sampling import SamplingBatch, sample
-from outrider.params import Constraint, ConstraintKind, SamplingParams, StopParams, TokenIds
+from outrider.params import (
+    Constraint,
+    ConstraintKind,
+    SamplingParams,
+    SpeculationParams,
+    StopParams,
+    TokenIds,
+    Verification,
+    VerificationRule,
+)
 from outrider.types import FinishReason, Request
 from tests.support.byte_tokenizer import EOS, byte_tokenizer
 from tests.support.hash_model import HashModel
@@ -195,6 +204,51 @@ def test_json_follows_its_schema_with_any_drafts(schema: Any, k: int, seed: int)
     for output, reason in truths:
         if reason is FinishReason.STOP:
             assert conforms(json.loads(TOKENIZER.decode(output)), schema)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in VerificationRule if rule.value != "coupled"])
+def test_every_rule_stays_in_the_language(rule: VerificationRule) -> None:
+    """Also where a proposer claims to have drawn what the grammar forbids."""
+    rng = random.Random(rule.value)
+    constraint = Constraint(ConstraintKind.REGEX, "([ab]{2}-){4,9}(true|null)")
+    model = Terse(VOCAB, PAGE, num_pages=80, max_model_len=MAX_LEN)
+    config = EngineConfig(page_size=PAGE, num_pages=80, max_model_len=MAX_LEN)
+    policy = Policy(4, max_wait_s=0)
+    engine = Engine(model, config, eos_token_ids=frozenset({EOS}), policy=policy)
+    outputs: dict[int, list[int]] = {}
+    for session in range(12):
+        request = Request(
+            session_id=session,
+            prompt_token_ids=(session,),
+            sampling=SamplingParams(temperature=1.2, seed=session),
+            stop=StopParams(max_tokens=60),
+            speculation=SpeculationParams(verification=Verification(rule)),
+            constraint=constraint,
+        )
+        engine.submit(request, COMPILER.editor(constraint, request.stop))
+        engine.set_drafting(session, "p", 4)
+        outputs[session] = []
+    running, accepted = set(outputs), 0
+    likely = (EOS, *TOKENIZER.encode("a-b").ids, *TOKENIZER.encode("true").ids)
+    while running:
+        for session in running:
+            path = rng.choices(likely, k=4)
+            probs = [DraftProbs(likely, (1 / len(likely),) * len(likely))] * 4
+            tree = DraftTree.chain(1 + len(outputs[session]), path, probs)
+            engine.post_block(session, tree, "p", 1)
+        events = engine.step()
+        engine.check_invariants()
+        assert events is not None
+        assert not events.failures
+        for commit in events.commits:
+            outputs[commit.session_id] += commit.token_ids
+            if commit.stats is not None:
+                assert commit.finish_reason is FinishReason.STOP
+                running.discard(commit.session_id)
+                accepted += commit.stats.accepted
+    assert accepted > 0
+    for output in outputs.values():
+        assert re.fullmatch(constraint.source, TOKENIZER.decode(output))
 
 
 def test_json_objects_end() -> None:
