@@ -26,6 +26,7 @@ _MAX_REOPENS = 3  # of a session that one method keeps losing
 class _Session:
     follower: Follower
     hints: SessionHints
+    num_given_tokens: int  # of the first prefix: what follows is output
     order: list[int]  # of methods, the preferred one first
     open: set[int] = field(default_factory=set)  # methods that know the session
     losses: int = 0
@@ -83,7 +84,9 @@ class HybridProposer:
             if name != "deterministic" or hints.advice.token_ids
         ]
         follower = Follower(prefix, sampling, num_draft_tokens, max_len, self.traits)
-        known = self._sessions[session] = _Session(follower, hints, order)
+        known = self._sessions[session] = _Session(
+            follower, hints, len(prefix) - hints.num_output_tokens, order
+        )
         for i in order:
             self._open_on(i, session, known)
 
@@ -188,13 +191,14 @@ class HybridProposer:
 
     def _open_on(self, i: int, key: SessionKey, known: _Session) -> None:
         follower = known.follower
+        num_output = max(0, len(follower.tokens) - known.num_given_tokens)
         self._children[i].open(
             key,
             follower.tokens,
             follower.sampling,
             follower.num_draft_tokens,
             follower.max_len,
-            known.hints,
+            replace(known.hints, num_output_tokens=num_output),
         )
         known.open.add(i)
 

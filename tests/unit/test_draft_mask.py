@@ -11,6 +11,8 @@ from outrider.drafting.branch_plan import Pace
 from outrider.drafting.branches import EagerForks
 from outrider.drafting.draft_mask import DraftMask, DraftMasks
 from outrider.drafting.draft_model import DraftModelProposer
+from outrider.drafting.hybrid import HybridProposer
+from outrider.drafting.ngram import NgramProposer
 from outrider.drafting.proposer import SessionHints
 from outrider.engine.constraint import ConstraintCompiler, ConstraintEditor
 from outrider.engine.sampling import Lane, SamplingBatch, sample
@@ -141,3 +143,19 @@ def test_no_draft_waits_for_a_compilation() -> None:
     editor = mask.after([7, *array])
     assert editor is not None
     assert editor.num_allowed(tuple(TOKENIZER.encode(",2x").ids)) == 2
+
+
+def test_a_session_that_a_hybrid_gives_back_is_masked_from_its_output_on() -> None:
+    model = HashModel(VOCAB, num_pages=512, max_model_len=256)
+    small = DraftModelProposer(model, name="hash", max_sessions=1, masks=Ready(COMPILER))
+    method = HybridProposer([NgramProposer(), small])
+    hints = SessionHints(constraint=SCHEMA, methods=("draft_model",))
+    text = [7, 7]
+    method.open(1, text, GREEDY, K, 250, hints)
+    output = TOKENIZER.encode("[12,").ids
+    method.commit(1, len(text), output, K)
+    method.open(2, text, GREEDY, K, 250, hints)  # at the cost of 1
+    method.draft([])
+    ((session, tree),) = method.draft([1]).drafts
+    assert session == 1
+    assert list(tree.token_ids) == masked_chain([*text, *output], len(output), GREEDY)
