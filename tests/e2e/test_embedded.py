@@ -54,6 +54,36 @@ async def test_greedy_is_what_transformers_writes(stack: Up) -> None:
         assert done.aux.accepted > 0
 
 
+def test_penalties_and_log_probabilities_are_what_transformers_computes(stack: Up) -> None:
+    folder = resolve_model(None, "target")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    (prompt,) = heldout_prompts(1)
+    body = {
+        **{"model": "default", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0},
+        **{"repetition_penalty": 1.4, "min_tokens": NUM_TOKENS, "logprobs": 0},
+        "aux_info": True,
+    }
+    answer = httpx.post(f"{stack.http}/v1/completions", json=body, timeout=120)
+    (choice,) = answer.raise_for_status().json()["choices"]
+    inputs = tokenizer(prompt, return_tensors="pt")
+    output = model.generate(
+        **inputs,
+        max_new_tokens=NUM_TOKENS,
+        min_new_tokens=NUM_TOKENS,
+        repetition_penalty=1.4,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    tokens = output.sequences[0, inputs["input_ids"].shape[1] :]
+    assert choice["text"] == tokenizer.decode(tokens)
+    raw = torch.cat(output.logits).log_softmax(dim=-1)
+    truth = raw.gather(1, tokens[:, None])[:, 0].tolist()
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(truth, abs=1e-3)
+    assert answer.json()["aux_info"]["drafted"] > 0
+
+
 async def test_drafts_are_mostly_right(stack: Up) -> None:
     """Far below what the model card says: it notices a broken draft, not a slow machine."""
     rounds = accepted = 0
