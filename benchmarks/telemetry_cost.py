@@ -199,7 +199,7 @@ def step_cost_us(rows: int) -> float:
         drafted_by=Counter({"proposer-0": 4 * rows}),
         accepted_by=Counter({"proposer-0": 2 * rows}),
         output_tokens=3 * rows,
-        hits=rows,
+        fates=Counter({("proposer-0", "hit"): rows}),
         plain_s=0.01,
     )
     best = math.inf

@@ -28,9 +28,8 @@ class StepCounts:
     drafted_by: Counter[str] = field(default_factory=Counter)  # draft tokens by proposer
     accepted_by: Counter[str] = field(default_factory=Counter)
     output_tokens: int = 0
-    hits: int = 0
-    misses_late: int = 0
-    misses_wrong: int = 0
+    fates: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Rounds that wanted a draft, by proposer and what became of it: hit, late or wrong."""
     wait_s: float = 0.0  # of rows for their drafts
     propose_s: float = 0.0  # of drafts, as their proposers say
     network_s: float = 0.0  # from a commit to its draft's arrival, without propose_s

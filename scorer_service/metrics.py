@@ -26,6 +26,7 @@ _REQUEST_SECONDS = (
 _POWERS = tuple(float(2**i) for i in range(13))
 _MAX_PROPOSERS, _MAX_POOLS = 1024, 256
 _OTHER = "other"  # pool of proposers beyond these limits
+ROUND_FATES = ("hit", "late", "wrong")
 _STEP_PARTS = ("schedule", "forward", "verify", "commit", "idle", "gap")
 _ROUND_PARTS = ("propose", "network", "wait", "score", "commit")
 
@@ -61,6 +62,14 @@ class ScorerMetrics:
         pool_accepted = self._counters(
             "pool_accepted_tokens", "Draft tokens accepted, by the pool of their proposer.", "pool"
         )
+        pool_rounds = Counter(
+            METRIC_PREFIX + "pool_rounds",
+            "Rounds that wanted a draft, by the pool of their proposer and the draft's fate: hit, "
+            "late or wrong.",
+            ("model_name", "pool", "fate"),
+            registry=registry,
+        )
+        self._pool_rounds = cache(lambda pool, fate: pool_rounds.labels(model_name, pool, fate))
         self._pool_counters = cache(
             lambda pool: (
                 pool_drafted.labels(model_name, pool),
@@ -76,9 +85,7 @@ class ScorerMetrics:
         )
         self.stale_blocks = blocks.labels(model_name, "stale")
         self.malformed_blocks = blocks.labels(model_name, "malformed")
-        self._hits, self._late, self._wrong = (
-            blocks.labels(model_name, fate) for fate in ("hit", "late", "wrong")
-        )
+        self._fates = {fate: blocks.labels(model_name, fate) for fate in ROUND_FATES}
         round_seconds = self._counters(
             "round_seconds",
             "Where rounds' time goes, summed over rounds. propose: in the proposer; network: from "
@@ -157,6 +164,8 @@ class ScorerMetrics:
         pool = pool if pool in self._pool_names else _OTHER
         self._pools.pop(proposer_id, None)
         self._pools[proposer_id] = pool
+        for fate in ROUND_FATES:
+            self._pool_rounds(pool, fate)  # a rate begins at the first count only from 0
         if len(self._pools) > _MAX_PROPOSERS:
             del self._pools[next(iter(self._pools))]
 
@@ -218,9 +227,9 @@ class ScorerMetrics:
             of_drafts, of_accepted = self._pool_counters(self._pools.get(proposer_id, _OTHER))
             of_drafts.inc(tokens)
             of_accepted.inc(counts.accepted_by[proposer_id])
-        self._hits.inc(counts.hits)
-        self._late.inc(counts.misses_late)
-        self._wrong.inc(counts.misses_wrong)
+        for (proposer_id, fate), rounds in counts.fates.items():
+            self._fates[fate].inc(rounds)
+            self._pool_rounds(self._pools.get(proposer_id, _OTHER), fate).inc(rounds)
 
         host_s = (timings.schedule_ms + timings.commit_ms) / 1e3
         commit_s = host_s * counts.rounds.total()

@@ -9,8 +9,8 @@ from k8s.dashboards.panels import ALL, MODEL, Graph, Series, build, total
 
 def capacity() -> Dashboard:
     """Cache, rows, pools, and the signals that autoscalers follow."""
-    fates = total("outrider:draft_blocks_total", matchers=f'{MODEL},fate=~"hit|late|wrong"')
-    late = total("outrider:draft_blocks_total", matchers=f'{MODEL},fate="late"')
+    fates = total("outrider:pool_rounds_total", "pool")
+    late = total("outrider:pool_rounds_total", "pool", f'{MODEL},fate="late"')
     queue_p95 = total("outrider:request_queue_time_seconds_bucket", "le")
     return build(
         "outrider-capacity",
@@ -20,10 +20,10 @@ def capacity() -> Dashboard:
             "Signals of autoscaling": (
                 Graph(
                     "Proposers: late drafts",
-                    "Rounds whose draft came too late, of those that wanted one. Above 0.2 a pool "
-                    "is too small, or too far away.",
+                    "Rounds whose draft came too late, of those that wanted one, by pool. Above "
+                    "0.2 a pool is too small, or too far away.",
                     "percentunit",
-                    (Series(f"{late} / {fates}", "late"),),
+                    (Series(f"{late} / {fates}", "{{pool}}"),),
                 ),
                 Graph(
                     "Proposers: cycle utilisation",

@@ -30,6 +30,7 @@ class Policy:
         self.num_speculative_tokens = num_speculative_tokens
         self.max_wait_s = max_wait_s
         self.counts = StepCounts()  # since the last step's events; the engine adds to it too
+        self._drafters: dict[str, str] = {}  # by proposer: what drafted for it last
 
     # What a subclass may decide otherwise.
 
@@ -96,16 +97,25 @@ class Policy:
             d.commits.clear()
             d.commits.append((len(seq.token_ids), now, True))
             if proposer_id is not None:
+                d.drafter = self._drafters.get(proposer_id, proposer_id)
                 self.expect(d, proposer_id)
         d.proposer_id, d.proposer_limit = proposer_id, limit
         d.num_draft_tokens = self._k(d)
 
     def block_arrived(
-        self, seq: Sequence, block: DraftTree, fate: BlockFate, draft_s: float, now: float
+        self,
+        seq: Sequence,
+        block: DraftTree,
+        fate: BlockFate,
+        draft_s: float,
+        now: float,
+        method: str = "",
     ) -> float:
         """A block came. Returns the seconds since the commit it answers; 0 if it answers none."""
         d, base_len = seq.drafting, block.base_len
         d.blocks += 1
+        if block.token_ids and d.proposer_id is not None:
+            d.drafter = self._drafters[d.proposer_id] = f"{d.proposer_id} {method}"
         if fate is BlockFate.USEFUL:
             d.misses = d.rest = 0
             if base_len < len(seq.token_ids):  # the guess was right, and late
@@ -151,7 +161,8 @@ class Policy:
         c.iter_count += 1
         if d.looked_at is None:  # prompt processing waits for nothing and misses nothing
             c.hits += bool(drafted)
-            self.counts.hits += bool(drafted)
+            if drafted:
+                self.counts.fates[d.proposer_id or "", "hit"] += 1
             return False
         wanted = owed(seq) or (d.at_hand and d.num_draft_tokens > 0)
         self._count_hit(seq, wanted, drafted)
@@ -163,7 +174,8 @@ class Policy:
         d.wait_s = WAIT_FADE * d.wait_s + (1 - WAIT_FADE) * waited
         if drafted:
             c.hits += d.at_hand
-            self.counts.hits += d.at_hand
+            if d.at_hand:
+                self.counts.fates[d.proposer_id or "", "hit"] += 1
             d.misses = d.next_rest = 0
             return False
         c.fallback_rounds += d.limit > 0
@@ -198,8 +210,7 @@ class Policy:
         if not d.at_hand and (d.runs_ahead or not drafted):
             c.misses_wrong += d.wrong
             c.misses_late += not d.wrong
-            self.counts.misses_wrong += d.wrong
-            self.counts.misses_late += not d.wrong
+            self.counts.fates[d.proposer_id or "", "wrong" if d.wrong else "late"] += 1
 
     def round_done(
         self, seq: Sequence, drafted: int, accepted: int, wrong: bool, now: float

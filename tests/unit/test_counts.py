@@ -63,10 +63,10 @@ def test_sums_over_steps_are_sums_over_requests(kind: type[Policy], max_branches
 
     assert sum(s.preemptions for s in stats) == total.preemptions > 0
     assert sum(s.output_tokens for s in stats) == total.output_tokens
-    assert sum(s.hits for s in stats) == total.hits > 0
-    assert sum(s.misses_late for s in stats) == total.misses_late
-    assert sum(s.misses_wrong for s in stats) == total.misses_wrong
-    assert total.misses_late + total.misses_wrong > 0
+    assert sum(s.hits for s in stats) == total.fates["p0", "hit"] > 0
+    assert sum(s.misses_late for s in stats) == total.fates["p0", "late"]
+    assert sum(s.misses_wrong for s in stats) == total.fates["p0", "wrong"]
+    assert total.fates.total() > total.fates["p0", "hit"]
     assert sum(s.drafted for s in stats) == sum(k * n for (k, _), n in total.rounds.items())
     assert sum(s.accepted for s in stats) == sum(a * n for (_, a), n in total.rounds.items()) > 0
     assert total.drafted_by == {"p0": sum(s.drafted for s in stats)}

@@ -26,8 +26,7 @@ COUNTS = StepCounts(
     drafted_by=Counter({"a": 8, "b": 4}),
     accepted_by=Counter({"a": 5, "b": 1}),
     output_tokens=10,
-    hits=2,
-    misses_late=1,
+    fates=Counter({("a", "hit"): 2, ("b", "late"): 1}),
     wait_s=0.004,
     propose_s=0.5,
     network_s=0.25,
@@ -65,6 +64,9 @@ def test_a_step_in_numbers() -> None:
         assert metrics("pool_accepted_tokens_total", pool=pool) == accepted
     fates = {"hit": 4, "late": 2, "wrong": 0, "stale": 0, "malformed": 0}
     assert {fate: metrics("draft_blocks_total", fate=fate) for fate in fates} == fates
+    assert metrics("pool_rounds_total", pool="large", fate="hit") == 4
+    assert metrics("pool_rounds_total", pool="large", fate="late") == 0
+    assert metrics("pool_rounds_total", pool="small", fate="late") == 2
     assert metrics("generation_tokens_total") == 20
     assert metrics("step_output_tokens_sum") == 20
     assert metrics("prompt_tokens_total") == metrics("prefix_cache_queries_total") == 200
