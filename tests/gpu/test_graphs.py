@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ from outrider.engine.static_step import make_buckets
 from outrider.errors import ConfigError
 from outrider.models.resolve import resolve_model
 from outrider.params import SamplingParams, StopParams, TokenIds
-from outrider.types import Request
+from outrider.types import Request, TokenLogprobs
 from scorer_service.device import StepLimits, record_steps, size_cache
 from tests.support.architectures import ARCHITECTURES, random_model
 
@@ -44,6 +45,8 @@ SAMPLINGS = (
     SamplingParams(temperature=1.0, seed=5),
     SamplingParams(temperature=0.7, seed=2**64 - 1),
     SamplingParams(temperature=1.2, seed=2**31, top_k=12, top_p=0.9, min_p=0.01),
+    SamplingParams(temperature=0.0, repetition_penalty=1.6, logit_bias=((7, 0.5), (9, -3.0))),
+    SamplingParams(temperature=0.9, seed=11, frequency_penalty=0.6, presence_penalty=0.4),
 )
 PROMPTS = Path("outrider/models/data/heldout_prompts.jsonl")
 
@@ -58,8 +61,12 @@ def generate(
     runner: StepRunner,
     requests: Sequence[Request],
     truth: Sequence[TokenIds] | None = None,
+    told: dict[int, list[TokenLogprobs]] | None = None,
 ) -> list[TokenIds]:
-    """What the engine says to each request; drafts follow `truth`, with mistakes, if given."""
+    """What the engine says to each request; drafts follow `truth`, with mistakes, if given.
+
+    Log probabilities, where requests ask for them, go to `told`.
+    """
     config = EngineConfig(
         page_size=model.page_size,
         num_pages=model.num_pages,
@@ -92,6 +99,8 @@ def generate(
         assert not events.failures
         for commit in events.commits:
             said[commit.session_id] += commit.token_ids
+            if told is not None:
+                told.setdefault(commit.session_id, []).extend(commit.logprobs)
             if commit.finish_reason is not None:
                 left.discard(commit.session_id)
     engine.check_invariants()
@@ -132,6 +141,23 @@ def test_texts_of_a_tiny_model_equal_the_cpus(drafts: bool) -> None:
     runner = graph_runner(model, 8)
     assert generate(model, runner, requests, truth if drafts else None) == truth
     assert generate(model, Runner(model), requests, truth if drafts else None) == truth
+
+
+def test_log_probabilities_of_a_tiny_model_equal_the_cpus() -> None:
+    prompts = [[5, 6, 7 + i] for i in range(len(SAMPLINGS))]
+    requests = [replace(r, top_logprobs=3) for r in requests_of(prompts, SAMPLINGS, 20)]
+    on_cpu, model = tiny(CPU, torch.float32), tiny(CUDA, torch.float32)
+    expected: dict[int, list[TokenLogprobs]] = {}
+    truth = generate(on_cpu, Runner(on_cpu), requests, told=expected)
+    for runner in (graph_runner(model, 8), Runner(model)):
+        told: dict[int, list[TokenLogprobs]] = {}
+        assert generate(model, runner, requests, truth, told) == truth
+        for session, entries in expected.items():
+            assert len(entries) == len(told[session]) == 20
+            for want, got in zip(entries, told[session], strict=True):
+                assert got.logprob == pytest.approx(want.logprob, abs=1e-3)
+                likely = [logprob for _, logprob in want.top]
+                assert [logprob for _, logprob in got.top] == pytest.approx(likely, abs=1e-3)
 
 
 def embedded_prompts(count: int) -> list[list[int]]:
