@@ -22,6 +22,7 @@ from proposer_service.config import (
     SuffixConfig,
 )
 
+_BESIDE_OTHERS = 5  # draft tokens of a model: K is then also that of methods that cost nothing
 _CUDA_KV_CACHE = 4096  # MiB; a part of the device, which the proposer may share with a scorer
 _SUFFIX_FLAGS = {
     "max_tree_depth": "tokens of context that are matched at most",
@@ -71,8 +72,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
     add(
         "--max-draft-tokens",
         type=int,
-        help="draft tokens per round at most; unset: 16 for draft_model and ngram, "
-        "24 for suffix, 128 for deterministic",
+        help="draft tokens per round at most; unset: 16 for draft_model (5 beside other methods) "
+        "and ngram, 24 for suffix, 128 for deterministic",
     )
     add(
         "--max-branches",
@@ -160,6 +161,8 @@ def _method(name: str, args: argparse.Namespace) -> MethodConfig:
     if name == "deterministic":
         return DeterministicConfig(**common)
     on_cuda = args.device == "cuda"
+    if len(args.method) > 1:
+        common.setdefault("max_draft_tokens", _BESIDE_OTHERS)
     if not on_cuda:
         common.setdefault("max_branches", 0)
     return DraftModelConfig(

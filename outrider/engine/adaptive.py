@@ -136,10 +136,10 @@ class AdaptivePolicy(Policy):
     def __init__(self, num_speculative_tokens: int) -> None:
         super().__init__(num_speculative_tokens)
         self._steps = StepTimes()
-        self._delays: dict[str, Average] = {}  # by proposer
+        self._delays: dict[str, Average] = {}  # by drafter
         self._acceptance: dict[str, tuple[float, float]] = {}  # by proposer: successes, trials
-        self._token_s: dict[str, float] = {}  # by proposer: mean seconds per drafted token
-        self._draft_len: dict[str, float] = {}  # by proposer: mean tokens of a draft
+        self._token_s: dict[str, float] = {}  # by drafter: mean seconds per drafted token
+        self._draft_len: dict[str, float] = {}  # by drafter: mean tokens of a draft
         self._contests = Contests()
         self._num_rows = 1  # of the last step
         self._step_times: dict[int, float] = {}  # by k, the same for all rows until the next step
@@ -155,11 +155,11 @@ class AdaptivePolicy(Policy):
         if not plain:
             return limit
         acceptance = d.successes / d.trials
-        token_s = (1.0 - d.hit_share) * self._token_s.get(d.proposer_id or "", 0.0)
+        token_s = (1.0 - d.hit_share) * self._token_s.get(d.drafter, 0.0)
         if d.runs_ahead:
             wait_s = d.wait_s - token_s * d.num_draft_tokens
         else:
-            wait_s = (1.0 - d.hit_share) * self._base_delay(d.proposer_id or "")
+            wait_s = (1.0 - d.hit_share) * self._base_delay(d.drafter)
         sizes: list[int] = [*takewhile(lambda k: k < limit, SIZES), limit]
         rates = [
             (1.0 + accepted(acceptance, k)) / (self._step_time(k) + max(0.0, wait_s + token_s * k))
@@ -170,12 +170,12 @@ class AdaptivePolicy(Policy):
             return 0
         return max([k for k, rate in zip(sizes, rates, strict=True) if rate >= NEARLY * best])
 
-    def _base_delay(self, proposer_id: str) -> float:
+    def _base_delay(self, drafter: str) -> float:
         """Seconds from a commit to its draft's arrival, without the time per drafted token."""
-        delay = self._delays.get(proposer_id)
+        delay = self._delays.get(drafter)
         if delay is None:
             return 0.0
-        return delay.mean - self._token_s.get(proposer_id, 0.0) * self._draft_len[proposer_id]
+        return delay.mean - self._token_s.get(drafter, 0.0) * self._draft_len[drafter]
 
     def patience(self, seq: Sequence) -> float:
         """Blocks' mean delay plus four deviations, at most as long as waiting pays.
@@ -190,7 +190,7 @@ class AdaptivePolicy(Policy):
             return max(0.0, d.awaited_since + allowed - d.committed_at)
         gain = accepted(d.successes / d.trials, d.num_draft_tokens)
         worth = max(MIN_PATIENCE_S, gain * step / (1.0 + d.free_tokens))
-        delay = self._delays.get(d.proposer_id or "")
+        delay = self._delays.get(d.drafter)
         if delay is None:
             return min(MAX_PATIENCE_S, worth)
         if delay.mean > worth:
@@ -219,7 +219,7 @@ class AdaptivePolicy(Policy):
     def _due(self, seq: Sequence, now: float) -> float:
         """When a row's draft is expected; its deadline if it is overdue."""
         d = seq.drafting
-        delay = self._delays.get(d.proposer_id or "")
+        delay = self._delays.get(d.drafter)
         expected = d.committed_at + delay.mean if delay else d.deadline
         return expected if now < expected < d.deadline else d.deadline
 
@@ -238,16 +238,16 @@ class AdaptivePolicy(Policy):
     def observe_delay(
         self, drafting: Drafting, seconds: float, draft_s: float, num_tokens: int
     ) -> None:
-        proposer_id = drafting.proposer_id or ""
-        if proposer_id not in self._delays:
-            self._delays[proposer_id] = Average()
-        self._delays[proposer_id].add(seconds)
+        drafter = drafting.drafter
+        if drafter not in self._delays:
+            self._delays[drafter] = Average()
+        self._delays[drafter].add(seconds)
         if num_tokens:
             token_s = min(draft_s, seconds) / num_tokens  # a proposer need not be believed
-            known = self._token_s.setdefault(proposer_id, token_s)
-            self._token_s[proposer_id] = known + (token_s - known) / 8
-        length = self._draft_len.setdefault(proposer_id, num_tokens)
-        self._draft_len[proposer_id] = length + (num_tokens - length) / 8
+            known = self._token_s.setdefault(drafter, token_s)
+            self._token_s[drafter] = known + (token_s - known) / 8
+        length = self._draft_len.setdefault(drafter, num_tokens)
+        self._draft_len[drafter] = length + (num_tokens - length) / 8
 
     def observe_round(self, drafting: Drafting, drafted: int, accepted: int) -> None:
         d = drafting

@@ -200,7 +200,7 @@ class Engine:
             self._dropped_blocks += 1
             return fate
         now = self._clock() if arrived_at is None else arrived_at
-        delay = self._policy.block_arrived(seq, block, fate, draft_us * 1e-6, now)
+        delay = self._policy.block_arrived(seq, block, fate, draft_us * 1e-6, now, method)
         counters = seq.counters
         counters.propose_s += draft_us * 1e-6
         counters.network_s += max(0.0, delay - draft_us * 1e-6)

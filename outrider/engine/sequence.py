@@ -70,6 +70,7 @@ class Drafting:
 
     limit: int  # K at most, as the request and the configuration allow
     proposer_id: str | None = None
+    drafter: str = ""  # the proposer with its method that drafted last: what takes its own time
     proposer_limit: int = 0
     runs_ahead: bool = False
     num_draft_tokens: int = 0  # K of the next round
