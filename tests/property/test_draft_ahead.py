@@ -16,12 +16,13 @@ from outrider.engine.policy import Policy
 from outrider.params import SamplingParams, StopParams
 from outrider.types import Request
 from tests.support.hash_model import HashModel, Sequential
-from tests.support.simulation import VOCAB, Net, World, draft_model, ngram
+from tests.support.simulation import VOCAB, Net, World, draft_model, hybrid, ngram, suffix
 
 pytestmark = pytest.mark.timeout(900)
 
 PAGE_SIZE, NUM_PAGES, MAX_LEN = 4, 40, 64
 TRUTH = Sequential(HashModel(VOCAB, num_pages=1))
+COPYING = {"ngram": ngram, "suffix": suffix}
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0, seed=7),
@@ -50,7 +51,7 @@ schedules = {
     "eps": st.sampled_from((0.0, 0.2, 0.5)),
     "max_branches": st.sampled_from((0, 1, 8)),
     "num_pages": st.sampled_from((16, 28, 200)),
-    "copies": st.booleans(),
+    "beside": st.sampled_from(("", "ngram", "suffix", "in one process")),
 }
 quietly: dict[str, Any] = {
     "deadline": None,
@@ -69,7 +70,7 @@ def check(
     eps: float,
     max_branches: int,
     num_pages: int,
-    copies: bool,
+    beside: str,
 ) -> None:
     rng = random.Random(seed)
     config = EngineConfig(
@@ -82,18 +83,15 @@ def check(
     )
     policy = AdaptivePolicy(k) if adaptive else Policy(k, max_wait_s=rng.choice((0.0, 0.003, 0.02)))
     world = World(policy, config, lambda n: step_s * (1 + n / 64), rng)
-    world.add(
-        draft_model(
-            eps,
-            forward_s,
-            max_branches=max_branches,
-            num_pages=num_pages,
-            max_model_len=MAX_LEN,
-        ),
-        net,
+    model = draft_model(
+        eps, forward_s, max_branches=max_branches, num_pages=num_pages, max_model_len=MAX_LEN
     )
-    if copies:
-        world.add(ngram(max_branches), net)
+    if beside == "in one process":
+        world.add(hybrid(suffix(max_branches), ngram(max_branches), model), net)
+    else:
+        world.add(model, net)
+    if beside in COPYING:
+        world.add(COPYING[beside](max_branches), net)
     for session in range(3):
         prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 12)))
         world.submit(
@@ -112,9 +110,8 @@ def check(
         assert stats.hits_after_hit <= stats.rounds_after_hit
         assert stats.hits_after_miss <= stats.rounds_after_miss
         assert stats.hits + stats.misses_late + stats.misses_wrong <= stats.iter_count
-    for player in world.players:
-        if isinstance(player.method, DraftModelProposer):
-            player.method.check_invariants()
+    assert isinstance(model[0], DraftModelProposer)
+    model[0].check_invariants()
     snapshot = world.engine.snapshot()
     assert (snapshot.running, snapshot.free_pages) == (0, NUM_PAGES)
 

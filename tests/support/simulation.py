@@ -19,8 +19,10 @@ from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.drafting.branches import EagerForks
 from outrider.drafting.draft_model import DraftModelProposer
+from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.ngram import NgramProposer
 from outrider.drafting.proposer import DraftRound, Proposer
+from outrider.drafting.suffix import SuffixProposer
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
 from outrider.engine.policy import Policy
@@ -114,6 +116,15 @@ def draft_model(
 
 def ngram(max_branches: int = 8) -> tuple[Proposer, Clock]:
     return NgramProposer(prompt_lookup_min=1, max_branches=max_branches), Clock()
+
+
+def suffix(max_branches: int = 8) -> tuple[Proposer, Clock]:
+    return SuffixProposer(max_branches=max_branches), Clock()
+
+
+def hybrid(*methods: tuple[Proposer, Clock]) -> tuple[Proposer, Clock]:
+    """Several methods in one proposer, which takes the time of the last."""
+    return HybridProposer([method for method, _ in methods]), methods[-1][1]
 
 
 class World:
