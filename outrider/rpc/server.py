@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 
 import grpc
@@ -85,10 +84,14 @@ class GrpcServer:
             await self._health.set(name, status)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new RPCs at once; running ones are cancelled after `grace_s` seconds."""
+        """Refuses new RPCs at once; running ones are cancelled after `grace_s` seconds.
+
+        Until then `health_address` goes on saying NOT_SERVING.
+        """
         await self._health.enter_graceful_shutdown()
         servers, self._servers = self._servers, []
-        await asyncio.gather(*(server.stop(grace_s) for server in servers))
+        for server, its_grace_s in zip(servers, (grace_s, 0.0), strict=False):
+            await server.stop(its_grace_s)
 
 
 def _bind(

@@ -14,7 +14,9 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.rpc.channel import open_channel
 from tests.support.fake_scorer import Script, serving
 from tests.support.gateway import fake_scorer, model_folder, tokens, until
 
@@ -64,15 +66,27 @@ async def test_ready_then_a_quick_stop_with_a_stream_under_way(signum: signal.Si
 
 
 async def test_a_stream_under_way_ends_within_the_grace() -> None:
-    script = Script(tokens("hello world, the quick brown fox"), per_round=1, delay_s=0.05)
+    script = Script(tokens("hello world, the quick brown fox"), per_round=1, delay_s=0.3)
     async with serving(fake_scorer(script)) as scorer:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            health = free.getsockname()[1]
         flags = ("--scorer", scorer.target, "--model", str(model_folder()))
-        async with gateway_process(*flags, "--drain-grace-seconds", "60") as process:
+        flags = (*flags, "--health-port", str(health), "--drain-grace-seconds", "60")
+        async with gateway_process(*flags) as process:
             ready = await ready_line(process)
             async with httpx.AsyncClient(base_url=ready["http"], timeout=60) as client:
                 stream = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
                 await until(lambda: scorer.running == 1)
-                process.send_signal(signal.SIGTERM)
+                async with open_channel(f"127.0.0.1:{health}") as channel:
+                    watched = health_pb2_grpc.HealthStub(channel).Watch(
+                        health_pb2.HealthCheckRequest(service="outrider.v1.GenerationService")
+                    )
+                    assert (await watched.read()).status == health_pb2.HealthCheckResponse.SERVING
+                    process.send_signal(signal.SIGTERM)
+                    status = (await watched.read()).status
+                    assert status == health_pb2.HealthCheckResponse.NOT_SERVING
+                    assert not stream.done(), "at once"
+                    watched.cancel()
                 answer = await stream
                 assert answer.status_code == 200
                 assert answer.json()["choices"][0]["text"] == "hello world, the quick brown fox"
