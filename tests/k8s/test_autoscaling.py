@@ -40,6 +40,7 @@ def test_keda_asks_for_metrics_that_are_exported_by_services_that_exist() -> Non
             labels = {matcher.label: matcher.value for matcher in selector.matchers}
             assert labels["namespace"] == "llm"
             assert labels["service"] in services
+            assert labels.get("pool", "draft") == "draft"
         assert float(trigger["metadata"]["threshold"]) > 0
 
 
@@ -54,6 +55,14 @@ def test_horizontal_autoscalers_ask_for_what_the_adapter_gives() -> None:
         for metric in scaler["spec"]["metrics"]
     }
     assert asked == given
+    (late,) = (
+        metric["external"]["metric"]["selector"]["matchLabels"]
+        for metric in helm.only(manifests, "HorizontalPodAutoscaler", "outrider-proposer-draft")[
+            "spec"
+        ]["metrics"]
+        if metric["type"] == "External"
+    )
+    assert late == {"namespace": "llm", "service": "outrider-scorer", "pool": "draft"}
 
 
 @pytest.mark.parametrize("rule", adapter_rules(), ids=lambda rule: rule["name"]["as"])
