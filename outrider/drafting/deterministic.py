@@ -41,7 +41,8 @@ class DeterministicProposer(CopyingProposer):
         super().__init__(traits, max_tokens=max_tokens, max_branches=max_branches)
 
     def _source(self, follower: Follower, hints: SessionHints) -> _Advised:
-        advice, room = hints.advice, self._max_tokens - len(follower.tokens)
+        advice = hints.advice
+        room = min(self._max_tokens - len(follower.tokens), self.traits.max_model_len)
         if len(advice.token_ids) > room:  # what does not fit is left out
             advice = replace(advice, token_ids=advice.token_ids[: max(0, room)])
         prompt_len = len(follower.tokens) - hints.num_output_tokens

@@ -17,9 +17,10 @@ _NEAREST = 64  # places that are looked at after a change
 _FIRM = 4  # tokens that must agree with a place before it is believed
 _DRIFT = 16  # tokens of drift speak as loudly against a place as one that agrees speaks for it
 _MAX_DRIFT = 64
-_MAX_PENDING = 64
+_MAX_PENDING = 32  # tokens that are compared with a place
 _SHORT = 4  # tokens: changes of up to so many are taken to keep the length
 _MAX_EDIT, _MAX_EDITS = 8, 64  # tokens of a replacement that may recur, and how many are known
+_MAX_INSERTIONS = 16
 _GROPING, _SEEING = 8, 16  # draft tokens where nothing, or one token, speaks for a place
 
 
@@ -55,7 +56,8 @@ class EditCursor:
     the cursor never goes back behind a place that proved right.
 
     A replacement that was seen is expected wherever the original has what it replaced, until that
-    is once left as it was: renaming is drafted for, not only followed.
+    is once left as it was: renaming is drafted for, not only followed. An insertion that was seen
+    is expected when another one begins as it did.
     """
 
     def __init__(self, original: Original, min_match: int = 2) -> None:
@@ -67,6 +69,7 @@ class EditCursor:
         self._pending: list[int] = []  # what it wrote since then; empty: the place is believed
         self._agreed = 0  # tokens that agree with a place that is not believed yet
         self._edits: dict[int, dict[TokenIds, TokenIds]] = {}  # first -> removed -> inserted
+        self._insertions: tuple[TokenIds, ...] = ()  # the last one first
         self._verbatim = 0  # tokens in a row that were copied unchanged
         self._expected: TokenIds = ()  # of a known replacement that has begun
 
@@ -156,6 +159,9 @@ class EditCursor:
                 self._original.token_ids[left_at : best + 1 - best_agreed],
                 tuple(pending[: len(pending) - best_agreed]),
             )
+        elif known := self._insertion(pending):
+            self._at, self._limit, self._expected = left_at, None, known[len(pending) :]
+            self._agreed = len(pending) - 1
         elif best >= 0 and best - left_at <= _MAX_DRIFT:
             self._at, self._limit = best + 1, _SEEING
         else:
@@ -163,11 +169,18 @@ class EditCursor:
             self._limit = _GROPING if len(pending) <= _SHORT else 0
 
     def _learn(self, removed: TokenIds, inserted: TokenIds) -> None:
-        """Expects a short replacement to recur."""
+        """Expects a short replacement to recur, and an insertion that begins as this one did."""
+        if not removed and 1 < len(inserted) < _MAX_PENDING:
+            self._insertions = (inserted, *self._insertions[: _MAX_INSERTIONS - 1])
         if 0 < len(removed) <= _MAX_EDIT and 0 < len(inserted) <= _MAX_EDIT:
             if sum(map(len, self._edits.values())) >= _MAX_EDITS:
                 self._edits.clear()
             self._edits.setdefault(removed[0], {})[removed] = inserted
+
+    def _insertion(self, tokens: Sequence[int]) -> TokenIds:
+        """The last known insertion that begins with `tokens` and goes on; empty: there is none."""
+        begun = tuple(tokens)
+        return next((i for i in self._insertions if i[: len(begun)] == begun != i), ())
 
     def _unlearn(self) -> None:
         """Forgets a replacement of what was just copied unchanged."""

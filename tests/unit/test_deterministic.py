@@ -81,6 +81,13 @@ def test_a_replacement_is_expected_where_it_occurs_again() -> None:
     assert cursor.guess(4) == [7, 8, *body[3][:2]]
 
 
+def test_an_insertion_is_expected_again_when_another_begins_as_it_did() -> None:
+    inserted = (1, 2, 3, 4, 5, 6, 7, 8)
+    once = edited((20, 20, inserted))
+    twice = edited((20, 20, inserted), (60, 60, inserted))
+    assert rounds(TEXT, twice) <= rounds(TEXT, once) + 2
+
+
 def test_a_place_that_proves_wrong_is_given_up_for_the_right_one() -> None:
     lure = (1, 2, 3)
     original = (*range(100, 120), *lure, *range(300, 340))
