@@ -58,6 +58,8 @@ def sampling_from_proto(msg: common_pb2.SamplingParams, *, seed: int) -> Samplin
     Raises `InvalidRequestError` for a value out of range.
     """
     given = _given(msg, *_SAMPLING_FIELDS)
+    if 0 < given.get("temperature", 0) < _LEAST_TEMPERATURE:
+        given["temperature"] = 0.0
     biases = tuple((bias.token_id, bias.bias) for bias in msg.logit_bias)
     return SamplingParams(**{"seed": seed, **given}, logit_bias=biases)
 
@@ -205,6 +207,9 @@ def logprobs_from_proto(msg: common_pb2.TokenLogprobs) -> TokenLogprobs:
     top = zip(msg.top_token_ids, msg.top_logprobs, strict=True)
     return TokenLogprobs(msg.logprob, tuple(top))
 
+
+_LEAST_TEMPERATURE: Final = 1e-5
+"""Less is greedy in all but name, as vLLM has it; logits divided by it would leave float32."""
 
 _SAMPLING_FIELDS: Final = (
     *("temperature", "top_k", "top_p", "min_p", "seed"),

@@ -26,7 +26,7 @@ from outrider.v1 import common_pb2
 UNIT = st.floats(0, 1, width=32)
 SAMPLING = st.builds(
     SamplingParams,
-    temperature=st.floats(0, 2, width=32),
+    temperature=st.just(0.0) | st.floats(2**-16, 2, width=32),
     top_k=st.integers(0, 2**31 - 1),
     top_p=UNIT.filter(lambda value: value > 0),
     min_p=UNIT,
@@ -94,6 +94,12 @@ def test_stop_survives_the_wire(params: StopParams) -> None:
     wire = codec.stop_to_proto(params).SerializeToString()
     message = common_pb2.StopParams.FromString(wire)
     assert codec.stop_from_proto(message, default_max_tokens=7) == params
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-45])
+def test_hardly_any_temperature_is_none(temperature: float) -> None:
+    message = common_pb2.SamplingParams(temperature=temperature)
+    assert codec.sampling_from_proto(message, seed=1).greedy
 
 
 def test_unset_is_the_default_and_zero_is_zero() -> None:
