@@ -149,7 +149,7 @@ def test_json_is_drafted_within_its_schema(stack: Up) -> None:
         value = json.loads(text)
         assert set(value) == set(schema["required"])
         assert 1 <= value["max_results"] <= 50
-    assert accepted > rounds > 0, "far below what masks give: 2.2 a round"
+    assert accepted > rounds > 0, "far below what masks give: about 2 a round"
 
 
 def test_the_demo() -> None:
