@@ -15,6 +15,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 MODULES = (
     *("argparse", "configparser", "csv", "difflib", "filecmp", "fractions", "gzip", "heapq"),
@@ -34,8 +35,13 @@ class Trace:
     advice: str = ""
 
 
-def functions() -> Iterator[str]:
+@lru_cache(maxsize=1)
+def functions() -> tuple[str, ...]:
     """Functions and methods of the standard library, dedented, of middling length."""
+    return tuple(_functions())
+
+
+def _functions() -> Iterator[str]:
     for name in MODULES:
         source = inspect.getsource(importlib.import_module(name))
         lines = source.splitlines(keepends=True)

@@ -136,19 +136,33 @@ def merit(traces: Sequence[Tokens], vocab_size: int) -> list[Row]:
     return rows
 
 
-def at_cost(traces: Sequence[Tokens], target: ForcedTarget) -> list[Row]:
-    """tokens/s of each method and of none, in turns, under the adaptive policy."""
+def remember(proposer: Proposer, traces: Sequence[Tokens]) -> None:
+    """Lets a proposer see requests and their answers pass by."""
+    for i, trace in enumerate(traces):
+        end = trace.prompt[-16:]
+        proposer.open(-1 - i, end, GREEDY, 1, len(end) + len(trace.output) + 1)
+        proposer.commit(-1 - i, len(end), trace.output, 1)
+        proposer.close(-1 - i)
+
+
+def at_cost(traces: Sequence[Tokens], before: Sequence[Tokens], target: ForcedTarget) -> list[Row]:
+    """tokens/s of each method and of none, in turns, under the adaptive policy.
+
+    What came `before` is remembered by methods that remember.
+    """
     advised = bool(traces[0].advice.token_ids)
     modes = {name: mode for name, mode in METHODS.items() if advised or name != "deterministic"}
     proposers = {name: build() for name, (build, _) in modes.items()}
+    for proposer in proposers.values():
+        remember(proposer, before)
     policies = {name: AdaptivePolicy(4) for name in ("none", *modes)}
     done: dict[str, list[tuple[Tokens, Replay]]] = {name: [] for name in policies}
     for i, trace in enumerate(traces):
         prompt = trace.prompt[-_REAL_PROMPT:]
         names = list(policies)
         for name in (*names[i % len(names) :], *names[: i % len(names)]):
-            proposer, k = proposers.get(name), modes[name][1] if name in modes else 0
-            run = replay(target, policies[name], i, prompt, trace.output, proposer, trace.advice, k)
+            drafter, k = proposers.get(name), modes[name][1] if name in modes else 0
+            run = replay(target, policies[name], i, prompt, trace.output, drafter, trace.advice, k)
             done[name].append((trace, run))
     return [row for name, runs in done.items() for row in rows_of(runs, name, timed=True)]
 
@@ -164,10 +178,7 @@ def costs(text_of: Sequence[Tokens], remembered: Sequence[Tokens]) -> dict[str, 
     for method in ("ngram", "suffix"):
         build, k = METHODS[method]
         proposer = build()
-        for i, trace in enumerate(remembered, start=2):
-            proposer.open(i, trace.prompt[-16:], GREEDY, k, _CONTEXT)
-            proposer.commit(i, len(trace.prompt[-16:]), trace.output, k)
-            proposer.close(i)
+        remember(proposer, remembered)
         known = min(_CONTEXT, len(text) // 2)
         proposer.open(1, text[:known], GREEDY, k, 4 * _CONTEXT)
         drafts, commits = [], []
@@ -262,8 +273,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     target = ForcedTarget(model.vocab_size, max_len, model)
     for workload, traces in work.items():
         print(f"{workload}: {args.real} traces at the embedded target's cost", file=sys.stderr)
-        short = [trace for trace in traces if len(trace.output) <= _REAL_OUTPUT]
-        rows += at_cost(short[: args.real], target)
+        short = [i for i, trace in enumerate(traces) if len(trace.output) <= _REAL_OUTPUT]
+        chosen = short[-args.real :]
+        rows += at_cost([traces[i] for i in chosen], traces[: chosen[0]], target)
         _write(args.out, rows, cost, changed)
     print(_write(args.out, rows, cost, changed))
     return 0
