@@ -19,9 +19,9 @@ from outrider.engine.cuda.graphs import Record, Work
 from outrider.engine.engine import Engine
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.policy import Policy
-from outrider.engine.scheduler import ScheduledRow, Step
 from outrider.engine.sequence import Sequence as Row
 from outrider.engine.static_step import Bucket
+from outrider.engine.step import ScheduledRow, Step
 from outrider.params import SamplingParams, StopParams
 from outrider.types import Request
 

@@ -28,7 +28,7 @@ from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
-from outrider.engine.scheduler import Step, StepResult
+from outrider.engine.step import Step, StepResult
 from outrider.params import SamplingParams, StopParams, TokenIds
 from outrider.types import Request
 

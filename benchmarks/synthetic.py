@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from outrider.engine.runner import Pending, StepRunner
-from outrider.engine.scheduler import ScheduledRow, Step, StepResult
+from outrider.engine.step import ScheduledRow, Step, StepResult
 
 _MASK = 2**64 - 1
 

@@ -16,8 +16,9 @@ from outrider.engine.block_pool import BlockPool
 from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.policy import Policy
 from outrider.engine.runner import Pending, Runner, StepRunner
-from outrider.engine.scheduler import Scheduler, Step, StepResult
+from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import BlockFate
+from outrider.engine.step import Step, StepResult
 from outrider.errors import ConfigError, InternalError
 from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEvents, StepTimings
 

@@ -14,7 +14,7 @@ from outrider.engine.logits import Adjustments, adjust
 from outrider.engine.logprobs import Asked, drawn_logprobs, to_token_logprobs
 from outrider.engine.rules import RuledRow, apply_rules, is_coupled, lane_of
 from outrider.engine.sampling import Lane, SamplingBatch, sample
-from outrider.engine.scheduler import ScheduledRow, Step, StepResult
+from outrider.engine.step import ScheduledRow, Step, StepResult
 from outrider.engine.verifier import verify_rows
 from outrider.params import SamplingParams
 from outrider.types import TokenLogprobs

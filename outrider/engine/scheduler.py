@@ -8,9 +8,6 @@ known + draft. Chunked prefill, decode and verification are the same case, in on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence as Rows
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from outrider.config import EngineConfig
 from outrider.counts import Admission
@@ -20,41 +17,9 @@ from outrider.engine.block_pool import BlockPool
 from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.policy import Policy
 from outrider.engine.sequence import Sequence, token_kinds
+from outrider.engine.step import ScheduledRow, Step, StepResult
 from outrider.params import TokenIds
-from outrider.types import Commit, Failure, Request, TokenLogprobs
-
-
-class ScheduledRow(NamedTuple):  # made in a third of a frozen dataclass's time
-    """A row's share of a step: known tokens that lack KV, then drafts to verify."""
-
-    seq: Sequence
-    slice: RowSlice
-    draft: TokenIds
-    draft_probs: tuple[DraftProbs | None, ...] = ()  # what it was drawn from; empty: point masses
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The frozen input of one forward."""
-
-    rows: tuple[ScheduledRow, ...]
-    num_tokens: int
-    set_aside: tuple[int, ...]  # sessions whose proposer missed too often
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """Per row of the step: what the target chose (empty in mid-prompt), and drafts accepted.
-
-    Of a row's choices the first `accepted` + 1 count; what follows them may be anything.
-    """
-
-    choices: Rows[Rows[int]]
-    accepted: Rows[int]
-    forward_s: float  # packing and the model; of a recorded step all that is recorded
-    verify_s: float = 0.0  # what follows: drawing and verification, or only the way to the host
-    logprobs: Rows[tuple[TokenLogprobs, ...]] = ()
-    """Per row of the step: of its first choices, if it asks for them. Empty if no row does."""
+from outrider.types import Commit, Failure, Request
 
 
 class Scheduler:

@@ -22,7 +22,7 @@ from torch import Tensor
 from outrider.engine.batch import PackedBatch
 from outrider.engine.rules import is_coupled
 from outrider.engine.sampling import seed_keys
-from outrider.engine.scheduler import ScheduledRow
+from outrider.engine.step import ScheduledRow
 from outrider.engine.verifier import VerifyBatch
 from outrider.params import SamplingParams
 

@@ -17,8 +17,8 @@ from outrider.engine.batch import RowSlice
 from outrider.engine.logits import Adjuster, MinTokens, adjust, make_adjuster, make_editors
 from outrider.engine.logprobs import drawn_logprobs, to_token_logprobs
 from outrider.engine.runner import Runner
-from outrider.engine.scheduler import ScheduledRow, Step, StepResult
 from outrider.engine.sequence import Drafting, Sequence
+from outrider.engine.step import ScheduledRow, Step, StepResult
 from outrider.params import (
     SamplingParams,
     SpeculationParams,

@@ -17,7 +17,7 @@ from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
 from outrider.engine.policy import Policy
 from outrider.engine.runner import Pending, Runner
-from outrider.engine.scheduler import Step, StepResult
+from outrider.engine.step import Step, StepResult
 from outrider.engine.worker import EngineWorker
 from outrider.errors import (
     CapacityError,

@@ -18,8 +18,8 @@ from torch import Tensor
 from outrider.engine.batch import Model, PackedBatch
 from outrider.engine.cuda.graphs import Record, Work
 from outrider.engine.runner import Pending, Runner, to_logprobs
-from outrider.engine.scheduler import Step, StepResult
 from outrider.engine.static_step import Bucket, StaticInputs, StaticSizes
+from outrider.engine.step import Step, StepResult
 from outrider.engine.verifier import ChooseAndVerify, VerifyBatch
 
 

@@ -1,0 +1,46 @@
+"""What goes into one forward, and what comes out of it. Frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from outrider.draft_tree import DraftProbs
+from outrider.engine.batch import RowSlice
+from outrider.engine.sequence import Sequence
+from outrider.params import TokenIds
+from outrider.types import TokenLogprobs
+
+
+class ScheduledRow(NamedTuple):  # made in a third of a frozen dataclass's time
+    """A row's share of a step: known tokens that lack KV, then drafts to verify."""
+
+    seq: Sequence
+    slice: RowSlice
+    draft: TokenIds
+    draft_probs: tuple[DraftProbs | None, ...] = ()  # what it was drawn from; empty: point masses
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The frozen input of one forward."""
+
+    rows: tuple[ScheduledRow, ...]
+    num_tokens: int
+    set_aside: tuple[int, ...]  # sessions whose proposer missed too often
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Per row of the step: what the target chose (empty in mid-prompt), and drafts accepted.
+
+    Of a row's choices the first `accepted` + 1 count; what follows them may be anything.
+    """
+
+    choices: Rows[Rows[int]]
+    accepted: Rows[int]
+    forward_s: float  # packing and the model; of a recorded step all that is recorded
+    verify_s: float = 0.0  # what follows: drawing and verification, or only the way to the host
+    logprobs: Rows[tuple[TokenLogprobs, ...]] = ()
+    """Per row of the step: of its first choices, if it asks for them. Empty if no row does."""
