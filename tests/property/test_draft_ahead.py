@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,20 +14,33 @@ from outrider.config import EngineConfig
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.policy import Policy
-from outrider.params import SamplingParams, StopParams
+from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
 from outrider.types import Request
 from tests.support.hash_model import HashModel, Sequential
-from tests.support.simulation import VOCAB, Net, World, draft_model, hybrid, ngram, suffix
+from tests.support.simulation import (
+    VOCAB,
+    Net,
+    World,
+    deterministic,
+    draft_model,
+    hybrid,
+    ngram,
+    suffix,
+)
 
 pytestmark = pytest.mark.timeout(900)
 
 PAGE_SIZE, NUM_PAGES, MAX_LEN = 4, 40, 64
 TRUTH = Sequential(HashModel(VOCAB, num_pages=1))
-COPYING = {"ngram": ngram, "suffix": suffix}
+COPYING = {"ngram": ngram, "suffix": suffix, "deterministic": deterministic}
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0, seed=7),
     SamplingParams(temperature=0.7, seed=2**63 + 1, top_k=8, top_p=0.95),
+    SamplingParams(temperature=0.0, repetition_penalty=1.5, logit_bias=((3, 3.0), (7, -2.0))),
+    SamplingParams(
+        temperature=0.9, seed=5, min_p=0.02, presence_penalty=1.2, frequency_penalty=-0.3
+    ),
 )
 
 nets = st.builds(
@@ -51,13 +65,36 @@ schedules = {
     "eps": st.sampled_from((0.0, 0.2, 0.5)),
     "max_branches": st.sampled_from((0, 1, 8)),
     "num_pages": st.sampled_from((16, 28, 200)),
-    "beside": st.sampled_from(("", "ngram", "suffix", "in one process")),
+    "beside": st.sampled_from(("", *COPYING, "in one process")),
 }
 quietly: dict[str, Any] = {
     "deadline": None,
     "derandomize": True,
     "suppress_health_check": list(HealthCheck),
 }
+
+
+def draw_request(session: int, rng: random.Random) -> Request:
+    """Any parameters; the advice is the text to come, or nearly."""
+    max_tokens = rng.randint(2, 24)
+    request = Request(
+        session,
+        tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))),
+        rng.choice(SAMPLINGS),
+        StopParams(
+            max_tokens=max_tokens,
+            stop_token_ids=frozenset(rng.sample(range(VOCAB), rng.randint(0, 1))),
+            min_tokens=rng.choice((0, 0, rng.randint(0, max_tokens))),
+        ),
+        top_logprobs=rng.choice((None, None, 2)),
+    )
+    text, _ = TRUTH.output(request, MAX_LEN, frozenset())
+    advice = Advice(
+        tuple(t if rng.random() < 0.9 else rng.randrange(VOCAB) for t in text),
+        edit=rng.random() < 0.5,
+        references=(tuple(text[2:]),),
+    )
+    return replace(request, speculation=SpeculationParams(advice=advice))
 
 
 def check(
@@ -87,22 +124,18 @@ def check(
         eps, forward_s, max_branches=max_branches, num_pages=num_pages, max_model_len=MAX_LEN
     )
     if beside == "in one process":
-        world.add(hybrid(suffix(max_branches), ngram(max_branches), model), net)
+        copying = [method(max_branches) for method in COPYING.values()]
+        world.add(hybrid(*copying, model), net)
     else:
         world.add(model, net)
     if beside in COPYING:
         world.add(COPYING[beside](max_branches), net)
     for session in range(3):
-        prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 12)))
-        world.submit(
-            Request(
-                session, prompt, rng.choice(SAMPLINGS), StopParams(max_tokens=rng.randint(2, 24))
-            )
-        )
+        world.submit(draw_request(session, rng))
     world.run()
     for session, request in world.requests.items():
         tokens, reason = TRUTH.output(request, MAX_LEN, frozenset())
-        assert world.committed[session][len(request.prompt_token_ids) :] == tokens
+        assert world.committed[session][len(request.prompt_token_ids) :] == tokens, request
         last = world.last[session]
         assert last.finish_reason is reason
         stats = last.stats

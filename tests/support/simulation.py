@@ -18,10 +18,11 @@ from torch import Tensor
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.drafting.branches import EagerForks
+from outrider.drafting.deterministic import DeterministicProposer
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.ngram import NgramProposer
-from outrider.drafting.proposer import DraftRound, Proposer
+from outrider.drafting.proposer import DraftRound, Proposer, SessionHints
 from outrider.drafting.suffix import SuffixProposer
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
@@ -120,6 +121,10 @@ def ngram(max_branches: int = 8) -> tuple[Proposer, Clock]:
 
 def suffix(max_branches: int = 8) -> tuple[Proposer, Clock]:
     return SuffixProposer(max_branches=max_branches), Clock()
+
+
+def deterministic(max_branches: int = 8) -> tuple[Proposer, Clock]:
+    return DeterministicProposer(max_branches=max_branches), Clock()
 
 
 def hybrid(*methods: tuple[Proposer, Clock]) -> tuple[Proposer, Clock]:
@@ -250,10 +255,14 @@ class World:
         k = min(k, self.engine.info.num_speculative_tokens)
         ahead = player.method.traits.runs_ahead
         self._command(lambda: self.engine.set_drafting(session, player.id, k, runs_ahead=ahead))
-        max_len = len(request.prompt_token_ids) + request.stop.max_tokens
+        prompt_len = len(request.prompt_token_ids)
+        max_len = prompt_len + request.stop.max_tokens
+        hints = SessionHints(
+            advice=request.speculation.advice, num_output_tokens=len(prefix) - prompt_len
+        )
 
         def opened(p: Player) -> None:
-            p.method.open(key, prefix, request.sampling, k, max_len)
+            p.method.open(key, prefix, request.sampling, k, max_len, hints)
             p.wanting[key] = None
 
         self._send(player, opened)
