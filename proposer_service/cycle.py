@@ -197,6 +197,8 @@ class Cycle:
                 proposal.answer.set_exception(CapacityError("no room for another session"))
                 continue
             route = self._routes.lost(key)
+            if route is None:
+                continue
             lost = draft_pb2.Lost(session=route.session, epoch=route.epoch)
             outgoing.setdefault(route.link, []).append(draft_pb2.DraftRequest(lost=lost))
 

@@ -87,10 +87,14 @@ class Routes:
     def route(self, key: SessionKey) -> Route:
         return self._by_key[key]
 
-    def lost(self, key: SessionKey) -> Route:
-        """Forgets the session of `key`, which the method has forgotten already."""
-        route = self._by_key[key]
-        self._forget(route)
+    def lost(self, key: SessionKey) -> Route | None:
+        """Forgets the session of `key`, which the method has forgotten already.
+
+        None if the scorer closed it before the method came to say that it was lost.
+        """
+        route = self._by_key.get(key)
+        if route is not None:
+            self._forget(route)
         return route
 
     def drop_link(self, link: LinkId) -> None:

@@ -455,6 +455,19 @@ async def test_evicted_sessions_are_reported_lost(scorer: DraftScorer) -> None:
         assert (lost.session, lost.epoch) == (1, 1)
 
 
+async def test_a_session_may_be_evicted_and_closed_by_one_batch(scorer: DraftScorer) -> None:
+    address = await scorer.start()
+    async with running(
+        ngram_config(address), lambda _: (NgramProposer(max_sessions=2, max_branches=0), "")
+    ):
+        stream = await scorer.attached()
+        for session in (1, 2):
+            stream.send(opens=[open_(session, PERIOD)])
+            await stream.next_block()
+        stream.send(opens=[open_(3, PERIOD)], commits=[commit(2, 8, [7])], closes=[close(1)])
+        assert {block.session for block in await stream.next_blocks()} == {2, 3}
+
+
 async def test_long_prompts_take_turns_with_drafts(scorer: DraftScorer) -> None:
     address = await scorer.start()
     async with running(ngram_config(address), hash_model_proposer(prefill_budget=18)):
