@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,15 @@ def test_images_are_pinned_and_unprivileged(path: Path) -> None:
     assert re.fullmatch(r"python:3\.11\.\d+-slim-\w+", base)
     assert text.index("USER 10001:10001") < text.index("ENTRYPOINT")
     assert re.search(r"uv==[\d.]+$", text, re.MULTILINE)
+
+
+def test_the_gateways_image_installs_what_the_project_needs_and_pins() -> None:
+    names = (helm.ROOT / "k8s/images/gateway.txt").read_text().split("constraints.txt.")[1].split()
+    pinned = (helm.ROOT / "constraints.txt").read_text().lower().replace("_", "-")
+    project = tomllib.loads((helm.ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[<>=;]", name)[0] for name in project["dependencies"]}
+    assert set(names) <= needed
+    assert not [name for name in names if f"\n{name.replace('_', '-')}==" not in pinned]
 
 
 def copy_context(context: Path) -> Path:
