@@ -12,6 +12,7 @@ from outrider.drafting import suffix_kernels as kernels
 from outrider.drafting.suffix_kernels import END, ORDERS, Ints
 
 _SMALLEST = 256
+_MAX_ROOM = 4  # times what is held; beyond, memory is given back
 NO_PATH: Ints = np.empty(0, np.int32)
 
 
@@ -28,7 +29,8 @@ NOTHING = Found(0.0, [])
 class SuffixIndex:
     """Token ids with links from each place to the last one that was preceded by the same tokens.
 
-    Takes 36 to 72 bytes per token that it holds.
+    Takes 36 bytes per token that there is room for, and has room for at most four times what it
+    holds.
     """
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
@@ -55,6 +57,8 @@ class SuffixIndex:
     def drop(self, num_tokens: int) -> None:
         """Forgets the first tokens."""
         self._start += num_tokens
+        if _SMALLEST < len(self._tokens) > _MAX_ROOM * len(self):
+            self._move(0)
 
     def draft(
         self,

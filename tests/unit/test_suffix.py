@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -156,6 +158,22 @@ def test_the_oldest_responses_are_forgotten_first() -> None:
     assert responses.of("b") is None
     responses.add("c", [5] * 20)
     assert responses.num_tokens == 20, "too long to be remembered at all"
+
+
+def test_a_tenant_that_had_all_of_the_memory_gives_it_back() -> None:
+    responses = Responses(SuffixSettings(max_cached_tokens=20_000))
+    tenants = "abcdefghij"
+    tracemalloc.start()
+    try:
+        for tenant in tenants:
+            for _ in range(20):
+                responses.add(tenant, range(989))
+            for other in tenants:  # a trickle keeps each tenant's index alive
+                responses.add(other, [1, 2, 3])
+        assert responses.of("a") is not None
+        assert tracemalloc.get_traced_memory()[0] < 150 * responses.num_tokens
+    finally:
+        tracemalloc.stop()
 
 
 def test_memory_of_sessions_is_bounded_in_tokens() -> None:
