@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from outrider.engine.constraint import ConstraintCompiler, ConstraintEditor
-from outrider.errors import OutriderError
 from outrider.params import Constraint, StopParams, TokenIds
 
 _log = logging.getLogger(__name__)
@@ -32,16 +31,20 @@ class DraftMask:
         """
         if self._broken or not self._future.done():
             return None
-        try:
-            editor = self._future.result()
-        except OutriderError as error:  # the scorer's llguidance may be of another version
-            _log.warning("drafting without a mask: %s", error.message)
+        if error := self._future.exception():  # the scorer's llguidance may be of another version
+            _log.warning("drafting without a mask: %s", error)
             self._broken = True
             return None
+        editor = self._future.result()
         editor.commit(tuple(tokens[self._length :]))
         self._length = len(tokens)
         self._broken = editor.error is not None
         return None if self._broken else editor.copy()
+
+    def close(self) -> None:
+        """Its session is over: what was not begun to be compiled need not be."""
+        self._future.cancel()
+        self._broken = True
 
 
 class DraftMasks:

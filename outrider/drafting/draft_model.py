@@ -162,6 +162,8 @@ class DraftModelProposer:
         state = self._sessions.pop(session, None)
         if state is not None:
             state.drop(self._pool)
+            if state.mask is not None:
+                state.mask.close()
 
     def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:
         done = DraftRound()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 
 import pytest
@@ -143,6 +144,27 @@ def test_no_draft_waits_for_a_compilation() -> None:
     editor = mask.after([7, *array])
     assert editor is not None
     assert editor.num_allowed(tuple(TOKENIZER.encode(",2x").ids)) == 2
+
+
+def test_what_ended_before_it_was_compiled_is_compiled_no_more() -> None:
+    masks, compiling, go_on = DraftMasks(COMPILER), threading.Event(), threading.Event()
+    masks._pool.submit(lambda: (compiling.set(), go_on.wait(60)))
+    assert compiling.wait(60)
+    model = HashModel(VOCAB, num_pages=512, max_model_len=256)
+    method = DraftModelProposer(model, name="hash", masks=masks)
+    method.open(1, [7], GREEDY, K, 250, SessionHints(constraint=SCHEMA))
+    mask = method._sessions[1].mask
+    assert mask is not None
+    method.close(1)
+    go_on.set()
+    assert mask._future.cancelled()
+    assert mask.after([7]) is None
+
+
+def test_a_compilation_that_fails_in_any_way_leaves_drafts_without_a_mask() -> None:
+    compiled: Future[ConstraintEditor] = Future()
+    compiled.set_exception(RuntimeError("llguidance fell over"))
+    assert DraftMask(compiled, 3).after([7, 7, 7]) is None
 
 
 def test_a_session_that_a_hybrid_gives_back_is_masked_from_its_output_on() -> None:
