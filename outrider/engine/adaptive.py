@@ -148,7 +148,7 @@ class AdaptivePolicy(Policy):
         d = drafting
         if not self._contests.drafting:
             return 0
-        if d.short_rounds == PROBE_EVERY:
+        if d.short_rounds >= PROBE_EVERY:
             d.short_rounds = 0
             return min(limit, max(LARGEST_PROBE, 2 * d.num_draft_tokens))
         plain = self._step_time(0)

@@ -77,9 +77,10 @@ class Contest:
                 self._begin_trial()
             return
         self._tried.add(tokens, seconds, counts=counts)
-        steps, ratio = self._tried.steps, self._tried.value / self._best.value
-        if steps >= TRIAL_STEPS or (steps >= HOPELESS_AFTER and ratio < HOPELESS):
-            self._end_trial(won=ratio > CLEARLY)
+        # No quotients: where all that ends a step is a stop, no token comes at all.
+        steps, tried, best = self._tried.steps, self._tried.value, self._best.value
+        if steps >= TRIAL_STEPS or (steps >= HOPELESS_AFTER and tried < HOPELESS * best):
+            self._end_trial(won=tried > CLEARLY * best)
 
     def _begin_trial(self) -> None:
         self._on_trial, self._tried = True, Rate()

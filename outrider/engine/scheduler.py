@@ -122,7 +122,8 @@ class Scheduler:
             sum([len(commit.token_ids) for commit in commits]),
             now,
             drafted=any(row.draft for row in step.rows),
-            pure=decoding,
+            # A row's first step, however short, may follow on any time without work.
+            pure=decoding and all(r.slice.start >= r.seq.num_prompt_tokens for r in step.rows),
         )
         return commits
 

@@ -48,6 +48,15 @@ def test_without_a_proposer_nothing_is_decided() -> None:
     assert contest.drafting
 
 
+def test_steps_that_bring_no_token_decide_nothing() -> None:
+    """As where every answer is one token: the step after it brings a stop, and no token."""
+    contest, drafted = Contest(), 0
+    for _ in range(1000):
+        drafted += contest.drafting
+        contest.observe(0, 0.010, drafted=contest.drafting)
+    assert drafted > 900
+
+
 def test_each_size_of_batch_has_its_own_answer() -> None:
     contests, now, drafted = Contests(), 0.0, {1: 0, 32: 0}
     for rows, step_s in ((1, 0.012), (32, 0.040), (1, 0.012), (32, 0.040)):

@@ -190,7 +190,7 @@ def test_drafts_that_slow_the_steps_beside_them_are_given_up() -> None:
     assert all(stats.drafted == 0 for stats in plain_stats)
     stats, shared = run(0.015, speculate=True)
     assert shared < 1.15 * plain
-    assert sum(s.k_histogram[0] for s in stats) > 0.8 * sum(s.rounds for s in stats)
+    assert sum(s.k_histogram[0] for s in stats) > 0.7 * sum(s.rounds for s in stats)
     stats, apart = run(0.0, speculate=True)
     assert apart < 0.9 * plain, "without contention they pay"
     assert sum(s.k_histogram[0] for s in stats) < 0.2 * sum(s.rounds for s in stats)
@@ -311,6 +311,22 @@ def test_k_grows_with_agreement_and_shrinks_with_load() -> None:
     by_rows = [chosen(AdaptivePolicy(8), rows, agreement=0.7) for rows in (1, 4, 16, 64)]
     assert by_rows == sorted(by_rows, reverse=True)
     assert by_rows[0] > by_rows[-1]
+
+
+def test_a_greater_k_is_tried_again_after_a_time_without_drafts() -> None:
+    policy, now, chosen_k = AdaptivePolicy(8), 0.0, []
+    drafting = policy.drafting(Request(1, (1,)))
+    drafting.proposer_id, drafting.proposer_limit = "a", 8
+    for num_tokens, seconds in STEP_S:
+        policy.observe_step(1, num_tokens, seconds)
+    for _ in range(4000):
+        k = drafting.num_draft_tokens = policy.choose_k(drafting, 8)
+        chosen_k.append(k)
+        now += step_times().estimate(1 + k)
+        policy.observe_step(1, 1 + k, step_times().estimate(1 + k))
+        policy.step_done(1, 1, now, drafted=k > 0, pure=True)
+        policy.observe_round(drafting, k, 0)
+    assert any(chosen_k[-100:]), "what was useless for long may not be any more"
 
 
 def test_a_size_that_ran_once_cold_does_not_end_speculation() -> None:

@@ -119,6 +119,21 @@ def test_a_prompt_in_flight_is_not_shared() -> None:
     assert size(step(e)) == (2, 16), "neither finds what the other has not yet computed"
 
 
+def test_time_without_work_is_no_steps() -> None:
+    """A short prompt's step looks like decoding, but nothing says since when it was to run."""
+
+    class Witness(Policy):
+        def step_done(self, *_: object, pure: bool, **__: object) -> None:
+            seen.append(pure)
+
+    seen: list[bool] = []
+    config = EngineConfig(page_size=4, num_pages=64, max_model_len=64)
+    e = Engine(HashModel(32, 4, 64, 64), config, policy=Witness(4))
+    submit(e, 1, prompt_len=2, max_tokens=3)
+    run(e)
+    assert seen == [False, True, True]
+
+
 def test_the_context_length_ends_a_request() -> None:
     e = engine()
     truth, _ = submit(e, 1, prompt_len=60, max_tokens=30)
