@@ -99,9 +99,9 @@ class Targets:
         loop = asyncio.get_running_loop()
         try:
             answers = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: no name at all, as "a..b"
             if name not in self._unknown:
-                _log.warning("%s cannot be looked up: %s", host, error.strerror or error)
+                _log.warning("%s cannot be looked up: %s", host, error)
             self._unknown.add(name)
             return
         self._unknown.discard(name)

@@ -62,6 +62,12 @@ async def test_names_are_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> Non
     await follow.aclose()
 
 
+async def test_a_name_that_is_none_keeps_no_other_from_being_followed() -> None:
+    follow = Targets(("a:1", "dns:scorer..svc:7001")).follow()
+    assert await anext(follow) == (Target("a:1"),)
+    await follow.aclose()
+
+
 async def test_a_real_name() -> None:
     follow = Targets(("dns:localhost:7001",)).follow()
     (target, *_) = await anext(follow)
