@@ -42,7 +42,7 @@ async def _converse(
     hub: Hub,
 ) -> None:
     reader = asyncio.create_task(_read(proposer, requests, hub))
-    writer = asyncio.create_task(_write(proposer, context))
+    writer = asyncio.create_task(_write(proposer, context, hub))
     tasks = (reader, writer, proposer.detached)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -76,9 +76,11 @@ async def _read(
                 hub.on_bad(proposer, f"{other or 'an empty message'} after Hello")
 
 
-async def _write(proposer: AttachedProposer, context: Context) -> None:
+async def _write(proposer: AttachedProposer, context: Context, hub: Hub) -> None:
     while True:
         batch = await proposer.outbox.take()
+        if batch.opens:
+            hub.roster.assign_undrafted()  # those that were too much for this message
         await context.write(draft_pb2.DraftResponse(sessions=batch))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Final
 
 from outrider.errors import CapacityError, InvalidRequestError, OutriderError, ProposerRefusedError
 from outrider.params import MAX_SPECULATIVE_TOKENS
@@ -12,6 +13,10 @@ from outrider.rpc.versions import agreed_version
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.sessions import Session
+
+_CROWDED_TOKENS: Final = 2**18
+"""Waiting in an outbox: other sessions are opened later, or all of them together would be more
+than a message holds, and more than may wait."""
 
 # They need neither the vocabulary nor the tokenizer.
 _COPYING_METHODS = frozenset({"deterministic", "ngram", "suffix"})
@@ -37,8 +42,14 @@ class Outbox:
     def overflowed(self) -> bool:
         return self._size > self._max_tokens
 
+    @property
+    def crowded(self) -> bool:
+        """Whether sessions should not be opened until the next `take`."""
+        return self._size > _CROWDED_TOKENS
+
     def open(self, session: Session) -> None:
         speculation, constraint = session.request.speculation, session.request.constraint
+        advice = speculation.advice
         self._batch.opens.add(
             session=session.id,
             epoch=session.epoch,
@@ -47,7 +58,7 @@ class Outbox:
             num_draft_tokens=session.num_draft_tokens,
             max_len=session.max_len,
             traceparent=session.traceparent,
-            advice=codec.advice_to_proto(speculation.advice),
+            advice=codec.advice_to_proto(advice),
             constraint=codec.constraint_to_proto(constraint),
             tenant=session.request.tenant,
             methods=[name for name in speculation.methods if name in self._methods],
@@ -55,7 +66,8 @@ class Outbox:
             num_output_tokens=len(session.committed) - session.num_given_tokens,
         )
         source_words = 0 if constraint is None else len(constraint.source) // 4
-        self._grow(len(session.committed) + source_words)
+        advised = len(advice.token_ids) + sum(map(len, advice.references))
+        self._grow(len(session.committed) + source_words + advised)
 
     def commit(self, session: Session, base_len: int, tokens: Sequence[int], step_us: int) -> None:
         self._batch.step_us = step_us
@@ -114,7 +126,8 @@ class AttachedProposer:
 
     @property
     def has_room(self) -> bool:
-        return len(self.sessions) < self.max_sessions and not self.draining
+        full = len(self.sessions) >= self.max_sessions or self.outbox.crowded
+        return not full and not self.draining
 
     def methods_for(self, session: Session) -> tuple[str, ...]:
         """Its methods that may draft for the session, the session's preferred one first."""

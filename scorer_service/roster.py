@@ -65,7 +65,7 @@ class Roster:
         self._metrics.attached(proposer.id, proposer.pool)
         self._count_proposers()
         _log.info("proposer %s attached: %s %s", proposer.id, proposer.method, proposer.model)
-        self._assign_undrafted()
+        self.assign_undrafted()
         return proposer
 
     def detach(self, proposer: AttachedProposer, error: OutriderError | None = None) -> None:
@@ -154,7 +154,8 @@ class Roster:
         proposer.outbox.open(session)
         self._worker.set_drafting(session.id, proposer.id, k, runs_ahead=proposer.runs_ahead)
 
-    def _assign_undrafted(self) -> None:
+    def assign_undrafted(self) -> None:
+        """Gives the sessions without a proposer one, as far as there is room."""
         for session in list(self._undrafted.values()):
             if not any(proposer.has_room for proposer in self._proposers.values()):
                 return
@@ -165,7 +166,7 @@ class Roster:
         self._undrafted.pop(session.id, None)
         if session.proposer is not None:
             self._release(session.proposer, session)
-            self._assign_undrafted()
+            self.assign_undrafted()
 
     def _release(self, proposer: AttachedProposer, session: Session) -> None:
         """Takes a session from its proposer. The engine is not told."""

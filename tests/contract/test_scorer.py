@@ -183,6 +183,24 @@ async def test_many_requests_share_one_stream_and_one_message_per_step() -> None
         assert not proposer.sessions
 
 
+async def test_large_sessions_are_opened_one_after_the_other() -> None:
+    async with running_scorer(pause_s=0.1) as scorer:
+
+        async def request(first: int) -> list[int]:
+            message = generate_request([first, *PROMPT], max_tokens=100)
+            message.speculation.advice.token_ids.extend([1] * 2**18)
+            return [t async for r in scorer.stub.Generate(message, timeout=60) for t in r.token_ids]
+
+        requests = [asyncio.create_task(request(first)) for first in range(3)]
+        await scorer.until(lambda: scorer.hub.roster.num_undrafted == 3, "all submitted")
+        async with proposing(ScriptedProposer(scorer.stub, follow(greedy_truth))) as proposer:
+            scorer.model.pause_s = 0.0
+            texts = await asyncio.gather(*requests)
+            assert len(proposer.opens) == 3
+            assert proposer.error is None
+    assert texts == [greedy_text([first, *PROMPT], 100) for first in range(3)]
+
+
 async def test_a_request_opts_out_and_chooses_its_method() -> None:
     async with (
         running_scorer() as scorer,

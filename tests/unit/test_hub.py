@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from outrider.draft_tree import DraftTree
 from outrider.errors import CapacityError, InternalError, UnavailableError
 from outrider.params import NO_ADVICE, Advice, SamplingParams, SpeculationParams
+from outrider.rpc.channel import MAX_MESSAGE_BYTES
 from outrider.types import (
     Commit,
     Failure,
@@ -224,6 +225,31 @@ async def test_a_proposer_that_does_not_read_is_detached_and_the_engine_goes_on(
     assert bench.worker.drafting[session.id] == (None, 0)
     assert session.committed == [1, 2, 3, *range(10)]
     assert bench.hub.roster.proposers == ()
+
+
+async def test_sessions_that_are_too_much_for_one_message_wait_for_the_next() -> None:
+    bench = Bench()
+    large = Advice(token_ids=(2**20,) * 2**18)  # 3 bytes each
+    sessions = [bench.submit(speculation=SpeculationParams(advice=large)) for _ in range(24)]
+    proposer = bench.attach("a")
+    opened, total = [], 0
+    while len(opened) < len(sessions):
+        assert not proposer.outbox.overflowed, "it reads"
+        batch = await sent(proposer)
+        assert batch.ByteSize() < MAX_MESSAGE_BYTES
+        total += batch.ByteSize()
+        opened += [o.session for o in batch.opens]
+        bench.hub.roster.assign_undrafted()
+    assert total > MAX_MESSAGE_BYTES
+    assert opened == [s.id for s in sessions]
+
+
+async def test_advice_counts_as_what_waits_to_be_read() -> None:
+    bench = Bench(DraftLimits(max_backlog_tokens=100))
+    proposer = bench.attach("a")
+    bench.submit(speculation=SpeculationParams(advice=Advice((1,) * 60, references=((2,) * 60,))))
+    bench.step()
+    assert isinstance(proposer.detached.result(), CapacityError)
 
 
 async def test_one_that_misses_deadlines_gives_way_to_one_that_does_not() -> None:
