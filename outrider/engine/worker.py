@@ -19,7 +19,7 @@ from outrider.errors import (
     InvalidRequestError,
     UnavailableError,
 )
-from outrider.types import EngineInfo, EngineSnapshot, Request, StepEvents
+from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEvents
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +180,8 @@ class EngineWorker:
                     engine.launch()
             except Exception as error:
                 log.exception("a step failed")
-                events.append(engine.fail_all(InternalError(f"The engine failed: {error!r}.")))
+                failure = InternalError(f"The engine failed: {type(error).__name__}.")
+                events.append(self._fail_all(engine, failure))
             for event in events:  # while the device works on the next step
                 self._publish(engine, event)
 
@@ -213,6 +214,15 @@ class EngineWorker:
                 self._submitted -= submitted
                 self._snapshot = engine.snapshot()
         return stop
+
+    def _fail_all(self, engine: Engine, error: Exception) -> StepEvents:
+        """Also the sessions of which the engine knows nothing any more, or not yet."""
+        engine.fail_all(error)
+        with self._wakeup:
+            self._commands.clear()
+            self._submitted = 0
+            failures = tuple(Failure(session_id, error) for session_id in self._sessions)
+        return StepEvents((), failures, None)
 
     def _publish(self, engine: Engine, events: StepEvents) -> None:
         ended = [c.session_id for c in events.commits if c.finish_reason is not None]

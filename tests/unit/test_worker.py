@@ -17,6 +17,7 @@ from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
 from outrider.engine.policy import Policy
 from outrider.engine.runner import Pending, Runner
+from outrider.engine.sequence import Drafting
 from outrider.engine.step import Step, StepResult
 from outrider.engine.worker import EngineWorker
 from outrider.errors import (
@@ -186,6 +187,54 @@ def test_a_failing_launch_fails_its_requests_and_no_others() -> None:
         worker.submit(again := request(24))
         inbox.wait(lambda box: 24 in box.ended)
         assert inbox.tokens[24] == Sequential(model).output(again, 64, frozenset())[0]
+
+
+class Breaking(Policy):
+    """Fails where nothing should: as a request is taken in, or as its result is."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.at_submit: set[int] = set()
+        self.at_result = 0
+
+    def drafting(self, request: Request) -> Drafting:
+        if request.session_id in self.at_submit:
+            raise RuntimeError("a bug")
+        return super().drafting(request)
+
+    def step_done(self, *_: object, **__: object) -> None:
+        if self.at_result:
+            self.at_result -= 1
+            raise RuntimeError("a bug")
+
+
+def test_a_bug_answers_also_what_the_engine_has_just_forgotten() -> None:
+    policy = Breaking()
+    policy.at_result = 1
+    with running(Gate(), policy=policy) as (worker, inbox, _):
+        worker.submit(request(1, max_tokens=1))  # ended, but nobody was told yet
+        inbox.wait(lambda box: 1 in box.ended)
+        assert isinstance(inbox.ended[1], InternalError)
+        worker.submit(request(2))
+        inbox.wait(lambda box: 2 in box.ended)
+        assert inbox.ended[2] is FinishReason.LENGTH
+
+
+def test_a_bug_answers_also_what_was_to_be_taken_in_after() -> None:
+    model, policy = Gate(), Breaking()
+    policy.at_submit = {2}
+    with running(model, policy=policy) as (worker, inbox, _):
+        model.open.clear()
+        worker.submit(request(1))
+        assert model.entered.wait(BOUND_S)
+        for session_id in (2, 3):
+            worker.submit(request(session_id))
+        model.open.set()
+        inbox.wait(lambda box: {1, 2, 3} <= {*box.ended})
+        assert all(isinstance(inbox.ended[i], InternalError) for i in (1, 2, 3))
+        worker.submit(request(4))
+        inbox.wait(lambda box: 4 in box.ended)
+        assert inbox.ended[4] is FinishReason.LENGTH
 
 
 def test_a_step_is_published_while_the_next_is_in_flight() -> None:
