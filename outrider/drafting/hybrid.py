@@ -60,7 +60,7 @@ class HybridProposer:
             runs_ahead=any(each.runs_ahead for each in traits),
             methods=names,
         )
-        self._sessions: dict[SessionKey, _Session] = {}
+        self._sessions: dict[SessionKey, _Session] = {}  # least recently drafted first
         self._lost: list[SessionKey] = []
 
     @property
@@ -77,6 +77,8 @@ class HybridProposer:
         hints: SessionHints = NO_HINTS,
     ) -> None:
         assert session not in self._sessions
+        if len(self._sessions) >= self.traits.max_sessions:
+            self._lose(next(iter(self._sessions)))
         wanted = [name for name in hints.methods or self._names if name in self._names]
         order = [
             self._names.index(name)
@@ -98,8 +100,7 @@ class HybridProposer:
             return
         before = len(known.follower.tokens)
         if not known.follower.commit(base_len, tokens, num_draft_tokens):
-            self.close(session)
-            self._lost.append(session)
+            self._lose(session)
             return
         fresh = known.follower.tokens[before:]
         walked = {i: tree.walk(fresh) for i, tree in known.trees.items()}
@@ -118,7 +119,10 @@ class HybridProposer:
     def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:
         done = DraftRound()
         forward_s = 0.0
-        asking = {key: self._sessions[key] for key in sessions if key in self._sessions}
+        asking: dict[SessionKey, _Session] = {}
+        for key in sessions:
+            if (known := self._sessions.pop(key, None)) is not None:
+                asking[key] = self._sessions[key] = known  # now the most recently used
         unfinished: set[SessionKey] = set()
         for rank in range(len(self._children)):
             for i, child in enumerate(self._children):
@@ -139,6 +143,9 @@ class HybridProposer:
                 else:
                     known.drafted_by = None
                     done.drafts.append((key, DraftTree.chain(len(known.follower.tokens), ())))
+        # A method that was asked later may have lost a session that has a draft by now.
+        done.drafts[:] = [draft for draft in done.drafts if draft[0] in self._sessions]
+        done.at_hand[:] = [key for key in done.at_hand if key in self._sessions]
         done.lost.extend(self._lost)
         self._lost.clear()
         return replace(done, forward_s=forward_s)
@@ -154,6 +161,10 @@ class HybridProposer:
             if keys and child.traits.runs_ahead:
                 self._take_trees(i, child.ahead(keys, pace), done)
         return done
+
+    def _lose(self, key: SessionKey) -> None:
+        self.close(key)
+        self._lost.append(key)
 
     def _take(
         self, i: int, round_: DraftRound, asking: dict[SessionKey, _Session], done: DraftRound

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from outrider.drafting.branch_plan import NO_PACE
@@ -128,7 +130,7 @@ def test_a_session_lost_by_one_method_goes_on_with_the_others_and_comes_back() -
 
 
 def test_a_method_that_loses_again_and_again_is_left_alone() -> None:
-    proposer = HybridProposer([NgramProposer(max_sessions=1), SuffixProposer(max_sessions=1)])
+    proposer = HybridProposer([NgramProposer(max_tokens=9), SuffixProposer(max_tokens=9)])
     for session in (1, 2):
         proposer.open(session, [1, 2, 3, 1, 2], GREEDY, 2, 100)
     lost: set[int] = set()
@@ -137,6 +139,53 @@ def test_a_method_that_loses_again_and_again_is_left_alone() -> None:
             lost.update(proposer.draft([session]).lost)
     assert proposer.num_sessions >= 1
     assert proposer.num_sessions + len(lost) == 2
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_session_that_is_asked_for_gets_one_answer(seed: int) -> None:
+    """Also where methods lose sessions, to each other's room, while drafts are made."""
+    chance = random.Random(seed)
+    children = [
+        DraftModelProposer(HashModel(num_pages=16), name="hash", prefill_budget=18),
+        NgramProposer(max_tokens=80),
+        SuffixProposer(max_tokens=80),
+    ]
+    chance.shuffle(children)
+    proposer = HybridProposer(children)
+    lengths: dict[int, int] = {}
+    for session in range(1, 200):
+        text = chance.choices(range(4), k=chance.randint(1, 40))
+        methods = chance.choice([(), ("ngram", "draft_model"), ("suffix", "ngram")])
+        proposer.open(session, text, GREEDY, 4, 60, SessionHints(methods=methods))
+        lengths[session] = len(text)
+        if len(lengths) > 6:
+            ended = chance.choice(list(lengths))
+            proposer.close(ended)
+            del lengths[ended]
+        for known in lengths:
+            proposer.commit(known, lengths[known], fresh := chance.choices(range(4), k=2), 4)
+            lengths[known] += len(fresh)
+        asked = [known for known in lengths if chance.random() < 0.7]
+        round_ = proposer.draft(asked)
+        lost = [known for known in round_.lost if known in asked]
+        drafts = [known for known, _ in round_.drafts]
+        assert sorted([*drafts, *round_.at_hand, *round_.unfinished, *lost]) == sorted(asked)
+        for known in round_.lost:
+            lengths.pop(known, None)
+    for known in lengths:
+        proposer.close(known)
+    assert [child.num_sessions for child in (proposer, *children)] == [0] * 4
+
+
+def test_it_holds_no_more_sessions_than_it_says() -> None:
+    small = [NgramProposer(max_sessions=2), SuffixProposer(max_sessions=2)]
+    proposer = HybridProposer(small)
+    for session in (1, 2):
+        proposer.open(session, [1, 2, 1, 2], GREEDY, 4, 100)
+    proposer.draft([1])
+    proposer.open(3, [1, 2, 1, 2], GREEDY, 4, 100)
+    assert proposer.draft([1, 2, 3]).lost == [2]
+    assert proposer.num_sessions == 2
 
 
 def test_a_gap_loses_the_session_once_and_for_all_methods() -> None:
