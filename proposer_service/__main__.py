@@ -14,6 +14,7 @@ from outrider.rpc.codec import METHOD_ALIASES, METHODS
 from outrider.rpc.deployment import add_deployment_flags, take_deployment
 from outrider.rpc.targets import DNS_REFRESH_S, parse_entries
 from proposer_service.config import (
+    START_TIMEOUT_S,
     DeterministicConfig,
     DraftModelConfig,
     MethodConfig,
@@ -113,6 +114,13 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
         help="suffix: draft from responses to other tenants, too: what they were answered can "
         "then be told from drafts and their speed",
     )
+    add(
+        "--start-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=START_TIMEOUT_S,
+        help="how long loading and warming up may take",
+    )
     add_deployment_flags(parser)
     add("--exit-with-parent", action="store_true", help="stop when the parent process is gone")
     args = parser.parse_args(argv)
@@ -126,6 +134,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
         metrics_port=args.metrics_port,
         max_sessions=args.max_sessions,
         dns_refresh_s=args.dns_refresh_seconds,
+        start_timeout_s=args.start_timeout,
         deployment=take_deployment(vars(args)),
     )
     return config, args.exit_with_parent

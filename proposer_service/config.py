@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal
 
 from outrider.drafting.suffix_settings import SuffixSettings
 from outrider.errors import ConfigError
 from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.rpc.deployment import Deployment
 from outrider.rpc.targets import DNS_REFRESH_S, check_entries, check_refresh
+
+START_TIMEOUT_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +111,8 @@ class ProposerConfig:
     link: LinkConfig = LinkConfig()
     dns_refresh_s: float = DNS_REFRESH_S
     """How often the names among `scorers` are looked up."""
+    start_timeout_s: float = START_TIMEOUT_S
+    """How long the methods may take to be built: download, load, compile, warm up."""
     deployment: Deployment = field(default_factory=Deployment)
 
     def __post_init__(self) -> None:
@@ -115,6 +120,8 @@ class ProposerConfig:
         check_refresh(self.dns_refresh_s)
         if self.max_sessions < 1:
             raise ConfigError("--max-sessions is at least 1.")
+        if not 0 < self.start_timeout_s < math.inf:
+            raise ConfigError("--start-timeout must be a number of seconds above 0.")
         names = [method.name for method in self.methods]
         if not names or len(set(names)) < len(names):
             raise ConfigError("--method names one method, or several different ones.")

@@ -26,7 +26,6 @@ from proposer_service.servicer import ProposerServicer
 from proposer_service.worker import DraftWorker, MethodInfo
 
 SERVICE_NAME: Final = "outrider.v1.ProposerService"
-_BUILD_TIMEOUT_S: Final = 600.0
 _STOP_TIMEOUT_S: Final = 1.0
 _SERVER_GRACE_S: Final = 0.5
 
@@ -87,7 +86,7 @@ class ProposerService:
         methods = "-".join(method.name for method in config.methods)
         self._proposer_id = self._proposer_id or f"{socket.gethostname()}-{methods}-{port}"
         self._worker = worker
-        self._method = self._servicer.method = await worker.start(_BUILD_TIMEOUT_S)
+        self._method = self._servicer.method = await worker.start(config.start_timeout_s)
         self._metrics.session_limit.set(self._method.traits.max_sessions)
         await self._server.set_serving(True)
         self._dialling = asyncio.create_task(self._links.run())

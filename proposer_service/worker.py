@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from outrider.drafting.proposer import Proposer, ProposerTraits
-from outrider.errors import CapacityError
+from outrider.errors import CapacityError, DeadlineError
 from outrider.params import SamplingParams, TokenIds
 from outrider.rpc.telemetry import Telemetry
 from outrider.v1 import draft_pb2
@@ -79,10 +79,13 @@ class DraftWorker:
         self.num_sessions = 0
 
     async def start(self, timeout_s: float) -> MethodInfo:
-        """Waits until the method is built; raises what building it raised."""
+        """Waits until the method is built. Raises what building it raised, or `DeadlineError`."""
         self._thread.start()
-        async with asyncio.timeout(timeout_s):
-            return await asyncio.wrap_future(self._built)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.wrap_future(self._built)
+        except TimeoutError as error:
+            raise DeadlineError(f"The method was not ready within {timeout_s:g} s.") from error
 
     async def stop(self, timeout_s: float) -> None:
         """Ends the thread after its current cycle; waits for it within the time."""
@@ -118,6 +121,8 @@ class DraftWorker:
     # On the thread
 
     def _run(self) -> None:
+        if not self._built.set_running_or_notify_cancel():
+            return
         try:
             proposer, tokenizer_hash = self._build()
         except BaseException as error:  # handed to whoever waits in start()

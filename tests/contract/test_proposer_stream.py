@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ from outrider.drafting.branch_plan import NO_PACE, Pace
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.ngram import NgramProposer
 from outrider.drafting.proposer import DraftRound, Proposer
-from outrider.errors import CapacityError, ProposerRefusedError
+from outrider.errors import CapacityError, DeadlineError, ProposerRefusedError
 from outrider.rpc.channel import open_channel
 from outrider.rpc.deployment import Deployment
 from outrider.rpc.status import from_rpc_error
@@ -534,6 +535,22 @@ async def test_a_build_that_fails_is_raised_by_start() -> None:
     with pytest.raises(CapacityError, match="no memory"):
         async with running(ngram_config("127.0.0.1:1"), build):
             pass
+
+
+async def test_a_build_that_takes_too_long_is_given_up() -> None:
+    go_on = threading.Event()
+
+    def build(_: ProposerConfig) -> tuple[Proposer, str]:
+        go_on.wait(60)
+        return NgramProposer(), ""
+
+    config = replace(ngram_config("127.0.0.1:1"), start_timeout_s=0.1)
+    try:
+        with pytest.raises(DeadlineError, match=r"not ready within 0\.1 s"):
+            async with running(config, build):
+                pass
+    finally:
+        go_on.set()
 
 
 def _metrics(service: ProposerService) -> str:

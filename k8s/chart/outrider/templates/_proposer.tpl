@@ -23,6 +23,7 @@ args:
   - --dtype={{ .values.dtype }}
   - --device={{ .values.device }}
   {{- end }}
+  - --start-timeout={{ .root.Values.startSeconds }}
   - --drain-grace-seconds={{ .values.drainGraceSeconds }}
   {{- with include "outrider.tlsFlags" .root }}{{ . | trim | nindent 2 }}{{ end }}
   {{- with include "outrider.flags" .values.flags }}{{ . | trim | nindent 2 }}{{ end }}
