@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import ssl
 import threading
 from pathlib import Path
 
@@ -78,8 +79,19 @@ def _configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
 
 
 def _read(files: TlsFiles) -> tuple[bytes, bytes, bytes | None]:
+    """Key, certificate, authority, if they are that: gRPC fails later and does not say why."""
     try:
         ca = None if files.ca is None else Path(files.ca).read_bytes()
-        return Path(files.key).read_bytes(), Path(files.cert).read_bytes(), ca
+        key, cert = Path(files.key).read_bytes(), Path(files.cert).read_bytes()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(files.cert, files.key, password="")  # asks no terminal for one
+        if files.ca is not None:
+            context.load_verify_locations(files.ca)
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"{', '.join(files.paths)}: this is not a certificate, its key without a password and, "
+            f"if given, an authority's certificate ({error})."
+        ) from error
     except OSError as error:
         raise ConfigError(f"cannot read {error.filename}: {error.strerror}.") from error
+    return key, cert, ca

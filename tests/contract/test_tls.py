@@ -139,6 +139,36 @@ async def test_a_request_under_way_outlives_a_change_of_certificates(tmp_path: P
         await scorer.close()
 
 
+async def test_the_gateway_keeps_its_connection_while_certificates_are_half_written(
+    tmp_path: Path,
+) -> None:
+    issuer = Issuer()
+    tls = issuer.write(tmp_path / "gateway", "127.0.0.1")
+    async with healthy(issuer.write(tmp_path / "scorer", "127.0.0.1")) as address:
+        scorer = Scorer(Target(address), tls)
+        assert await scorer.probe()
+        await asyncio.to_thread(os.truncate, tls.cert, 200)
+        assert await scorer.probe()
+        await scorer.close()
+
+
+@pytest.mark.parametrize("what", ["cert", "key", "ca"])
+async def test_files_without_certificates_are_named(tmp_path: Path, what: str) -> None:
+    files = Issuer().write(tmp_path, "127.0.0.1")
+    path = Path(getattr(files, what))
+    await asyncio.to_thread(path.write_text, "garbage")
+    with pytest.raises(ConfigError, match=f"{path}.* this is not a certificate"):
+        async with healthy(files):
+            pass
+
+
+async def test_the_key_of_another_certificate_is_told(tmp_path: Path) -> None:
+    one, other = (Issuer().write(tmp_path / name, "127.0.0.1") for name in ("one", "other"))
+    with pytest.raises(ConfigError, match=r"(?i)mismatch"):
+        async with healthy(TlsFiles(one.cert, other.key)):
+            pass
+
+
 def test_flags_that_cannot_work() -> None:
     with pytest.raises(ConfigError, match="--tls-key /nowhere: there is no such file"):
         TlsFiles(__file__, "/nowhere")
