@@ -18,6 +18,8 @@ _CROWDED_TOKENS: Final = 2**18
 """Waiting in an outbox: other sessions are opened later, or all of them together would be more
 than a message holds, and more than may wait."""
 
+_MAX_NAME_CHARS: Final = 1024
+
 # They need neither the vocabulary nor the tokenizer.
 _COPYING_METHODS = frozenset({"deterministic", "ngram", "suffix"})
 # They draft no more than they are sure of.
@@ -169,7 +171,16 @@ def check_hello(hello: draft_pb2.Hello, served: ServedModel) -> None:
     for name in ("proposer_id", "max_sessions", "max_draft_tokens"):
         if not getattr(hello, name):
             raise InvalidRequestError(f"Hello.{name} must be set", param=name)
+    for name in ("proposer_id", "model", "pool"):  # they are kept, sent on and made labels of
+        if len(getattr(hello, name)) > _MAX_NAME_CHARS:
+            raise InvalidRequestError(
+                f"Hello.{name} must be at most {_MAX_NAME_CHARS} characters long", param=name
+            )
     methods = tuple(hello.methods) or (hello.method,)
+    if len(methods) > len(set(methods)):
+        raise InvalidRequestError(
+            "Hello.methods must be different from each other", param="methods"
+        )
     for method in (hello.method, *methods):
         if method not in codec.METHODS:
             raise ProposerRefusedError(

@@ -238,6 +238,7 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
     "too many nodes": {"token_ids": [1] * 513},
     "base not committed": {"base_len": 10_000},
     "session never opened": {"session": 12_345},
+    "a method that Hello did not name": {"method_index": 1},
 }
 
 
@@ -277,6 +278,7 @@ FUZZED = st.lists(
             "token_ids": st.lists(st.integers(0, VOCAB) | UINT32, max_size=12),
             "parents": st.lists(st.integers(-2, 12), max_size=12),
             "draft_us": UINT32,
+            "method_index": st.integers(0, 2) | UINT32,
         },
     ),
     max_size=4,

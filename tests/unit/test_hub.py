@@ -8,7 +8,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from outrider.draft_tree import DraftTree
-from outrider.errors import CapacityError, InternalError, UnavailableError
+from outrider.errors import (
+    CapacityError,
+    InternalError,
+    InvalidRequestError,
+    UnavailableError,
+)
 from outrider.params import NO_ADVICE, Advice, SamplingParams, SpeculationParams
 from outrider.rpc.channel import MAX_MESSAGE_BYTES
 from outrider.types import (
@@ -175,6 +180,23 @@ async def test_the_request_s_order_of_methods_chooses_the_proposer() -> None:
     assert chosen("ngram", advice=advised) == "lookup"
     assert chosen("deterministic") is None, "there is nothing to copy from"
     assert chosen("deterministic", "ngram") == "lookup"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"pool": "x" * 1025}, "pool"),
+        ({"model": "x" * 1025}, "model"),
+        ({"proposer_id": "x" * 1025}, "proposer_id"),
+        ({"methods": ["draft_model", "draft_model"]}, "methods"),
+    ],
+)
+async def test_hello_holds_names_and_no_more(fields: dict[str, object], param: str) -> None:
+    bench = Bench()
+    with pytest.raises(InvalidRequestError) as caught:
+        bench.hub.roster.attach(hello(**fields))
+    assert caught.value.param == param
+    assert bench.hub.roster.proposers == ()
 
 
 async def test_a_block_names_one_of_its_proposers_methods() -> None:
