@@ -81,16 +81,16 @@ class ConstraintCompiler:
         Takes up to seconds if the constraint is new. Raises `InvalidRequestError`, naming the
         constraint's kind, for one that cannot be compiled or that `resumed` breaks.
         """
-        matcher = self._compiled(constraint).deep_copy()
         ends = stop.stop_token_ids | (frozenset() if stop.ignore_eos else self.eos_token_ids)
         editor = ConstraintEditor(
-            matcher,
+            self._compiled(constraint),
             constraint.kind.value,
             ends,
             never_text=ends | self._ends,
             num_bytes=-(-self._tokenizer.vocab_size // 32) * 4,
         )
-        if resumed and matcher.try_consume_tokens(list(resumed)) < len(resumed):
+        editor.commit(tuple(resumed))
+        if editor.error is not None:
             raise InvalidRequestError(
                 "The prompt's last num_resumed_tokens tokens are not output that this constraint "
                 "allows.",
@@ -136,14 +136,16 @@ class ConstraintEditor:
 
     def __init__(
         self,
-        matcher: LLMatcher,
+        compiled: LLMatcher,
         param: str,
         ends: frozenset[int],
         *,
         never_text: frozenset[int],
         num_bytes: int,
     ) -> None:
-        self._matcher = matcher
+        self._compiled = compiled
+        self._matcher = compiled.deep_copy()
+        self._output: list[int] = []
         self._param = param
         self._ends = _bits(ends, num_bytes)
         self._text = ~_bits(never_text, num_bytes)
@@ -157,14 +159,16 @@ class ConstraintEditor:
     def copy(self) -> ConstraintEditor:
         """An editor that goes on from here by itself."""
         twin = object.__new__(ConstraintEditor)
-        twin.__dict__.update(self.__dict__, _matcher=self._matcher.deep_copy())
+        twin.__dict__.update(
+            self.__dict__, _matcher=self._matcher.deep_copy(), _output=[*self._output]
+        )
         return twin
 
     def edit(self, logits: Tensor, draft: TokenIds) -> None:
         """In place, as `LogitsEditor.edit`. Rows that no text reaches keep their logits."""
         masks = np.full((len(logits), self._num_bytes), 0xFF, np.uint8)
         self.end = None
-        taken = 0
+        row = taken = 0
         for row, mask in enumerate(masks):
             if row:
                 if self._matcher.try_consume_tokens([draft[row - 1]]) == 0:
@@ -173,14 +177,15 @@ class ConstraintEditor:
             if not self._fill(mask):
                 self.end = row
                 break
-        if taken:
-            self._matcher.rollback(taken)
+        if row:
+            self._take_back(taken, row)
         bits = torch.from_numpy(masks).to(logits.device, non_blocking=True)
         bias = torch.nn.functional.embedding(bits.int(), _bias_of_bytes(logits.device))
         logits += bias.view(len(logits), -1)[:, : logits.shape[1]]
 
     def commit(self, tokens: TokenIds) -> None:
         """These became output; none of them ends it."""
+        self._output += tokens
         if tokens and not self._matcher.consume_tokens(list(tokens)) and self.error is None:
             self.error = self._stuck()
 
@@ -199,6 +204,17 @@ class ConstraintEditor:
         if self._fill(np.zeros(self._num_bytes, np.uint8)) or self.error is not None:
             return reason
         return FinishReason.STOP
+
+    def _take_back(self, taken: int, row: int) -> None:
+        """Returns from `row`. Where a draft led nowhere, the output need not go."""
+        self.error = None
+        if not self._matcher.is_error():
+            self._matcher.rollback(taken)
+            return
+        # It stays in error for good.
+        self.end = row
+        self._matcher = self._compiled.deep_copy()
+        self._matcher.consume_tokens(self._output)
 
     def _fill(self, mask: NDArray[np.uint8]) -> bool:
         """Writes what may follow, a bit per token; False, and all of them, if no text may."""

@@ -169,9 +169,26 @@ def test_a_grammar_that_leads_nowhere_is_an_error_there() -> None:
     edited = editor(GRAMMAR, 'start: "ab" x\nx: "!" y | "d"\ny: y "e"')
     rows = masked(edited, ids("ab!"))
     assert edited.end == len(ids("ab!"))
+    edited.commit(ids("ab!"))
+    assert edited.finish(None) is None
     assert edited.error is not None
     assert edited.error.param == "grammar"
     assert torch.isfinite(rows).any(dim=1).all(), "something can always be drawn"
+
+
+@pytest.mark.parametrize(
+    "dead",
+    ['start: "ab" x\nx: "!" y | "d"\ny: y "e"', 'start: "ab!" DEAD | "abd"\nDEAD: /x/ & /y/'],
+)
+def test_a_draft_that_leads_nowhere_is_no_error(dead: str) -> None:
+    edited = editor(GRAMMAR, dead)
+    before = masked(edited)
+    masked(edited, ids("ab!"))
+    assert edited.error is None
+    assert torch.equal(masked(edited), before)
+    edited.commit(ids("abd"))
+    assert edited.finish(None) is FinishReason.STOP
+    assert edited.error is None
 
 
 def test_tokenizers_of_other_kinds() -> None:
