@@ -95,22 +95,27 @@ class _Edited(_Advised):
         super().__init__(follower, advice, prompt_len)
         self._cursor = EditCursor(self._original, advice.min_token_match)
         self._followed = prompt_len
+        self._ahead: tuple[TokenIds, EditCursor] = ((), self._cursor)  # a guess that was followed
         self.commit()
 
     def commit(self) -> None:
         self._cursor.follow(self._follower.tokens[self._followed :])
         self._followed = len(self._follower.tokens)
+        self._ahead = (), self._cursor
 
     def guess(self, path: TokenIds, wanted: int) -> TokenIds:
         return tuple(self._after(path).guess(wanted))
 
     def alternatives(self, path: TokenIds) -> TokenIds:
         cursor = self._after(path)
+        self._ahead = path, cursor  # branching asks for one more token each time
         return tuple(dict.fromkeys((*cursor.guess(1), *cursor.unchanged)))
 
     def _after(self, path: TokenIds) -> EditCursor:
-        if not path:
-            return self._cursor
-        cursor = self._cursor.clone()
-        cursor.follow(path)
+        known, cursor = self._ahead
+        if path[: len(known)] != known:
+            known, cursor = (), self._cursor
+        if len(path) > len(known):
+            cursor = cursor.clone()
+            cursor.follow(path[len(known) :])
         return cursor

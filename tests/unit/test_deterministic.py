@@ -6,9 +6,10 @@ import random
 
 import pytest
 
-from outrider.drafting.deterministic import DeterministicProposer
+from outrider.drafting.branch_plan import NO_PACE
+from outrider.drafting.deterministic import DeterministicProposer, _Edited
 from outrider.drafting.edit_cursor import EditCursor, Original
-from outrider.drafting.proposer import NO_HINTS, SessionHints
+from outrider.drafting.proposer import NO_HINTS, Follower, SessionHints
 from outrider.params import Advice, SamplingParams
 from outrider.types import common_prefix_len
 
@@ -165,6 +166,46 @@ def test_ahead_goes_on_with_the_advice() -> None:
     assert tree.first_path(21) == TEXT[:21]
     proposer.commit(1, 1, TEXT[:11], 10)
     assert proposer.draft([1]).at_hand == [1]
+
+
+def test_drafting_ahead_of_a_long_copy_follows_its_tokens_few_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    followed: list[int] = []
+    follow = EditCursor.follow
+    monkeypatch.setattr(
+        EditCursor, "follow", lambda self, t: (followed.append(len(t)), follow(self, t))[1]
+    )
+    text = tuple(range(400))
+    proposer = DeterministicProposer()
+    hints = SessionHints(advice=Advice(token_ids=text, edit=True))
+    proposer.open(1, [1], GREEDY, 128, 1000, hints)
+    proposer.draft([1])
+    followed.clear()
+    proposer.ahead([1], NO_PACE)
+    assert sum(followed) <= 4 * 128
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_alternatives_are_the_same_in_any_order(seed: int) -> None:
+    chance = random.Random(seed)
+    advice = Advice(tuple(chance.choices(range(6), k=80)), edit=True)
+    written = list(advice.token_ids[:20]) + chance.choices(range(6), k=5)
+
+    def source() -> _Edited:
+        tokens = [9, *written]
+        follower = Follower(tokens, GREEDY, 16, 200, DeterministicProposer().traits)
+        return _Edited(follower, advice, 1)
+
+    kept = source()
+    for _ in range(40):
+        path = tuple(chance.choices([*advice.token_ids[20:24], 7], k=chance.randint(0, 5)))
+        assert kept.alternatives(path) == source().alternatives(path)
+        assert kept.guess(path, 8) == source().guess(path, 8)
+        if chance.random() < 0.2:
+            written.extend(path)
+            kept._follower.commit(len(kept._follower.tokens), path, 16)
+            kept.commit()
 
 
 def test_advice_beyond_the_memory_is_cut() -> None:
