@@ -4,6 +4,7 @@
 #   install.sh services gateway|cpu|cuda FOLDER       Outrider itself, for PYTHONPATH
 # Run in the checkout, with uv on the PATH.
 set -eu
+export UV_NATIVE_TLS=1 # the machine's certificates, as pip takes them
 folder=$3
 install() {
   uv pip install --quiet --constraints constraints.txt "$@"
