@@ -79,8 +79,8 @@ async def _read(
 async def _write(proposer: AttachedProposer, context: Context, hub: Hub) -> None:
     while True:
         batch = await proposer.outbox.take()
-        if batch.opens:
-            hub.roster.assign_undrafted()  # those that were too much for this message
+        if proposer.outbox.was_crowded:
+            hub.roster.assign_undrafted()
         await context.write(draft_pb2.DraftResponse(sessions=batch))
 
 

@@ -38,6 +38,8 @@ class Outbox:
         self._max_tokens = max_tokens
         self._batch = draft_pb2.SessionBatch()
         self._size = 0
+        self.was_crowded = False
+        """When the last batch was taken: others may have waited for that."""
         self._wake = asyncio.Event()
 
     @property
@@ -90,6 +92,7 @@ class Outbox:
         """Waits until something was put, and takes all of it."""
         await self._wake.wait()
         self._wake.clear()
+        self.was_crowded = self.crowded
         batch, self._batch, self._size = self._batch, draft_pb2.SessionBatch(), 0
         return batch
 

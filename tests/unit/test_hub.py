@@ -258,12 +258,28 @@ async def test_sessions_that_are_too_much_for_one_message_wait_for_the_next() ->
     while len(opened) < len(sessions):
         assert not proposer.outbox.overflowed, "it reads"
         batch = await sent(proposer)
+        assert proposer.outbox.was_crowded
         assert batch.ByteSize() < MAX_MESSAGE_BYTES
         total += batch.ByteSize()
         opened += [o.session for o in batch.opens]
         bench.hub.roster.assign_undrafted()
     assert total > MAX_MESSAGE_BYTES
     assert opened == [s.id for s in sessions]
+
+
+async def test_a_session_that_finds_its_proposer_behind_waits_until_it_reads() -> None:
+    bench = Bench()
+    proposer = bench.attach("a", max_model_len=2**20)
+    first = bench.submit()
+    bench.step(commit(first, *[1] * 2**18))
+    second = bench.submit()
+    assert second.proposer is None
+    assert [o.session for o in (await sent(proposer)).opens] == [first.id]
+    assert proposer.outbox.was_crowded
+    bench.hub.roster.assign_undrafted()
+    assert second.proposer is proposer
+    await sent(proposer)
+    assert not proposer.outbox.was_crowded
 
 
 async def test_advice_counts_as_what_waits_to_be_read() -> None:
