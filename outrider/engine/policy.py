@@ -190,6 +190,12 @@ class Policy:
                 return True
         return False
 
+    def preempted(self, seq: Sequence) -> None:
+        """A row lost its pages. It waits for nothing and misses nothing until it has them again."""
+        seq.drafting.looked_at = None
+        seq.counters.preemptions += 1
+        self.counts.preemptions += 1
+
     def _silent(self, d: Drafting, now: float) -> bool:
         """A proposer from which nothing has come for so long is missed, waited for or not."""
         return not d.blocks and now > d.awaited_since + FIRST_PATIENCE_S

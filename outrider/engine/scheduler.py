@@ -275,8 +275,7 @@ class Scheduler:
         seq.block_table = []
         seq.num_computed = seq.num_published = 0
         seq.admitted = False
-        seq.counters.preemptions += 1
-        self.policy.counts.preemptions += 1
+        self.policy.preempted(seq)
         self.waiting.appendleft(seq)
 
     def _missing_pages(self, seq: Sequence, length: int) -> int:

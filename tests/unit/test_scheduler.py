@@ -101,6 +101,19 @@ def test_the_youngest_is_preempted_and_its_text_is_the_same() -> None:
     assert (stats[0].preemptions, stats[1].preemptions) == (0, 1)
 
 
+def test_computing_a_preempted_row_again_is_no_round() -> None:
+    e = engine(num_pages=16, max_num_batched_tokens=8)
+    for i in (0, 1):
+        submit(e, i, prompt_len=20, max_tokens=40, start=9 * i)
+        e.set_drafting(i, "silent", 4)
+    commits = run(e)
+    for i in (0, 1):
+        stats = commits[i][-1].stats
+        assert stats is not None
+        assert stats.preemptions == i
+        assert stats.fallback_rounds == stats.rounds - 1 - i  # all but the steps of prompts
+
+
 def test_a_known_prefix_is_not_computed_again() -> None:
     e = engine()
     submit(e, 1, prompt_len=14)
