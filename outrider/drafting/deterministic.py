@@ -89,7 +89,11 @@ class _Advised:
 
 
 class _Edited(_Advised):
-    """One session whose output is the advice with changes."""
+    """One session whose output is the advice with changes.
+
+    One that is opened anew with a long output is caught up with over several rounds, without
+    drafts: sessions beside it must not wait for that.
+    """
 
     def __init__(self, follower: Follower, advice: Advice, prompt_len: int) -> None:
         super().__init__(follower, advice, prompt_len)
@@ -99,11 +103,12 @@ class _Edited(_Advised):
         self.commit()
 
     def commit(self) -> None:
-        self._cursor.follow(self._follower.tokens[self._followed :])
-        self._followed = len(self._follower.tokens)
+        self._followed += self._cursor.follow(self._follower.tokens[self._followed :])
         self._ahead = (), self._cursor
 
     def guess(self, path: TokenIds, wanted: int) -> TokenIds:
+        if self._followed < len(self._follower.tokens):
+            return ()
         return tuple(self._after(path).guess(wanted))
 
     def alternatives(self, path: TokenIds) -> TokenIds:

@@ -21,6 +21,7 @@ _MAX_PENDING = 32  # tokens that are compared with a place
 _SHORT = 4  # tokens: changes of up to so many are taken to keep the length
 _MAX_EDIT, _MAX_EDITS = 8, 64  # tokens of a replacement that may recur, and how many are known
 _MAX_INSERTIONS = 16
+MAX_SEARCHES = 256  # at once, of up to 0.2 ms each; no round takes as many
 _GROPING, _SEEING = 8, 16  # draft tokens where nothing, or one token, speaks for a place
 
 
@@ -80,9 +81,15 @@ class EditCursor:
         other._edits = {first: dict(edits) for first, edits in self._edits.items()}
         return other
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        """The output goes on."""
-        for token in tokens:
+    def follow(self, tokens: Sequence[int]) -> int:
+        """The output goes on; returns how many of `tokens` were followed.
+
+        All of them unless they take more than `MAX_SEARCHES` searches.
+        """
+        searches = 0
+        for count, token in enumerate(tokens):
+            if searches == MAX_SEARCHES:
+                return count
             followed = self._advance(token)
             if followed and not self._pending:
                 continue
@@ -93,8 +100,10 @@ class EditCursor:
                 self._agreed += 1
             else:
                 self._search()
+                searches += 1
             if self._limit is None and self._agreed >= _FIRM:
                 self._pending.clear()
+        return len(tokens)
 
     def guess(self, wanted: int) -> list[int]:
         """What comes next; few tokens, or none, where the place is not certain."""

@@ -8,7 +8,7 @@ import pytest
 
 from outrider.drafting.branch_plan import NO_PACE
 from outrider.drafting.deterministic import DeterministicProposer, _Edited
-from outrider.drafting.edit_cursor import EditCursor, Original
+from outrider.drafting.edit_cursor import MAX_SEARCHES, EditCursor, Original
 from outrider.drafting.proposer import NO_HINTS, Follower, SessionHints
 from outrider.params import Advice, SamplingParams
 from outrider.types import common_prefix_len
@@ -149,6 +149,22 @@ def test_a_session_that_is_opened_anew_goes_on_where_its_output_was() -> None:
     hints = SessionHints(advice=Advice(token_ids=TEXT, edit=True), num_output_tokens=30)
     proposer.open(1, [5, 6, *TEXT[:30]], GREEDY, 128, 1000, hints)
     assert draft(proposer, 1) == list(TEXT[30:])
+
+
+def test_a_long_output_that_was_lost_is_caught_up_with_over_several_rounds() -> None:
+    chance = random.Random(3)
+    written = [*chance.choices(range(50), k=3 * MAX_SEARCHES), *TEXT[:9]]
+    proposer = DeterministicProposer()
+    advice = Advice(token_ids=(*chance.choices(range(50), k=400), *TEXT), edit=True)
+    hints = SessionHints(advice=advice, num_output_tokens=len(written))
+    proposer.open(1, [5, *written], GREEDY, 16, 10_000, hints)
+    drafts = []
+    for token in TEXT[9:15]:
+        drafts.append(draft(proposer, 1))
+        proposer.commit(1, 1 + len(written), [token], 16)
+        written.append(token)
+    assert drafts[0] == []
+    assert draft(proposer, 1) == list(TEXT[15:31])
 
 
 def test_without_advice_there_is_no_guess() -> None:
