@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 
 import pytest
 
@@ -165,6 +166,18 @@ def test_a_long_output_that_was_lost_is_caught_up_with_over_several_rounds() -> 
         written.append(token)
     assert drafts[0] == []
     assert draft(proposer, 1) == list(TEXT[15:31])
+
+
+@pytest.mark.parametrize("size", [1, 64])
+def test_memory_does_not_grow_with_the_length_of_a_match(size: int) -> None:
+    text = tuple(range(10_000))
+    tracemalloc.start()
+    try:
+        original = Original(text, size)
+        assert tracemalloc.get_traced_memory()[0] < 400 * len(text)
+    finally:
+        tracemalloc.stop()
+    assert original.places(text[:500]) == [499]
 
 
 def test_without_advice_there_is_no_guess() -> None:
