@@ -228,7 +228,7 @@ class Blocked(ConstraintCompiler):
 
 async def test_compilation_has_a_deadline_and_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = Blocked()
-    service = Constraints(compiler, timeout_s=0.05)
+    service = Constraints(compiler, timeout_s=0.5)  # threads begin by then on a busy machine, too
     try:
         slow = [asyncio.create_task(service.editor(request("slow"))) for _ in range(3)]
         done = await asyncio.gather(*slow, return_exceptions=True)
