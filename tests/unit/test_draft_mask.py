@@ -176,7 +176,7 @@ def test_a_session_that_a_hybrid_gives_back_is_masked_from_its_output_on() -> No
     method.open(1, text, GREEDY, K, 250, hints)
     output = TOKENIZER.encode("[12,").ids
     method.commit(1, len(text), output, K)
-    method.open(2, text, GREEDY, K, 250, hints)  # at the cost of 1
+    small.open(2, text, GREEDY, K, 250, hints)  # at the cost of 1
     method.draft([])
     ((session, tree),) = method.draft([1]).drafts
     assert session == 1
