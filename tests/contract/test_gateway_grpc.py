@@ -229,7 +229,7 @@ async def test_cancelling_the_rpc_cancels_the_scorer() -> None:
         first = await call.read()
         assert isinstance(first, generation_pb2.GenerateResponse)
         call.cancel()
-        await until(lambda: gateway.scorer.running == 0, timeout_s=1)
+        await until(lambda: gateway.scorer.running == 0)
         assert gateway.scorer.cancelled == 1
 
 
@@ -243,7 +243,7 @@ async def test_a_client_that_does_not_read_is_ended_by_the_deadline() -> None:
     ):
         call = stub.Generate(generation_pb2.GenerateRequest(text="x"))
         await until(lambda: gateway.scorer.running == 1)
-        await until(lambda: gateway.scorer.running == 0, timeout_s=2)
+        await until(lambda: gateway.scorer.running == 0)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in call:
                 pass

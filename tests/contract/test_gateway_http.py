@@ -434,7 +434,7 @@ async def test_a_disconnect_cancels_the_scorer_at_once(stream: bool) -> None:
         await until(lambda: gateway.scorer.running == 1)
         await asyncio.sleep(0.1)
         writer.close()
-        await until(lambda: gateway.scorer.running == 0, timeout_s=1)
+        await until(lambda: gateway.scorer.running == 0)
         assert gateway.scorer.cancelled == 1
 
 
