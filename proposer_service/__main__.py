@@ -110,7 +110,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
         add(flag, type=type(default), default=default, help=f"suffix: {what}")
     add(
         "--shared-memory-across-tenants",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
+        default=False,
         help="suffix: draft from responses to other tenants, too: what they were answered can "
         "then be told from drafts and their speed",
     )

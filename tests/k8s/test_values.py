@@ -9,6 +9,7 @@ import pytest
 from gateway import __main__ as gateway_main
 from outrider.rpc.codec import METHODS
 from proposer_service import __main__ as proposer_main
+from proposer_service.config import SuffixConfig
 from scorer_service import __main__ as scorer_main
 from tests.support import helm
 
@@ -27,6 +28,7 @@ from tests.support import helm
         ),
         ("scorer.flags.port=1", "scorer.flags.port: the chart sets --port itself"),
         ("proposers.draft.flags.method=x", "proposers.draft.flags.method: the chart sets"),
+        ("proposers.draft.method=suffix\\,suffix", "name each method once"),
         ("tls.enabled=true", "tls.enabled needs tls.secretName or tls.certManager.enabled"),
         ("tls.certManager.enabled=true", "needs tls.certManager.issuerRef.name"),
     ],
@@ -72,6 +74,16 @@ def test_flags_take_the_form_of_the_command_line() -> None:
     assert {"--max-num-seqs=64", "--gpu-memory-utilization=0.85"} <= set(args)
     parsed = scorer_main.parser().parse_args(args)
     assert (parsed.max_num_seqs, parsed.enable_prefix_caching) == (64, False)
+
+
+def test_a_switch_of_a_pool_can_be_off_by_name() -> None:
+    values = ("proposers.draft.method=suffix", "proposers.draft.flags.shared-memory-across-tenants")
+    pool = helm.only(
+        helm.render(values[0], f"{values[1]}=false"), "Deployment", "outrider-proposer-draft"
+    )
+    config, _ = proposer_main.parse(helm.containers(pool)[0]["args"])
+    assert isinstance(config.methods[0], SuffixConfig)
+    assert not config.methods[0].settings.shared_across_tenants
 
 
 def test_a_pool_can_be_removed_and_inherits_the_defaults() -> None:
