@@ -11,7 +11,8 @@ from __future__ import annotations
 
 TRIAL_STEPS = 16
 SETTLING_STEPS = 3  # after a change: drafts of before are used up, or the first new ones come
-FIRST_STRETCH, LONGEST_STRETCH = 128, 4096  # steps between two trials
+FIRST_STRETCH, LONGEST_STRETCH = 128, 4096  # steps of one row between two trials
+SHORTEST_STRETCH = 32  # of many rows: one step of theirs says as much as several of one row
 CLEARLY = 1.05  # times better, or it is noise
 HOPELESS = 0.8  # of the other way's rate: a trial that goes so badly ends early
 HOPELESS_AFTER = 3  # steps
@@ -40,14 +41,15 @@ class Rate:
 
 
 class Contest:
-    """Drafts against no drafts, at one size of batch."""
+    """Drafts against no drafts, at one size of batch. The first trial is after `first_stretch`."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_stretch: int = FIRST_STRETCH) -> None:
+        self._first_stretch = first_stretch
         self._champion = True  # what was better so far: drafting, until shown otherwise
         self._on_trial = False
         self._best = Rate()  # the champion's
         self._tried = Rate()  # the other's, in the present trial
-        self._stretch = FIRST_STRETCH
+        self._stretch = first_stretch
         self._since_trial = 0
         self._settling = SETTLING_STEPS
 
@@ -90,7 +92,7 @@ class Contest:
         self._on_trial, self._since_trial = False, 0
         if won:
             self._champion, self._best = not self._champion, self._tried
-            self._stretch = FIRST_STRETCH
+            self._stretch = self._first_stretch
         else:
             self._stretch = min(2 * self._stretch, LONGEST_STRETCH)
             self.settle()
@@ -122,4 +124,7 @@ class Contests:
             contest.observe(tokens, now - before, drafted=drafted)
 
     def _at(self, num_rows: int) -> Contest:
-        return self._by_size.setdefault(num_rows.bit_length(), Contest())
+        size = num_rows.bit_length()
+        if size not in self._by_size:
+            self._by_size[size] = Contest(max(SHORTEST_STRETCH, 2 * FIRST_STRETCH >> size))
+        return self._by_size[size]
