@@ -48,14 +48,31 @@ class Source(Protocol):
 
 
 class CopyingProposer:
-    """Drafts by copying; a subclass says from where.
+    """Drafts by copying; a subclass says from where. Needs no model, and so no vocabulary.
 
     All sessions together hold `max_tokens` tokens at most; beyond that the session that has not
     been drafted for the longest is lost.
     """
 
-    def __init__(self, traits: ProposerTraits, *, max_tokens: int, max_branches: int) -> None:
-        self.traits = traits
+    def __init__(
+        self,
+        method: str,
+        *,
+        max_sessions: int,
+        max_draft_tokens: int,
+        max_model_len: int,
+        max_tokens: int,
+        max_branches: int,
+    ) -> None:
+        self.traits = ProposerTraits(
+            method=method,
+            model="",
+            vocab_size=0,
+            max_sessions=max_sessions,
+            max_draft_tokens=max_draft_tokens,
+            max_model_len=min(max_model_len, max_tokens),
+            runs_ahead=max_branches > 0,
+        )
         self._max_tokens = max_tokens
         self._max_branches = max_branches
         self._sessions: dict[SessionKey, _Session] = {}  # least recently drafted first

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from outrider.drafting.copying import CopyingProposer
 from outrider.drafting.edit_cursor import EditCursor, Original
-from outrider.drafting.proposer import Follower, ProposerTraits, SessionHints
+from outrider.drafting.proposer import Follower, SessionHints
 from outrider.params import Advice, TokenIds
 
 _COMPARED = 64  # tokens of the output's end
@@ -29,16 +29,14 @@ class DeterministicProposer(CopyingProposer):
         max_tokens: int = 1_000_000,
         max_branches: int = 8,
     ) -> None:
-        traits = ProposerTraits(
-            method="deterministic",
-            model="",
-            vocab_size=0,
+        super().__init__(
+            "deterministic",
             max_sessions=max_sessions,
             max_draft_tokens=max_draft_tokens,
-            max_model_len=min(max_model_len, max_tokens),
-            runs_ahead=max_branches > 0,
+            max_model_len=max_model_len,
+            max_tokens=max_tokens,
+            max_branches=max_branches,
         )
-        super().__init__(traits, max_tokens=max_tokens, max_branches=max_branches)
 
     def _source(self, follower: Follower, hints: SessionHints) -> _Advised:
         advice = hints.advice

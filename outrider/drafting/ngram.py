@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from outrider.drafting.copying import CopyingProposer
-from outrider.drafting.proposer import Follower, ProposerTraits, SessionHints
+from outrider.drafting.proposer import Follower, SessionHints
 from outrider.errors import ConfigError
 from outrider.params import TokenIds
 
@@ -44,16 +44,14 @@ class NgramProposer(CopyingProposer):
     ) -> None:
         if not 1 <= prompt_lookup_min <= prompt_lookup_max:
             raise ConfigError("prompt_lookup_min must be at least 1, at most prompt_lookup_max.")
-        traits = ProposerTraits(
-            method="ngram",
-            model="",
-            vocab_size=0,
+        super().__init__(
+            "ngram",
             max_sessions=max_sessions,
             max_draft_tokens=max_draft_tokens,
-            max_model_len=min(max_model_len, max_tokens),
-            runs_ahead=max_branches > 0,
+            max_model_len=max_model_len,
+            max_tokens=max_tokens,
+            max_branches=max_branches,
         )
-        super().__init__(traits, max_tokens=max_tokens, max_branches=max_branches)
         self._sizes = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
         self._prefer: Prefer = prefer
 

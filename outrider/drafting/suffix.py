@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from outrider.drafting.copying import CopyingProposer
-from outrider.drafting.proposer import Follower, ProposerTraits, SessionHints
+from outrider.drafting.proposer import Follower, SessionHints
 from outrider.drafting.suffix_index import NO_PATH, NOTHING, SuffixIndex
 from outrider.drafting.suffix_kernels import Ints
 from outrider.drafting.suffix_settings import SuffixSettings
@@ -36,16 +36,14 @@ class SuffixProposer(CopyingProposer):
         max_tokens: int = 1_000_000,
         max_branches: int = 8,
     ) -> None:
-        traits = ProposerTraits(
-            method="suffix",
-            model="",
-            vocab_size=0,
+        super().__init__(
+            "suffix",
             max_sessions=max_sessions,
             max_draft_tokens=max_draft_tokens,
-            max_model_len=min(max_model_len, max_tokens),
-            runs_ahead=max_branches > 0,
+            max_model_len=max_model_len,
+            max_tokens=max_tokens,
+            max_branches=max_branches,
         )
-        super().__init__(traits, max_tokens=max_tokens, max_branches=max_branches)
         self._settings = settings or SuffixSettings()
         self.responses = Responses(self._settings)
 
