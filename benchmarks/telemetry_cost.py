@@ -25,17 +25,14 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent import futures
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
-import grpc
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from benchmarks import prompts
+from benchmarks.otlp import collecting
 from benchmarks.outrider_stack import Stack, StackConfig
 from benchmarks.processes import Child, ProcessError, stopping
 from outrider.counts import StepCounts
@@ -70,17 +67,6 @@ class Arm:
         self.cpu_s_per_token.setdefault(at_once, []).append(used / tokens)
 
 
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Counts the spans that it is sent."""
-
-    def __init__(self) -> None:
-        self.spans = 0
-
-    def Export(self, request: Any, _context: object) -> Any:  # noqa: N802
-        self.spans += sum(len(s.spans) for r in request.resource_spans for s in r.scope_spans)
-        return trace_service_pb2.ExportTraceServiceResponse()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table; 1 if a service failed."""
     p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -101,22 +87,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     report(arms, args.at_once, collector.spans)
     return 0
-
-
-@contextlib.contextmanager
-def collecting() -> Iterator[tuple[Collector, str]]:
-    """An OTLP receiver and its address."""
-    collector = Collector()
-    server = grpc.server(futures.ThreadPoolExecutor(1))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(  # type: ignore[no-untyped-call]
-        collector, server
-    )
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        yield collector, f"http://127.0.0.1:{port}"
-    finally:
-        server.stop(0)
 
 
 @contextlib.contextmanager

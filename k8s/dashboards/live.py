@@ -27,8 +27,7 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any, Final
 
-import grpc
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from benchmarks.otlp import Collector, collecting
 
 HERE: Final = Path(__file__).parent
 ALERTS: Final = HERE.parent / "chart/outrider/files/alerts.yaml"
@@ -41,19 +40,6 @@ _PROMPTS: Final = (
     "class Stack:\n    def push(self, item):",
     "import json\n\nwith open(path) as file:",
 )
-
-
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Remembers the ids of the traces that it is sent."""
-
-    def __init__(self) -> None:
-        self.trace_ids: set[str] = set()
-
-    def Export(self, request: Any, _context: object) -> Any:  # noqa: N802
-        for resource in request.resource_spans:
-            for scope in resource.scope_spans:
-                self.trace_ids.update(span.trace_id.hex() for span in scope.spans)
-        return trace_service_pb2.ExportTraceServiceResponse()
 
 
 def main() -> int:
@@ -69,22 +55,6 @@ def main() -> int:
         failures += check_exemplars(prometheus, collector)
     print(f"{failures} failures" if failures else "all queries were answered")
     return min(failures, 100)
-
-
-@contextlib.contextmanager
-def collecting() -> Iterator[tuple[Collector, str]]:
-    """An OTLP receiver and its address."""
-    collector = Collector()
-    server = grpc.server(futures.ThreadPoolExecutor(4))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(  # type: ignore[no-untyped-call]
-        collector, server
-    )
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        yield collector, f"http://127.0.0.1:{port}"
-    finally:
-        server.stop(0)
 
 
 @contextlib.contextmanager
