@@ -57,7 +57,6 @@ class Replay:
     output_tokens: int
     stats: RequestStats
     seconds: float
-    draft_seconds: float
 
 
 def replay(
@@ -92,14 +91,12 @@ def replay(
         engine.set_drafting(session, "proposer", k)
         hints = SessionHints(advice=advice)
         proposer.open(session, prompt, GREEDY, k, len(prompt) + len(output), hints)
-    began, drafting = clock(), 0.0
+    began = clock()
     wanting = proposer is not None
     while True:
         if wanting and proposer is not None:
-            asked = clock()
             for _, tree in proposer.draft([session]).drafts:
                 engine.post_block(session, tree, "proposer", 1, method=proposer.traits.method)
-            drafting += clock() - asked
             wanting = False
         events = engine.step()
         for commit in events.commits if events else ():
@@ -112,9 +109,7 @@ def replay(
                     proposer.close(session)
                 assert tuple(text) == output, "another text"
                 assert commit.stats is not None
-                return Replay(len(output), commit.stats, taken, drafting)
+                return Replay(len(output), commit.stats, taken)
             if proposer is not None:
-                asked = clock()
                 proposer.commit(session, commit.base_len, commit.token_ids, commit.num_draft_tokens)
-                drafting += clock() - asked
                 wanting = commit.num_draft_tokens > 0
