@@ -8,6 +8,7 @@ from typing import Protocol
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.branch_plan import NO_PACE, Pace
+from outrider.features import FeatureSpec
 from outrider.params import (
     NO_ADVICE,
     Advice,
@@ -33,6 +34,7 @@ class ProposerTraits:
     max_model_len: int  # sessions beyond it are followed, not drafted for
     runs_ahead: bool = False  # can draft past tokens that are not verified yet
     methods: tuple[str, ...] = ()  # of a proposer with several: all, `method` first
+    features: FeatureSpec | None = None  # what it needs besides tokens; see `FeatureProposer`
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,24 @@ class Proposer(Protocol):
 
         Called while the scorer verifies and no message waits; sessions that have no draft are left
         out, and only `trees` of the result is filled. `pace` says how much time there is.
+        """
+        ...
+
+
+class FeatureProposer(Proposer, Protocol):
+    """A method whose `traits.features` asks for states of the target."""
+
+    @property
+    def projection(self) -> bytes:
+        """The matrix of `traits.features.projection_sha256`; empty if there is none."""
+        ...
+
+    def features(self, session: SessionKey, start: int, rows: bytes) -> None:
+        """States of the committed positions start, start + 1, ...: bfloat16 [n, features.width].
+
+        They come in order from position 0, each before or with the `commit` of the token that was
+        drawn from it. Repeats and overlaps are harmless; a gap, or rows of another size, lose the
+        session. An unknown session is ignored.
         """
         ...
 

@@ -23,10 +23,17 @@ from outrider.params import (
 from outrider.types import FinishReason, RequestStats, TokenKind, TokenLogprobs
 from outrider.v1 import common_pb2, draft_pb2
 
-METHODS: Final = ("deterministic", "suffix", "draft_model", "ngram")
-"""Methods a proposer may name in Hello."""
+METHODS: Final = (
+    *("deterministic", "suffix", "eagle3", "mtp", "eagle"),
+    *("draft_model", "medusa", "mlp_speculator", "ngram"),
+)
+"""Methods a proposer may name in Hello; the order in which they are preferred."""
 
-METHOD_ALIASES: Final = {"inference_with_reference": "ngram"}
+METHOD_ALIASES: Final = {
+    "inference_with_reference": "ngram",
+    "deepseek_mtp": "mtp",
+    "qwen3_next_mtp": "mtp",
+}
 """Other names that clients may use in `SpeculationParams.method` and `methods`."""
 
 KIND_TO_PROTO: Final = {

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\xb5\x01\n\x0c\x44raftRequest\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.outrider.v1.HelloH\x00\x12)\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x17.outrider.v1.BlockBatchH\x00\x12!\n\x04lost\x18\x03 \x01(\x0b\x32\x11.outrider.v1.LostH\x00\x12\'\n\x07goodbye\x18\x04 \x01(\x0b\x32\x14.outrider.v1.GoodbyeH\x00\x42\t\n\x07message\"r\n\rDraftResponse\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.outrider.v1.WelcomeH\x00\x12-\n\x08sessions\x18\x02 \x01(\x0b\x32\x19.outrider.v1.SessionBatchH\x00\x42\t\n\x07message\"\x90\x02\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bproposer_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0e\n\x06method\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x07 \x01(\t\x12\x14\n\x0cmax_sessions\x18\x08 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\t \x01(\r\x12\x15\n\rmax_model_len\x18\n \x01(\r\x12\x0c\n\x04pool\x18\x0b \x01(\t\x12\x12\n\nruns_ahead\x18\x0c \x01(\x08\x12\x0f\n\x07methods\x18\r \x03(\t\"d\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tscorer_id\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x18\n\x10max_block_tokens\x18\x04 \x01(\r\"\x8b\x01\n\x0cSessionBatch\x12 \n\x05opens\x18\x01 \x03(\x0b\x32\x11.outrider.v1.Open\x12$\n\x07\x63ommits\x18\x02 \x03(\x0b\x32\x13.outrider.v1.Commit\x12\"\n\x06\x63loses\x18\x03 \x03(\x0b\x32\x12.outrider.v1.Close\x12\x0f\n\x07step_us\x18\x04 \x01(\r\"\xed\x02\n\x04Open\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06prefix\x18\x03 \x03(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x0f\n\x07max_len\x18\x06 \x01(\r\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12#\n\x06\x61\x64vice\x18\x08 \x01(\x0b\x32\x13.outrider.v1.Advice\x12+\n\nconstraint\x18\t \x01(\x0b\x32\x17.outrider.v1.Constraint\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x0f\n\x07methods\x18\x0b \x03(\t\x12\x38\n\x11verification_rule\x18\x0c \x01(\x0e\x32\x1d.outrider.v1.VerificationRule\x12\x19\n\x11num_output_tokens\x18\r \x01(\r\"d\n\x06\x43ommit\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\"\'\n\x05\x43lose\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"0\n\nBlockBatch\x12\"\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x12.outrider.v1.Block\"\xb3\x01\n\x05\x42lock\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0f\n\x07parents\x18\x05 \x03(\x11\x12\x10\n\x08\x64raft_us\x18\x06 \x01(\r\x12,\n\x0b\x64raft_probs\x18\x07 \x03(\x0b\x32\x17.outrider.v1.DraftProbs\x12\x14\n\x0cmethod_index\x18\x08 \x01(\r\".\n\nDraftProbs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05probs\x18\x02 \x01(\x0c\"&\n\x04Lost\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\t\n\x07Goodbyeb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\xe9\x01\n\x0c\x44raftRequest\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.outrider.v1.HelloH\x00\x12)\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x17.outrider.v1.BlockBatchH\x00\x12!\n\x04lost\x18\x03 \x01(\x0b\x32\x11.outrider.v1.LostH\x00\x12\'\n\x07goodbye\x18\x04 \x01(\x0b\x32\x14.outrider.v1.GoodbyeH\x00\x12\x32\n\nprojection\x18\x05 \x01(\x0b\x32\x1c.outrider.v1.ProjectionChunkH\x00\x42\t\n\x07message\"r\n\rDraftResponse\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.outrider.v1.WelcomeH\x00\x12-\n\x08sessions\x18\x02 \x01(\x0b\x32\x19.outrider.v1.SessionBatchH\x00\x42\t\n\x07message\"\xbc\x02\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bproposer_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0e\n\x06method\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x07 \x01(\t\x12\x14\n\x0cmax_sessions\x18\x08 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\t \x01(\r\x12\x15\n\rmax_model_len\x18\n \x01(\r\x12\x0c\n\x04pool\x18\x0b \x01(\t\x12\x12\n\nruns_ahead\x18\x0c \x01(\x08\x12\x0f\n\x07methods\x18\r \x03(\t\x12*\n\x08\x66\x65\x61tures\x18\x0e \x01(\x0b\x32\x18.outrider.v1.FeatureSpec\"y\n\x0b\x46\x65\x61tureSpec\x12\x0e\n\x06layers\x18\x01 \x03(\r\x12\x12\n\nfinal_norm\x18\x02 \x01(\x08\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12\x16\n\x0eprojection_dim\x18\x04 \x01(\r\x12\x19\n\x11projection_sha256\x18\x05 \x01(\x0c\"/\n\x0fProjectionChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"~\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tscorer_id\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x18\n\x10max_block_tokens\x18\x04 \x01(\r\x12\x18\n\x10wants_projection\x18\x05 \x01(\x08\"\xb4\x01\n\x0cSessionBatch\x12 \n\x05opens\x18\x01 \x03(\x0b\x32\x11.outrider.v1.Open\x12$\n\x07\x63ommits\x18\x02 \x03(\x0b\x32\x13.outrider.v1.Commit\x12\"\n\x06\x63loses\x18\x03 \x03(\x0b\x32\x12.outrider.v1.Close\x12\x0f\n\x07step_us\x18\x04 \x01(\r\x12\'\n\x08\x66\x65\x61tures\x18\x05 \x03(\x0b\x32\x15.outrider.v1.Features\"G\n\x08\x46\x65\x61tures\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0c\n\x04rows\x18\x04 \x01(\x0c\"\xed\x02\n\x04Open\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06prefix\x18\x03 \x03(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x0f\n\x07max_len\x18\x06 \x01(\r\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12#\n\x06\x61\x64vice\x18\x08 \x01(\x0b\x32\x13.outrider.v1.Advice\x12+\n\nconstraint\x18\t \x01(\x0b\x32\x17.outrider.v1.Constraint\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x0f\n\x07methods\x18\x0b \x03(\t\x12\x38\n\x11verification_rule\x18\x0c \x01(\x0e\x32\x1d.outrider.v1.VerificationRule\x12\x19\n\x11num_output_tokens\x18\r \x01(\r\"d\n\x06\x43ommit\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\"\'\n\x05\x43lose\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"0\n\nBlockBatch\x12\"\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x12.outrider.v1.Block\"\xb3\x01\n\x05\x42lock\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0f\n\x07parents\x18\x05 \x03(\x11\x12\x10\n\x08\x64raft_us\x18\x06 \x01(\r\x12,\n\x0b\x64raft_probs\x18\x07 \x03(\x0b\x32\x17.outrider.v1.DraftProbs\x12\x14\n\x0cmethod_index\x18\x08 \x01(\r\".\n\nDraftProbs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05probs\x18\x02 \x01(\x0c\"&\n\x04Lost\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\t\n\x07Goodbyeb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,29 +33,35 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.draft_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DRAFTREQUEST']._serialized_start=67
-  _globals['_DRAFTREQUEST']._serialized_end=248
-  _globals['_DRAFTRESPONSE']._serialized_start=250
-  _globals['_DRAFTRESPONSE']._serialized_end=364
-  _globals['_HELLO']._serialized_start=367
-  _globals['_HELLO']._serialized_end=639
-  _globals['_WELCOME']._serialized_start=641
-  _globals['_WELCOME']._serialized_end=741
-  _globals['_SESSIONBATCH']._serialized_start=744
-  _globals['_SESSIONBATCH']._serialized_end=883
-  _globals['_OPEN']._serialized_start=886
-  _globals['_OPEN']._serialized_end=1251
-  _globals['_COMMIT']._serialized_start=1253
-  _globals['_COMMIT']._serialized_end=1353
-  _globals['_CLOSE']._serialized_start=1355
-  _globals['_CLOSE']._serialized_end=1394
-  _globals['_BLOCKBATCH']._serialized_start=1396
-  _globals['_BLOCKBATCH']._serialized_end=1444
-  _globals['_BLOCK']._serialized_start=1447
-  _globals['_BLOCK']._serialized_end=1626
-  _globals['_DRAFTPROBS']._serialized_start=1628
-  _globals['_DRAFTPROBS']._serialized_end=1674
-  _globals['_LOST']._serialized_start=1676
-  _globals['_LOST']._serialized_end=1714
-  _globals['_GOODBYE']._serialized_start=1716
-  _globals['_GOODBYE']._serialized_end=1725
+  _globals['_DRAFTREQUEST']._serialized_end=300
+  _globals['_DRAFTRESPONSE']._serialized_start=302
+  _globals['_DRAFTRESPONSE']._serialized_end=416
+  _globals['_HELLO']._serialized_start=419
+  _globals['_HELLO']._serialized_end=735
+  _globals['_FEATURESPEC']._serialized_start=737
+  _globals['_FEATURESPEC']._serialized_end=858
+  _globals['_PROJECTIONCHUNK']._serialized_start=860
+  _globals['_PROJECTIONCHUNK']._serialized_end=907
+  _globals['_WELCOME']._serialized_start=909
+  _globals['_WELCOME']._serialized_end=1035
+  _globals['_SESSIONBATCH']._serialized_start=1038
+  _globals['_SESSIONBATCH']._serialized_end=1218
+  _globals['_FEATURES']._serialized_start=1220
+  _globals['_FEATURES']._serialized_end=1291
+  _globals['_OPEN']._serialized_start=1294
+  _globals['_OPEN']._serialized_end=1659
+  _globals['_COMMIT']._serialized_start=1661
+  _globals['_COMMIT']._serialized_end=1761
+  _globals['_CLOSE']._serialized_start=1763
+  _globals['_CLOSE']._serialized_end=1802
+  _globals['_BLOCKBATCH']._serialized_start=1804
+  _globals['_BLOCKBATCH']._serialized_end=1852
+  _globals['_BLOCK']._serialized_start=1855
+  _globals['_BLOCK']._serialized_end=2034
+  _globals['_DRAFTPROBS']._serialized_start=2036
+  _globals['_DRAFTPROBS']._serialized_end=2082
+  _globals['_LOST']._serialized_start=2084
+  _globals['_LOST']._serialized_end=2122
+  _globals['_GOODBYE']._serialized_start=2124
+  _globals['_GOODBYE']._serialized_end=2133
 # @@protoc_insertion_point(module_scope)

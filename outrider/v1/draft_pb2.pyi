@@ -8,16 +8,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DraftRequest(_message.Message):
-    __slots__ = ("hello", "blocks", "lost", "goodbye")
+    __slots__ = ("hello", "blocks", "lost", "goodbye", "projection")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    PROJECTION_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     blocks: BlockBatch
     lost: Lost
     goodbye: Goodbye
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., blocks: _Optional[_Union[BlockBatch, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
+    projection: ProjectionChunk
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., blocks: _Optional[_Union[BlockBatch, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., projection: _Optional[_Union[ProjectionChunk, _Mapping]] = ...) -> None: ...
 
 class DraftResponse(_message.Message):
     __slots__ = ("welcome", "sessions")
@@ -28,7 +30,7 @@ class DraftResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., sessions: _Optional[_Union[SessionBatch, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "proposer_id", "incarnation", "method", "model", "vocab_size", "tokenizer_hash", "max_sessions", "max_draft_tokens", "max_model_len", "pool", "runs_ahead", "methods")
+    __slots__ = ("protocol_version", "proposer_id", "incarnation", "method", "model", "vocab_size", "tokenizer_hash", "max_sessions", "max_draft_tokens", "max_model_len", "pool", "runs_ahead", "methods", "features")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     PROPOSER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +44,7 @@ class Hello(_message.Message):
     POOL_FIELD_NUMBER: _ClassVar[int]
     RUNS_AHEAD_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     proposer_id: str
     incarnation: int
@@ -55,31 +58,70 @@ class Hello(_message.Message):
     pool: str
     runs_ahead: bool
     methods: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol_version: _Optional[int] = ..., proposer_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., method: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_sessions: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., pool: _Optional[str] = ..., runs_ahead: _Optional[bool] = ..., methods: _Optional[_Iterable[str]] = ...) -> None: ...
+    features: FeatureSpec
+    def __init__(self, protocol_version: _Optional[int] = ..., proposer_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., method: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_sessions: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., pool: _Optional[str] = ..., runs_ahead: _Optional[bool] = ..., methods: _Optional[_Iterable[str]] = ..., features: _Optional[_Union[FeatureSpec, _Mapping]] = ...) -> None: ...
+
+class FeatureSpec(_message.Message):
+    __slots__ = ("layers", "final_norm", "hidden_size", "projection_dim", "projection_sha256")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    FINAL_NORM_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PROJECTION_DIM_FIELD_NUMBER: _ClassVar[int]
+    PROJECTION_SHA256_FIELD_NUMBER: _ClassVar[int]
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    final_norm: bool
+    hidden_size: int
+    projection_dim: int
+    projection_sha256: bytes
+    def __init__(self, layers: _Optional[_Iterable[int]] = ..., final_norm: _Optional[bool] = ..., hidden_size: _Optional[int] = ..., projection_dim: _Optional[int] = ..., projection_sha256: _Optional[bytes] = ...) -> None: ...
+
+class ProjectionChunk(_message.Message):
+    __slots__ = ("offset", "data")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    data: bytes
+    def __init__(self, offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol_version", "scorer_id", "vocab_size", "max_block_tokens")
+    __slots__ = ("protocol_version", "scorer_id", "vocab_size", "max_block_tokens", "wants_projection")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SCORER_ID_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WANTS_PROJECTION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     scorer_id: str
     vocab_size: int
     max_block_tokens: int
-    def __init__(self, protocol_version: _Optional[int] = ..., scorer_id: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_block_tokens: _Optional[int] = ...) -> None: ...
+    wants_projection: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., scorer_id: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_block_tokens: _Optional[int] = ..., wants_projection: _Optional[bool] = ...) -> None: ...
 
 class SessionBatch(_message.Message):
-    __slots__ = ("opens", "commits", "closes", "step_us")
+    __slots__ = ("opens", "commits", "closes", "step_us", "features")
     OPENS_FIELD_NUMBER: _ClassVar[int]
     COMMITS_FIELD_NUMBER: _ClassVar[int]
     CLOSES_FIELD_NUMBER: _ClassVar[int]
     STEP_US_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     opens: _containers.RepeatedCompositeFieldContainer[Open]
     commits: _containers.RepeatedCompositeFieldContainer[Commit]
     closes: _containers.RepeatedCompositeFieldContainer[Close]
     step_us: int
-    def __init__(self, opens: _Optional[_Iterable[_Union[Open, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[Close, _Mapping]]] = ..., step_us: _Optional[int] = ...) -> None: ...
+    features: _containers.RepeatedCompositeFieldContainer[Features]
+    def __init__(self, opens: _Optional[_Iterable[_Union[Open, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[Close, _Mapping]]] = ..., step_us: _Optional[int] = ..., features: _Optional[_Iterable[_Union[Features, _Mapping]]] = ...) -> None: ...
+
+class Features(_message.Message):
+    __slots__ = ("session", "epoch", "start", "rows")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    epoch: int
+    start: int
+    rows: bytes
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., start: _Optional[int] = ..., rows: _Optional[bytes] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("session", "epoch", "prefix", "sampling", "num_draft_tokens", "max_len", "traceparent", "advice", "constraint", "tenant", "methods", "verification_rule", "num_output_tokens")

@@ -8,7 +8,8 @@ The proposer dials ScorerService.Draft and the conversation goes:
   1. proposer -> Hello      who it is. Sent once, first, within 10 s.
   2. scorer   -> Welcome    accepted; or the RPC ends with FAILED_PRECONDITION and
                             ErrorInfo.reason PROTOCOL_VERSION, VOCAB_MISMATCH,
-                            TOKENIZER_MISMATCH, UNKNOWN_METHOD or TOO_MANY_PROPOSERS.
+                            TOKENIZER_MISMATCH, UNKNOWN_METHOD, TOO_MANY_PROPOSERS or
+                            FEATURES_UNAVAILABLE.
   3. scorer   -> Open       a session: the committed prefix, sampling and limits.
   4. proposer -> Block      a tree of guesses rooted at a committed length.
   5. scorer   -> Commit     tokens that are now true. The proposer drafts again.
@@ -17,6 +18,9 @@ The proposer dials ScorerService.Draft and the conversation goes:
      sends a second Block while its first is verified: the same draft with branches
      for the outcomes. If the Commit lies on it, the scorer goes on from there at
      once, and only the branches of the next round are to be sent.
+     Features   states of the target's forward, for methods that asked for them in
+                Hello: those of every computed committed position, in order from 0,
+                without gaps; in a SessionBatch before the Commit they belong to.
   6. scorer   -> Close      the session is over; forget it.
   7. proposer -> Lost       it evicted a session's state. The scorer opens it anew
                             with a higher epoch, or drafts elsewhere.
