@@ -1,0 +1,106 @@
+"""IBM's MLP speculator (Wertheimer et al., arXiv 2404.19124): a small recurrence over tokens.
+
+Its state begins as the target's last known one and takes in a token at every step, so what it
+guesses next depends on its guess before: candidates are followed in a beam.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.drafting.guess_trees import Nodes, TargetDraws, best_nodes
+from outrider.engine.linear import Linear, pack_linear
+from outrider.features import FeatureSpec
+
+_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculatorStage:
+    """The weights of one step. Tied checkpoints have the same in all steps but `proj`."""
+
+    emb: Tensor  # [vocab, inner]
+    proj: Tensor  # [inner, hidden] in the first step, then [inner, inner]
+    ln_weight: Tensor  # [inner]
+    ln_bias: Tensor  # [inner]
+    head: Tensor  # [vocab, inner]
+
+
+class MlpSpeculatorHead:
+    """A `OneShotHead`. Computes in the weights' dtype, on their device.
+
+    `stages` are all n_predict of the checkpoint, however few of them are used: their number sets
+    how state and token are weighed. `scale_input` normalises the target's state first.
+    """
+
+    def __init__(self, stages: Sequence[SpeculatorStage], *, scale_input: bool) -> None:
+        first = stages[0]
+        self.features = FeatureSpec(hidden_size=first.proj.shape[1], final_norm=True)
+        self.vocab_size = len(first.head)
+        self.max_depth = len(stages)
+        self.device = first.head.device
+        self._dtype = first.head.dtype
+        self._stages = stages
+        packed: dict[int, Linear] = {}  # tied weights are packed once
+        for stage in stages:
+            for weight in (stage.proj, stage.head):
+                if id(weight) not in packed:
+                    packed[id(weight)] = pack_linear(weight, None)
+        self._proj = [packed[id(stage.proj)] for stage in stages]
+        self._head = [packed[id(stage.head)] for stage in stages]
+        self._scale_input = scale_input
+        inner = first.emb.shape[1]
+        state_weight = 0.5 ** (0.5 / len(stages))
+        # Of the token, where the state weighs 1: the norm that follows takes out a common factor.
+        self._token_weight = math.sqrt((1 - state_weight**2) * inner / 2) / state_weight
+
+    def begin(self, states: Tensor) -> Tensor:
+        """States of the target [n, hidden] as the first step takes them."""
+        states = states.to(self._dtype)
+        return _normed(states) / math.sqrt(2) if self._scale_input else states
+
+    def step(self, states: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """States and tokens int64 [m] to the next states [m, inner] and float32 [m, vocab]."""
+        stage = self._stages[depth]
+        x = self._proj[depth](states) + self._token_weight * stage.emb[tokens]
+        x = F.gelu(stage.ln_weight * _normed(x) + stage.ln_bias)
+        return x, self._head[depth](x).float()
+
+    def grow(
+        self, states: Tensor, tokens: Tensor, draws: TargetDraws, sizes: Sequence[int], width: int
+    ) -> list[Nodes]:
+        # Where a row wants fewer nodes than `width`, what a wider beam adds is never among its
+        # best: it does not matter how many the others want.
+        width = min(width, max(sizes))
+        n = len(tokens)
+        states, last, paths = self.begin(states), tokens, tokens.new_zeros(n, 1, dtype=torch.float)
+        ends = tokens.new_full((n, 1), -1)  # nodes that the beam [n, m] stands at
+        nodes: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, parents, scores [n, new] by depth
+        num_nodes = 0
+        for depth in range(min(self.max_depth, max(sizes))):
+            states, logits = self.step(states, last, depth)
+            found, log_probs = draws.likeliest(logits.view(n, -1, self.vocab_size), depth, width)
+            scores = (paths[:, :, None] + log_probs).flatten(1)  # [n, m * count]
+            found, count = found.flatten(1), found.shape[-1]
+            parents = ends.repeat_interleave(count, dim=1)
+            nodes.append((found, parents, scores))
+            paths, best = scores.topk(min(width, scores.shape[1]), dim=-1)
+            ends = best + num_nodes
+            num_nodes += scores.shape[1]
+            last = found.gather(1, best).flatten()
+            rows = torch.arange(n, device=self.device)[:, None] * (scores.shape[1] // count)
+            states = states[(rows + best // count).flatten()]
+        all_nodes = [torch.cat(part, dim=1).cpu().numpy() for part in zip(*nodes, strict=True)]
+        return [best_nodes(*row) for row in zip(*all_nodes, sizes, strict=True)]
+
+
+def _normed(x: Tensor) -> Tensor:
+    """x over the root of its mean square; no mean is taken out."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + _EPS)).to(x.dtype)
