@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
+
+from outrider.errors import ConfigError
 
 BYTES_PER_VALUE: Final = 2
 """Features travel as bfloat16, little-endian."""
+
+MAX_ON_THE_WAY: Final = 8 * 2**20
+"""Bytes of rows that one proposer has not read yet. With all else that may wait for it they fit
+into one message of gRPC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +45,80 @@ class FeatureSpec:
     def row_bytes(self) -> int:
         """Bytes of a row as it is sent."""
         return self.width * BYTES_PER_VALUE
+
+    @property
+    def projection_bytes(self) -> int:
+        """Bytes of the projection's matrix."""
+        return self.projection_dim * self.captured_width * BYTES_PER_VALUE
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """What a row holds, in order, as `--hidden-features` names it."""
+        return (*map(str, self.layers), *(("final",) if self.final_norm else ()))
+
+
+class FeatureWindow:
+    """How many bytes are on their way to one proposer. Only the engine's thread changes it."""
+
+    __slots__ = ("on_the_way",)
+
+    def __init__(self) -> None:
+        self.on_the_way = 0
+
+    def room(self, row_bytes: int) -> int:
+        """Rows that may follow; a single one always may, if nothing else is on its way."""
+        rows = (MAX_ON_THE_WAY - self.on_the_way) // row_bytes
+        return max(rows, 0 if self.on_the_way else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureOrder:
+    """What the proposer of a session is to be sent, from position 0."""
+
+    epoch: int  # of the session's Open
+    spec: FeatureSpec
+    window: FeatureWindow  # of the proposer's, shared by its sessions
+
+
+class FeatureRows(NamedTuple):
+    """Rows of one session, computed and committed."""
+
+    session_id: int
+    order: FeatureOrder
+    start: int  # position of the first
+    rows: bytes  # bfloat16, little-endian [n, order.spec.width]
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureBatch:
+    """What one engine step has for proposers that asked."""
+
+    rows: tuple[FeatureRows, ...]
+    seconds: float  # of the engine's thread
+
+
+def parse_features(text: str, num_layers: int, hidden_size: int) -> FeatureSpec:
+    """What `--hidden-features` says of a model of that size: "final", "eagle3", "2,4,5", "8,final".
+
+    Layers are sorted; each state is kept once. Raises `ConfigError`.
+    """
+    layers: set[int] = set()
+    final_norm = False
+    for part in (part.strip() for part in text.split(",")):
+        if part == "final":
+            final_norm = True
+        elif part == "eagle3":
+            # The layers that EAGLE-3's own code reads (Li et al. 2025, arXiv 2503.01840).
+            if num_layers < 6:
+                raise ConfigError(
+                    f"--hidden-features eagle3 needs a model of at least 6 layers, not {num_layers}"
+                )
+            layers |= {2, num_layers // 2, num_layers - 3}
+        elif part.isascii() and part.isdigit() and int(part) <= num_layers:
+            layers.add(int(part))
+        else:
+            raise ConfigError(
+                f"--hidden-features {text!r}: {part!r} is none of 'final', 'eagle3' and the "
+                f"numbers 0 to {num_layers} (entering that layer; {num_layers}: leaving the last)"
+            )
+    return FeatureSpec(hidden_size, tuple(sorted(layers)), final_norm)

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from outrider.engine.feature_pool import FeaturePool
+from outrider.features import FeatureSpec
+
 if TYPE_CHECKING:
     from outrider.engine.attention import LatentAttention, StepAttention
 
@@ -123,7 +126,7 @@ class KVPools:
 
     `page_major` chooses the layout; None: by device. If `num_layers` is given, the layers are so
     many, of one shape, with keys as wide as values: they share one tensor, in which a page of all
-    layers is copied at once.
+    layers is copied at once. `features` are hidden states to keep in the same slots.
     """
 
     def __init__(
@@ -135,6 +138,7 @@ class KVPools:
         *,
         page_major: bool | None = None,
         num_layers: int | None = None,
+        features: FeatureSpec | None = None,
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
@@ -144,6 +148,9 @@ class KVPools:
         self._num_layers = num_layers
         self._joint: Tensor | None = None  # [num_layers, ...] of the layers' own joint tensors
         self._layers: dict[int, LayerPool] = {}
+        self.features = (
+            None if features is None else FeaturePool(features, num_pages, page_size, device)
+        )
 
     def layer(self, layer_idx: int) -> LayerPool:
         """The pool of a layer that has been allocated."""
@@ -168,11 +175,15 @@ class KVPools:
         self._joint = None
         for pool in self._layers.values():
             pool.resize(0)  # all of them first: old and new must not need room at once
+        if self.features is not None:
+            self.features.resize(0)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         self.num_pages = num_pages
         for layer_idx, pool in self._layers.items():
             pool.resize(num_pages, self._joint_of(layer_idx, pool.shape))
+        if self.features is not None:
+            self.features.resize(num_pages)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Makes pages `target` int64 [n] hold what `source` [n] held before, in every layer."""
@@ -180,6 +191,8 @@ class KVPools:
         for tensor in tensors:
             pages = tensor.view(self._parts(tensor), self.num_pages, -1)
             pages.index_copy_(1, target, pages.index_select(1, source))
+        if self.features is not None:
+            self.features.copy_pages(source, target)
 
     def _tensors(self) -> list[Tensor]:
         return [part for pool in self._layers.values() for part in (pool.keys, pool.values)]
@@ -208,8 +221,10 @@ class KVPools:
 
     @property
     def bytes_per_page(self) -> int:
-        """Bytes that one page takes in all allocated layers."""
-        return self.page_size * sum(pool.bytes_per_slot for pool in self._layers.values())
+        """Bytes that one page takes in all allocated layers, features included."""
+        features = 0 if self.features is None else self.features.bytes_per_slot
+        layers = sum(pool.bytes_per_slot for pool in self._layers.values())
+        return self.page_size * (layers + features)
 
 
 class PagedCache(Cache):  # type: ignore[misc]

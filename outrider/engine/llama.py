@@ -64,6 +64,7 @@ class FusedLlama:
         config = parts.config
         base = parts.model
         self._ops = ops
+        self._features = pools.features
         self._heads = config.num_attention_heads
         self._kv_heads = config.num_key_value_heads
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // self._heads
@@ -132,7 +133,10 @@ class FusedLlama:
         batch, ops, eps = attention.batch, self._ops, self._eps
         x = F.embedding(batch.input_ids, self._embedding)
         rope = self._rope.index_select(0, batch.positions)
-        for layer in self._layers:
+        features = self._features
+        for i, layer in enumerate(self._layers):
+            if features is not None:
+                features.enter(i, batch.slot_mapping, x)
             qkv = ops.norm_linear(x, layer.input_norm, eps, layer.qkv)
             if layer.qk_norm is not None:
                 ops.qk_norm_(qkv, layer.qk_norm, eps)
@@ -140,6 +144,10 @@ class FusedLlama:
             heads = attention.attend(query, layer.pool, layer.params)
             x = layer.o.add(heads.flatten(1), x)
             x = layer.down.add(ops.norm_gated(x, layer.post_norm, eps, layer.gate_up), x)
+        if features is not None:
+            features.enter(len(self._layers), batch.slot_mapping, x)
+            if features.spec.final_norm:
+                features.final(batch.slot_mapping, ops.rms_norm(x, self._norm, eps))
         if len(batch.logits_index) != len(x):
             x = x.index_select(0, batch.logits_index)
         return ops.norm_linear(x, self._norm, eps, self._head, out)

@@ -22,6 +22,7 @@ from outrider.engine.llama_ops import LlamaOps, TorchOps
 from outrider.engine.paged_model import PagedModel, Step, TransformersStep
 from outrider.engine.selftest import check_against, eager_reference
 from outrider.errors import ConfigError
+from outrider.features import FeatureSpec, parse_features
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ def load_model(
     device: torch.device = CPU,
     self_test: bool = True,
     attention_backend: str | None = None,
+    features: FeatureSpec | None = None,
 ) -> PagedModel:
     """Reads a Hugging Face folder (config.json, safetensors) and makes it ready to run.
 
@@ -52,6 +54,7 @@ def load_model(
         max_model_len=max_model_len,
         self_test=self_test,
         attention_backend=attention_backend,
+        features=features,
         name=folder.name,
     )
 
@@ -65,11 +68,13 @@ def build_paged_model(
     self_test: bool = True,
     fused: bool = True,
     attention_backend: str | None = None,
+    features: FeatureSpec | None = None,
     name: str = "model",
 ) -> PagedModel:
     """Takes over a loaded `transformers` model; `model` must not be used afterwards.
 
-    `attention_backend` is a name of `backends.BACKEND_NAMES`, or None for the best that fits.
+    `attention_backend` is a name of `backends.BACKEND_NAMES`, or None for the best that fits;
+    `features` are hidden states to keep beside keys and values.
     """
     parts: Any = model.eval()
     check_supported(model)
@@ -92,6 +97,7 @@ def build_paged_model(
         parts.dtype,
         parts.device,
         num_layers=parts.config.num_hidden_layers if fused else None,
+        features=features,
     )
     step: Step
     if fused:
@@ -153,16 +159,30 @@ def _eos_token_ids(model: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def kv_bytes_per_page(folder: Path, *, dtype: torch.dtype, page_size: int) -> int:
-    """Bytes of key/value memory per page over all layers, from config.json alone.
+def kv_bytes_per_page(
+    folder: Path, *, dtype: torch.dtype, page_size: int, features: FeatureSpec | None = None
+) -> int:
+    """Bytes of key/value memory per page over all layers, and of `features`.
 
-    Lets a service turn a memory budget into `num_pages` before it loads the weights.
+    From config.json alone: lets a service turn a memory budget into `num_pages` before it loads
+    the weights.
     """
+    per_token = _kv_width(_text_config(folder)) * dtype.itemsize
+    return page_size * (per_token + (0 if features is None else features.row_bytes))
+
+
+def read_features(folder: Path, text: str) -> FeatureSpec:
+    """What `--hidden-features` asks of the model in a folder. Raises `ConfigError`."""
+    config = _text_config(folder)
+    return parse_features(text, int(config.num_hidden_layers), int(config.hidden_size))
+
+
+def _text_config(folder: Path) -> Any:
     try:
         config: Any = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise ConfigError(f"The config.json in {folder} cannot be read: {error}") from error
-    return page_size * _kv_width(config.get_text_config()) * dtype.itemsize
+    return config.get_text_config(decoder=True)
 
 
 def _kv_width(config: Any) -> int:

@@ -17,6 +17,7 @@ from outrider.engine.attention import (
 )
 from outrider.engine.backends import is_capturable
 from outrider.engine.batch import PackedBatch
+from outrider.engine.feature_hooks import FeatureHooks
 from outrider.engine.kv_cache import KVPools, PagedCache
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
@@ -42,11 +43,14 @@ class TransformersStep:
         latent = getattr(config, "kv_lora_rank", None) is not None
         self._cache = PagedCache(pools, latent=latent)
         self._pool_of = None if latent else pools.layer
+        self._hooks = None if pools.features is None else FeatureHooks(model, pools.features)
 
     def forward(self, attention: StepAttention, out: Tensor | None = None) -> Tensor:
         """Logits [num_logits, vocab_size] in the model's dtype, in `out` if given."""
         batch = attention.batch
         self._cache.begin(attention)
+        if self._hooks is not None:
+            self._hooks.slots = batch.slot_mapping
         output: Any = self._model(
             input_ids=batch.input_ids[None],
             position_ids=batch.positions[None],
@@ -109,7 +113,7 @@ class PagedModel:
 
     @property
     def kv_bytes_per_page(self) -> int:
-        """Bytes that one page takes over all layers."""
+        """Bytes that one page takes over all layers, features included."""
         return self.pools.bytes_per_page
 
     @torch.inference_mode()
