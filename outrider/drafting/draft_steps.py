@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from outrider.draft_tree import DraftProbs
 from outrider.drafting.candidates import draw_of_likeliest, top_candidates
-from outrider.engine.batch import Model, PackedBatch, RowSlice, pack
+from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.sampling import Lane, SamplingBatch, sample
 from outrider.params import SamplingParams
@@ -28,19 +29,33 @@ class ReadyRow:
     mask: ConstraintEditor | None = None  # stands after the committed text; used up
 
 
+class DraftForward(Protocol):
+    """What drafts, over a paged KV cache: as `outrider.engine.batch.Model`."""
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def forward(self, batch: PackedBatch) -> Tensor: ...
+
+
 def draft_chains(
-    model: Model, slices: Sequence[RowSlice], ready: Sequence[ReadyRow]
+    model: DraftForward, slices: Sequence[RowSlice], ready: Sequence[ReadyRow], lead: int = 1
 ) -> list[list[int]]:
     """Feeds `slices`, then drafts a chain for each of `ready`, which are the first of them.
 
     `ready` is ordered by `wanted`, largest first, and page tables must cover
-    length + wanted - 1 tokens. All tensors of the later forwards are made at once before the
+    length + wanted - lead tokens. `lead` is how far a drawn token is from the position that it was
+    drawn at: 1 for a language model, 2 for a draft module, whose row p reads the token at p + 1
+    (drafting/heads). All tensors of the later forwards are made at once before the
     first: a step only picks a row of each, and no token comes to the host before the end, unless
     a row is masked.
     """
     with torch.inference_mode():
         batch = pack(slices, model.page_size, model.device)
-        steps = _Steps(model, slices[: len(ready)], ready) if ready else None
+        steps = _Steps(model, slices[: len(ready)], ready, lead=lead) if ready else None
         logits = model.forward(batch)
         if steps is None:
             logits[-1:, :1].tolist()  # waits for the device: its time belongs to this round
@@ -60,7 +75,7 @@ def draft_chains(
 
 
 def sample_chains(
-    model: Model, slices: Sequence[RowSlice], ready: Sequence[ReadyRow]
+    model: DraftForward, slices: Sequence[RowSlice], ready: Sequence[ReadyRow], lead: int = 1
 ) -> list[tuple[list[int], list[DraftProbs]]]:
     """As `draft_chains`, for rejection: drawn with noise of their own, with what they came from.
 
@@ -71,7 +86,7 @@ def sample_chains(
     probs: list[Tensor] = []
     with torch.inference_mode():
         batch = pack(slices, model.page_size, model.device)
-        steps = _Steps(model, slices, ready, Lane.DRAFT)
+        steps = _Steps(model, slices, ready, Lane.DRAFT, lead)
         for step in range(ready[0].wanted):
             if step:
                 steps.follow(drawn[-1])
@@ -113,7 +128,7 @@ class Forks:
 
 
 def draft_forks(
-    model: Model,
+    model: DraftForward,
     slices: Sequence[RowSlice],
     sampling: Sequence[SamplingParams],
     num_tokens: int,
@@ -148,20 +163,21 @@ class _Steps:
 
     def __init__(
         self,
-        model: Model,
+        model: DraftForward,
         slices: Sequence[RowSlice],
         ready: Sequence[ReadyRow],
         lane: Lane = Lane.SHARED,
+        lead: int = 1,
     ) -> None:
         self._page_size = page_size = model.page_size
         lengths = [row.length for row in ready]
         num_steps, num_rows = ready[0].wanted, len(ready)
         # Rows that still draft at step j; they come first.
         self._num_rows = [sum(row.wanted > step for row in ready) for step in range(num_steps)]
-        # Step j draws the token at length + j, having fed the one at length + j - 1.
+        # Step j draws the token at length + j from the row at length + j - lead.
         drawn = np.asarray(lengths, np.int64) + np.arange(num_steps)[:, None]  # [steps, rows]
-        fed = drawn - 1
-        num_pages = -(-(max(lengths) + num_steps - 1) // page_size)
+        fed = drawn - lead
+        num_pages = -(-(max(lengths) + num_steps - lead) // page_size)
         table = np.zeros((num_rows, num_pages), np.int32)
         for i, row in enumerate(slices):
             pages = row.block_table[:num_pages]
@@ -171,12 +187,13 @@ class _Steps:
         # One transfer: [fed, slots, drawn] by step and row, 64-bit as an index must be.
         moved = torch.from_numpy(np.stack((fed, slots, drawn))).to(device, non_blocking=True)
         self._fed, self._slots, self._drawn = moved.unbind()
-        self._seq_lens = self._drawn.to(torch.int32)
+        self._seq_lens = (self._fed + 1).to(torch.int32)
         self._table = torch.from_numpy(table).to(device, non_blocking=True)
         self._cu_seqlens = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         self._index = torch.arange(num_rows, device=device)
         self._ones = (1,) * num_rows
         self._lengths = lengths
+        self._behind = lead - 1
         self._masks = [(i, row.mask) for i, row in enumerate(ready) if row.mask is not None]
         self._sampling: SamplingBatch | None = None
         if not all(row.sampling.greedy for row in ready):
@@ -195,7 +212,7 @@ class _Steps:
             block_table=self._table[:n],
             logits_index=self._index[:n],
             query_lens=self._ones[:n],
-            context_lens=tuple([length + step for length in self._lengths[:n]]),
+            context_lens=tuple([length + step - self._behind for length in self._lengths[:n]]),
             page_size=self._page_size,
         )
 

@@ -1,0 +1,160 @@
+"""Reads checkpoint folders tensor by tensor: those of draft modules, and what they share with the
+target's."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from outrider.errors import ConfigError
+
+_EMBEDDINGS = (
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+    "embed_tokens.weight",
+)
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
+
+
+class Checkpoint:
+    """A folder's config.json, and its tensors by name. Only what is asked for is loaded.
+
+    Reads safetensors, or else what `torch.load` takes without running code (`*.bin`, `*.pt`).
+    Raises `ConfigError` for a folder that is none, and files that are broken.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = _read_config(folder)
+        self._file_of: dict[str, Any] = {}  # of safetensors
+        self._loaded: dict[str, Tensor] = {}  # of the others
+        self._taken: set[str] = set()
+        try:
+            self._find()
+        except (OSError, SafetensorError, RuntimeError, ValueError, pickle.PickleError) as error:
+            raise ConfigError(f"The weights in {folder} cannot be read: {error}") from error
+        if not self._file_of and not self._loaded:
+            raise ConfigError(f"{folder} holds no weights (*.safetensors, *.bin or *.pt).")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of or name in self._loaded
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._file_of) | frozenset(self._loaded)
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """On the host, as it is stored. Raises `ConfigError` unless it is there, in this shape."""
+        if name not in self:
+            raise ConfigError(f"{self.folder} holds no tensor {name}, which its format has.")
+        self._taken.add(name)
+        try:
+            found: Tensor = (
+                self._loaded[name] if name in self._loaded else self._file_of[name].get_tensor(name)
+            )
+        except SafetensorError as error:
+            raise ConfigError(f"{name} in {self.folder} cannot be read: {error}") from error
+        if shape and tuple(found.shape) != shape:
+            raise ConfigError(
+                f"{name} in {self.folder} is of shape {list(found.shape)}; {list(shape)} follows "
+                "from config.json and the target."
+            )
+        return found
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, which is not loaded for that. Raises `ConfigError`."""
+        if name in self._file_of:
+            return tuple(self._file_of[name].get_slice(name).get_shape())
+        return tuple(self.tensor(name).shape)
+
+    def check_all_taken(self, ignored: Iterable[str] = ()) -> None:
+        """Raises `ConfigError` if tensors were left: the module would compute something else."""
+        left = sorted(self.names - self._taken - set(ignored))
+        if left:
+            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+            raise ConfigError(
+                f"{self.folder} holds {', '.join(left[:3])}{more}, which its format does not have: "
+                "drafts would not be what the module was trained for."
+            )
+
+    def number(self, key: str, default: int | None = None) -> int:
+        """A whole number above 0 of config.json. Raises `ConfigError`."""
+        value = self.config.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"config.json in {self.folder}: {key} must be a number above 0.")
+        return value
+
+    def _find(self) -> None:
+        paths = sorted(self.folder.glob("*.safetensors"))
+        for path in paths:
+            file: Any = safe_open(path, framework="pt")
+            self._file_of.update(dict.fromkeys(file.keys(), file))
+        if paths:
+            return
+        for path in sorted([*self.folder.glob("*.bin"), *self.folder.glob("*.pt")]):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            if isinstance(content, dict):
+                tensors = {k: v for k, v in content.items() if isinstance(v, Tensor)}
+                self._loaded.update(tensors)
+
+
+class TargetTensors:
+    """What a draft module shares with its target: embedding and head, read from its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._checkpoint = Checkpoint(folder)
+        config = self._checkpoint.config
+        self.folder = folder
+        self.config: dict[str, Any] = {**config, **config.get("text_config", {})}
+        self.hidden_size = self._number("hidden_size")
+        self.vocab_size = self._number("vocab_size")
+        self.num_layers = self._number("num_hidden_layers")
+
+    def embedding(self) -> Tensor:
+        """[vocab_size, hidden_size], as it is stored."""
+        return self._matrix(_EMBEDDINGS)
+
+    def head(self) -> Tensor:
+        """[vocab_size, hidden_size], as it is stored; the embedding if they are tied."""
+        if not any(name in self._checkpoint for name in _HEADS):
+            if not self.config.get("tie_word_embeddings", True):
+                raise ConfigError(f"{self.folder} holds no tensor {_HEADS[0]}.")
+            return self.embedding()
+        return self._matrix(_HEADS)
+
+    def _matrix(self, names: tuple[str, ...]) -> Tensor:
+        name = next((each for each in names if each in self._checkpoint), names[0])
+        found = self._checkpoint.tensor(name, self.vocab_size, self.hidden_size)
+        if found.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            raise ConfigError(
+                f"{name} in {self.folder} is stored as {found.dtype}: draft modules can share it "
+                "only unquantised."
+            )
+        return found
+
+    def _number(self, key: str) -> int:
+        value = self.config.get(key)
+        if not isinstance(value, int):
+            raise ConfigError(f"config.json in {self.folder} has no {key}.")
+        return value
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder} is not a model folder: it holds no config.json.")
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds no settings.")
+    return config

@@ -1,0 +1,230 @@
+"""Drafts with a module that reads the target's hidden states: EAGLE, EAGLE-3, MTP.
+
+A round is one forward over the rows that became true since the last (drafting/heads/base.py), with
+the target's states, and num_draft_tokens - 1 forwards of one row per session with the module's own.
+Rows of the second kind leave keys and values behind that the next round overwrites: accepted tokens
+are fed again with true states. (Keeping what came of its own states costs an eighth of the accepted
+tokens.) Sessions of a round share its forwards; long prompts take several rounds.
+
+It does not run ahead: what it would draft from are states that the target has not computed yet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from outrider.draft_tree import DraftProbs, DraftTree
+from outrider.drafting.branch_plan import NO_PACE, Pace
+from outrider.drafting.draft_mask import DraftMasks
+from outrider.drafting.draft_steps import ReadyRow, draft_chains, sample_chains
+from outrider.drafting.feature_session import FeatureMethod, FeatureSession
+from outrider.drafting.head_forward import LEAD, HeadForward
+from outrider.drafting.heads.base import RecurrentHead
+from outrider.drafting.proposer import DraftRound, ProposerTraits, SessionKey
+from outrider.drafting.row_cache import RowCache
+from outrider.engine.attention import AttentionBackend
+from outrider.engine.batch import RowSlice
+from outrider.engine.block_pool import BlockPool
+from outrider.engine.kv_cache import KVPools
+from outrider.errors import ConfigError
+
+_SHORT = 16
+"""Rows that never wait for the prefill budget: what a round or two committed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A session's part in one round."""
+
+    state: FeatureSession
+    cache: RowCache
+    num_rows: int  # true rows fed
+    wanted: int  # draft tokens; 0: the prompt is not through yet
+
+    @property
+    def end(self) -> int:
+        return self.cache.computed + self.num_rows
+
+    def slice(self) -> RowSlice:
+        start = self.cache.computed
+        tokens = self.state.follower.tokens[start + 1 : self.end + 1]
+        return RowSlice(tokens, start, self.cache.block_table, 1)
+
+    def ready(self) -> ReadyRow:
+        """For a row that drafts."""
+        follower, mask = self.state.follower, self.cache.mask
+        editor = None if mask is None else mask.after(follower.tokens)
+        return ReadyRow(len(follower.tokens), self.wanted, follower.sampling, editor)
+
+
+_Drafted = tuple[_Row, list[int], list[DraftProbs]]
+
+
+class RecurrentProposer(FeatureMethod):
+    """Drafts with `head` over `pools`, which are its own. Raises `ConfigError` for too small ones.
+
+    `prefill_budget` bounds the prompt rows of one call of `draft`, so that a long prompt does not
+    hold up the other sessions' drafts.
+    """
+
+    def __init__(
+        self,
+        head: RecurrentHead,
+        pools: KVPools,
+        backend: AttentionBackend,
+        *,
+        method: str,
+        name: str,
+        max_sessions: int = 256,
+        max_draft_tokens: int = 16,
+        max_model_len: int | None = None,
+        prefill_budget: int = 256,
+        masks: DraftMasks | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if max_sessions < 1 or max_draft_tokens < 1 or prefill_budget < 1:
+            raise ConfigError("max_sessions, max_draft_tokens and prefill_budget are at least 1.")
+        longest = min(head.max_model_len, max_model_len or head.max_model_len)
+        room = pools.num_pages * pools.page_size
+        if room < min(longest, 64):
+            raise ConfigError(
+                f"{pools.num_pages} pages of {pools.page_size} tokens hold no session of use: "
+                "give the draft module more KV-cache memory."
+            )
+        super().__init__(
+            ProposerTraits(
+                method=method,
+                model=name,
+                vocab_size=head.vocab_size,
+                max_sessions=max_sessions,
+                max_draft_tokens=max_draft_tokens,
+                max_model_len=min(longest, room),
+                features=head.features,
+            )
+        )
+        head.bind(pools)
+        self._head = head
+        self._backend = backend
+        self._page_size = pools.page_size
+        self._pool = BlockPool(pools.num_pages)
+        self._prefill_budget = prefill_budget
+        self._masks = masks
+        self._clock = clock
+        self._caches: dict[SessionKey, RowCache] = {}
+
+    @property
+    def projection(self) -> bytes:
+        return self._head.projection
+
+    def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:  # noqa: ARG002
+        done = DraftRound()
+        rows = self._plan(self._asked(sessions), done)
+        done.lost.extend(self._take_lost())
+        if not rows:
+            return done
+        started = self._clock()
+        sampled = [row for row in rows if row.wanted and row.state.samples]
+        others = [row for row in rows if not (row.wanted and row.state.samples)]
+        drafts = self._chains(others) + self._sampled_chains(sampled)
+        forward_s = self._clock() - started
+        for row in rows:
+            tokens = row.state.follower.tokens
+            row.cache.computed = row.end
+            row.cache.publish(self._pool, tokens, self._page_size)
+            self._used(row.state)
+            if row.wanted == 0:
+                done.unfinished.append(row.state.key)
+        for row, chain, probs in drafts:
+            length = len(row.state.follower.tokens)
+            done.drafts.append((row.state.key, DraftTree.chain(length, chain, probs)))
+        return replace(done, forward_s=forward_s)
+
+    def check_invariants(self) -> None:
+        """Raises `AssertionError` unless pages, rows and sessions agree."""
+        assert self._caches.keys() == self._sessions.keys()
+        self._pool.check_invariants([cache.block_table for cache in self._caches.values()])
+        for key, cache in self._caches.items():
+            state = self._sessions[key]
+            assert cache.computed <= len(cache.block_table) * self._page_size
+            assert cache.computed <= max(0, len(state.follower.tokens) - 1)
+            assert state.first <= cache.computed or state.first == state.end
+
+    def _opened(self, state: FeatureSession) -> None:
+        cache = self._caches[state.key] = RowCache()
+        tokens, hints = state.follower.tokens, state.hints
+        cache.adopt(self._pool, tokens, self._page_size)
+        if hints.constraint is not None and self._masks is not None:
+            cache.mask = self._masks.open(hints.constraint, tuple(tokens), hints.num_output_tokens)
+
+    def _used(self, state: FeatureSession) -> None:
+        # The last row is fed again if another draft is asked for.
+        computed = self._caches[state.key].computed
+        state.forget(min(computed, max(0, len(state.follower.tokens) - 2)))
+
+    def _closed(self, state: FeatureSession) -> None:
+        self._caches[state.key].drop(self._pool)
+        if state.key not in self._sessions:
+            del self._caches[state.key]
+
+    def _plan(self, asked: list[FeatureSession], done: DraftRound) -> list[_Row]:
+        """Who takes part with how many rows, their pages reserved; most drafts wanted first."""
+        budget = self._prefill_budget
+        keys = {state.key for state in asked}
+        rows: list[_Row] = []
+        for state in asked:
+            cache, length = self._caches[state.key], len(state.follower.tokens)
+            wanted = state.follower.wanted
+            if wanted == 0 or length < LEAD:
+                done.drafts.append((state.key, DraftTree.chain(length, ())))
+                continue
+            cache.computed = min(cache.computed, length - LEAD)
+            fresh = max(0, state.num_rows - cache.computed)
+            missing = fresh if fresh <= _SHORT else min(fresh, budget)
+            if fresh > _SHORT:
+                budget -= missing
+            if missing < fresh or not state.ready:
+                wanted = 0
+            if missing == 0:
+                done.unfinished.append(state.key)
+            else:
+                rows.append(_Row(state, cache, missing, wanted))
+        rows.sort(key=lambda row: -row.wanted)
+        return [row for row in rows if self._reserve_row(row, keys)]
+
+    def _reserve_row(self, row: _Row, asked: set[SessionKey]) -> bool:
+        """Pages for what a row's round writes; without them the session is lost."""
+        table = row.cache.block_table
+        needed = -(-(row.end + max(row.wanted - 1, 0)) // self._page_size) - len(table)
+        while needed > self._pool.num_free:
+            idle = next((key for key in self._sessions if key not in asked), row.state.key)
+            self._lose(idle)
+            if idle == row.state.key:
+                return False
+        table.extend([self._pool.allocate() for _ in range(needed)])
+        return True
+
+    def _chains(self, rows: list[_Row]) -> list[_Drafted]:
+        if not rows:
+            return []
+        drafting = [row for row in rows if row.wanted]
+        slices, ready = [row.slice() for row in rows], [row.ready() for row in drafting]
+        chains = draft_chains(self._forward(rows), slices, ready, LEAD)
+        return [(row, chain, []) for row, chain in zip(drafting, chains, strict=True)]
+
+    def _sampled_chains(self, rows: list[_Row]) -> list[_Drafted]:
+        if not rows:
+            return []
+        slices, ready = [row.slice() for row in rows], [row.ready() for row in rows]
+        drawn = sample_chains(self._forward(rows), slices, ready, LEAD)
+        return [(row, *each) for row, each in zip(rows, drawn, strict=True)]
+
+    def _forward(self, rows: list[_Row]) -> HeadForward:
+        """Feeds the true rows of `rows`, then what is drafted after the first of them."""
+        states = torch.cat([row.state.rows(row.cache.computed, row.end) for row in rows])
+        with torch.inference_mode():
+            features = states.to(self._head.device, non_blocking=True)
+            return HeadForward(self._head, self._backend, self._page_size, features)

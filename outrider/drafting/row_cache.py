@@ -1,0 +1,50 @@
+"""The keys and values that a draft module holds of one session's true rows."""
+
+from __future__ import annotations
+
+from outrider.drafting.draft_mask import DraftMask
+from outrider.engine.block_pool import ROOT_HASH, BlockPool, PageHash, page_hash
+
+
+class RowCache:
+    """A session's pages. Row p is a function of the tokens up to p + 1, so pages are shared by
+    these: one with rows a, ..., b by the tokens up to b + 1.
+    """
+
+    __slots__ = ("block_table", "computed", "hashes", "mask")
+
+    def __init__(self) -> None:
+        self.block_table: list[int] = []
+        self.computed = 0  # rows with true states; what follows them in the pages is of no use
+        self.hashes: list[PageHash] = []  # of the full pages that are shared or published
+        self.mask: DraftMask | None = None  # of what the session's constraint forbids
+
+    def adopt(self, pool: BlockPool, tokens: list[int], page_size: int) -> None:
+        """Begins with what other sessions left of the same prefix."""
+        self._hash(tokens, (len(tokens) - 2) // page_size, page_size)
+        self.block_table = pool.match(self.hashes)
+        pool.share(self.block_table)
+        del self.hashes[len(self.block_table) :]
+        self.computed = len(self.block_table) * page_size
+
+    def publish(self, pool: BlockPool, tokens: list[int], page_size: int) -> None:
+        """Shares the full pages; not the one of the last row, which may be fed again."""
+        known = len(self.hashes)
+        self._hash(tokens, min(self.computed, len(tokens) - 2) // page_size, page_size)
+        for page, key in zip(self.block_table[known:], self.hashes[known:], strict=False):
+            pool.publish(page, key)
+
+    def drop(self, pool: BlockPool) -> None:
+        """Forgets all; the pages are free."""
+        pool.release(self.block_table)
+        self.block_table, self.hashes, self.computed = [], [], 0
+        if self.mask is not None:
+            self.mask.close()
+            self.mask = None
+
+    def _hash(self, tokens: list[int], num_pages: int, page_size: int) -> None:
+        for i in range(len(self.hashes), num_pages):
+            parent = self.hashes[-1] if self.hashes else page_hash(ROOT_HASH, tokens[:1])
+            self.hashes.append(
+                page_hash(parent, tokens[i * page_size + 1 : (i + 1) * page_size + 1])
+            )
