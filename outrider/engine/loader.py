@@ -101,7 +101,7 @@ def build_paged_model(
     )
     step: Step
     if fused:
-        step = FusedLlama(model, pools, _llama_ops(parts.device, parts.dtype), length)
+        step = FusedLlama(model, pools, choose_llama_ops(parts.device, parts.dtype), length)
     else:
         prepack_linears(model)
         parts.set_attn_implementation(ATTENTION_NAME)
@@ -122,7 +122,8 @@ def build_paged_model(
     return paged
 
 
-def _llama_ops(device: torch.device, dtype: torch.dtype) -> LlamaOps:
+def choose_llama_ops(device: torch.device, dtype: torch.dtype) -> LlamaOps:
+    """The fastest that run there."""
     if device.type == "cpu" and dtype is not torch.float16:
         from outrider.engine.cpu.ops import NumbaOps
 
