@@ -49,6 +49,10 @@ class ForcedTarget:
         logits.scatter_(1, self.text[positions + 1][:, None], 1e9)
         return logits
 
+    def move_slots(self, source: Tensor, target: Tensor) -> None:
+        if self._inner is not None:
+            self._inner.move_slots(source, target)
+
 
 @dataclass(frozen=True)
 class Replay:

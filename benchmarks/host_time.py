@@ -70,6 +70,9 @@ class NoModel:
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         raise NotImplementedError
 
+    def move_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        raise NotImplementedError
+
 
 class Instant:
     """A runner whose results are there at once; by its clock they took a while."""
@@ -129,7 +132,7 @@ def measure(rows: int, speculation: str, steps: int) -> HostTime:
         stop = StopParams(max_tokens=MAX_MODEL_LEN)
         engine.submit(Request(i, prompt, SamplingParams(temperature=0.0), stop))
         if speculation != "none":
-            engine.set_drafting(i, "proposer", K)
+            engine.set_drafting(i, "proposer", K, runs_ahead=True)
     lengths = dict.fromkeys(range(rows), PROMPT_LEN)
     gaps: list[float] = []
     commits: list[float] = []

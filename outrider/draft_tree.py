@@ -141,6 +141,27 @@ class DraftTree:
             self.probs[:max_nodes],
         )
 
+    def below(self, node: int, max_nodes: int, max_depth: int) -> DraftTree:
+        """What is left of it below `node` (-1: the root), its first nodes in their order.
+
+        At most `max_nodes` of them, and `max_depth` after one another.
+        """
+        tree = self if node == -1 else self._below(node, self.base_len)
+        depth = [0] * (len(tree.parents) + 1)  # of the nodes, and, last, of the root
+        for i, parent in enumerate(tree.parents):
+            depth[i] = depth[parent] + 1
+        if max(depth) <= max_depth:
+            return tree.at_most(max_nodes)
+        # What is too deep has only children that are too deep, too.
+        kept = [i for i in range(len(tree.parents)) if depth[i] <= max_depth][:max_nodes]
+        at = {i: n for n, i in enumerate(kept)} | {-1: -1}
+        return DraftTree(
+            self.base_len,
+            tuple([tree.token_ids[i] for i in kept]),
+            tuple([at[tree.parents[i]] for i in kept]),
+            tuple([tree.probs[i] for i in kept]) if tree.probs else (),
+        )
+
     def first_path(self, max_len: int, node: int = -1) -> TokenIds:
         """The preferred path below `node`: always the first child, `max_len` tokens at most."""
         return tuple([self.token_ids[i] for i in self._first_nodes(max_len, node)])

@@ -8,6 +8,10 @@ Everything maximises one estimate, committed tokens per second of a row:
 begins as its proposer's over all rows; step times are measured by size. With k = 0 the row does
 not wait at all and its proposer merely follows.
 
+Of a draft tree K counts the nodes, which is what a step's time follows, and `a` is the chance that
+the target's token is among a node's children: a round tries one place per level until one fails.
+So `accepted` is taken of the tree's depth, k times the row's measured depth per node.
+
 A draft takes its proposer `D(k)` from the commit to its arrival, measured, corrected by the time
 per drafted token; `h` is the row's share of hits: rounds whose draft was at hand at once. So
 
@@ -39,7 +43,7 @@ from itertools import takewhile
 
 from outrider.engine.contest import Contests
 from outrider.engine.policy import FIRST_PATIENCE_S, Policy
-from outrider.engine.sequence import Drafting, Sequence
+from outrider.engine.sequence import Drafting, Round, Sequence
 from outrider.types import Request
 
 PRIOR_SUCCESSES, PRIOR_TRIALS = 4.0, 5.0  # of a proposer that nobody has seen: worth a try
@@ -47,7 +51,8 @@ FADE = 0.9  # per round, of what is known about a row's acceptance
 PROPOSER_FADE = 0.98  # and about a proposer's, over all its rows
 NEARLY = 0.95  # of the best goodput: such differences between sizes are noise
 STALE_AFTER = 12  # steps of other sizes after which a size's average is forgotten
-PROBE_EVERY = 16  # rounds with a smaller K before one with a greater renews what was measured
+PROBE_EVERY = 16  # rounds with a smaller K before a greater one renews what was measured
+PROBE_ROUNDS = 4  # that it lasts at most: a row that does not wait has its draft a round later
 LARGEST_PROBE = 16  # or twice the present K: one round of 128 costs as much as several
 SIZES = (*range(1, 17), 20, 24, 32, 48, 64, 96)  # of K that are compared, beside the limit
 MIN_PATIENCE_S, MAX_PATIENCE_S = 0.002, 0.1
@@ -55,7 +60,12 @@ STEPS_OF_PATIENCE = 3.0
 
 
 class Average:
-    """Moving mean and mean deviation, as RFC 6298 keeps them for round-trip times."""
+    """Moving mean and mean deviation, as RFC 6298 keeps them for round-trip times.
+
+    With two exceptions, because what is measured here can be a second instead of milliseconds once
+    (a kernel is compiled, memory is mapped): one value moves the mean little, however large, and a
+    mean that such a value began is left quickly.
+    """
 
     def __init__(self) -> None:
         self.mean = 0.0
@@ -64,9 +74,10 @@ class Average:
 
     def add(self, value: float) -> None:
         """Takes in one measurement."""
-        if self.count == 0:
+        if self.count == 0 or value < self.mean / 4:
             self.mean, self.deviation = value, value / 2
         else:
+            value = min(value, 4 * self.mean)
             self.deviation += (abs(value - self.mean) - self.deviation) / 4
             self.mean += (value - self.mean) / 8
         self.count += 1
@@ -123,11 +134,11 @@ class StepTimes:
         return low[1] + slope * (num_tokens - low[0])
 
 
-def accepted(acceptance: float, k: int) -> float:
-    """Draft tokens expected to be accepted of `k`: a + a^2 + ... + a^k."""
+def accepted(acceptance: float, depth: float) -> float:
+    """Draft tokens expected to be accepted of so many after one another: a + a^2 + ... + a^n."""
     if acceptance > 1.0 - 1e-9:
-        return float(k)
-    return float(acceptance * (1.0 - acceptance**k) / (1.0 - acceptance))
+        return float(depth)
+    return float(acceptance * (1.0 - acceptance**depth) / (1.0 - acceptance))
 
 
 class AdaptivePolicy(Policy):
@@ -138,7 +149,7 @@ class AdaptivePolicy(Policy):
         self._steps = StepTimes()
         self._delays: dict[str, Average] = {}  # by drafter
         self._acceptance: dict[str, tuple[float, float]] = {}  # by proposer: successes, trials
-        self._token_s: dict[str, float] = {}  # by drafter: mean seconds per drafted token
+        self._token_s: dict[str, Average] = {}  # by drafter: seconds per drafted token
         self._draft_len: dict[str, float] = {}  # by drafter: mean tokens of a draft
         self._contests = Contests()
         self._num_rows = 1  # of the last step
@@ -149,20 +160,20 @@ class AdaptivePolicy(Policy):
         if not self._contests.drafting:
             return 0
         if d.short_rounds >= PROBE_EVERY:
-            d.short_rounds = 0
             return min(limit, max(LARGEST_PROBE, 2 * d.num_draft_tokens))
         plain = self._step_time(0)
         if not plain:
             return limit
         acceptance = d.successes / d.trials
-        token_s = (1.0 - d.hit_share) * self._token_s.get(d.drafter, 0.0)
+        token_s = (1.0 - d.hit_share) * self._mean_token_s(d.drafter)
         if d.runs_ahead:
             wait_s = d.wait_s - token_s * d.num_draft_tokens
         else:
             wait_s = (1.0 - d.hit_share) * self._base_delay(d.drafter)
         sizes: list[int] = [*takewhile(lambda k: k < limit, SIZES), limit]
         rates = [
-            (1.0 + accepted(acceptance, k)) / (self._step_time(k) + max(0.0, wait_s + token_s * k))
+            (1.0 + accepted(acceptance, k * d.levels))
+            / (self._step_time(k) + max(0.0, wait_s + token_s * k))
             for k in sizes
         ]
         best = max(rates)
@@ -175,7 +186,11 @@ class AdaptivePolicy(Policy):
         delay = self._delays.get(drafter)
         if delay is None:
             return 0.0
-        return delay.mean - self._token_s.get(drafter, 0.0) * self._draft_len[drafter]
+        return delay.mean - self._mean_token_s(drafter) * self._draft_len[drafter]
+
+    def _mean_token_s(self, drafter: str) -> float:
+        known = self._token_s.get(drafter)
+        return known.mean if known is not None else 0.0
 
     def patience(self, seq: Sequence) -> float:
         """Blocks' mean delay plus four deviations, at most as long as waiting pays.
@@ -188,7 +203,7 @@ class AdaptivePolicy(Policy):
         if not d.blocks:
             allowed = min(FIRST_PATIENCE_S, STEPS_OF_PATIENCE * step + seq.counters.prefill_s)
             return max(0.0, d.awaited_since + allowed - d.committed_at)
-        gain = accepted(d.successes / d.trials, d.num_draft_tokens)
+        gain = accepted(d.successes / d.trials, d.num_draft_tokens * d.levels)
         worth = max(MIN_PATIENCE_S, gain * step / (1.0 + d.free_tokens))
         delay = self._delays.get(d.drafter)
         if delay is None:
@@ -243,25 +258,28 @@ class AdaptivePolicy(Policy):
             self._delays[drafter] = Average()
         self._delays[drafter].add(seconds)
         if num_tokens:
-            token_s = min(draft_s, seconds) / num_tokens  # a proposer need not be believed
-            known = self._token_s.setdefault(drafter, token_s)
-            self._token_s[drafter] = known + (token_s - known) / 8
+            # A proposer need not be believed.
+            self._token_s.setdefault(drafter, Average()).add(min(draft_s, seconds) / num_tokens)
         length = self._draft_len.setdefault(drafter, num_tokens)
         self._draft_len[drafter] = length + (num_tokens - length) / 8
 
-    def observe_round(self, drafting: Drafting, drafted: int, accepted: int) -> None:
+    def observe_round(self, drafting: Drafting, round_: Round) -> None:
         d = drafting
-        if drafted:
-            tried = accepted + (accepted < drafted)
+        if round_.drafted:
+            accepted, tried = round_.accepted, round_.tried
             d.successes = FADE * d.successes + accepted
             d.trials = FADE * d.trials + tried
+            d.levels += (round_.depth / round_.drafted - d.levels) * (1 - FADE)
             prior = (PRIOR_SUCCESSES, PRIOR_TRIALS)
             successes, trials = self._acceptance.get(d.proposer_id or "", prior)
             self._acceptance[d.proposer_id or ""] = (
                 PROPOSER_FADE * successes + accepted,
                 PROPOSER_FADE * trials + tried,
             )
-        if d.num_draft_tokens < min(d.limit, d.proposer_limit):
+        if d.short_rounds >= PROBE_EVERY:  # until a draft was verified
+            over = round_.drafted or d.short_rounds + 1 >= PROBE_EVERY + PROBE_ROUNDS
+            d.short_rounds = 0 if over else d.short_rounds + 1
+        elif d.num_draft_tokens < min(d.limit, d.proposer_limit):
             d.short_rounds += 1
         else:
             d.short_rounds = 0
@@ -275,6 +293,10 @@ class AdaptivePolicy(Policy):
         self, num_running: int, tokens: int, now: float, *, drafted: bool, pure: bool
     ) -> None:
         self._contests.step_done(num_running, tokens, now, drafted=drafted, pure=pure)
+
+    @property
+    def undrafted_sizes(self) -> frozenset[int]:
+        return self._contests.undrafted_sizes
 
     def plain_step_s(self, num_rows: int) -> float:
         return self._steps.estimate(num_rows)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 
-from outrider.engine.attention import AttentionBackend
+from outrider.engine.attention import AttentionBackend, StepAttention
+from outrider.engine.batch import PackedBatch
 from outrider.engine.sdpa import SdpaAttention
 from outrider.errors import ConfigError
 
@@ -32,6 +33,14 @@ class AttentionTraits:
     softcap: bool
     sinks: bool
     latent: bool
+
+    def shard(self, num_ranks: int) -> AttentionTraits:
+        """Of the heads that one of `num_ranks` ranks has; they divide them evenly."""
+        return replace(
+            self,
+            num_heads=self.num_heads // num_ranks,
+            num_kv_heads=self.num_kv_heads // num_ranks,
+        )
 
 
 def attention_traits(model: nn.Module, page_size: int) -> AttentionTraits:
@@ -63,6 +72,22 @@ class _Choice:
     install: str
     why_not: Callable[[AttentionTraits, torch.device], str | None]
     make: Callable[[AttentionTraits, torch.device], AttentionBackend]
+
+
+@dataclass(frozen=True, slots=True)
+class TreesElsewhere:
+    """A backend whose kernels know no trees, and one for the steps that hold some."""
+
+    chains: AttentionBackend
+    trees: AttentionBackend
+
+    def __call__(self, batch: PackedBatch) -> StepAttention:
+        return (self.chains if batch.trees is None else self.trees)(batch)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether steps without trees can be recorded."""
+        return is_capturable(self.chains)
 
 
 def is_capturable(backend: AttentionBackend) -> bool:
@@ -188,31 +213,33 @@ def _make_flash4(traits: AttentionTraits, device: torch.device) -> AttentionBack
     from outrider.engine.cuda.flash import Flash4Backend
 
     group = traits.num_heads // traits.num_kv_heads
-    return Flash4Backend(traits.num_kv_heads, group, _programs(device))
+    flash = Flash4Backend(traits.num_kv_heads, group, _programs(device))
+    return TreesElsewhere(flash, SdpaAttention)
 
 
 def _make_classic(traits: AttentionTraits, device: torch.device) -> AttentionBackend:  # noqa: ARG001
     from outrider.engine.cuda.flash import Flash2Attention, Flash3Attention
 
-    return Flash3Attention if _installed(_FLASH3) else Flash2Attention
+    flash = Flash3Attention if _installed(_FLASH3) else Flash2Attention
+    return TreesElsewhere(flash, SdpaAttention)
 
 
 def _make_flashinfer(traits: AttentionTraits, device: torch.device) -> AttentionBackend:  # noqa: ARG001
     from outrider.engine.cuda.flashinfer_attention import FlashInferBackend
 
-    return FlashInferBackend(device)
+    return TreesElsewhere(FlashInferBackend(device), SdpaAttention)
 
 
 def _make_triton(traits: AttentionTraits, device: torch.device) -> AttentionBackend:  # noqa: ARG001
     from outrider.engine.cuda.paged_attention import TritonBackend
 
-    return TritonBackend(_programs(device))
+    return TreesElsewhere(TritonBackend(_programs(device)), SdpaAttention)
 
 
 def _make_numba(traits: AttentionTraits, device: torch.device) -> AttentionBackend:  # noqa: ARG001
     from outrider.engine.cpu.attention import NumbaAttention
 
-    return NumbaAttention.backend(traits.dtype)
+    return TreesElsewhere(NumbaAttention.backend(traits.dtype), SdpaAttention)
 
 
 _CHOICES = {

@@ -8,21 +8,29 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from outrider.engine.tree_mask import TreeMask, depths, lineages
 
 
 class RowSlice(NamedTuple):
-    """A row's share of one step: `token_ids` at positions start, start + 1, ...
+    """A row's share of one step: `token_ids` in the slots start, start + 1, ... of its pages.
 
     The row's page table must already cover start + len(token_ids) tokens; from step to step it
     may grow at its end, or be another object. Logits are returned for the last `num_logits` of the
     tokens.
+
+    `parents` make the row's last len(parents) slots, of the tokens of this step and perhaps of some
+    before, the nodes of a tree: -1 is what comes before all of them. A node's position follows its
+    depth, and it sees no nodes but its ancestors. Empty: a chain, whose positions are its slots.
     """
 
     token_ids: Sequence[int]
     start: int
     block_table: Sequence[int]
     num_logits: int
+    parents: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +41,14 @@ class PackedBatch:
     positions: Tensor  # int64 [num_tokens]
     slot_mapping: Tensor  # int64 [num_tokens]: page * page_size + offset, where new KV is written
     cu_seqlens_q: Tensor  # int32 [num_rows + 1]
-    seq_lens: Tensor  # int32 [num_rows]: tokens with KV after this forward (context + new)
+    seq_lens: Tensor  # int32 [num_rows]: slots with KV after this forward (context + new)
     block_table: Tensor  # int32 [num_rows, max_pages], padded with 0
     logits_index: Tensor  # int64 [num_logits]: rows of the hidden state that reach the head
     query_lens: tuple[int, ...]  # per row, on the host
     context_lens: tuple[int, ...]  # per row, seq_lens on the host
     page_size: int
     recorded: bool = False  # of a recorded step: its context_lens are only upper bounds
+    trees: TreeMask | None = None  # if some row holds a tree
 
     @property
     def max_query_len(self) -> int:
@@ -75,6 +84,13 @@ class Model(Protocol):
         """
         ...
 
+    def move_slots(self, source: Tensor, target: Tensor) -> None:
+        """Makes slots `target` int64 [n] hold what `source` [n] held before, in every layer.
+
+        Where two targets are the same, so are their sources.
+        """
+        ...
+
 
 def pack(rows: Sequence[RowSlice], page_size: int, device: torch.device) -> PackedBatch:
     """Packs rows into one batch; host work is vectorised over tokens."""
@@ -84,20 +100,24 @@ def pack(rows: Sequence[RowSlice], page_size: int, device: torch.device) -> Pack
     ends = np.cumsum(query_lens)
     input_ids = np.concatenate([np.asarray(row.token_ids, np.int64) for row in rows])
     row_of_token = np.repeat(np.arange(len(rows)), query_lens)
-    positions = np.arange(len(input_ids)) - np.repeat(ends - query_lens - starts, query_lens)
+    places = np.arange(len(input_ids)) - np.repeat(ends - query_lens - starts, query_lens)
     context_lens = starts + query_lens
     block_table = np.zeros((len(rows), int(-(-context_lens.max() // page_size))), np.int32)
     for i, row in enumerate(rows):
         needed = int(-(-context_lens[i] // page_size))
         block_table[i, :needed] = row.block_table[:needed]
-    slots = block_table[row_of_token, positions // page_size].astype(np.int64) * page_size
-    slots += positions % page_size
+    slots = block_table[row_of_token, places // page_size].astype(np.int64) * page_size
+    slots += places % page_size
     logit_starts = np.repeat(ends - np.cumsum(num_logits), num_logits)
     logits_index = logit_starts + np.arange(int(num_logits.sum()))
 
     def to_device(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
+    positions, trees = places, None
+    if any(row.parents for row in rows):
+        positions, first_nodes, visible = _planted(rows, places, context_lens)
+        trees = TreeMask(to_device(first_nodes.astype(np.int32)), to_device(visible))
     return PackedBatch(
         input_ids=to_device(input_ids),
         positions=to_device(positions),
@@ -109,4 +129,24 @@ def pack(rows: Sequence[RowSlice], page_size: int, device: torch.device) -> Pack
         query_lens=tuple(query_lens.tolist()),
         context_lens=tuple(context_lens.tolist()),
         page_size=page_size,
+        trees=trees,
     )
+
+
+def _planted(
+    rows: Sequence[RowSlice], places: NDArray[np.int64], context_lens: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Positions [tokens], and of the `TreeMask` starts [rows] and visible [tokens].
+
+    `places` [tokens] are the tokens' slots, counted from their rows' first.
+    """
+    positions, visible = places.copy(), np.zeros_like(places)
+    starts, end = context_lens.copy(), 0
+    for i, row in enumerate(rows):
+        end += len(row.token_ids)
+        if row.parents:
+            starts[i] -= len(row.parents)
+            new = min(len(row.parents), len(row.token_ids))
+            positions[end - new : end] = starts[i] + np.array(depths(row.parents)[-new:])
+            visible[end - new : end] = lineages(row.parents)[-new:]
+    return positions, starts, visible

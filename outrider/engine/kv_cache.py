@@ -187,14 +187,26 @@ class KVPools:
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Makes pages `target` int64 [n] hold what `source` [n] held before, in every layer."""
-        tensors = [self._joint] if self._joint is not None else self._tensors()
-        for tensor in tensors:
+        for tensor in self._tensors():
             pages = tensor.view(self._parts(tensor), self.num_pages, -1)
             pages.index_copy_(1, target, pages.index_select(1, source))
         if self.features is not None:
             self.features.copy_pages(source, target)
 
+    def move_slots(self, source: Tensor, target: Tensor) -> None:
+        """Makes slots `target` int64 [n] hold what `source` [n] held before, in every layer.
+
+        Where two targets are the same, so are their sources.
+        """
+        for tensor in self._tensors():
+            slots = tensor.view(self._parts(tensor), self.num_pages * self.page_size, -1)
+            slots.index_copy_(1, target, slots.index_select(1, source))
+        if self.features is not None:
+            self.features.move_slots(source, target)
+
     def _tensors(self) -> list[Tensor]:
+        if self._joint is not None:
+            return [self._joint]
         return [part for pool in self._layers.values() for part in (pool.keys, pool.values)]
 
     def _parts(self, tensor: Tensor) -> int:

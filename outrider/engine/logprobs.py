@@ -21,9 +21,12 @@ Asked = tuple[int, int | None]
 """Of a row: its number of logits, and of likeliest tokens to tell; None: it does not ask."""
 
 
-def drawn_logprobs(logits: Tensor, drawn: Tensor, rows: Sequence[Asked]) -> Tensor:
+def drawn_logprobs(
+    logits: Tensor, drawn: Tensor, rows: Sequence[Asked], order: Tensor | None = None
+) -> Tensor:
     """For each row of `logits` that is asked for, in order: float64 [m, 1 + 2 * top].
 
+    `order`, int64 [n]: which rows of `logits` to take for them; None: each its own.
     logits [n, vocab_size] unedited; drawn int64 [n]. The columns are the log probability of the
     drawn token, those of the `top` likeliest in falling order, and these tokens: numbers of one
     type for one copy. `top` does not depend on how many are asked for, so that the order of equal
@@ -39,6 +42,8 @@ def drawn_logprobs(logits: Tensor, drawn: Tensor, rows: Sequence[Asked]) -> Tens
     at_once = max(1, MAX_VALUES // logits.shape[1])
     parts = []
     places = torch.tensor(index).to(logits.device, non_blocking=True)
+    if order is not None:
+        places = order[places]
     for part in torch.split(places, at_once):
         logprobs = logits[part].float().log_softmax(dim=-1)
         own = logprobs.gather(1, drawn[part, None])

@@ -122,6 +122,11 @@ class PagedModel:
         self.pools.copy_pages(source, target)
 
     @torch.inference_mode()
+    def move_slots(self, source: Tensor, target: Tensor) -> None:
+        """Makes slots `target` int64 [n] hold what `source` [n] held before, in every layer."""
+        self.pools.move_slots(source, target)
+
+    @torch.inference_mode()
     def logits(self, batch: PackedBatch, out: Tensor | None = None) -> Tensor:
         """What `forward` returns, in the model's dtype, in `out` [num_logits, vocab] if given."""
         return self._step.forward(self._backend(batch), out)

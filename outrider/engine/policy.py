@@ -1,8 +1,9 @@
 """When a row goes ahead without its draft, and how many tokens to draft: all of it is here.
 
 The scheduler asks which rows are ready (`split`) and how many draft tokens a row's next round
-takes (`Drafting.num_draft_tokens`), and reports what happened. `Policy` has a fixed K and a fixed
-patience; `AdaptivePolicy` (adaptive.py) overrides what it decides with what it measures.
+takes (`Drafting.num_draft_tokens`: K, of a tree all nodes), and reports what happened. `Policy` has
+a fixed K and a fixed patience; `AdaptivePolicy` (adaptive.py) overrides what it decides with what
+it measures.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence as Rows
 
 from outrider.counts import StepCounts
 from outrider.draft_tree import DraftTree
-from outrider.engine.sequence import BlockFate, Drafting, Sequence
+from outrider.engine.sequence import BlockFate, Drafting, Round, Sequence
 from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.types import Request
 
@@ -54,8 +55,8 @@ class Policy:
     ) -> None:
         """A draft of so many tokens, which took `draft_s`, came this long after it was wanted."""
 
-    def observe_round(self, drafting: Drafting, drafted: int, accepted: int) -> None:
-        """A row's round verified `drafted` tokens, perhaps none."""
+    def observe_round(self, drafting: Drafting, round_: Round) -> None:
+        """A row's round verified tokens, perhaps none."""
 
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """A step of that size took this long, forward and verification."""
@@ -65,6 +66,11 @@ class Policy:
     ) -> None:
         """A step ended: all rows that are admitted, tokens committed, whether any draft was
         verified, and whether no prompt was processed."""
+
+    @property
+    def undrafted_sizes(self) -> frozenset[int]:
+        """Numbers of rows at which nothing is drafted at present, by their bit length."""
+        return frozenset()
 
     def plain_step_s(self, num_rows: int) -> float:  # noqa: ARG002
         """Seconds that a step of so many rows without drafts is expected to take; 0: unknown."""
@@ -87,20 +93,25 @@ class Policy:
             limit = 0
         return Drafting(limit=limit)
 
-    def attach(self, seq: Sequence, proposer_id: str | None, limit: int, now: float) -> None:
-        """A proposer took the session on, or (None) left it; it drafts at most `limit` tokens."""
+    def attach(
+        self, seq: Sequence, proposer_id: str | None, limit: int, now: float, *, asked: bool = True
+    ) -> None:
+        """A proposer took the session on, or (None) left it; it drafts at most `limit` tokens.
+
+        It was `asked` for a draft, or follows for now.
+        """
         d = seq.drafting
         if proposer_id != d.proposer_id:
             d.misses = d.rest = d.next_rest = d.blocks = 0
             d.hit, d.hit_share, d.free_tokens = None, 0.0, 0.0
             d.awaited_since = now
             d.commits.clear()
-            d.commits.append((len(seq.token_ids), now, True))
+            d.commits.append((len(seq.token_ids), now, asked))
             if proposer_id is not None:
                 d.drafter = self._drafters.get(proposer_id, proposer_id)
                 self.expect(d, proposer_id)
         d.proposer_id, d.proposer_limit = proposer_id, limit
-        d.num_draft_tokens = self._k(d)
+        d.num_draft_tokens = self._k(d) if asked else 0
 
     def block_arrived(
         self,
@@ -218,19 +229,17 @@ class Policy:
             c.misses_late += not d.wrong
             self.counts.fates[d.proposer_id or "", "wrong" if d.wrong else "late"] += 1
 
-    def round_done(
-        self, seq: Sequence, drafted: int, accepted: int, wrong: bool, now: float
-    ) -> None:
+    def round_done(self, seq: Sequence, round_: Round, wrong: bool, now: float) -> None:
         """A row emitted tokens; `wrong` says that its draft fell off the committed path."""
         d = seq.drafting
         if d.looked_at is not None:
-            free = accepted if d.hit else 0
+            free = round_.accepted if d.hit else 0
             d.free_tokens += (free - d.free_tokens) * (1 - HIT_FADE)
-        else:  # the prompt is through
+        if d.looked_at is None or not d.num_draft_tokens:  # no draft was to come before
             d.awaited_since = now
         d.looked_at, d.wrong, d.committed_at = None, wrong, now
         d.commits.append((len(seq.token_ids), now, seq.draft is None))
-        self.observe_round(d, drafted, accepted)
+        self.observe_round(d, round_)
         d.num_draft_tokens = self._k(d)
 
     def _k(self, d: Drafting) -> int:

@@ -15,6 +15,8 @@ from outrider.engine.logprobs import Asked, drawn_logprobs, to_token_logprobs
 from outrider.engine.rules import RuledRow, apply_rules, is_coupled, lane_of
 from outrider.engine.sampling import Lane, SamplingBatch, sample
 from outrider.engine.step import ScheduledRow, Step, StepResult
+from outrider.engine.tree_mask import depths
+from outrider.engine.tree_walk import padded, per_row, walk_trees
 from outrider.engine.verifier import verify_rows
 from outrider.params import SamplingParams
 from outrider.types import TokenLogprobs
@@ -75,15 +77,25 @@ class Runner:
 
     @torch.inference_mode()
     def verify(self, step: Step, logits: Tensor) -> Verified:
-        """Draws from `logits`, and compares with the drafts."""
+        """Draws from `logits`, and compares with the drafts.
+
+        What is accepted of a tree moves to the slots that it has in the text.
+        """
         rows = [row for row in step.rows if row.slice.num_logits]
         if not rows:
             return Verified(torch.empty((0, 1), dtype=torch.int64))
         drawn = self._draw(logits, rows)
+        order = None
+        if any(row.slice.parents for row in rows):
+            walk = walk_trees(drawn, rows, self.model.page_size)
+            self.model.move_slots(walk.source, walk.target)
+            tokens, order = walk.tokens, walk.order
+        else:
+            tokens = self._compared(drawn, rows)
         logprobs = None
         if any(row.seq.request.top_logprobs is not None for row in rows):
-            logprobs = drawn_logprobs(logits, drawn, asked(rows))
-        return Verified(self._compared(drawn, rows), logprobs)
+            logprobs = drawn_logprobs(logits, drawn, asked(rows), order)
+        return Verified(tokens, logprobs)
 
     def _compared(self, drawn: Tensor, rows: list[ScheduledRow]) -> Tensor:
         """`Verified.tokens` of what was drawn, int64 [num_logits]."""
@@ -91,13 +103,8 @@ class Runner:
         width = max(counts)
         if width == 1:
             return torch.stack((torch.zeros_like(drawn), drawn), dim=1)
-        padding = (-1,) * (width - 1)
-        drafts = torch.tensor([(row.draft + padding)[: width - 1] for row in rows])
-        if min(counts) < width:
-            starts = torch.tensor(counts).cumsum(0) - torch.tensor(counts)
-            at = (starts[:, None] + torch.arange(width)).clamp(max=len(drawn) - 1)
-            drawn = drawn[at.to(drawn.device, non_blocking=True)]
-        choices = drawn.view(len(rows), width)
+        choices = per_row(drawn, counts)
+        drafts = padded([row.draft for row in rows], width - 1, -1)
         accepted = verify_rows(drafts.to(drawn.device, non_blocking=True), choices)
         return torch.cat((accepted[:, None], choices), dim=1)
 
@@ -129,7 +136,11 @@ class Runner:
             count = row.slice.num_logits
             end = row.slice.start + len(row.slice.token_ids) + 1
             params += [row.seq.request.sampling] * count
-            positions += range(end - count, end)
+            if row.slice.parents:
+                first = end - count  # position of the first token that is drawn
+                positions += [first, *(first + 1 + depth for depth in depths(row.slice.parents))]
+            else:
+                positions += range(end - count, end)
             lanes += [lane_of(row.seq.request)] * count
         return SamplingBatch.build(params, positions, self.model.device, lanes)
 

@@ -11,12 +11,12 @@ from collections import deque
 
 from outrider.config import EngineConfig
 from outrider.counts import Admission
-from outrider.draft_tree import DraftProbs
 from outrider.engine.batch import RowSlice
 from outrider.engine.block_pool import BlockPool
 from outrider.engine.constraint import ConstraintEditor
+from outrider.engine.draft_choice import NO_DRAFT, choose_draft
 from outrider.engine.policy import Policy
-from outrider.engine.sequence import Sequence, token_kinds
+from outrider.engine.sequence import Round, Sequence, token_kinds
 from outrider.engine.step import ScheduledRow, Step, StepResult
 from outrider.params import TokenIds
 from outrider.types import Commit, Failure, Request
@@ -98,11 +98,13 @@ class Scheduler:
         for row, choices, accepted, logprobs in results:
             seq = row.seq
             # Rejected drafts need no undoing: their slots lie behind num_computed, in pages of
-            # this row's own, and are written again by the tokens that follow.
+            # this row's own, and are written again by the tokens that follow. What was accepted of
+            # a tree has already moved to the slots before them.
             seq.num_computed += len(row.slice.token_ids) - len(row.draft) + accepted
             commit = None
             if choices:
-                commit = self._emit(row, tuple(choices[: accepted + 1]), accepted, seconds, now)
+                output = tuple(choices[: accepted + 1])
+                commit = self._emit(seq, output, row.round(output), seconds, now)
                 if logprobs:
                     commit = commit._replace(logprobs=logprobs[: len(commit.token_ids)])
                 commits.append(commit)
@@ -133,9 +135,9 @@ class Scheduler:
         return failures
 
     def _emit(
-        self, row: ScheduledRow, choices: TokenIds, accepted: int, seconds: float, now: float
+        self, seq: Sequence, choices: TokenIds, round_: Round, seconds: float, now: float
     ) -> Commit:
-        seq, drafted = row.seq, len(row.draft)
+        drafted, accepted = round_.drafted, round_.accepted
         base_len = len(seq.token_ids)
         first = base_len == seq.num_prompt_tokens
         output, finish_reason = seq.trim(choices)
@@ -158,12 +160,12 @@ class Scheduler:
         else:
             counters.score_s += seconds
             counts.score_s += seconds
-        self.policy.round_done(seq, drafted, accepted, wrong, now)
+        self.policy.round_done(seq, round_, wrong, now)
         return Commit(
             session_id=seq.session_id,
             base_len=base_len,
             token_ids=output,
-            kinds=token_kinds(drafted, accepted, len(output)),
+            kinds=token_kinds(round_.tried, accepted, len(output)),
             num_draft_tokens=0 if finish_reason else seq.drafting.num_draft_tokens,
             finish_reason=finish_reason,
             stats=seq.stats() if finish_reason or seq.request.running_stats else None,
@@ -231,27 +233,18 @@ class Scheduler:
         """A row of at most `left` tokens, with pages to hold them; None if there are none."""
         start, length = seq.num_computed, len(seq.token_ids)
         end = min(length, start + left)
-        draft: TokenIds = ()
+        draft = NO_DRAFT
         if seq.draft is not None and end == length:
-            # The last token that a request can commit needs no draft, and no KV.
-            room = min(max_draft, left - (end - start), seq.max_len - length - 1)
-            draft = seq.draft.first_path(min(seq.drafting.num_draft_tokens, room), seq.draft_node)
-            if seq.constraint is not None:
-                # A token that was drawn is rejected, not left out: what follows depends on it.
-                drawn = bool(seq.draft.probs)
-                draft = draft[: seq.constraint.num_allowed(draft) + drawn]
-        if end + len(draft) > len(seq.block_table) * self.config.page_size:
-            if self._missing_pages(seq, end + len(draft)) > self.pool.num_free:
-                draft = ()  # no draft is worth another row's pages
-            if not self._cover(seq, end + len(draft), rows):
+            draft = choose_draft(seq, min(max_draft, left - (end - start)))
+        if end + len(draft.token_ids) > len(seq.block_table) * self.config.page_size:
+            if self._missing_pages(seq, end + len(draft.token_ids)) > self.pool.num_free:
+                draft = NO_DRAFT  # no draft is worth another row's pages
+            if not self._cover(seq, end + len(draft.token_ids), rows):
                 return None
-        num_logits = len(draft) + 1 if end == length else 0
-        token_ids = (*seq.token_ids[start:end], *draft)
-        draft_probs: tuple[DraftProbs | None, ...] = ()
-        if draft and seq.draft is not None:
-            draft_probs = seq.draft.first_probs(len(draft), seq.draft_node)
-        row_slice = RowSlice(token_ids, start, seq.block_table, num_logits)
-        return ScheduledRow(seq, row_slice, draft, draft_probs)
+        num_logits = len(draft.token_ids) + 1 if end == length else 0
+        token_ids = (*seq.token_ids[start:end], *draft.token_ids)
+        row_slice = RowSlice(token_ids, start, seq.block_table, num_logits, draft.parents)
+        return ScheduledRow(seq, row_slice, draft.token_ids, draft.probs)
 
     def _cover(self, seq: Sequence, length: int, rows: dict[int, ScheduledRow]) -> bool:
         """Gives a sequence pages for `length` tokens, preempting the youngest rows if need be.

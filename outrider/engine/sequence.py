@@ -6,6 +6,7 @@ import enum
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from outrider.draft_tree import DraftTree
 from outrider.engine.block_pool import ROOT_HASH, PageHash, page_hash
@@ -64,6 +65,20 @@ class Counters:
         self.rounds_by_accepted[accepted] += 1
 
 
+class Round(NamedTuple):
+    """What became of a row's draft in one step."""
+
+    drafted: int  # tokens verified: of a tree all nodes
+    depth: int  # of them after one another at most; a chain: all
+    accepted: int  # of a tree the nodes of one path
+    rejected: bool  # something was drafted where the accepted tokens end; not what came
+
+    @property
+    def tried(self) -> int:
+        """Places at which the draft was right or wrong: later ones say nothing."""
+        return self.accepted + self.rejected
+
+
 @dataclass(slots=True)
 class Drafting:
     """What the policy knows about one row's proposer. Only the policy changes it."""
@@ -90,6 +105,7 @@ class Drafting:
     awaited_since: float = 0.0  # when the first of them could be used, if it had come
     successes: float = 0.0  # draft tokens accepted, fading
     trials: float = 0.0  # draft tokens accepted or rejected, fading
+    levels: float = 1.0  # depth of a draft per token of it, fading; a chain's is 1
     short_rounds: int = 0  # with less than the greatest K, since that was last tried
     wait_s: float = 0.0  # moving average of a round's wait
     hit: bool | None = None  # whether the last round that wanted a draft had one at once
@@ -269,10 +285,10 @@ class Sequence:
 
 
 @lru_cache(maxsize=4096)
-def token_kinds(drafted: int, accepted: int, emitted: int) -> tuple[TokenKind, ...]:
-    """Where each of `emitted` tokens of a round came from."""
-    if not drafted:
+def token_kinds(tried: int, accepted: int, emitted: int) -> tuple[TokenKind, ...]:
+    """Where each of `emitted` tokens of a round came from; see `Round`."""
+    if not tried:
         last = TokenKind.PLAIN
     else:
-        last = TokenKind.BONUS if accepted == drafted else TokenKind.RECOVERED
+        last = TokenKind.BONUS if accepted == tried else TokenKind.RECOVERED
     return ((TokenKind.ACCEPTED,) * accepted + (last,))[:emitted]

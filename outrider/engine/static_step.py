@@ -208,7 +208,7 @@ class StaticInputs:
         """
         sizes, query_len, any_apart = self._sizes, bucket.query_len, False
         slices = [row.slice for row in rows]
-        tokens, starts, tables, _ = zip(*slices, strict=True) if rows else ((),) * 4
+        tokens, starts, tables, *_ = zip(*slices, strict=True) if rows else ((),) * 3
         for i, table in enumerate(tables):
             constants = self._at[i]
             if constants.table is not table:
@@ -292,7 +292,8 @@ class StaticInputs:
 
     def _grow(self, i: int, constants: _Constants) -> None:
         """Takes in what was appended to the table of the row at place i."""
-        known, length = constants.num_pages, len(constants.table)
+        # Trees may reach beyond the longest context, and are not recorded then.
+        known, length = constants.num_pages, min(len(constants.table), self._sizes.table_width)
         constants.pages[known:length] = constants.table[known:]
         constants.num_pages = length
         new = slice(self._lengths[i], length)

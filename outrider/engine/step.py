@@ -6,20 +6,34 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from outrider.draft_tree import DraftProbs
+from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.engine.batch import RowSlice
-from outrider.engine.sequence import Sequence
+from outrider.engine.sequence import Round, Sequence
+from outrider.engine.tree_mask import depths
 from outrider.params import TokenIds
 from outrider.types import TokenLogprobs
 
 
 class ScheduledRow(NamedTuple):  # made in a third of a frozen dataclass's time
-    """A row's share of a step: known tokens that lack KV, then drafts to verify."""
+    """A row's share of a step: known tokens that lack KV, then drafts to verify.
+
+    With `slice.parents` the drafts are the nodes of a tree, else a chain.
+    """
 
     seq: Sequence
     slice: RowSlice
     draft: TokenIds
     draft_probs: tuple[DraftProbs | None, ...] = ()  # what it was drawn from; empty: point masses
+
+    def round(self, output: TokenIds) -> Round:
+        """What became of the draft when verification gave `output`, the last one never drafted."""
+        drafted, accepted, parents = len(self.draft), len(output) - 1, self.slice.parents
+        if not parents:
+            return Round(drafted, drafted, accepted, accepted < drafted)
+        tree = DraftTree(0, self.draft, tuple(parents))
+        node = tree.descend(output[:-1])
+        assert node is not None, "accepted, but never drafted"
+        return Round(drafted, max(depths(parents)) + 1, accepted, not tree.is_leaf(node))
 
 
 @dataclass(frozen=True, slots=True)

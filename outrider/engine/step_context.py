@@ -45,12 +45,21 @@ class RowGroup:
             self.query_index = (starts[:, None] + torch.minimum(steps, lens - 1)).flatten()
             if padded:
                 self.unpad_index = (steps < lens).flatten().nonzero().flatten()
-            self._positions = batch.positions[self.query_index].view(self.num_rows, -1)
-        else:
-            self._positions = batch.positions.view(self.num_rows, -1)
+        self._positions = self._per_query(batch.positions)
+        self._trees = batch.trees
+        if batch.trees is not None:
+            starts = batch.trees.starts
+            self._tree_starts = starts if picked is None else starts[picked]
+            self._visible = self._per_query(batch.trees.visible)
         self.slots = self._slots(batch.page_size)  # [B * L]
         self._masks: dict[tuple[int | None, int, torch.dtype], Tensor | None] = {}
         self._head_major_masks: dict[tuple[int | None, int, int, torch.dtype], Tensor] = {}
+
+    def _per_query(self, values: Tensor) -> Tensor:
+        """[tokens of the batch] to [B, Q]."""
+        if self.query_index is not None:
+            values = values[self.query_index]
+        return values.view(self.num_rows, -1)
 
     def _slots(self, page_size: int) -> Tensor:
         offsets = torch.arange(page_size, device=self._table.device)
@@ -85,13 +94,16 @@ class RowGroup:
         return self._head_major_masks[key]
 
     def _make_mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor | None:
-        if window is None and self._even and self.max_query_len == 1:
+        if window is None and self._even and self.max_query_len == 1 and self._trees is None:
             return None
         keys = torch.arange(self.max_context_len, device=self.slots.device)
         queries = self._positions[:, :, None]
         hidden = keys > queries  # [B, Q, L]
         if window is not None:
             hidden |= keys <= queries - window
+        if self._trees is not None:
+            seen = self._trees.seen(keys, self._tree_starts, self._visible, window)
+            hidden = torch.where(keys < self._tree_starts[:, None, None], hidden, ~seen)
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
         mask.masked_fill_(hidden, float("-inf"))
         if repeats > 1:

@@ -38,6 +38,48 @@ def verify_rows(drafts: Tensor, choices: Tensor) -> Tensor:
     return (drafts == choices[:, :-1]).cumprod(dim=1).sum(dim=1)
 
 
+def verify_tree(
+    draft_tokens: Sequence[int], parents: Sequence[int], target_choices: Sequence[int]
+) -> tuple[int, ...]:
+    """The nodes of a drafted tree that are accepted, from the root down: the readable definition.
+
+    `target_choices[0]` is what the target chooses before all nodes (parent -1), and
+    `target_choices[1 + i]` what it chooses after node i and its ancestors. The walk goes to the
+    child that equals the choice, the first of them, as long as there is one. The round then commits
+    the choices along it: the tokens of its nodes, and one more.
+    """
+    path: list[int] = []
+    node = -1
+    while True:
+        children = (i for i in range(len(parents)) if parents[i] == node)
+        chosen = next((i for i in children if draft_tokens[i] == target_choices[node + 1]), None)
+        if chosen is None:
+            return tuple(path)
+        path.append(node := chosen)
+
+
+def verify_trees(drafts: Tensor, parents: Tensor, choices: Tensor, max_depth: int) -> Tensor:
+    """`verify_tree` for many rows at once, where the tensors are: int64 [n, max_depth].
+
+    drafts int64 [n, k] and parents int64 [n, k], smaller trees padded with tokens of -1, which none
+    equals; choices int64 [n, k + 1], padded with anything. No tree is deeper than `max_depth`. What
+    follows the end of a path is -1.
+    """
+    num_rows, width = choices.shape
+    nodes = torch.arange(-1, width - 1, device=drafts.device)
+    # Row j: after node j - 1, or the root.
+    children = (parents[:, None, :] == nodes[:, None]) & (drafts[:, None, :] == choices[:, :, None])
+    first = torch.where(children.any(dim=2), children.int().argmax(dim=2) + 1, width)
+    following = torch.nn.functional.pad(first, (0, 1), value=width)  # after the end, the end
+    at = torch.zeros(num_rows, 1, dtype=torch.int64, device=drafts.device)
+    path = []
+    for _ in range(max_depth):
+        at = following.gather(1, at)
+        path.append(at)
+    reached = torch.cat(path, dim=1)
+    return torch.where(reached < width, reached - 1, -1)
+
+
 @dataclass(frozen=True, slots=True)
 class VerifyBatch:
     """What drawing without cuts and verifying take besides logits: n rows of k + 1 tokens."""

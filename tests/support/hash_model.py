@@ -65,13 +65,29 @@ class HashModel:
             pages = held.reshape(-1, self.page_size)  # a view
             pages[target.numpy()] = pages[source.numpy()]
 
+    def move_slots(self, source: Tensor, target: Tensor) -> None:
+        for held in (self._slots, self._positions):
+            moved = held[source.numpy()]
+            held[target.numpy()] = moved
+
     def _context(self, batch: PackedBatch, row: int, index: int) -> list[int]:
         """Tokens at positions 0 .. position of token `index`, as the pages hold them."""
-        at = np.arange(int(batch.positions[index]) + 1)
-        pages = batch.block_table[row].numpy()[at // self.page_size]
-        slots = pages * self.page_size + at % self.page_size
-        assert (self._positions[slots] == at).all(), "a slot holds another position"
+        places = np.arange(int(batch.positions[index]) + 1)
+        if batch.trees is not None and (lineage := int(batch.trees.visible[index])):
+            first = int(batch.trees.starts[row])
+            nodes = [first + i for i in range(64) if lineage >> i & 1]
+            assert first + len(nodes) == len(places), "a position that is not its depth's"
+            places[first:] = nodes
+        slots = self._slots_of(batch, row, places)
+        expected = np.arange(len(places))
+        assert (self._positions[slots] == expected).all(), "a slot holds another position"
         return self._slots[slots].tolist()  # type: ignore[no-any-return]
+
+    def _slots_of(self, batch: PackedBatch, row: int, places: np.ndarray) -> np.ndarray:
+        """The slots at `places` of a row's pages."""
+        pages = batch.block_table[row].numpy()[places // self.page_size]
+        slots: np.ndarray = pages * self.page_size + places % self.page_size
+        return slots
 
     def _logits(self, states: np.ndarray) -> np.ndarray:
         x = (np.arange(self.vocab_size, dtype=np.uint64) * 0x9E3779B1 + states[:, None]) & MASK

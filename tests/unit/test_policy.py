@@ -13,6 +13,7 @@ from outrider.draft_tree import DraftTree
 from outrider.engine.adaptive import AdaptivePolicy, StepTimes
 from outrider.engine.engine import Engine
 from outrider.engine.policy import FIRST_PATIENCE_S, FIRST_REST, Policy
+from outrider.engine.sequence import Round
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Commit, Request, RequestStats
 from tests.support.hash_model import HashModel, Sequential
@@ -325,7 +326,7 @@ def test_a_greater_k_is_tried_again_after_a_time_without_drafts() -> None:
         now += step_times().estimate(1 + k)
         policy.observe_step(1, 1 + k, step_times().estimate(1 + k))
         policy.step_done(1, 1, now, drafted=k > 0, pure=True)
-        policy.observe_round(drafting, k, 0)
+        policy.observe_round(drafting, Round(k, k, 0, k > 0))
     assert any(chosen_k[-100:]), "what was useless for long may not be any more"
 
 

@@ -132,6 +132,8 @@ class GraphRunner:
         lengths = [len(row.slice.token_ids) for row in step.rows]
         if lengths != [row.slice.num_logits for row in step.rows]:
             return None
+        if any(row.slice.parents for row in step.rows):
+            return None
         longest = max(lengths)
         for bucket in self._buckets:
             if bucket.query_len >= longest and bucket.rows >= len(lengths):
