@@ -7,15 +7,20 @@ other's tokens: how likely a path is, is the product of its tokens' probabilitie
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.drafting.checkpoints import Checkpoint, TargetTensors
 from outrider.drafting.guess_trees import Nodes, TargetDraws, best_products
 from outrider.engine.linear import Linear, pack_linear
+from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
 
 
@@ -78,3 +83,116 @@ class MedusaHead:
             torch.cat(ids, 1).tolist(), torch.cat(log_probs, 1).tolist(), sizes, strict=True
         )
         return [best_products(*row) for row in by_row]
+
+
+class _Layout(NamedTuple):
+    """How a checkpoint spells what it holds, of head i, layer j, in heads of n layers."""
+
+    layer_weight: str  # a regular expression of i and j
+    layer: str
+    lm_head: str
+
+
+_LAYOUTS = (  # of FasterDecoding, which text-generation-inference shares; of vLLM
+    _Layout(r"(\d+)\.(\d+)\.linear\.weight", "{i}.{j}.linear", "{i}.{n}.weight"),
+    _Layout(
+        r"blocks\.(\d+)\.layers\.(\d+)\.weight", "blocks.{i}.layers.{j}", "lm_heads.{i}.weight"
+    ),
+)
+_PREFIXES = ("", "medusa_head.", "medusa_heads.")  # with one: inside the whole model's file
+
+
+def load_medusa(
+    folder: Path, target_folder: Path, *, dtype: torch.dtype, device: torch.device
+) -> MedusaHead:
+    """Reads Medusa heads: FasterDecoding's file or vLLM's, or those inside a whole model's.
+
+    How many heads and layers there are is counted: published configurations say it wrong. Raises
+    `ConfigError`, naming the tensor that does not fit the format or the target.
+    """
+    checkpoint, target = Checkpoint(folder), TargetTensors(target_folder)
+    config = checkpoint.config
+    layout, prefix, num_heads, num_layers = _find_heads(checkpoint)
+    needs_bias = layout is _LAYOUTS[0] or bool(config.get("medusa_fc_bias", False))
+    token_map = _token_map(checkpoint, f"{prefix}token_map", target.vocab_size)
+    scale = float(config.get("logit_scale", 1.0))
+
+    def layer(i: int, j: int) -> tuple[Tensor, Tensor | None]:
+        name = prefix + layout.layer.format(i=i, j=j)
+        size = target.hidden_size
+        weight = checkpoint.tensor(f"{name}.weight", size, size).to(device, dtype)
+        if not needs_bias and f"{name}.bias" not in checkpoint:
+            return weight, None
+        return weight, checkpoint.tensor(f"{name}.bias", size).to(device, dtype)
+
+    def lm_head(stored: Tensor, name: str) -> Tensor:
+        """Rows for the known tokens; a file may hold them for all."""
+        if token_map is not None and len(stored) != len(token_map):
+            stored = stored[token_map] if len(stored) == target.vocab_size else stored
+        rows = target.vocab_size if token_map is None else len(token_map)
+        if tuple(stored.shape) != (rows, target.hidden_size):
+            raise ConfigError(
+                f"{name} in {folder} is of shape {list(stored.shape)}; "
+                f"{[rows, target.hidden_size]} follows from the target."
+            )
+        return stored.to(device, dtype) if scale == 1.0 else (stored * scale).to(device, dtype)
+
+    blocks = [tuple([layer(i, j) for j in range(num_layers)]) for i in range(num_heads)]
+    names = [prefix + layout.lm_head.format(i=i, n=num_layers) for i in range(num_heads)]
+    if config.get("original_lm_head", False):  # one for all, which the file may leave out
+        names = [name for name in (names[0], f"{prefix}lm_head.weight") if name in checkpoint][:1]
+    lm_heads = [lm_head(checkpoint.tensor(name), name) for name in names]
+    if not lm_heads:
+        lm_heads = [lm_head(target.head(), "lm_head.weight")]
+    if not prefix:
+        checkpoint.check_all_taken(ignored=["token_map"])
+    return MedusaHead(
+        MedusaWeights(
+            tuple(blocks),
+            tuple(lm_heads),
+            target.vocab_size,
+            None if token_map is None else token_map.to(device),
+        )
+    )
+
+
+def _find_heads(checkpoint: Checkpoint) -> tuple[_Layout, str, int, int]:
+    """Layout and prefix of the tensors' names, and how many heads and layers they make."""
+    for prefix in _PREFIXES:
+        for layout in _LAYOUTS:
+            spelt = re.compile(re.escape(prefix) + layout.layer_weight)
+            found = [
+                match.groups() for name in checkpoint.names if (match := spelt.fullmatch(name))
+            ]
+            if found:
+                return (
+                    layout,
+                    prefix,
+                    1 + max(int(i) for i, _ in found),
+                    1 + max(int(j) for _, j in found),
+                )
+    raise ConfigError(
+        f"{checkpoint.folder} holds no Medusa heads: neither a tensor 0.0.linear.weight nor "
+        "blocks.0.layers.0.weight."
+    )
+
+
+def _token_map(checkpoint: Checkpoint, name: str, vocab_size: int) -> Tensor | None:
+    """The target's ids of the tokens that the heads know, int64; None: all."""
+    known = checkpoint.config.get("truncated_vocab_size")
+    if known == vocab_size or (known is None and name not in checkpoint):
+        return None
+    token_map = checkpoint.tensor(name)
+    ids = token_map.flatten().tolist()
+    if (
+        token_map.dtype not in (torch.int64, torch.int32)
+        or token_map.dim() != 1
+        or known not in (None, len(ids))
+        or len(set(ids)) < len(ids)
+        or not 0 <= min(ids, default=-1) <= max(ids, default=vocab_size) < vocab_size
+    ):
+        raise ConfigError(
+            f"{name} in {checkpoint.folder} must hold truncated_vocab_size different token ids "
+            f"below {vocab_size}."
+        )
+    return token_map.long()

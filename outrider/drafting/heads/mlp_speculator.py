@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.drafting.checkpoints import Checkpoint, TargetTensors
 from outrider.drafting.guess_trees import Nodes, TargetDraws, best_nodes
 from outrider.engine.linear import Linear, pack_linear
+from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
 
 _EPS = 1e-6
@@ -46,7 +49,8 @@ class MlpSpeculatorHead:
         self.max_depth = len(stages)
         self.device = first.head.device
         self._dtype = first.head.dtype
-        self._stages = stages
+        self._emb = [stage.emb for stage in stages]
+        self._ln = [(stage.ln_weight, stage.ln_bias) for stage in stages]
         packed: dict[int, Linear] = {}  # tied weights are packed once
         for stage in stages:
             for weight in (stage.proj, stage.head):
@@ -67,9 +71,9 @@ class MlpSpeculatorHead:
 
     def step(self, states: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """States and tokens int64 [m] to the next states [m, inner] and float32 [m, vocab]."""
-        stage = self._stages[depth]
-        x = self._proj[depth](states) + self._token_weight * stage.emb[tokens]
-        x = F.gelu(stage.ln_weight * _normed(x) + stage.ln_bias)
+        weight, bias = self._ln[depth]
+        x = self._proj[depth](states) + self._token_weight * self._emb[depth][tokens]
+        x = F.gelu(weight * _normed(x) + bias)
         return x, self._head[depth](x).float()
 
     def grow(
@@ -104,3 +108,54 @@ def _normed(x: Tensor) -> Tensor:
     """x over the root of its mean square; no mean is taken out."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + _EPS)).to(x.dtype)
+
+
+def load_mlp_speculator(
+    folder: Path, target_folder: Path, *, dtype: torch.dtype, device: torch.device
+) -> MlpSpeculatorHead:
+    """Reads a checkpoint in the format of ibm-fms (`model_type` mlp_speculator).
+
+    Raises `ConfigError`, naming the setting or the tensor that does not fit the format or the
+    target.
+    """
+    checkpoint, target = Checkpoint(folder), TargetTensors(target_folder)
+    config = checkpoint.config
+    if config.get("model_type") != "mlp_speculator":
+        raise ConfigError(
+            f"config.json in {folder}: model_type is {config.get('model_type')!r}, not "
+            "'mlp_speculator'."
+        )
+    hidden, vocab = checkpoint.number("emb_dim"), checkpoint.number("vocab_size")
+    if (hidden, vocab) != (target.hidden_size, target.vocab_size):
+        raise ConfigError(
+            f"config.json in {folder}: emb_dim {hidden} and vocab_size {vocab} must be the "
+            f"target's hidden_size {target.hidden_size} and vocab_size {target.vocab_size}."
+        )
+    inner = config.get("inner_dim") and checkpoint.number("inner_dim")
+    inner = inner or hidden  # 0: the same
+    num_stages = checkpoint.number("n_predict")
+    tied = bool(config.get("tie_weights", False))
+    prefix = "speculator." if any(n.startswith("speculator.") for n in checkpoint.names) else ""
+    loaded: dict[str, Tensor] = {}
+
+    def take(kind: str, stage: int, *shape: int, leaf: str = "weight") -> Tensor:
+        if tied:  # the first projection alone takes the target's state
+            stage = min(stage, 1) if kind == "proj" else 0
+        name = f"{prefix}{kind}.{stage}.{leaf}"
+        if name not in loaded:
+            loaded[name] = checkpoint.tensor(name, *shape).to(device, dtype)
+        return loaded[name]
+
+    stages = [
+        SpeculatorStage(
+            emb=take("emb", i, vocab, inner),
+            proj=take("proj", i, inner, inner if i else hidden),
+            ln_weight=take("ln", i, inner),
+            ln_bias=take("ln", i, inner, leaf="bias"),
+            head=take("head", i, vocab, inner),
+        )
+        for i in range(num_stages)
+    ]
+    if not tied:  # tied weights may be written once or once a step
+        checkpoint.check_all_taken()
+    return MlpSpeculatorHead(stages, scale_input=bool(config.get("scale_input", False)))
