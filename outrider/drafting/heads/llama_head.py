@@ -1,0 +1,43 @@
+"""What the draft modules made of Llama layers share: EAGLE and EAGLE-3."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.drafting.heads.llama_layers import LlamaLayer, LlamaShape, Place
+from outrider.engine.backends import AttentionTraits
+from outrider.engine.kv_cache import KVPools
+
+
+class LlamaHead:
+    """Layers, embedding and rotary table; a subclass says how a row goes through them."""
+
+    def __init__(
+        self, shape: LlamaShape, place: Place, layers: list[LlamaLayer], embedding: Tensor
+    ) -> None:
+        """`embedding` [vocab_size, any width], in any dtype: only rows of it are converted."""
+        self.vocab_size = len(embedding)
+        self.max_model_len = shape.max_model_len
+        self.state_size = shape.hidden_size
+        self.dtype, self.device = place.dtype, place.device
+        self.kv_layers = ((shape.num_kv_heads, shape.head_dim, shape.head_dim),) * len(layers)
+        self._shape = shape
+        self._layers = layers
+        self._embedding = embedding.to(place.device)
+        self._rope = shape.rope_table(place)
+
+    def attention_traits(self, page_size: int) -> AttentionTraits:
+        return self._shape.attention_traits(page_size, self.dtype)
+
+    def bind(self, pools: KVPools) -> None:
+        for i, layer in enumerate(self._layers):
+            layer.bind(pools, i)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self._embedding).to(self.dtype)
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        """A float64 module keeps its precision, as a float64 model does."""
+        return logits if logits.dtype is torch.float64 else logits.float()
