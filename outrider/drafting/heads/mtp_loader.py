@@ -74,7 +74,8 @@ class _ModuleReader:
         if foreign:
             raise ConfigError(
                 f"{self._tensors.folder} holds {', '.join(foreign[:3])}, which the format of "
-                f"{self._stored.name} does not have: drafts would not be what the head was trained for."
+                f"{self._stored.name} does not have: drafts would not be what the head was "
+                "trained for."
             )
         module.load_state_dict(weights, assign=True)
 
