@@ -7,6 +7,7 @@ one long row would change for every row of the batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,23 @@ def check_supported(model: nn.Module) -> None:
     reason = _refusal(model, model.config)
     if reason is not None:
         raise UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}.")
+
+
+def check_shardable(config: Any, num_ranks: int) -> None:
+    """Raises `UnsupportedModelError` unless `num_ranks` ranks can share the model out evenly."""
+    text = config.get_text_config(decoder=True)
+    if not getattr(text, "base_model_tp_plan", None):
+        raise UnsupportedModelError(
+            f"{text.model_type} cannot be served by {num_ranks} ranks: transformers has no plan of "
+            "how to shard it."
+        )
+    heads = int(text.num_attention_heads)
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    if heads % num_ranks or kv_heads % num_ranks:
+        raise UnsupportedModelError(
+            f"{num_ranks} ranks cannot share {heads} heads and {kv_heads} key/value heads evenly: "
+            f"take a number of ranks that divides both, such as {math.gcd(heads, kv_heads)}."
+        )
 
 
 def _refusal(model: Any, config: Any) -> str | None:

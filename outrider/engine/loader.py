@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,18 @@ import transformers
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 from outrider.engine.attention import ATTENTION_NAME
 from outrider.engine.backends import attention_traits, choose_backend
-from outrider.engine.gate import check_supported, max_exact_len
+from outrider.engine.gate import check_shardable, check_supported, max_exact_len
 from outrider.engine.kv_cache import KVPools
+from outrider.engine.leading_model import LeadingModel
 from outrider.engine.linear import prepack_linears
 from outrider.engine.llama import FusedLlama, fits
 from outrider.engine.llama_ops import LlamaOps, TorchOps
 from outrider.engine.paged_model import PagedModel, Step, TransformersStep
+from outrider.engine.ranks import RankGroup
 from outrider.engine.selftest import check_against, eager_reference
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec, parse_features
@@ -40,13 +44,17 @@ def load_model(
     self_test: bool = True,
     attention_backend: str | None = None,
     features: FeatureSpec | None = None,
+    group: RankGroup | None = None,
 ) -> PagedModel:
     """Reads a Hugging Face folder (config.json, safetensors) and makes it ready to run.
+
+    With a `group`, this rank's shard of it: all ranks load at the same time with the same
+    arguments, and then all but the leader must `follow`, whose self-test they take part in.
 
     Raises `ConfigError` for files that are missing or broken and for an `attention_backend` that
     cannot be used, and `UnsupportedModelError` for a model that this engine would not run exactly.
     """
-    model = _read(folder, dtype, device)
+    model = _read(folder, dtype, device, group)
     return build_paged_model(
         model,
         page_size=page_size,
@@ -55,6 +63,7 @@ def load_model(
         self_test=self_test,
         attention_backend=attention_backend,
         features=features,
+        group=group,
         name=folder.name,
     )
 
@@ -69,16 +78,20 @@ def build_paged_model(
     fused: bool = True,
     attention_backend: str | None = None,
     features: FeatureSpec | None = None,
+    group: RankGroup | None = None,
     name: str = "model",
 ) -> PagedModel:
     """Takes over a loaded `transformers` model; `model` must not be used afterwards.
 
     `attention_backend` is a name of `backends.BACKEND_NAMES`, or None for the best that fits;
-    `features` are hidden states to keep beside keys and values.
+    `features` are hidden states to keep beside keys and values. `group`: the ranks among which
+    `transformers` has sharded the model.
     """
     parts: Any = model.eval()
     check_supported(model)
     traits = attention_traits(model, page_size)
+    if group is not None:
+        traits = traits.shard(group.ranks.size)
     backend = choose_backend(attention_backend, traits, parts.device)
     length = limit = max_exact_len(model)
     if max_model_len is not None and max_model_len > limit:
@@ -90,7 +103,7 @@ def build_paged_model(
         reference = eager_reference(
             model, page_size=page_size, num_pages=num_pages, max_model_len=length
         )
-    fused = fused and fits(model)
+    fused = fused and group is None and fits(model)
     pools = KVPools(
         num_pages + 1,  # the last one is for scratch
         page_size,
@@ -103,10 +116,13 @@ def build_paged_model(
     if fused:
         step = FusedLlama(model, pools, choose_llama_ops(parts.device, parts.dtype), length)
     else:
-        prepack_linears(model)
+        if group is None:
+            prepack_linears(model)
         parts.set_attn_implementation(ATTENTION_NAME)
         step = TransformersStep(model, pools)
-    paged = PagedModel(
+    leads = group is not None and group.ranks.leads
+    make = partial(LeadingModel, group) if group is not None and leads else PagedModel
+    paged = make(
         step,
         pools,
         backend,
@@ -117,7 +133,7 @@ def build_paged_model(
         dtype=parts.dtype,
         device=parts.device,
     )
-    if reference is not None:
+    if reference is not None and (leads or group is None):
         check_against(paged, reference)
     return paged
 
@@ -135,7 +151,9 @@ def choose_llama_ops(device: torch.device, dtype: torch.dtype) -> LlamaOps:
     return TorchOps()
 
 
-def _read(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def _read(
+    folder: Path, dtype: torch.dtype, device: torch.device, group: RankGroup | None
+) -> nn.Module:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} is not a model folder: it holds no config.json.")
     if not any(folder.glob("*.safetensors")):
@@ -144,10 +162,26 @@ def _read(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
     transformers.utils.logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(folder)
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
+        shards: dict[str, Any] = {}
+        if group is not None:
+            check_shardable(config, group.ranks.size)
+            shards["distributed_config"] = DistributedConfig(
+                tp_plan="auto", tp_size=group.ranks.size
+            )
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, **shards
+        )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ConfigError(f"The model in {folder} cannot be read: {error}") from error
-    return model.to(device)
+    if group is None:
+        return model.to(device)
+    placed: Any = model
+    if placed.device != device:
+        raise ConfigError(
+            f"transformers shards over {placed.device.type}, not {device.type}: without "
+            "CUDA_VISIBLE_DEVICES= a machine with GPUs cannot share a model out over CPUs."
+        )
+    return model
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:
@@ -161,14 +195,23 @@ def _eos_token_ids(model: Any) -> frozenset[int]:
 
 
 def kv_bytes_per_page(
-    folder: Path, *, dtype: torch.dtype, page_size: int, features: FeatureSpec | None = None
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    page_size: int,
+    features: FeatureSpec | None = None,
+    num_ranks: int = 1,
 ) -> int:
-    """Bytes of key/value memory per page over all layers, and of `features`.
+    """Bytes of key/value memory per page over all layers, and of `features`, on one rank.
 
     From config.json alone: lets a service turn a memory budget into `num_pages` before it loads
     the weights.
     """
-    per_token = _kv_width(_text_config(folder)) * dtype.itemsize
+    config = _text_config(folder)
+    width = _kv_width(config)
+    if getattr(config, "kv_lora_rank", None) is None:  # latents are on every rank
+        width //= num_ranks
+    per_token = width * dtype.itemsize
     return page_size * (per_token + (0 if features is None else features.row_bytes))
 
 
