@@ -85,22 +85,20 @@ def best_products(
     parents: list[int] = []
     # (negated score, a number to tell equals, depth, rank among the siblings, parent)
     heap = [(-log_probs[0][0], 0, 0, 0, -1)]
-    pushed = 1
+    pushed = 0
     while heap and len(tokens) < num_nodes:
         cost, _, depth, rank, parent = heapq.heappop(heap)
         node = len(tokens)
         tokens.append(token_ids[depth][rank])
         parents.append(parent)
         here = log_probs[depth]
-        followers = []
-        if rank + 1 < len(here):
-            followers.append((cost + here[rank] - here[rank + 1], depth, rank + 1, parent))
+        if rank + 1 < len(here) and here[rank + 1] > -math.inf:
+            pushed += 1
+            sibling_cost = cost + here[rank] - here[rank + 1]
+            heapq.heappush(heap, (sibling_cost, pushed, depth, rank + 1, parent))
         if depth + 1 < len(log_probs):
-            followers.append((cost - log_probs[depth + 1][0], depth + 1, 0, node))
-        for next_cost, *place in followers:
-            if next_cost < math.inf:
-                heapq.heappush(heap, (next_cost, pushed, *place))
-                pushed += 1
+            pushed += 1
+            heapq.heappush(heap, (cost - log_probs[depth + 1][0], pushed, depth + 1, 0, node))
     return tokens, parents
 
 
