@@ -63,6 +63,10 @@ class FeaturePool:
         pages = self.rows.view(-1, self.page_size * self.spec.captured_width)
         pages.index_copy_(0, target, pages.index_select(0, source))
 
+    def move_slots(self, source: Tensor, target: Tensor) -> None:
+        """Makes slots `target` int64 [n] hold what `source` [n] held before."""
+        self.rows.index_copy_(0, target, self.rows.index_select(0, source))
+
     def _write(self, column: int, slots: Tensor, hidden: Tensor) -> None:
         place = self.rows[:, column : column + self.spec.hidden_size]
         place.index_copy_(0, slots, hidden.to(torch.bfloat16))

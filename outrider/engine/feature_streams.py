@@ -1,0 +1,173 @@
+"""Sends hidden states to the proposers that asked for them, in order of position.
+
+What is sent of a session are the rows of positions that are computed and committed, from 0 on. A
+prompt whose pages were found in the prefix cache is therefore sent like any other, in parts: after
+each step as much as the proposer has room for.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.feature_pool import FeaturePool
+from outrider.engine.sequence import Sequence
+from outrider.features import FeatureBatch, FeatureOrder, FeatureRows, FeatureSpec, FeatureWindow
+
+log = logging.getLogger(__name__)
+
+MAX_ROWS = 512  # of one session at once, so that no other waits long
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    seq: Sequence
+    order: FeatureOrder
+    sent: int = 0  # rows
+
+    @property
+    def num_due(self) -> int:
+        """Rows to send. After a preemption none until the sequence is where it was."""
+        return max(0, self.seq.num_computed - self.sent)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of one session within a `_Copy`."""
+
+    stream: _Stream
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """Rows of one `FeatureSpec`, on their way from the device."""
+
+    parts: list[_Part]
+    rows: Tensor  # bfloat16 [n, width] on the host
+    done: torch.cuda.Event | None
+
+
+class FeatureStreams:
+    """Which rows each session's proposer has been sent. Used on the engine's thread."""
+
+    def __init__(self, pool: FeaturePool) -> None:
+        self._pool = pool
+        self._streams: dict[int, _Stream] = {}  # by session
+        self._projections: dict[bytes, Tensor] = {}  # by SHA-256
+        self._copies: list[_Copy] = []
+        self._seconds = 0.0  # spent on them
+        self.due = False
+        """There may be rows that could be sent at once, without another step."""
+
+    @property
+    def spec(self) -> FeatureSpec:
+        """What is captured."""
+        return self._pool.spec
+
+    def follow(self, seq: Sequence, order: FeatureOrder | None) -> None:
+        """From now on a session's rows are sent, from the first on; None: not any more."""
+        self._streams.pop(seq.session_id, None)
+        if order is not None:
+            self._streams[seq.session_id] = _Stream(seq, order)
+            self.due = True
+
+    def give_back(self, window: FeatureWindow, size: int) -> None:
+        """So many bytes were read."""
+        window.on_the_way -= size
+        self.due = True
+
+    def put_projection(self, spec: FeatureSpec, matrix: bytes) -> None:
+        """Keeps a matrix on the device. Raises what the device raises if it has no room."""
+        tensor = torch.frombuffer(bytearray(matrix), dtype=torch.bfloat16)
+        shape = (spec.projection_dim, spec.captured_width)
+        self._projections[spec.projection_sha256] = tensor.view(shape).to(self._pool.rows.device)
+
+    def drop_projection(self, sha256: bytes) -> None:
+        """Nobody uses that matrix any more."""
+        self._projections.pop(sha256, None)
+
+    def gather(self, sessions: Mapping[int, Sequence]) -> bool:
+        """Begins to copy the rows that are due; whether there were any. `take` comes next.
+
+        `sessions` are those that live. What fails here costs drafts, never a request.
+        """
+        self.due = False
+        if not self._streams:
+            return False
+        began = time.perf_counter()
+        try:
+            self._gather(sessions)
+        except Exception:
+            log.exception("features cannot be sent any more to the sessions that run")
+            self._streams.clear()
+            self._copies.clear()
+        self._seconds += time.perf_counter() - began
+        return bool(self._copies)
+
+    def take(self) -> FeatureBatch | None:
+        """What `gather` began to copy, once it is there."""
+        if not self._copies:
+            return None
+        began = time.perf_counter()
+        rows: list[FeatureRows] = []
+        copies, self._copies = self._copies, []
+        for copy in copies:
+            if copy.done is not None:
+                copy.done.synchronize()
+            data = copy.rows.view(torch.uint8).numpy()  # [n, row_bytes]
+            end = 0
+            for part in copy.parts:
+                start, end = end, end + part.count
+                session_id, order = part.stream.seq.session_id, part.stream.order
+                rows.append(FeatureRows(session_id, order, part.start, data[start:end].tobytes()))
+        seconds, self._seconds = self._seconds + time.perf_counter() - began, 0.0
+        return FeatureBatch(tuple(rows), seconds)
+
+    def _gather(self, sessions: Mapping[int, Sequence]) -> None:
+        for session_id, stream in list(self._streams.items()):
+            if sessions.get(session_id) is not stream.seq:
+                del self._streams[session_id]
+        parts: dict[FeatureSpec, list[_Part]] = {}
+        # Those that go on with their text before those that are sent a prompt.
+        for stream in sorted(self._streams.values(), key=lambda each: each.num_due):
+            order = stream.order
+            row_bytes = order.spec.row_bytes
+            room = order.window.room(row_bytes)
+            count = min(stream.num_due, room, MAX_ROWS)
+            self.due = self.due or count < min(stream.num_due, room)
+            if count:
+                parts.setdefault(order.spec, []).append(_Part(stream, stream.sent, count))
+                order.window.on_the_way += count * row_bytes
+                stream.sent += count
+        for spec, group in parts.items():
+            self._copies.append(self._copy(spec, group))
+
+    @torch.inference_mode()
+    def _copy(self, spec: FeatureSpec, parts: list[_Part]) -> _Copy:
+        device = self._pool.rows.device
+        slots = torch.from_numpy(np.concatenate([self._slots(part) for part in parts]))
+        projection = self._projections[spec.projection_sha256] if spec.projection_dim else None
+        rows = self._pool.read(slots.to(device, non_blocking=True), spec, projection)
+        if device.type != "cuda":
+            return _Copy(parts, rows, None)
+        on_host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        on_host.copy_(rows, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        return _Copy(parts, on_host, done)
+
+    def _slots(self, part: _Part) -> NDArray[np.int64]:
+        size, table = self._pool.page_size, part.stream.seq.block_table
+        first, end = part.start // size, -(-(part.start + part.count) // size)
+        pages = np.array(table[first:end], np.int64)
+        slots = (pages[:, None] * size + np.arange(size)).ravel()
+        return slots[part.start - first * size :][: part.count]
