@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from outrider.counts import StepCounts
 from outrider.errors import InvalidRequestError, PromptTooLongError
+from outrider.features import FeatureBatch, FeatureSpec
 from outrider.params import (
     MAX_TOP_LOGPROBS,
     Constraint,
@@ -170,6 +171,7 @@ class StepEvents:
     """Sessions whose proposer missed several deadlines in a row and is not waited for any more,
     for a while. Its blocks are still welcome: the next useful one brings it back."""
     counts: StepCounts | None = None  # with timings
+    features: FeatureBatch | None = None  # hidden states for proposers that asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,7 @@ class EngineInfo:
     max_num_seqs: int
     max_waiting: int
     num_speculative_tokens: int
+    features: FeatureSpec | None = None  # hidden states that are captured
 
     def check(self, request: Request) -> None:
         """Raises unless the request can be served at all.

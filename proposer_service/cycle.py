@@ -131,6 +131,8 @@ class Cycle:
                 self._add(blocks, self._routes.answered(key), tree)
         for key in round_.at_hand:
             self._routes.answered(key)
+        for key in round_.unfinished:
+            self._routes.unfinished(key)
         for key, tree in round_.trees:
             self._add(blocks, self._routes.route(key), tree)
         outgoing = blocks.messages()

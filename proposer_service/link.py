@@ -34,6 +34,7 @@ from proposer_service.worker import DraftWorker
 _log = logging.getLogger(__name__)
 
 _QUEUE_FULL_WAIT_S: Final = 0.002
+_CHUNK_BYTES: Final = 2**20  # of a projection
 _STEADY_S: Final = 5.0  # a stream that lived this long starts the backoff afresh
 _link_ids = itertools.count(1)
 
@@ -141,6 +142,8 @@ class ScorerLink:
                 async with asyncio.timeout(self._config.answer_timeout_s):
                     await _write(call, draft_pb2.DraftRequest(hello=self._hello()))
                     welcome = await self._read_welcome(call)
+                if welcome.wants_projection:
+                    await self._send_projection(call)
                 await self._serve(call, welcome)
             except TimeoutError:
                 return UnavailableError("the scorer does not answer")
@@ -164,6 +167,15 @@ class ScorerLink:
                 reason="PROTOCOL_VERSION",
             )
         return welcome
+
+    async def _send_projection(self, call: Call) -> None:
+        matrix = self._worker.projection
+        for start in range(0, len(matrix), _CHUNK_BYTES):
+            chunk = draft_pb2.ProjectionChunk(
+                offset=start, data=matrix[start : start + _CHUNK_BYTES]
+            )
+            async with asyncio.timeout(self._config.answer_timeout_s):
+                await _write(call, draft_pb2.DraftRequest(projection=chunk))
 
     async def _serve(self, call: Call, welcome: draft_pb2.Welcome) -> None:
         link = next(_link_ids)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import logging
 from dataclasses import dataclass
+from typing import cast
 
 from opentelemetry import trace
 
-from outrider.drafting.proposer import Proposer, SessionHints, SessionKey
+from outrider.drafting.proposer import FeatureProposer, Proposer, SessionHints, SessionKey
 from outrider.errors import InvalidRequestError
 from outrider.params import VerificationRule
 from outrider.rpc import codec
@@ -33,6 +34,8 @@ class Route:
     epoch: int
     span: trace.Span | None
     rounds: int = 0
+    length: int = 0  # committed tokens, as far as the scorer told
+    num_rows: int = 0  # positions whose features came
 
 
 class Routes:
@@ -54,19 +57,28 @@ class Routes:
         """Sessions that want a draft, in the order in which they asked."""
         self.drafted: dict[SessionKey, None] = {}
         """Sessions that have a draft, past which nothing was guessed yet."""
+        self._starved: set[SessionKey] = set()  # want a draft, but features of theirs are to come
+        needed = proposer.traits.features
+        self._features = None if needed is None else cast("FeatureProposer", proposer)
+        self._row_bytes = 0 if needed is None else needed.row_bytes
 
     def new_key(self) -> SessionKey:
         return next(self._keys)
 
     def apply(self, link: LinkId, batch: draft_pb2.SessionBatch, arrived: float) -> None:
-        """Opens, then commits, then closes, as draft.proto says."""
+        """Opens, then features, commits and closes, as draft.proto says."""
         step_s = batch.step_us * 1e-6
         self.pace.step(step_s)
         for opened in batch.opens:
             self._open(link, opened)
+        for features in batch.features:
+            route = self._by_name.get((link, features.session))
+            if route is not None and route.epoch == features.epoch:
+                self._take_features(route, features)
         for commit in batch.commits:
             route = self._by_name.get((link, commit.session))
             if route is not None and route.epoch == commit.epoch:
+                route.length = max(route.length, commit.base_len + len(commit.tokens))
                 wanted = commit.num_draft_tokens
                 self.pace.committed(route.key, arrived, step_s)
                 self._proposer.commit(route.key, commit.base_len, list(commit.tokens), wanted)
@@ -83,6 +95,15 @@ class Routes:
         route = self._by_key[key]
         route.rounds += 1
         return route
+
+    def unfinished(self, key: SessionKey) -> None:
+        """The session of `key` has no draft yet. If features are to come, it waits for them."""
+        route = self._by_key.get(key)
+        if self._features is None or route is None:
+            return
+        if route.num_rows < max(1, route.length - 1):
+            del self.wanting[key]
+            self._starved.add(key)
 
     def route(self, key: SessionKey) -> Route:
         return self._by_key[key]
@@ -117,6 +138,7 @@ class Routes:
         route = Route(
             self.new_key(), link, opened.session, opened.epoch, self._span(opened.traceparent)
         )
+        route.length = len(opened.prefix)
         self._by_name[link, opened.session] = route
         self._by_key[route.key] = route
         self._proposer.open(
@@ -124,8 +146,19 @@ class Routes:
         )
         self._want(route.key, opened.num_draft_tokens)
 
+    def _take_features(self, route: Route, features: draft_pb2.Features) -> None:
+        if self._features is None:
+            return
+        end = features.start + len(features.rows) // self._row_bytes
+        route.num_rows = max(route.num_rows, end)
+        self._features.features(route.key, features.start, features.rows)
+        if route.key in self._starved:
+            self._starved.remove(route.key)
+            self.wanting[route.key] = None
+
     def _want(self, key: SessionKey, num_draft_tokens: int) -> None:
         self.drafted.pop(key, None)
+        self._starved.discard(key)
         if num_draft_tokens:
             self.wanting[key] = None
         else:
@@ -140,6 +173,7 @@ class Routes:
         del self._by_key[route.key]
         self.wanting.pop(route.key, None)
         self.drafted.pop(route.key, None)
+        self._starved.discard(route.key)
         self.pace.forget(route.key)
         if route.span is not None:
             route.span.set_attribute("outrider.rounds", route.rounds)

@@ -12,6 +12,7 @@ from typing import Final
 import grpc
 
 from outrider.drafting.proposer import Proposer
+from outrider.rpc.feature_codec import features_to_proto
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.targets import Targets
 from outrider.rpc.telemetry import Telemetry, configure
@@ -140,4 +141,5 @@ class ProposerService:
             pool=self._config.pool,
             runs_ahead=traits.runs_ahead,
             methods=traits.methods,
+            features=features_to_proto(traits.features),
         )

@@ -86,6 +86,12 @@ class ProposerServicer(proposer_pb2_grpc.ProposerServiceServicer):
         if self.method is None:
             raise _starting()
         traits = self.method.traits
+        if traits.features is not None:
+            raise InvalidRequestError(
+                f"{traits.method} drafts from hidden states of the target, which only a scorer "
+                "sends: attach this proposer to one",
+                reason="FEATURES_UNAVAILABLE",
+            )
         wanted = (
             request.num_draft_tokens
             if request.HasField("num_draft_tokens")

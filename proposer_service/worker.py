@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
-from outrider.drafting.proposer import Proposer, ProposerTraits
+from outrider.drafting.proposer import FeatureProposer, Proposer, ProposerTraits
 from outrider.errors import CapacityError, DeadlineError
 from outrider.params import SamplingParams, TokenIds
 from outrider.rpc.telemetry import Telemetry
@@ -40,6 +40,7 @@ from proposer_service.routes import LinkId
 _log = logging.getLogger(__name__)
 
 _POLL_S: Final = 1.0
+_MAX_FEATURE_BYTES: Final = 64 * 2**20  # that wait for the thread; beyond, no more are read
 _MAX_FAILURES: Final = 3  # drafting cycles that fail in a row until the process gives up
 
 
@@ -49,6 +50,7 @@ class MethodInfo:
 
     traits: ProposerTraits
     tokenizer_hash: str
+    projection: bytes = b""  # the matrix of `traits.features.projection_sha256`
 
 
 class DraftWorker:
@@ -74,6 +76,9 @@ class DraftWorker:
         self._queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="drafting", daemon=True)
         self._built: Future[MethodInfo] = Future()
+        self._method: MethodInfo | None = None
+        # Of features, since the start; each has one writer.
+        self._posted_bytes = self._taken_bytes = 0
         self.ended = asyncio.Event()
         """Set on the loop when the thread has ended, asked to or not."""
         self.num_sessions = 0
@@ -93,6 +98,12 @@ class DraftWorker:
             self._queue.put(Stop())
             await asyncio.to_thread(self._thread.join, timeout_s)
 
+    @property
+    def projection(self) -> bytes:
+        """The matrix that scorers may ask for; the method must have been built."""
+        assert self._method is not None
+        return self._method.projection
+
     def attach(self, link: LinkId, deliver: Deliver, max_block_tokens: int) -> None:
         """A stream came up. `link` is never used again after `detach`."""
         self._queue.put(Attach(link, deliver, max_block_tokens))
@@ -103,8 +114,10 @@ class DraftWorker:
 
     def post(self, link: LinkId, message: draft_pb2.SessionBatch) -> bool:
         """Hands over what a scorer sent; False if the queue is full (try again later)."""
-        if self._queue.qsize() >= self._max_queued:
+        full = self._posted_bytes - self._taken_bytes > _MAX_FEATURE_BYTES
+        if full or self._queue.qsize() >= self._max_queued:
             return False
+        self._posted_bytes += _feature_bytes(message)
         self._queue.put(Batch(link, message, time.perf_counter()))
         return True
 
@@ -128,13 +141,20 @@ class DraftWorker:
         except BaseException as error:  # handed to whoever waits in start()
             self._built.set_exception(error)
             return
-        self._built.set_result(MethodInfo(proposer.traits, tokenizer_hash))
+        projection = b""
+        if proposer.traits.features is not None:
+            projection = cast("FeatureProposer", proposer).projection
+        self._method = MethodInfo(proposer.traits, tokenizer_hash, projection)
+        self._built.set_result(self._method)
         cycle = Cycle(proposer, self._loop, self._metrics, self._telemetry)
         failures = 0
         try:
             while failures < _MAX_FAILURES:
-                if not cycle.apply(self._take(wait=not cycle.has_work)):
+                items = self._take(wait=not cycle.has_work)
+                if not cycle.apply(items):
                     return
+                batches = [item.message for item in items if isinstance(item, Batch)]
+                self._taken_bytes += sum(map(_feature_bytes, batches))
                 try:
                     cycle.draft()
                     if self._queue.empty():
@@ -159,3 +179,7 @@ class DraftWorker:
                 items.append(self._queue.get_nowait())
         except queue.Empty:
             return items
+
+
+def _feature_bytes(message: draft_pb2.SessionBatch) -> int:
+    return sum([len(features.rows) for features in message.features])

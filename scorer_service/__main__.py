@@ -87,6 +87,14 @@ def parser() -> argparse.ArgumentParser:
         help="reuse keys and values of prompts seen before",
     )
     p.add_argument(
+        "--hidden-features",
+        default=None,
+        metavar="STATES",
+        help="hidden states to keep for proposers that read them, beside keys and values: numbers "
+        "of layers (0: entering the first), final (after the last norm: EAGLE, MTP, Medusa), "
+        "eagle3 (its three layers), or several with commas; default: none",
+    )
+    p.add_argument(
         "--listen-unix",
         metavar="PATH",
         help="serve gRPC on this Unix socket, too: for proposers on the same machine",

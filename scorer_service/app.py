@@ -19,7 +19,8 @@ import transformers
 from outrider.config import EngineConfig
 from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.engine import Engine
-from outrider.engine.loader import kv_bytes_per_page, load_model
+from outrider.engine.feature_streams import FeatureStreams
+from outrider.engine.loader import kv_bytes_per_page, load_model, read_features
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.runner import StepRunner
 from outrider.engine.worker import EngineWorker
@@ -67,6 +68,7 @@ class Options:
     gpu_memory_utilization: float
     page_size: int
     enable_prefix_caching: bool
+    hidden_features: str | None
     listen_unix: str | None
     start_timeout: float  # seconds
     deployment: Deployment
@@ -118,6 +120,7 @@ class ScorerApp:
             dtype=options.dtype,
             eos_token_ids=info.eos_token_ids,
             num_speculative_tokens=info.num_speculative_tokens,
+            features=info.features,
         )
         metrics = ScorerMetrics(self._telemetry.registry, options.served_model_name)
         self._hub = hub = Hub(worker, served, DraftLimits(), metrics)
@@ -171,7 +174,15 @@ def build_engine(folder: Path, options: Options) -> Engine:
     policy = AdaptivePolicy(options.num_speculative_tokens)
     for rows, tokens, seconds in step_times:
         policy.observe_step(rows, tokens, seconds)
-    engine = Engine(model, config, eos_token_ids=model.eos_token_ids, policy=policy, runner=runner)
+    pool = model.pools.features
+    engine = Engine(
+        model,
+        config,
+        eos_token_ids=model.eos_token_ids,
+        policy=policy,
+        runner=runner,
+        features=None if pool is None else FeatureStreams(pool),
+    )
     loaded = time.perf_counter()
     runtime.progress(
         NAME,
@@ -195,6 +206,8 @@ def _load(
     Times are (rows, tokens, seconds).
     """
     dtype, device = getattr(torch, options.dtype), torch.device(options.device)
+    asked = options.hidden_features
+    features = None if asked is None else read_features(folder, asked)
 
     def load(num_pages: int) -> PagedModel:
         return load_model(
@@ -205,10 +218,13 @@ def _load(
             max_model_len=options.max_model_len,
             device=device,
             attention_backend=options.attention_backend,
+            features=features,
         )
 
     def load_given() -> PagedModel:
-        page_bytes = kv_bytes_per_page(folder, dtype=dtype, page_size=options.page_size)
+        page_bytes = kv_bytes_per_page(
+            folder, dtype=dtype, page_size=options.page_size, features=features
+        )
         return _with_room(load(_given_pages(options, page_bytes)), options)
 
     if device.type != "cuda":

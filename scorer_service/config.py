@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.features import FeatureSpec
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -20,6 +22,8 @@ class ServedModel:
     eos_token_ids: frozenset[int]
     num_speculative_tokens: int
     """K where a request names none."""
+    features: FeatureSpec | None = None
+    """Hidden states that are captured: what proposers may ask for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,5 +40,10 @@ class DraftLimits:
     """Lost messages of one session and proposer until the session is drafted for elsewhere."""
     max_backlog_tokens: int = 1 << 20
     """Tokens and messages waiting for one proposer to read them; beyond, it is detached."""
+    max_projection_bytes: int = 512 * 2**20
+    max_projections: int = 4
+    """Different ones that are kept on the device."""
+    projection_timeout_s: float = 60.0
+    """From Welcome until a projection that was asked for is complete."""
     set_aside_s: float = 2.0
     """How long other proposers are preferred to one that kept missing deadlines."""

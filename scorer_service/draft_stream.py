@@ -29,7 +29,8 @@ async def serve_proposer(
     hello = await _read_hello(requests, limits.hello_timeout_s)
     proposer = hub.roster.attach(hello)
     try:
-        await context.write(_welcome(hello, served, limits))
+        wants_projection = not proposer.ready
+        await context.write(_welcome(hello, served, limits, wants_projection=wants_projection))
         await _converse(proposer, requests, context, hub)
     finally:
         hub.roster.detach(proposer)
@@ -64,6 +65,8 @@ async def _read(
     proposer: AttachedProposer, requests: AsyncIterator[draft_pb2.DraftRequest], hub: Hub
 ) -> None:
     """Until the proposer closes its side or goes away: grpc.aio cannot tell the two apart."""
+    if not proposer.ready:
+        await hub.roster.complete(proposer, requests)
     async for request in requests:
         match request.WhichOneof("message"):
             case "blocks":
@@ -79,8 +82,7 @@ async def _read(
 async def _write(proposer: AttachedProposer, context: Context, hub: Hub) -> None:
     while True:
         batch = await proposer.outbox.take()
-        if proposer.outbox.was_crowded:
-            hub.roster.assign_undrafted()
+        hub.on_taken(proposer)
         await context.write(draft_pb2.DraftResponse(sessions=batch))
 
 
@@ -98,7 +100,7 @@ async def _read_hello(
 
 
 def _welcome(
-    hello: draft_pb2.Hello, served: ServedModel, limits: DraftLimits
+    hello: draft_pb2.Hello, served: ServedModel, limits: DraftLimits, *, wants_projection: bool
 ) -> draft_pb2.DraftResponse:
     return draft_pb2.DraftResponse(
         welcome=draft_pb2.Welcome(
@@ -106,5 +108,6 @@ def _welcome(
             scorer_id=served.scorer_id,
             vocab_size=served.vocab_size,
             max_block_tokens=limits.max_block_tokens,
+            wants_projection=wants_projection,
         )
     )

@@ -11,6 +11,7 @@ from outrider.draft_tree import DraftTree
 from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.worker import EngineWorker
 from outrider.errors import InvalidRequestError, OutriderError
+from outrider.features import FeatureBatch
 from outrider.rpc import codec
 from outrider.types import Commit, Request, StepEvents
 from outrider.v1 import draft_pb2
@@ -105,6 +106,8 @@ class Hub:
         """What one engine step brought about."""
         timings = events.timings
         step_us = 0 if timings is None else round((timings.forward_ms + timings.verify_ms) * 1e3)
+        if events.features is not None:
+            self._send_features(events.features)
         for commit in events.commits:  # proposers first: they are what the next step waits for
             session = self._sessions.get(commit.session_id)
             if session is not None:
@@ -124,6 +127,25 @@ class Hub:
         if events.timings is not None and events.counts is not None:
             self._metrics.observe_step(events.timings, events.counts)
         self._watch_failures(events)
+
+    def _send_features(self, batch: FeatureBatch) -> None:
+        sent = 0
+        for rows in batch.rows:
+            session = self._sessions.get(rows.session_id)
+            proposer = None if session is None else session.proposer
+            if session is None or proposer is None or rows.order.epoch != session.epoch:
+                self._worker.give_back(rows.order.window, len(rows.rows))
+                continue
+            proposer.outbox.features(session, rows)
+            sent += len(rows.rows)
+        self._metrics.count_features(batch, sent)
+
+    def on_taken(self, proposer: AttachedProposer) -> None:
+        """What waited in a proposer's outbox is being written."""
+        if proposer.outbox.taken_feature_bytes:
+            self._worker.give_back(proposer.window, proposer.outbox.taken_feature_bytes)
+        if proposer.outbox.was_crowded:
+            self.roster.assign_undrafted()
 
     def _watch_failures(self, events: StepEvents) -> None:
         self._failed_steps = 0 if events.timings is not None else self._failed_steps

@@ -12,6 +12,7 @@ from functools import cache
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from outrider.counts import StepCounts
+from outrider.features import FeatureBatch
 from outrider.rpc.telemetry import METRIC_PREFIX
 from outrider.types import FinishReason, RequestStats, StepTimings
 
@@ -95,6 +96,13 @@ class ScorerMetrics:
             "part",
         )
         self._round_parts = [round_seconds.labels(model_name, part) for part in _ROUND_PARTS]
+        self._feature_rows = self._counter(
+            "feature_rows", "Hidden states of the target read for proposers, in positions."
+        )
+        self._feature_bytes = self._counter("feature_bytes", "Of hidden states sent to proposers.")
+        self._feature_seconds = self._counter(
+            "feature_seconds", "Time of the engine's thread that reading hidden states took."
+        )
         self._decode_seconds = self._counter(
             "decode_seconds", "Time of steps without prompt tokens, with waits for drafts."
         )
@@ -204,6 +212,13 @@ class ScorerMetrics:
             self._prefix_queries.inc(prompt_tokens)
             self._prefix_hits.inc(cached)
         self._count_rounds(timings, counts)
+
+    def count_features(self, batch: FeatureBatch, sent_bytes: int) -> None:
+        """Hidden states that were read, and how much of them was sent."""
+        rows = sum(len(part.rows) // part.order.spec.row_bytes for part in batch.rows)
+        self._feature_rows.inc(rows)
+        self._feature_bytes.inc(sent_bytes)
+        self._feature_seconds.inc(batch.seconds)
 
     def _count_rounds(self, timings: StepTimings, counts: StepCounts) -> None:
         drafts = draft_tokens = accepted_tokens = 0

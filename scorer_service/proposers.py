@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from outrider.errors import CapacityError, InvalidRequestError, OutriderError, ProposerRefusedError
+from outrider.features import FeatureOrder, FeatureRows, FeatureSpec, FeatureWindow
 from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.rpc import codec
 from outrider.rpc.versions import agreed_version
@@ -40,6 +41,9 @@ class Outbox:
         self._size = 0
         self.was_crowded = False
         """When the last batch was taken: others may have waited for that."""
+        self._feature_bytes = 0
+        self.taken_feature_bytes = 0
+        """In the last batch that was taken."""
         self._wake = asyncio.Event()
 
     @property
@@ -84,6 +88,14 @@ class Outbox:
         )
         self._grow(len(tokens))
 
+    def features(self, session: Session, rows: FeatureRows) -> None:
+        """The target's states at positions of a session, in order."""
+        self._batch.features.add(
+            session=session.id, epoch=session.epoch, start=rows.start, rows=rows.rows
+        )
+        self._feature_bytes += len(rows.rows)
+        self._grow(0)
+
     def close(self, session: Session) -> None:
         self._batch.closes.add(session=session.id, epoch=session.epoch)
         self._grow(0)
@@ -93,6 +105,7 @@ class Outbox:
         await self._wake.wait()
         self._wake.clear()
         self.was_crowded = self.crowded
+        self.taken_feature_bytes, self._feature_bytes = self._feature_bytes, 0
         batch, self._batch, self._size = self._batch, draft_pb2.SessionBatch(), 0
         return batch
 
@@ -104,7 +117,13 @@ class Outbox:
 class AttachedProposer:
     """Only the hub writes it, on the event loop."""
 
-    def __init__(self, hello: draft_pb2.Hello, served: ServedModel, limits: DraftLimits) -> None:
+    def __init__(
+        self,
+        hello: draft_pb2.Hello,
+        served: ServedModel,
+        limits: DraftLimits,
+        features: FeatureSpec | None = None,
+    ) -> None:
         self.id: str = hello.proposer_id
         self.incarnation: int = hello.incarnation
         self.method: str = hello.method
@@ -117,6 +136,9 @@ class AttachedProposer:
         self.max_model_len: int = hello.max_model_len or served.max_model_len
         self.sessions: dict[int, Session] = {}
         self.outbox = Outbox(limits.max_backlog_tokens, self.methods)
+        self.features = features
+        self.window = FeatureWindow()
+        self.ready = True  # False until the scorer has the projection that it needs
         self.draining = False  # said Goodbye
         self.set_aside_until = 0.0  # loop time; until then others are preferred
         self.bad_blocks = 0
@@ -132,7 +154,13 @@ class AttachedProposer:
     @property
     def has_room(self) -> bool:
         full = len(self.sessions) >= self.max_sessions or self.outbox.crowded
-        return not full and not self.draining
+        return self.ready and not full and not self.draining
+
+    def feature_order(self, session: Session) -> FeatureOrder | None:
+        """What is to be sent of the target's states, from its latest Open on."""
+        if self.features is None:
+            return None
+        return FeatureOrder(session.epoch, self.features, self.window)
 
     def methods_for(self, session: Session) -> tuple[str, ...]:
         """Its methods that may draft for the session, the session's preferred one first."""

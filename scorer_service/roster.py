@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import AsyncIterator
 
 from outrider.engine.worker import EngineWorker
 from outrider.errors import OutriderError, ProposerRefusedError, UnavailableError
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
+from scorer_service.features import Projections, check_features
 from scorer_service.metrics import ScorerMetrics
 from scorer_service.proposers import AttachedProposer, check_hello, overflow_error
 from scorer_service.sessions import Session
@@ -36,6 +38,7 @@ class Roster:
         self._served = served
         self._limits = limits
         self._metrics = metrics
+        self.projections = Projections(worker, limits)
         self._undrafted: dict[int, Session] = {}  # want a proposer and have none
         self._proposers: dict[str, AttachedProposer] = {}
         self._pools: set[tuple[str, str]] = set()  # pool and method of all that ever attached
@@ -52,13 +55,15 @@ class Roster:
         `InvalidRequestError`.
         """
         check_hello(hello, self._served)
+        features = check_features(hello, self._served.features, self._limits)
         former = self._proposers.get(hello.proposer_id)
         if former is None and len(self._proposers) >= self._limits.max_proposers:
             raise ProposerRefusedError(
                 f"{self._limits.max_proposers} proposers are attached already",
                 reason="TOO_MANY_PROPOSERS",
             )
-        proposer = AttachedProposer(hello, self._served, self._limits)
+        proposer = AttachedProposer(hello, self._served, self._limits, features)
+        proposer.ready = not self.projections.lacks(features)
         if former is not None:
             self.detach(former, UnavailableError("this proposer_id dialled anew"))
         self._proposers[proposer.id] = proposer
@@ -67,6 +72,19 @@ class Roster:
         _log.info("proposer %s attached: %s %s", proposer.id, proposer.method, proposer.model)
         self.assign_undrafted()
         return proposer
+
+    async def complete(
+        self, proposer: AttachedProposer, requests: AsyncIterator[draft_pb2.DraftRequest]
+    ) -> None:
+        """Reads the projection that the proposer was asked for; then it may have sessions."""
+        assert proposer.features is not None
+        await self.projections.receive(
+            proposer.features,
+            requests,
+            lambda: [p.features.projection_sha256 for p in self.proposers if p.features],
+        )
+        proposer.ready = True
+        self.assign_undrafted()
 
     def detach(self, proposer: AttachedProposer, error: OutriderError | None = None) -> None:
         """Lets go of a proposer; its sessions go to others or on without. No-op the second time."""
@@ -152,7 +170,13 @@ class Roster:
         session.num_draft_tokens = k = proposer.draft_limit(session)
         proposer.sessions[session.id] = session
         proposer.outbox.open(session)
-        self._worker.set_drafting(session.id, proposer.id, k, runs_ahead=proposer.runs_ahead)
+        self._worker.set_drafting(
+            session.id,
+            proposer.id,
+            k,
+            runs_ahead=proposer.runs_ahead,
+            features=proposer.feature_order(session),
+        )
 
     def assign_undrafted(self) -> None:
         """Gives the sessions without a proposer one, as far as there is room."""

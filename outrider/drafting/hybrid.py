@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.branch_plan import NO_PACE, Pace
 from outrider.drafting.proposer import (
     NO_HINTS,
     DraftRound,
+    FeatureProposer,
     Follower,
     Proposer,
     ProposerTraits,
@@ -48,6 +50,13 @@ class HybridProposer:
         names = tuple(each.method for each in traits)
         if len(set(names)) != len(names) or len(names) < 2:
             raise ConfigError("--method names several different methods, or one.")
+        readers = [i for i, each in enumerate(traits) if each.features is not None]
+        if len(readers) > 1:
+            raise ConfigError(
+                "--method names several methods that read hidden states of the target "
+                f"({', '.join(names[i] for i in readers)}); one proposer can have one of them."
+            )
+        self._reader = readers[0] if readers else None  # the method that is given features
         self._children = tuple(children)
         self._names = names
         self.traits = ProposerTraits(
@@ -59,6 +68,7 @@ class HybridProposer:
             max_model_len=max(each.max_model_len for each in traits),
             runs_ahead=any(each.runs_ahead for each in traits),
             methods=names,
+            features=traits[readers[0]].features if readers else None,
         )
         self._sessions: dict[SessionKey, _Session] = {}  # least recently drafted first
         self._lost: list[SessionKey] = []
@@ -66,6 +76,11 @@ class HybridProposer:
     @property
     def num_sessions(self) -> int:
         return len(self._sessions)
+
+    @property
+    def projection(self) -> bytes:
+        assert self._reader is not None
+        return cast("FeatureProposer", self._children[self._reader]).projection
 
     def open(
         self,
@@ -91,6 +106,12 @@ class HybridProposer:
         )
         for i in order:
             self._open_on(i, session, known)
+
+    def features(self, session: SessionKey, start: int, rows: bytes) -> None:
+        known = self._sessions.get(session)
+        if self._reader is not None and known is not None and self._reader in known.open:
+            child = cast("FeatureProposer", self._children[self._reader])
+            child.features(session, start, rows)
 
     def commit(
         self, session: SessionKey, base_len: int, tokens: Sequence[int], num_draft_tokens: int
@@ -224,6 +245,9 @@ class HybridProposer:
             return
         known.open.discard(i)
         known.trees.pop(i, None)
+        if i == self._reader:  # it needs all features again: they come with a new Open
+            self._lose(key)
+            return
         known.losses += 1
         if not known.open and known.losses > _MAX_REOPENS:
             del self._sessions[key]

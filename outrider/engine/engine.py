@@ -14,12 +14,14 @@ from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.batch import Model
 from outrider.engine.block_pool import BlockPool
 from outrider.engine.constraint import ConstraintEditor
+from outrider.engine.feature_streams import FeatureStreams
 from outrider.engine.policy import Policy
 from outrider.engine.runner import Pending, Runner, StepRunner
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import BlockFate
 from outrider.engine.step import Step, StepResult
 from outrider.errors import ConfigError, InternalError
+from outrider.features import FeatureBatch, FeatureOrder
 from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEvents, StepTimings
 
 log = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ class Engine:
         eos_token_ids: frozenset[int] = frozenset(),
         policy: Policy | None = None,
         runner: StepRunner | None = None,
+        features: FeatureStreams | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if (model.page_size, model.num_pages) != (config.page_size, config.num_pages):
@@ -69,7 +72,10 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_waiting=config.max_waiting,
             num_speculative_tokens=config.num_speculative_tokens,
+            features=None if features is None else features.spec,
         )
+        self.features = features
+        """Of a model that captures hidden states; used on the engine's thread."""
         self._policy = policy or AdaptivePolicy(config.num_speculative_tokens)
         self._pool = BlockPool(config.num_pages, enable_prefix_caching=config.enable_prefix_caching)
         self._scheduler = Scheduler(config, self._policy, self._pool)
@@ -82,7 +88,8 @@ class Engine:
 
     def step(self) -> StepEvents | None:
         """One round of all ready rows; None if none is ready before `wake_at`."""
-        return self.collect() if self.launch() else None
+        events = self.collect() if self.launch() else None
+        return None if events is None else replace(events, features=self.take_features())
 
     def launch(self) -> bool:
         """Hands the ready rows to the runner; False if none is ready before `wake_at`.
@@ -115,9 +122,13 @@ class Engine:
         return True
 
     def collect(self) -> StepEvents | None:
-        """Waits for the step in flight and makes its result true; None if there is none."""
+        """Waits for the step in flight and makes its result true.
+
+        Without one: events of hidden states that are sent without a step, or None.
+        """
         if self._in_flight is None:
-            return None
+            sends = self.features is not None and self.features.due and self._gather()
+            return StepEvents((), (), None) if sends else None
         flight, self._in_flight = self._in_flight, None
         try:
             result = flight.pending.wait()
@@ -127,6 +138,7 @@ class Engine:
             return self._fail([row.seq.session_id for row in flight.step.rows], failure)
         self._result_at = now = self._clock()
         commits = self._scheduler.commit(flight.step, result, now - flight.launched_at, now)
+        self._gather()
         self._idle_since = self._clock()
         timings = replace(
             flight.timings,
@@ -141,6 +153,8 @@ class Engine:
     @property
     def wake_at(self) -> float:
         """On the engine's clock: when `step` should be asked again if nothing happens before."""
+        if self.features is not None and self.features.due:
+            return 0.0
         return self._scheduler.wake_at
 
     def submit(self, request: Request, constraint: ConstraintEditor | None = None) -> None:
@@ -170,10 +184,16 @@ class Engine:
         max_draft_tokens: int,
         *,
         runs_ahead: bool = False,
+        features: FeatureOrder | None = None,
     ) -> None:
-        """A proposer drafts for the session from now on; None: nobody does."""
+        """A proposer drafts for the session from now on; None: nobody does.
+
+        `features`: it is to be sent these of the target's states, from the first position on.
+        """
         seq = self._scheduler.by_session.get(session_id)
         if seq is not None:
+            if self.features is not None:
+                self.features.follow(seq, features)
             seq.drafting.runs_ahead = runs_ahead
             self._policy.attach(seq, proposer_id, max_draft_tokens, self._clock())
 
@@ -233,6 +253,16 @@ class Engine:
     def check_invariants(self) -> None:
         """Raises `AssertionError` if the books do not agree. For tests."""
         self._scheduler.check_invariants()
+
+    def take_features(self) -> FeatureBatch | None:
+        """The hidden states that the last `collect` found to send.
+
+        To be called when the next step is on its way: a device need not wait for their copy.
+        """
+        return None if self.features is None else self.features.take()
+
+    def _gather(self) -> bool:
+        return self.features is not None and self.features.gather(self._scheduler.by_session)
 
     def _fail(self, session_ids: list[int], error: Exception) -> StepEvents:
         failures = []

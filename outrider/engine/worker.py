@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from outrider.draft_tree import DraftTree
@@ -19,6 +20,7 @@ from outrider.errors import (
     InvalidRequestError,
     UnavailableError,
 )
+from outrider.features import FeatureOrder, FeatureSpec, FeatureWindow
 from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEvents
 
 log = logging.getLogger(__name__)
@@ -114,15 +116,62 @@ class EngineWorker:
         max_draft_tokens: int,
         *,
         runs_ahead: bool = False,
+        features: FeatureOrder | None = None,
     ) -> None:
-        """Says who drafts for a session; None: nobody, so its row never waits."""
+        """Says who drafts for a session; None: nobody, so its row never waits.
+
+        `features`: what it is to be sent of the target's states, from the first position on.
+        """
         with self._wakeup:
             if session_id in self._sessions:
                 self._push(
                     lambda engine: engine.set_drafting(
-                        session_id, proposer_id, max_draft_tokens, runs_ahead=runs_ahead
+                        session_id,
+                        proposer_id,
+                        max_draft_tokens,
+                        runs_ahead=runs_ahead,
+                        features=features,
                     )
                 )
+
+    def give_back(self, window: FeatureWindow, size: int) -> None:
+        """So many bytes of features were read, or are of no use any more: others may follow."""
+
+        def command(engine: Engine) -> None:
+            if engine.features is not None:
+                engine.features.give_back(window, size)
+
+        with self._wakeup:
+            self._push(command)
+
+    def put_projection(self, spec: FeatureSpec, matrix: bytes) -> Future[None]:
+        """Keeps a projection on the device; done when it is there, or with what was raised."""
+        done: Future[None] = Future()
+
+        def command(engine: Engine) -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                assert engine.features is not None, "checked with Hello"
+                engine.features.put_projection(spec, matrix)
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        with self._wakeup:
+            self._push(command)
+        return done
+
+    def drop_projection(self, sha256: bytes) -> None:
+        """Forgets a projection that no proposer uses."""
+
+        def command(engine: Engine) -> None:
+            if engine.features is not None:
+                engine.features.drop_projection(sha256)
+
+        with self._wakeup:
+            self._push(command)
 
     def post_block(
         self, session_id: int, tree: DraftTree, proposer_id: str, draft_us: int, method: str = ""
@@ -235,7 +284,8 @@ class EngineWorker:
             for session_id in ended:
                 self._blocks.pop(session_id, None)
             self._snapshot = engine.snapshot()
-        events = replace(events, commits=commits, failures=failures)
+        features = engine.take_features()
+        events = replace(events, commits=commits, failures=failures, features=features)
         try:
             self._on_events(events)
         except Exception:

@@ -14,8 +14,10 @@ from outrider.config import EngineConfig
 from outrider.engine.batch import PackedBatch
 from outrider.engine.constraint import ConstraintCompiler
 from outrider.engine.engine import Engine
+from outrider.engine.feature_streams import FeatureStreams
 from outrider.engine.policy import Policy
 from outrider.engine.worker import EngineWorker
+from outrider.features import FeatureSpec
 from outrider.rpc.channel import open_channel
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.telemetry import Telemetry, configure
@@ -26,6 +28,7 @@ from scorer_service.constraints import Constraints
 from scorer_service.hub import Hub
 from scorer_service.metrics import ScorerMetrics
 from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving
+from tests.support.features import FeatureHash
 from tests.support.hash_model import HashModel
 
 VOCAB, MAX_LEN = 32, 160
@@ -43,6 +46,10 @@ class PacedModel(HashModel):
         if self.pause_s:
             time.sleep(self.pause_s)
         return super().forward(batch)
+
+
+class PacedFeatures(FeatureHash, PacedModel):
+    """With hidden states."""
 
 
 @dataclass
@@ -144,12 +151,14 @@ async def running_scorer(
     num_speculative_tokens: int = 4,
     vocab_size: int = VOCAB,
     compiler: ConstraintCompiler | None = None,
+    features: FeatureSpec | None = None,
 ) -> AsyncIterator[RunningScorer]:
     """Afterwards every page is free and the engine's books agree."""
     loop = asyncio.get_running_loop()
     limits = limits or DraftLimits()
     telemetry = telemetry or configure("scorer-under-test")
-    model = PacedModel(pause_s, vocab_size)
+    model = PacedModel(pause_s, vocab_size) if features is None else PacedFeatures(pause_s)
+    streams = FeatureStreams(model.capture(features)) if isinstance(model, PacedFeatures) else None
     engines: list[Engine] = []
     hubs: list[Hub] = []
 
@@ -163,7 +172,7 @@ async def running_scorer(
         )
         # A fixed patience: the adaptive policy would not wait for a proposer on a busy machine.
         policy = Policy(config.num_speculative_tokens, max_wait_s=0.05)
-        engines.append(Engine(model, config, policy=policy))
+        engines.append(Engine(model, config, policy=policy, features=streams))
         return engines[0]
 
     def on_events(events: StepEvents) -> None:
@@ -181,6 +190,7 @@ async def running_scorer(
         dtype="float32",
         eos_token_ids=info.eos_token_ids,
         num_speculative_tokens=num_speculative_tokens,
+        features=info.features,
     )
     hub = Hub(worker, served, limits, ScorerMetrics(telemetry.registry, "default"))
     hubs.append(hub)

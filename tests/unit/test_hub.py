@@ -14,6 +14,7 @@ from outrider.errors import (
     InvalidRequestError,
     UnavailableError,
 )
+from outrider.features import FeatureOrder, FeatureWindow
 from outrider.params import NO_ADVICE, Advice, SamplingParams, SpeculationParams
 from outrider.rpc.channel import MAX_MESSAGE_BYTES
 from outrider.types import (
@@ -45,6 +46,8 @@ class RecordingWorker:
         self.drafting: dict[int, tuple[str | None, int]] = {}
         self.blocks: list[tuple[int, DraftTree, str]] = []
         self.methods: list[str] = []
+        self.orders: dict[int, FeatureOrder | None] = {}
+        self.given_back: list[tuple[FeatureWindow, int]] = []
         self.aborted: list[int] = []
         self.refuse: Exception | None = None
 
@@ -62,8 +65,13 @@ class RecordingWorker:
         k: int,
         *,
         runs_ahead: bool = False,  # noqa: ARG002
+        features: FeatureOrder | None = None,
     ) -> None:
         self.drafting[session_id] = (proposer_id, k)
+        self.orders[session_id] = features
+
+    def give_back(self, window: FeatureWindow, size: int) -> None:
+        self.given_back.append((window, size))
 
     def post_block(
         self, session_id: int, tree: DraftTree, proposer_id: str, _us: int, method: str

@@ -1,0 +1,177 @@
+"""Hidden states over the Draft stream: a real scorer, a real proposer, and states known before."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import grpc
+import pytest
+from torch import Tensor
+
+from outrider.drafting.hybrid import HybridProposer
+from outrider.drafting.ngram import NgramProposer
+from outrider.drafting.proposer import Proposer
+from outrider.features import FeatureSpec
+from outrider.rpc.telemetry import configure
+from outrider.v1 import draft_pb2
+from proposer_service.config import LinkConfig, NgramConfig, ProposerConfig
+from proposer_service.service import ProposerService
+from tests.support.features import CAPTURED, NUM_LAYERS, SIZE, RowReader, selection
+from tests.support.scorer import TOKENIZER_HASH, VOCAB, RunningScorer, running_scorer
+from tests.support.scripted_proposer import ScriptedProposer, hello
+
+LINK = LinkConfig(backoff_first_s=0.01, backoff_max_s=0.1, refused_retry_s=0.2)
+FINAL = FeatureSpec(SIZE, (), final_norm=True)
+
+
+def half_right(scorer: RunningScorer) -> object:
+    """The target's own next tokens; every third draft ends in a wrong one."""
+
+    def guess(tokens: Sequence[int], k: int) -> list[int]:
+        text = list(tokens)
+        for _ in range(k):
+            text.append(int(scorer.model.logits_of(text).argmax()))
+        if len(tokens) % 3 == 0 and k:
+            text[-1] = (text[-1] + 1) % VOCAB
+        return text[len(tokens) :]
+
+    return guess
+
+
+def reader(scorer: RunningScorer, spec: FeatureSpec, projection: Tensor | None = None) -> RowReader:
+    guess = half_right(scorer)
+    return RowReader(spec, guess, vocab_size=VOCAB, projection=projection)  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def attached(scorer: RunningScorer, method: Proposer) -> AsyncIterator[ProposerService]:
+    """A proposer service with `method`, which the scorer may give sessions."""
+    config = ProposerConfig(
+        scorers=(scorer.address,), methods=(NgramConfig(),), proposer_id="reader", link=LINK
+    )
+    service = ProposerService(config, lambda _: (method, TOKENIZER_HASH), configure("proposer"))
+    await service.start()
+    try:
+        await scorer.until(
+            lambda: any(p.ready for p in scorer.hub.roster.proposers), "a proposer is attached"
+        )
+        yield service
+    finally:
+        await service.stop()
+
+
+async def truth(scorer: RunningScorer, prompt: Sequence[int], count: int) -> list[int]:
+    text = list(prompt)
+    for _ in range(count):
+        text.append(int(scorer.model.logits_of(text).argmax()))
+    return text[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [FINAL, FeatureSpec(SIZE, (2,)), FeatureSpec(SIZE, (NUM_LAYERS, 0)), CAPTURED],
+    ids=["final", "one layer", "another order", "all"],
+)
+async def test_every_row_is_sent_and_right(spec: FeatureSpec) -> None:
+    prompts = [[(7 * i + j) % VOCAB for j in range(5 + 30 * i)] for i in range(4)]
+    async with running_scorer(features=CAPTURED) as scorer:
+        method = reader(scorer, spec)
+        async with attached(scorer, method):
+            outputs = await asyncio.gather(*(scorer.generate(p, max_tokens=30) for p in prompts))
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert output.token_ids == await truth(scorer, prompt, 30)
+        assert sum(output.aux_info.accepted for output in outputs) > 20
+        assert method.wrong == 0
+        assert method.rows_seen > sum(map(len, prompts))
+        assert scorer.metric("feature_rows_total") >= method.rows_seen
+        assert scorer.metric("feature_bytes_total") >= method.rows_seen * spec.row_bytes
+
+
+async def test_rows_are_projected_by_a_matrix_that_the_proposer_sends() -> None:
+    spec, matrix = selection(CAPTURED, 6)
+    async with running_scorer(features=CAPTURED) as scorer:
+        for _ in range(2):  # the second time the scorer has the matrix
+            method = reader(scorer, spec, matrix)
+            async with attached(scorer, method):
+                output = await scorer.generate([1, 2, 3, 4], max_tokens=20)
+            assert output.aux_info.accepted > 0
+            assert (method.wrong, method.rows_seen > 10) == (0, True)
+
+
+async def test_a_prefix_from_the_cache_is_sent_like_any_other() -> None:
+    prompt = [i % VOCAB for i in range(80)]
+    async with running_scorer(features=CAPTURED) as scorer:
+        await scorer.generate(prompt, max_tokens=2)
+        method = reader(scorer, CAPTURED)
+        async with attached(scorer, method):
+            output = await scorer.generate(prompt, max_tokens=20)
+        assert output.aux_info.cached_prompt_tokens == 76  # as without features
+        assert method.wrong == 0
+        assert method.rows_seen >= 80
+
+
+async def test_a_session_that_is_opened_anew_is_sent_everything_again() -> None:
+    prompt = list(range(20))
+    async with running_scorer(features=CAPTURED, pause_s=0.01) as scorer:
+        method = reader(scorer, CAPTURED)
+        request = asyncio.create_task(scorer.generate(prompt, max_tokens=100))
+        async with attached(scorer, method):
+            await scorer.until(lambda: len(method.sessions_seen) == 1, "the session was drafted")
+            [session] = scorer.hub.roster.proposers[0].sessions.values()
+            scorer.hub.roster.reassign(session)
+            await scorer.until(lambda: len(method.sessions_seen) == 2, "and opened anew")
+            output = await request
+        assert output.token_ids == await truth(scorer, prompt, 100)
+        assert method.wrong == 0
+
+
+async def test_one_of_several_methods_may_read_features() -> None:
+    prompt = [5, 6, 7, 8] * 6
+    async with running_scorer(features=CAPTURED) as scorer:
+        method = reader(scorer, FINAL)
+        both = HybridProposer([method, NgramProposer(max_branches=0)])
+        async with attached(scorer, both):
+            output = await scorer.generate(prompt, max_tokens=30)
+        assert output.token_ids == await truth(scorer, prompt, 30)
+        assert (method.wrong, method.rows_seen > 24) == (0, True)
+
+
+REFUSED = {
+    "layers": (FeatureSpec(SIZE, (1, 2)), "--hidden-features 0,1,2,6,final"),
+    "size": (FeatureSpec(SIZE + 1, (2,)), "5 values"),
+    "projection": (replace(FINAL, projection_dim=SIZE + 1, projection_sha256=bytes(32)), "width"),
+    "digest": (replace(FINAL, projection_dim=2), "projection_sha256"),
+    "nothing": (FeatureSpec(SIZE), "layers"),
+    "twice": (FeatureSpec(SIZE, (2, 2)), "different"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+async def test_features_that_are_not_captured_are_refused(what: str) -> None:
+    spec, word = REFUSED[what]
+    async with running_scorer(features=CAPTURED) as scorer:
+        error = await refused(scorer, spec)
+    assert word in error
+
+
+async def test_a_scorer_without_features_names_the_flag() -> None:
+    async with running_scorer() as scorer:
+        error = await refused(scorer, FeatureSpec(SIZE, (2, 3), final_norm=True))
+    assert "--hidden-features 2,3,final" in error
+
+
+async def refused(scorer: RunningScorer, spec: FeatureSpec) -> str:
+    asked = draft_pb2.FeatureSpec(
+        layers=spec.layers,
+        final_norm=spec.final_norm,
+        hidden_size=spec.hidden_size,
+        projection_dim=spec.projection_dim,
+        projection_sha256=spec.projection_sha256,
+    )
+    proposer = ScriptedProposer(scorer.stub, lambda _: [], hello(method="eagle", features=asked))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await proposer.dial()
+    return str(caught.value.details())
