@@ -1,0 +1,118 @@
+"""Training text as token windows. Which window comes when depends on seed and step alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.errors import ConfigError
+
+HELD_OUT_SHARE = 50
+"""One in so many tokens is held out where no held-out file is given."""
+
+
+def read_tokens(path: Path, tokenizer: Any) -> np.ndarray[Any, Any]:
+    """The tokens of a file: a stream `[n]`, or whole rows `[rows, n]`.
+
+    `.bin` is a stream of uint16; `.npy` any integers, in one or two dimensions; `.jsonl` objects
+    with `text` or `messages`; anything else one text. Documents end with the end-of-text token.
+    Raises `ConfigError` for what cannot be read so.
+    """
+    try:
+        if path.suffix == ".bin":
+            return np.fromfile(path, np.uint16)
+        if path.suffix == ".npy":
+            array = np.load(path)
+            if array.dtype.kind not in "ui" or array.ndim not in (1, 2):
+                raise ConfigError(f"--data {path}: expected integers in one or two dimensions")
+            return np.asarray(array)
+        documents = list(_documents(path, tokenizer))
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ConfigError(f"--data {path} cannot be read: {error}") from error
+    end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+    encoded = (tokenizer.encode(text, add_special_tokens=False) for text in documents)
+    return np.array([token for ids in encoded for token in (*ids, *end)], np.int32)
+
+
+def _documents(path: Path, tokenizer: Any) -> Iterator[str]:
+    if path.suffix != ".jsonl":
+        yield path.read_text(encoding="utf-8")
+        return
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        row = json.loads(line)
+        if isinstance(row, dict) and isinstance(row.get("text"), str):
+            yield row["text"]
+        elif isinstance(row, dict) and "messages" in row:
+            yield tokenizer.apply_chat_template(row["messages"], tokenize=False)
+        else:
+            raise ConfigError(f"--data {path}, line {number}: neither `text` nor `messages`")
+
+
+class Source:
+    """Windows of `length` + 1 tokens of a stream, each epoch cut elsewhere; or of whole rows."""
+
+    def __init__(self, tokens: np.ndarray[Any, Any], length: int, seed: int) -> None:
+        self.is_stream = tokens.ndim == 1
+        width = length + 1 if self.is_stream else min(length + 1, tokens.shape[1])
+        if len(tokens) < (2 * width if self.is_stream else 1) or width < 8:
+            raise ConfigError(f"--data: {tokens.size} tokens are too few for windows of {length}")
+        if not self.is_stream:
+            per_row = tokens.shape[1] // width
+            tokens = tokens[:, : per_row * width].reshape(-1)
+        self.tokens = torch.from_numpy(tokens.astype(np.int32))
+        self.width, self.seed = width, seed
+        self.count = len(tokens) // width - self.is_stream  # a stream's cut moves by up to a window
+        self._orders: dict[int, tuple[int, Tensor]] = {}  # of the latest epochs
+
+    def rows(self, first: int, count: int) -> Tensor:
+        """Windows `first` to `first + count` of the endless order, `[count, width]` int64."""
+        starts = [self._start(index) for index in range(first, first + count)]
+        index = torch.tensor(starts)[:, None] + torch.arange(self.width)
+        return self.tokens[index].long()
+
+    def _start(self, index: int) -> int:
+        epoch, place = divmod(index, self.count)
+        if epoch not in self._orders:
+            generator = torch.Generator().manual_seed(1_000_003 * self.seed + epoch)
+            shift = int(torch.randint(self.width, (1,), generator=generator)) * self.is_stream
+            self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1}
+            self._orders[epoch] = shift, torch.randperm(self.count, generator=generator)
+        shift, order = self._orders[epoch]
+        return shift + int(order[place]) * self.width
+
+
+class Windows:
+    """Several sources, each with an equal share of the steps."""
+
+    def __init__(self, sources: Sequence[Source], tokens_per_step: int) -> None:
+        self.sources, self.tokens_per_step = sources, tokens_per_step
+
+    def batch(self, step: int, rank: int, world_size: int) -> Tensor:
+        """One process's part of a step: `[rows, length + 1]`."""
+        source = self.sources[step % len(self.sources)]
+        rows = max(1, self.tokens_per_step // (source.width - 1))
+        turn = step // len(self.sources)
+        return source.rows((turn * world_size + rank) * rows, rows)
+
+
+def hold_out(
+    tokens: np.ndarray[Any, Any], length: int
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """(to train on, held out): the end of it, at least two windows of `length` + 1."""
+    share = max(len(tokens) // HELD_OUT_SHARE, 2 * (length + 1) if tokens.ndim == 1 else 1)
+    return tokens[:-share], tokens[-share:]
+
+
+def draft_vocabulary(streams: Sequence[np.ndarray[Any, Any]], vocab_size: int, size: int) -> Tensor:
+    """The `size` most frequent tokens, ascending; `[size]` int64."""
+    counts = np.zeros(vocab_size, np.int64)
+    for stream in streams:
+        counts += np.bincount(stream.reshape(-1), minlength=vocab_size)[:vocab_size]
+    most = np.argsort(-counts, kind="stable")[:size]
+    return torch.from_numpy(np.sort(most))

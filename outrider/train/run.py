@@ -1,0 +1,194 @@
+"""The two commands: train a head, and let the target write."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from outrider.errors import ConfigError
+from outrider.models.resolve import resolve_model
+from outrider.train.data import Source, Windows, draft_vocabulary, hold_out, read_tokens
+from outrider.train.draft_model import DraftModel
+from outrider.train.eagle3 import Eagle3
+from outrider.train.evaluate import acceptance
+from outrider.train.export import round_module, write
+from outrider.train.generate import continue_rows, responses
+from outrider.train.layers import BlockShape
+from outrider.train.mtp import Mtp
+from outrider.train.one_shot import Medusa, MlpSpeculator
+from outrider.train.processes import Processes
+from outrider.train.target import Target, load_target
+from outrider.train.trainer import TrainConfig, Trainer
+
+logger = logging.getLogger(__name__)
+
+ROPE_THETA = 10_000.0
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "*.jinja")
+
+
+def run_training(args: argparse.Namespace) -> None:
+    """Trains, evaluates on held-out text, and writes `--out`. May raise `ConfigError`."""
+    config = TrainConfig(
+        steps=args.steps,
+        seconds=args.seconds,
+        unroll_steps=1 if args.method == "draft_model" else args.num_draft_tokens,
+        lr=args.lr,
+        table_lr=args.table_lr,
+        save_steps=args.save_steps,
+    )
+    processes = Processes()
+    try:
+        _train(args, config, processes)
+    finally:
+        processes.close()
+
+
+def _train(args: argparse.Namespace, config: TrainConfig, processes: Processes) -> None:
+    _prepare(processes)
+    folder = resolve_model(args.target, "target")
+    target = _load(folder, processes.device)
+    arrays, heldout = _read_data(args, folder)
+    if args.generate:
+        arrays.append(_generate(target, arrays, args, args.generate))
+    for array in arrays:
+        _check_ids(array, target)
+    torch.manual_seed(args.seed)
+    head = build_head(args, target, arrays).to(processes.device)
+    processes.share_weights(head)
+    parameters = sum(weight.numel() for weight in head.parameters())
+    logger.info(f"{args.method}: {parameters:,} parameters")
+    sources = [Source(array, args.length, args.seed) for array in arrays]
+    windows = Windows(sources, args.tokens_per_step)
+    trainer = Trainer(head, target, windows, config, args.out / "state.pt", processes)
+    if args.resume:
+        trainer.resume()
+    progress = trainer.run()
+    if processes.rank == 0:
+        round_module(head, args.mantissa_bits)
+        write(head.export(), args.out)
+        if args.method == "draft_model":
+            _copy_tokenizer(folder, args.out)
+        text = _heldout_text(target, heldout, args)
+        result = acceptance(head, target, text, args.prompt_length, args.num_draft_tokens)
+        for line in result.lines():
+            logger.info(line)
+        facts = {"parameters": parameters, **asdict(progress), **asdict(result)}
+        (args.out / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def run_responses(args: argparse.Namespace) -> None:
+    """Writes rows of prompt and continuation. May raise `ConfigError`."""
+    processes = Processes()
+    _prepare(processes)
+    folder = resolve_model(args.target, "target")
+    target = _load(folder, processes.device)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    arrays = [read_tokens(path, tokenizer) for path in args.data]
+    for array in arrays:
+        _check_ids(array, target)
+    np.save(args.out, _generate(target, arrays, args, args.count))
+
+
+def build_head(args: argparse.Namespace, target: Target, arrays: list[Any]) -> Any:
+    """The method's module, freshly initialised. Raises `ConfigError` for sizes that do not fit."""
+    steps = args.num_draft_tokens
+    if args.method == "medusa":
+        return Medusa(target, steps)
+    if args.method == "mlp_speculator":
+        return MlpSpeculator(target, steps, args.inner_size or target.config.hidden_size)
+    shape = _shape(args, target)
+    if args.method == "mtp":
+        return Mtp(target, shape)
+    if args.method == "draft_model":
+        return DraftModel(target, shape, args.num_layers)
+    ids: Tensor | None = None
+    vocab_size = int(target.config.vocab_size)
+    if args.draft_vocab_size is not None and args.draft_vocab_size < vocab_size:
+        ids = draft_vocabulary(arrays, vocab_size, args.draft_vocab_size)
+        share = np.isin(arrays[-1], ids.numpy()).mean()
+        logger.info(f"draft vocabulary: {len(ids)} tokens, {share:.2%} of the last --data")
+    if target.config.num_hidden_layers < 5:
+        raise ConfigError("eagle3 reads layers 2, N/2 and N-3: the target has too few layers.")
+    return Eagle3(target, shape, ids)
+
+
+def _shape(args: argparse.Namespace, target: Target) -> BlockShape:
+    config = target.config
+    heads = args.heads or config.num_attention_heads
+    kv_heads = args.kv_heads or config.num_key_value_heads
+    if heads % kv_heads:
+        raise ConfigError(f"--heads {heads} is no multiple of --kv-heads {kv_heads}.")
+    hidden = getattr(args, "hidden_size", None) or config.hidden_size
+    head_dim = args.head_dim or getattr(config, "head_dim", None)
+    return BlockShape(
+        hidden_size=hidden,
+        intermediate_size=args.intermediate_size or config.intermediate_size,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim or config.hidden_size // config.num_attention_heads,
+        norm_eps=config.rms_norm_eps,
+        rope_theta=ROPE_THETA,
+    )
+
+
+def _prepare(processes: Processes) -> None:
+    level = logging.INFO if processes.rank == 0 else logging.WARNING
+    logging.basicConfig(level=level, format="%(message)s", force=True)
+    torch.set_float32_matmul_precision("high")
+    transformers.utils.logging.disable_progress_bar()
+
+
+def _load(folder: Path, device: torch.device) -> Target:
+    return load_target(folder, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+def _read_data(args: argparse.Namespace, folder: Path) -> tuple[list[Any], Any]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    arrays = [read_tokens(path, tokenizer) for path in args.data]
+    if args.heldout is not None:
+        return arrays, read_tokens(args.heldout, tokenizer)
+    arrays[0], heldout = hold_out(arrays[0], args.length)
+    return arrays, heldout
+
+
+def _check_ids(array: Any, target: Target) -> None:
+    if array.size and int(array.max()) >= target.config.vocab_size:
+        raise ConfigError(f"--data holds token {array.max()}, which the target does not have.")
+
+
+def _generate(target: Target, arrays: list[Any], args: argparse.Namespace, count: int) -> Any:
+    """Rows `[count, prompt + new]`, their prompts from all data in equal shares."""
+    sources = [Source(array, args.prompt_length - 1, args.seed + 1) for array in arrays]
+    shares = [count // len(sources) + (i < count % len(sources)) for i in range(len(sources))]
+    parts = [source.rows(0, share) for source, share in zip(sources, shares, strict=True)]
+    width = min(part.shape[1] for part in parts)
+    prompts = torch.cat([part[:, :width] for part in parts])
+    prompts = prompts[torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0))]
+    rows = responses(target, prompts, args.new_tokens, args.generate_batch, args.seed)
+    logger.info(f"generated {tuple(rows.shape)}")
+    return rows.numpy()
+
+
+def _heldout_text(target: Target, heldout: Any, args: argparse.Namespace) -> Tensor:
+    """Greedy continuations of held-out prompts."""
+    source = Source(heldout, args.prompt_length - 1, args.seed)
+    prompts = source.rows(0, min(args.eval_rows, source.count)).to(target.device)
+    zero = torch.zeros(len(prompts), device=target.device)
+    return continue_rows(target, prompts, args.new_tokens // 2, zero)
+
+
+def _copy_tokenizer(folder: Path, out: Path) -> None:
+    for pattern in TOKENIZER_FILES:
+        for file in folder.glob(pattern):
+            shutil.copy(file, out / file.name)

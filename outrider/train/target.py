@@ -1,0 +1,89 @@
+"""The frozen target: its states and logits over windows of text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from outrider.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TargetBatch:
+    """Windows of `length` + 1 tokens, and what the target makes of them."""
+
+    token_ids: Tensor  # [rows, length + 1]
+    layers: Tensor  # [rows, length + 1, hidden_size * len(layers)]: states that enter `layers`
+    hidden: Tensor  # [rows, length + 1, hidden_size]: after the final norm
+    logits: Tensor  # [rows, length + 1, vocab_size]
+
+
+class Target:
+    """A `transformers` causal LM that is read, never trained."""
+
+    def __init__(self, model: Any) -> None:
+        self.model: Any = model
+        model.eval().requires_grad_(False)
+        self.config: Any = model.config.get_text_config()
+        self.decoder: Any = model.get_decoder()
+        self._states: dict[int, Tensor] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        device: torch.device = self.model.device
+        return device
+
+    @property
+    def embedding(self) -> Tensor:
+        """`[vocab_size, hidden_size]`. No parameter: a head that keeps it does not train it."""
+        weight: Tensor = self.model.get_input_embeddings().weight
+        return weight.detach()
+
+    @property
+    def head(self) -> Tensor:
+        """`[vocab_size, hidden_size]`."""
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight.detach()
+
+    @torch.no_grad()
+    def read(self, token_ids: Tensor, layers: tuple[int, ...]) -> TargetBatch:
+        """One forward of whole windows; `layers` count as Hugging Face's `hidden_states`."""
+        hooks = [self._hook(layer) for layer in layers]
+        try:
+            hidden = self.decoder(input_ids=token_ids, use_cache=False).last_hidden_state
+        finally:
+            for hook in hooks:
+                hook.remove()
+        states = [self._states.pop(layer) for layer in layers]
+        joined = torch.cat(states, -1) if states else hidden[..., :0]
+        logits = self.model.get_output_embeddings()(hidden)
+        return TargetBatch(token_ids, joined, hidden, logits)
+
+    def _hook(self, layer: int) -> Any:
+        blocks = self.decoder.layers
+
+        def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._states[layer] = args[0] if args else kwargs["hidden_states"]
+
+        def leaving(_: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+            self._states[layer] = output[0] if isinstance(output, tuple) else output
+
+        if layer == len(blocks):
+            return blocks[-1].register_forward_hook(leaving)
+        return blocks[layer].register_forward_pre_hook(entering, with_kwargs=True)
+
+
+def load_target(folder: Path, device: torch.device, dtype: torch.dtype) -> Target:
+    """Reads a Hugging Face folder. Raises `ConfigError` if it holds no causal LM."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"--target {folder} cannot be read: {error}") from error
+    return Target(model.to(device))
