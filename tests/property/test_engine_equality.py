@@ -102,7 +102,8 @@ class Scenario:
         self.clients[request.session_id] = Client(request, [], [], [])
         self.open.add(request.session_id)
         if rng.random() < 0.9:
-            self.engine.set_drafting(request.session_id, "a", rng.choice((1, 4, 8)))
+            ahead, k = rng.random() < 0.3, rng.choice((1, 4, 8, 20))
+            self.engine.set_drafting(request.session_id, "a", k, runs_ahead=ahead)
 
     def draft(self) -> None:
         """Posts a block that is right, partly right, wrong, late, from the future, or garbage."""
@@ -120,6 +121,8 @@ class Scenario:
             tokens.append(rng.randrange(VOCAB))
         if rng.random() < 0.2:  # the right path is not the preferred one
             tokens, parents = [1, *tokens], [-1, *(p + 1 if p >= 0 else -1 for p in parents)]
+        if rng.random() < 0.3:
+            tokens, parents = scattered(path, rng)
         tree = DraftTree.validated(base, tokens, parents, vocab_size=VOCAB, max_nodes=64)
         self.engine.post_block(client.request.session_id, tree, rng.choice("aaaab"), 100)
 
@@ -235,6 +238,21 @@ class Scenario:
         # Each round emits its accepted tokens and one more, which a stop may cut off.
         assert stats.output_tokens - stats.accepted in (stats.rounds, stats.rounds - 1)
         assert stats.hits + stats.misses_late + stats.misses_wrong <= stats.iter_count
+
+
+def scattered(path: list[int], rng: random.Random) -> tuple[list[int], list[int]]:
+    """`path` as nodes of a tree among others that are siblings, or garbage below them."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    reached = -1
+    for token in path:
+        for _ in range(rng.randrange(3)):
+            parents.append(rng.choice((reached, rng.randint(-1, len(tokens) - 1))))
+            tokens.append(rng.randrange(VOCAB))
+        parents.append(reached)
+        reached = len(tokens)
+        tokens.append(token)
+    return tokens, parents
 
 
 configs = st.builds(

@@ -10,6 +10,8 @@ import torch
 
 from outrider.engine.batch import Model, RowSlice, pack
 from outrider.engine.loader import build_paged_model
+from outrider.engine.tree_mask import chain_parents
+from outrider.engine.verifier import verify_tree
 from outrider.errors import UnsupportedModelError
 from tests.support.architectures import ARCHITECTURES, REFUSED, VOCAB_SIZE, random_model
 
@@ -38,12 +40,27 @@ def _generate(model: Any, prompt: list[int]) -> list[int]:
     return tokens
 
 
+def _tree(ahead: list[int], rng: random.Random) -> tuple[list[int], tuple[int, ...]]:
+    """A tree in which the right path lies scattered, with wrong siblings and wrong children."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    right = -1  # the node that the right path has reached
+    for token in ahead:
+        for _ in range(rng.randrange(3)):
+            parents.append(rng.randint(-1, len(tokens) - 1))
+            tokens.append((token + rng.randrange(1, VOCAB_SIZE)) % VOCAB_SIZE)
+        parents.append(right)
+        right = len(tokens)
+        tokens.append(token)
+    return tokens, tuple(parents)
+
+
 def _serve(model: Model, prompts: list[list[int]], truth: list[list[int]]) -> list[list[int]]:
     """Greedy decoding as the engine does it: chunks, drafts right and wrong, scattered pages."""
     rng = random.Random(11)
     free = list(range(NUM_PAGES))
     rng.shuffle(free)
-    pages = -(-(max(PROMPT_LENS) + NEW_TOKENS + 8) // PAGE_SIZE)
+    pages = -(-(max(PROMPT_LENS) + NEW_TOKENS + 12) // PAGE_SIZE)
     tables = [[free.pop() for _ in range(pages)] for _ in prompts]
     known = [list(prompt) for prompt in prompts]
     computed = [0] * len(prompts)
@@ -55,29 +72,35 @@ def _serve(model: Model, prompts: list[list[int]], truth: list[list[int]]) -> li
                 continue  # finished, or sits this step out
             left = len(tokens) - computed[i]
             draft: list[int] = []
+            parents: tuple[int, ...] = ()
             if left == 1:  # decoding: guess up to 4 tokens, each right with probability 0.7
                 ahead = truth[i][len(tokens) - len(prompts[i]) :][: rng.randrange(5)]
                 draft = [t if rng.random() < 0.7 else (t + 1) % VOCAB_SIZE for t in ahead]
+                if rng.random() < 0.5:
+                    draft, parents = _tree(ahead, rng)
             size = min(left, rng.choice((2, 5, 18)))
             chunk = tokens[computed[i] : computed[i] + size] + draft
             last = computed[i] + size == len(tokens)
-            rows.append(RowSlice(chunk, computed[i], tables[i], len(draft) + 1 if last else 0))
+            num_logits = len(draft) + 1 if last else 0
+            rows.append(RowSlice(chunk, computed[i], tables[i], num_logits, parents))
             live.append((i, size, last))
             drafts.append(draft)
         if not rows:
             continue
         logits = model.forward(pack(rows, PAGE_SIZE, model.device))
         best = logits.argmax(dim=-1).tolist()
-        for (i, size, last), draft in zip(live, drafts, strict=True):
+        for (i, size, last), draft, row in zip(live, drafts, rows, strict=True):
             computed[i] += size
             if not last:
                 continue
             outputs = [best.pop(0) for _ in range(len(draft) + 1)]
-            accepted = 0
-            while accepted < len(draft) and draft[accepted] == outputs[accepted]:
-                accepted += 1
-            computed[i] += accepted
-            known[i] += outputs[: accepted + 1]
+            path = verify_tree(draft, row.parents or chain_parents(len(draft)), outputs)
+            slots = [page * PAGE_SIZE + offset for page in tables[i] for offset in range(PAGE_SIZE)]
+            source = [slots[computed[i] + node] for node in path]
+            target = slots[computed[i] : computed[i] + len(path)]
+            model.move_slots(torch.tensor(source).long(), torch.tensor(target).long())
+            computed[i] += len(path)
+            known[i] += [outputs[node + 1] for node in (-1, *path)]
     return [
         tokens[len(prompt) : len(prompt) + NEW_TOKENS]
         for tokens, prompt in zip(known, prompts, strict=True)

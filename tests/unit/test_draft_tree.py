@@ -36,6 +36,22 @@ def test_its_first_nodes_are_a_tree() -> None:
         )
 
 
+def test_what_is_left_below_a_node_is_pruned_in_order() -> None:
+    #  0 - 1 - 3
+    #    \ 2 - 4 - 6
+    #          \ 5
+    tree = DraftTree(7, tuple(range(10, 17)), (-1, 0, 0, 1, 2, 2, 4))
+    assert tree.below(-1, 9, 9) == tree
+    assert tree.below(-1, 3, 9) == tree.at_most(3)
+    assert tree.below(0, 9, 9) == DraftTree(7, (11, 12, 13, 14, 15, 16), (-1, -1, 0, 1, 1, 3))
+    assert tree.below(0, 4, 1) == DraftTree(7, (11, 12), (-1, -1))
+    assert tree.below(-1, 4, 3) == DraftTree(7, (10, 11, 12, 13), (-1, 0, 0, 1))
+    assert tree.below(2, 9, 1) == DraftTree(7, (14, 15), (-1, -1))
+    assert tree.below(6, 9, 9) == DraftTree(7, (), ())
+    gapped = DraftTree(0, (1, 2, 3, 4), (-1, 0, 1, -1))
+    assert gapped.below(-1, 3, 2) == DraftTree(0, (1, 2, 4), (-1, 0, -1)), "the next one instead"
+
+
 def test_a_walk_is_far_below_a_tenth_of_a_millisecond() -> None:
     chain = tuple(range(1000, 1008))
     branches = [(a, tuple(range(a * 100, a * 100 + 6))) for a in range(9)]

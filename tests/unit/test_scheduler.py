@@ -204,6 +204,91 @@ def test_a_lookahead_tree_serves_several_rounds() -> None:
     assert stats.k_histogram[3] == 2
 
 
+def bushy(truth: list[int]) -> DraftTree:
+    """The first three tokens of `truth` are nodes 1, 4 and 5; the preferred path is wrong."""
+    a, b, c = truth[:3]
+    wrong = next(token for token in range(32) if token not in truth[:4])
+    return DraftTree(4, (wrong, a, wrong, wrong, b, c), (-1, -1, 0, 1, 1, 4))
+
+
+def test_a_tree_is_verified_as_a_whole() -> None:
+    e = engine()
+    truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
+    e.set_drafting(1, "a", 8)
+    e.post_block(1, bushy(truth), "a", 10)
+    events = step(e)
+    commit = events.commits[0]
+    assert size(events) == (1, 4 + 6)
+    assert commit.token_ids == tuple(truth[:4])
+    assert commit.kinds == (TokenKind.ACCEPTED,) * 3 + (TokenKind.BONUS,)
+    assert [t for c in run(e)[1] for t in c.token_ids] == truth[4:], "its keys have moved"
+
+
+def test_what_is_accepted_of_a_tree_counts_as_a_path() -> None:
+    e = engine()
+    truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
+    e.set_drafting(1, "a", 8)
+    tree = bushy(truth)
+    e.post_block(1, DraftTree(4, (*tree.token_ids[:5], tree.token_ids[0]), tree.parents), "a", 10)
+    commit = step(e).commits[0]
+    assert commit.kinds == (TokenKind.ACCEPTED,) * 2 + (TokenKind.RECOVERED,)
+    stats = run(e)[1][-1].stats
+    assert stats is not None
+    assert (stats.drafted, stats.accepted, stats.accepted_per_pos) == (6, 2, (1, 1))
+    assert stats.k_histogram[6] == 1
+
+
+def test_a_tree_is_pruned_to_what_is_wanted_and_what_can_be_committed() -> None:
+    for k, max_tokens, tokens, said in ((5, 20, 5, 3), (2, 20, 2, 2), (8, 3, 5, 3), (8, 1, 0, 1)):
+        e = engine()
+        truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
+        e.abort(1)
+        submit(e, 2, prompt_len=4, max_tokens=max_tokens)
+        e.set_drafting(2, "a", k)
+        e.post_block(2, bushy(truth), "a", 10)
+        events = step(e)
+        assert size(events) == (1, 4 + tokens)
+        assert events.commits[0].token_ids == tuple(truth[:said])
+
+
+def test_of_a_tree_that_runs_ahead_the_preferred_path_is_verified() -> None:
+    e = engine()
+    truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
+    e.set_drafting(1, "a", 8, runs_ahead=True)
+    e.post_block(1, bushy(truth), "a", 10)
+    events = step(e)
+    assert size(events) == (1, 4 + 2)
+    assert events.commits[0].token_ids == (truth[0],)
+    assert step(e).commits[0].token_ids == (truth[1],), "its side branch, and not all of that"
+    assert step(e).commits[0].token_ids == tuple(truth[2:4])
+
+
+def test_a_penalised_row_verifies_one_path() -> None:
+    e = engine()
+    prompt = (0, 1, 2, 3)
+    sampling = SamplingParams(temperature=0.0, frequency_penalty=0.5)
+    truth = Sequential(HashModel(32)).tokens(prompt, sampling, 8)
+    e.submit(Request(1, prompt, sampling, StopParams(max_tokens=8)))
+    e.set_drafting(1, "a", 8)
+    e.post_block(1, bushy(truth), "a", 10)
+    events = step(e)
+    assert size(events) == (1, 4 + 2)
+    assert [t for c in (*events.commits, *run(e)[1]) for t in c.token_ids] == truth
+
+
+def test_a_tree_for_which_there_are_no_pages_is_left_out() -> None:
+    e = engine(num_pages=16)
+    truth, _ = submit(e, 1, prompt_len=4, max_tokens=60)
+    e.set_drafting(1, "a", 60)
+    for _ in range(54):
+        step(e)
+    length = 4 + 54
+    tree = DraftTree(length, (truth[54], 31, 30, 29, 28, 27, truth[55]), (-1,) * 6 + (0,))
+    e.post_block(1, tree, "a", 10)
+    assert size(step(e)) == (1, 1), "58 tokens fill 15 pages of 16, and the tree needs 2"
+    assert [t for c in run(e)[1] for t in c.token_ids] == truth[55:]
+
+
 def test_a_stop_token_ends_the_text_before_itself_even_inside_a_draft() -> None:
     e = engine()
     truth, _ = submit(e, 0, prompt_len=4, max_tokens=20)
