@@ -14,10 +14,12 @@ from outrider.rpc.codec import METHOD_ALIASES, METHODS
 from outrider.rpc.deployment import add_deployment_flags, take_deployment
 from outrider.rpc.targets import DNS_REFRESH_S, parse_entries
 from proposer_service.config import (
+    HEAD_CONFIGS,
     START_TIMEOUT_S,
     DeterministicConfig,
     DraftModelConfig,
     MethodConfig,
+    ModelConfig,
     NgramConfig,
     ProposerConfig,
     SuffixConfig,
@@ -73,8 +75,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
     add(
         "--max-draft-tokens",
         type=int,
-        help="draft tokens per round at most; unset: 16 for draft_model (5 beside other methods) "
-        "and ngram, 24 for suffix, 128 for deterministic",
+        help="draft tokens per round at most; unset: 16 for models (5 beside other methods) and "
+        "ngram, 24 for suffix, 128 for deterministic",
     )
     add(
         "--max-branches",
@@ -82,20 +84,41 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
         help="outcomes of a verification drafted for ahead of it, per session at most; 0: none; "
         "unset: 16, but none for a draft model on CPU, where that costs more than it hides",
     )
-    add("--model", default=draft.model, help="draft_model: embedded, a folder, Hugging Face id")
-    add("--dtype", choices=("float32", "bfloat16"), default=draft.dtype, help="draft_model")
-    add("--device", choices=("cpu", "cuda"), default=draft.device, help="draft_model")
+    add(
+        "--model",
+        default=draft.model,
+        help="draft_model: embedded, a folder, Hugging Face id; for methods that read hidden "
+        "states their checkpoint, likewise",
+    )
+    add(
+        "--target-model",
+        default="embedded",
+        help="methods that read hidden states: the model that the scorer serves",
+    )
+    add(
+        "--project-features",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="eagle3: let the scorer apply the module's first product, so that it sends one "
+        "state per token instead of three",
+    )
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of a model; unset: float32, but bfloat16 on CUDA for one that reads hidden states",
+    )
+    add("--device", choices=("cpu", "cuda"), default=draft.device, help="of a model")
     add(
         "--attention-backend",
-        help="draft_model: flash, flash_attn, flashinfer, triton, sdpa; unset: the best that fits",
+        help="of a model: flash, flash_attn, flashinfer, triton, sdpa; unset: the best that fits",
     )
-    add("--threads", type=int, default=draft.threads, help="draft_model: CPU threads")
+    add("--threads", type=int, default=draft.threads, help="of a model: CPU threads")
     add(
         "--kv-cache-memory",
         type=int,
-        help=f"draft_model: MiB; unset: {draft.kv_cache_memory} on a CPU, {_CUDA_KV_CACHE} on CUDA",
+        help=f"of a model: MiB; unset: {draft.kv_cache_memory} on a CPU, {_CUDA_KV_CACHE} on CUDA",
     )
-    add("--max-model-len", type=int, help="draft_model: longest context drafted for")
+    add("--max-model-len", type=int, help="of a model: longest context drafted for")
     add("--prompt-lookup-min", type=int, default=ngram.prompt_lookup_min, help="ngram")
     add("--prompt-lookup-max", type=int, default=ngram.prompt_lookup_max, help="ngram")
     add(
@@ -170,22 +193,36 @@ def _method(name: str, args: argparse.Namespace) -> MethodConfig:
         )
     if name == "deterministic":
         return DeterministicConfig(**common)
-    on_cuda = args.device == "cuda"
+    return _model(name, args, common)
+
+
+def _model(name: str, args: argparse.Namespace, common: dict[str, Any]) -> ModelConfig:
+    """A method with weights."""
+    on_cuda, draft = args.device == "cuda", DraftModelConfig()
     if len(args.method) > 1:
         common.setdefault("max_draft_tokens", _BESIDE_OTHERS)
+    common |= {
+        "model": args.model,
+        "dtype": args.dtype or draft.dtype,
+        "threads": args.threads,
+        "kv_cache_memory": args.kv_cache_memory
+        or (_CUDA_KV_CACHE if on_cuda else draft.kv_cache_memory),
+        "max_model_len": args.max_model_len,
+        "device": args.device,
+        "attention_backend": args.attention_backend,
+    }
+    if name in HEAD_CONFIGS:
+        return HEAD_CONFIGS[name](
+            **common
+            | {
+                "dtype": args.dtype or ("bfloat16" if on_cuda else draft.dtype),
+                "target_model": args.target_model,
+                "project_features": args.project_features,
+            }
+        )
     if not on_cuda:
         common.setdefault("max_branches", 0)
-    return DraftModelConfig(
-        model=args.model,
-        dtype=args.dtype,
-        threads=args.threads,
-        kv_cache_memory=args.kv_cache_memory
-        or (_CUDA_KV_CACHE if on_cuda else DraftModelConfig().kv_cache_memory),
-        max_model_len=args.max_model_len,
-        device=args.device,
-        attention_backend=args.attention_backend,
-        **common,
-    )
+    return DraftModelConfig(**common)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -196,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"proposer: {error.message}", file=sys.stderr)
         return 2
     for method in config.methods:
-        if isinstance(method, DraftModelConfig):
+        if isinstance(method, ModelConfig):
             # Read when torch and NumPy are imported, which happens below.
             for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
                 os.environ[variable] = str(method.threads)

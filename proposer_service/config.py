@@ -60,10 +60,9 @@ class DeterministicConfig(MethodConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftModelConfig(MethodConfig):
-    """An independent small language model."""
+class ModelConfig(MethodConfig):
+    """A method with weights."""
 
-    name = "draft_model"
     model: str = "embedded"
     """"embedded", a folder, or a Hugging Face id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -76,6 +75,68 @@ class DraftModelConfig(MethodConfig):
     device: Literal["cpu", "cuda"] = "cpu"
     attention_backend: str | None = None
     """None: the best that fits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftModelConfig(ModelConfig):
+    """An independent small language model."""
+
+    name = "draft_model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig(ModelConfig):
+    """A module that reads the target's hidden states. Raises `ConfigError`."""
+
+    target_model: str = "embedded"
+    """As `model`: what it was trained for, whose embedding and head it shares."""
+    project_features: bool = False
+    """eagle3: let the scorer apply the module's first product."""
+
+    def __post_init__(self) -> None:
+        MethodConfig.__post_init__(self)
+        if self.model == "embedded":
+            raise ConfigError(
+                f"--method {self.name} needs --model: the folder or the Hugging Face id of its "
+                "checkpoint."
+            )
+
+
+class EagleConfig(HeadConfig):
+    """EAGLE-1 and EAGLE-2."""
+
+    name = "eagle"
+
+
+class Eagle3Config(HeadConfig):
+    """EAGLE-3."""
+
+    name = "eagle3"
+
+
+class MtpConfig(HeadConfig):
+    """Multi-token prediction modules that come with a model."""
+
+    name = "mtp"
+
+
+class MedusaConfig(HeadConfig):
+    """Medusa heads."""
+
+    name = "medusa"
+
+
+class MlpSpeculatorConfig(HeadConfig):
+    """IBM's MLP speculator."""
+
+    name = "mlp_speculator"
+
+
+HEAD_CONFIGS: Final[dict[str, type[HeadConfig]]] = {
+    each.name: each
+    for each in (EagleConfig, Eagle3Config, MtpConfig, MedusaConfig, MlpSpeculatorConfig)
+}
+"""Methods that read hidden states, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,3 +186,9 @@ class ProposerConfig:
         names = [method.name for method in self.methods]
         if not names or len(set(names)) < len(names):
             raise ConfigError("--method names one method, or several different ones.")
+        models = [method.name for method in self.methods if isinstance(method, ModelConfig)]
+        if len(models) > 1:
+            raise ConfigError(
+                f"--method {','.join(models)}: --model can name only one model. Start a proposer "
+                "for each."
+            )

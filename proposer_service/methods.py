@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from outrider.drafting.branch_plan import Pace
 from outrider.drafting.deterministic import DeterministicProposer
 from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.ngram import NgramProposer
-from outrider.drafting.proposer import Proposer
+from outrider.drafting.proposer import FeatureProposer, Proposer
 from outrider.errors import ConfigError
 from outrider.params import SamplingParams
 from outrider.rpc.runtime import progress
 from proposer_service.config import (
     DraftModelConfig,
+    HeadConfig,
     MethodConfig,
     NgramConfig,
     ProposerConfig,
@@ -49,6 +50,8 @@ def build_proposer(config: ProposerConfig) -> tuple[Proposer, str]:
 def _build(method: MethodConfig, max_sessions: int) -> tuple[Proposer, str]:
     if isinstance(method, DraftModelConfig):
         return _build_draft_model(method, max_sessions)
+    if isinstance(method, HeadConfig):
+        return _build_head(method, max_sessions)
     if isinstance(method, SuffixConfig):
         return _build_suffix(method, max_sessions), ""
     limits = {
@@ -154,6 +157,16 @@ def _build_draft_model(method: DraftModelConfig, max_sessions: int) -> tuple[Pro
     return proposer, tokenizer_hash(folder) if has_tokenizer else ""
 
 
+def _build_head(method: HeadConfig, max_sessions: int) -> tuple[Proposer, str]:
+    # Imported here: prompt lookup starts without torch.
+    from proposer_service.heads import build_head
+
+    proposer, tokenizer_hash = build_head(method, max_sessions, _PREFILL_BUDGET[method.device])
+    progress("proposer", "warming up")
+    _warm_up(proposer)
+    return proposer, tokenizer_hash
+
+
 def _masks(folder: Path, model: PagedModel) -> DraftMasks | None:
     from outrider.drafting.draft_mask import DraftMasks
     from outrider.engine.constraint import ConstraintCompiler
@@ -176,10 +189,21 @@ def _warm_up(proposer: Proposer) -> None:
             prefix = [1] * min(_WARM_UP_TOKENS, traits.max_model_len // 2)
             for key in keys:
                 proposer.open(key, prefix, sampling, 4, traits.max_model_len)
-            proposer.draft(keys)  # the prompt's way
+                _make_up_features(proposer, key, 0, len(prefix) - 1)
+            while proposer.draft(keys).unfinished:  # the prompt's way
+                pass
             for key in keys:
+                _make_up_features(proposer, key, len(prefix) - 1, 2)
                 proposer.commit(key, len(prefix), [1, 1], 4)
             proposer.draft(keys)  # every later round's
             proposer.ahead(keys, Pace())
             for key in keys:
                 proposer.close(key)
+
+
+def _make_up_features(proposer: Proposer, session: int, start: int, num_rows: int) -> None:
+    needed = proposer.traits.features
+    if needed is not None:
+        cast("FeatureProposer", proposer).features(
+            session, start, bytes(num_rows * needed.row_bytes)
+        )

@@ -18,7 +18,10 @@ SERVICES = {
 }
 """Name on the command line -> the package that `python -m` runs."""
 
-METHODS = ("deterministic", "suffix", "draft_model", "ngram")
+METHODS = (
+    *("deterministic", "suffix", "eagle3", "mtp", "eagle"),
+    *("draft_model", "medusa", "mlp_speculator", "ngram"),
+)
 """As `rpc.codec` has them, which brings gRPC's messages with it."""
 DEFAULT_HTTP_PORT = 8000
 DEFAULT_GRPC_PORT = 50051
@@ -100,15 +103,17 @@ def _add_stack_flags(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="NAME", help="target: Hugging Face id or folder (default: embedded)"
     )
     parser.add_argument(
-        "--draft-model", metavar="NAME", help="draft: Hugging Face id or folder, same tokenizer"
+        "--draft-model",
+        metavar="NAME",
+        help="draft: Hugging Face id or folder; a model with the same tokenizer, or what --method "
+        "eagle3, mtp, eagle, medusa or mlp_speculator made for the target",
     )
     parser.add_argument(
         "--method",
         type=_methods,
         metavar="NAME[,...]",
-        help="who drafts: deterministic, suffix, draft_model, ngram, or several, of which the "
-        "first that has a guess does; or none (default: draft_model, but ngram for a --model "
-        "without --draft-model)",
+        help=f"who drafts: {', '.join(METHODS)}, or several, of which the first that has a guess "
+        "does; or none (default: draft_model, but ngram for a --model without --draft-model)",
     )
     parser.add_argument(
         "--num-speculative-tokens",
@@ -155,7 +160,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--method",
         metavar="NAME[,...]",
-        help="deterministic, suffix, draft_model, ngram or none; several: the preferred one first",
+        help=f"{', '.join(METHODS)} or none; several: the preferred one first",
     )
     parser.add_argument("--num-speculative-tokens", type=_speculative_tokens, metavar="K")
     parser.add_argument(

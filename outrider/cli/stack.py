@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import sys
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self, TypeVar
 
+from outrider.aux_layers import aux_layers
 from outrider.cli.client import attached_proposers
 from outrider.cli.process import Relay, ServiceProcess, ServiceSpec
 from outrider.errors import ConfigError, InternalError, OutriderError
@@ -18,6 +21,8 @@ from outrider.errors import ConfigError, InternalError, OutriderError
 T = TypeVar("T")
 
 HOST = "127.0.0.1"
+HIDDEN_STATES = ("eagle3", "mtp", "eagle", "medusa", "mlp_speculator")
+"""Methods that read hidden states of the target."""
 
 # Children get this long between SIGTERM and SIGKILL: with it, Ctrl-C ends everything in under 2 s.
 _STOP_GRACE_S = 1.0
@@ -46,14 +51,24 @@ class StackConfig:
 
     def __post_init__(self) -> None:
         drafts = "draft_model" in self.methods
+        if (head := self.head) and self.draft_model is None:
+            raise ConfigError(
+                f"--method {head} needs --draft-model: the folder or the Hugging Face id of its "
+                "checkpoint."
+            )
         if drafts and self.model is not None and self.draft_model is None:
             raise ConfigError(
                 "--model without --draft-model: the embedded draft model has another tokenizer. "
                 "Name a --draft-model with the same tokenizer, or use another --method."
             )
-        if not drafts and self.draft_model is not None:
+        if not (drafts or head) and self.draft_model is not None:
             method = ",".join(self.methods) or "none"
             raise ConfigError(f"--draft-model is of no use with --method {method}.")
+
+    @property
+    def head(self) -> str | None:
+        """The method among `methods` that reads the target's hidden states."""
+        return next((name for name in self.methods if name in HIDDEN_STATES), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +219,7 @@ def scorer_spec(config: StackConfig, port: int) -> ServiceSpec:
         *("--port", port, "--metrics-port", 0, "--model", config.model or "embedded"),
         *("--served-model-name", config.served_model_name, "--dtype", config.dtype),
         *("--num-speculative-tokens", config.num_speculative_tokens, "--threads", 2),
+        *(("--hidden-features", _hidden_features(config)) if config.head else ()),
     )
 
 
@@ -212,7 +228,9 @@ def proposer_spec(config: StackConfig, scorer_address: str) -> ServiceSpec:
     # A draft's precision cannot change the text, and a model as small as the embedded draft is
     # fastest in float32 on CPU.
     dtype = config.dtype if config.draft_model else "float32"
-    model = ("--model", config.draft_model or "embedded", "--dtype", dtype)
+    model: tuple[str, ...] = ("--model", config.draft_model or "embedded", "--dtype", dtype)
+    if config.head:
+        model = (*model, "--target-model", config.model or "embedded")
     # A default of the proposer's is longer for methods that are made for long drafts.
     longer = config.num_speculative_tokens > 16 and not {"suffix", "deterministic"} & {
         *config.methods
@@ -224,8 +242,20 @@ def proposer_spec(config: StackConfig, scorer_address: str) -> ServiceSpec:
         *("--metrics-port", 0, "--threads", 1),
         *("--proposer-id", f"proposer-{'-'.join(config.methods)}"),
         *(("--max-draft-tokens", config.num_speculative_tokens) if longer else ()),
-        *(model if "draft_model" in config.methods else ()),
+        *(model if config.head or "draft_model" in config.methods else ()),
     )
+
+
+def _hidden_features(config: StackConfig) -> str:
+    """What the scorer is to keep for the method: of an EAGLE-3 module on disk what it names."""
+    if config.head != "eagle3":
+        return "final"
+    path = Path(config.draft_model or "") / "config.json"
+    try:
+        layers = aux_layers(json.loads(path.read_text()))
+    except (OSError, ValueError):  # to be downloaded, or the proposer says what is wrong with it
+        layers = None
+    return "eagle3" if layers is None else ",".join(map(str, layers))
 
 
 def gateway_spec(config: StackConfig, scorer_address: str) -> ServiceSpec:

@@ -12,12 +12,17 @@ EMBEDDED = "embedded"
 
 
 def resolve_model(
-    name: str | None, role: Literal["target", "draft"], *, tokenizer_only: bool = False
+    name: str | None,
+    role: Literal["target", "draft"],
+    *,
+    tokenizer_only: bool = False,
+    weights: tuple[str, ...] = ("*.safetensors",),
 ) -> Path:
     """The folder of a model: the embedded one, a folder on disk, or a Hugging Face id.
 
     None or "embedded" is the model that ships with Outrider for that role. With `tokenizer_only`
-    no weights are downloaded. Raises `ConfigError` with what to do about it.
+    no weights are downloaded, else the files that `weights` names. Raises `ConfigError` with what
+    to do about it.
     """
     if name is None or name == EMBEDDED:
         folder = Path(str(resources.files("outrider.models"))) / "data" / role
@@ -34,17 +39,15 @@ def resolve_model(
         return folder
     if folder.exists() or name.count("/") > 1 or name.startswith((".", "~", "/")):
         raise ConfigError(f"There is no model folder {name}.")
-    return _download(name, tokenizer_only)
+    return _download(name, () if tokenizer_only else weights)
 
 
-def _download(name: str, tokenizer_only: bool) -> Path:
+def _download(name: str, weights: tuple[str, ...]) -> Path:
     # Imported here: a local folder needs no network library.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    patterns = ["*.json", "*.jinja", "tokenizer.model"]
-    if not tokenizer_only:
-        patterns.append("*.safetensors")
+    patterns = ["*.json", "*.jinja", "tokenizer.model", *weights]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except HFValidationError as error:

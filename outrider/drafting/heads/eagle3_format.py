@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.aux_layers import KEY, aux_layers
 from outrider.drafting.checkpoints import Checkpoint, TargetTensors
 from outrider.errors import ConfigError
-
-_AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +36,6 @@ class Eagle3Format:
         layer_config = config.get("transformer_layer_config", config)
         return Eagle3Format(checkpoint, layer_config, root, root + layer)
 
-    @property
-    def by_speculators(self) -> bool:
-        return "speculators_model_type" in self.checkpoint.config
-
     def layer_prefix(self, index: int) -> str:
         return f"{self.root}layers.{index}." if index else self.first_layer
 
@@ -62,29 +57,19 @@ class Eagle3Format:
         return bool(value)
 
     def aux_layers(self, num_layers: int) -> tuple[int, ...]:
-        """The decoder layers of the target whose inputs it reads, counted from 0.
-
-        Files number them by their inputs (`speculators`, the default 2, N/2, N - 3) or by the
-        outputs of the layers before (ModelOpt: 1, N/2 - 1, N - 4). Only the first number tells:
-        1 is an output's, because nobody trains on what the first layer puts out.
-        """
+        """The layers of the target, which has `num_layers`, whose inputs it reads."""
         config, where = self.checkpoint.config, self.checkpoint.folder
-        nested = config.get("eagle_config") or {}
-        if nested.get("use_aux_hidden_state") is False:
+        if (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
             raise ConfigError(f"{where}: use_aux_hidden_state false is not supported.")
-        given = config.get(_AUX_KEY, nested.get(_AUX_KEY))
-        if given is None:
+        layers = aux_layers(config)
+        if layers is None:
             if num_layers < 6:
-                raise ConfigError(f"{where}: {_AUX_KEY} is needed for a target this shallow.")
+                raise ConfigError(f"config.json in {where} must have {KEY} for so few layers.")
             return 2, num_layers // 2, num_layers - 3
-        if not isinstance(given, list) or not all(type(i) is int for i in given) or not given:
-            raise ConfigError(f"{where}: {_AUX_KEY} must list layer numbers.")
-        outputs = given[0] == 1 and not self.by_speculators
-        layers = tuple(i + outputs for i in given)
-        if layers[0] < 0 or layers[-1] > num_layers or list(layers) != sorted(set(layers)):
+        if layers[-1] > num_layers:
             raise ConfigError(
-                f"{where}: {_AUX_KEY} {given} does not fit a target of {num_layers} layers: they "
-                "must rise, from 0 to at most the number of layers."
+                f"config.json in {where}: {KEY} reads what enters layer {layers[-1]} of a target "
+                f"that has {num_layers}."
             )
         return layers
 

@@ -1,4 +1,4 @@
-"""Llama layers of draft modules, in few operations: as `outrider.engine.llama` runs the target's."""
+"""Llama layers of draft modules, in few operations, as `engine.llama` runs the target's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from outrider.drafting.checkpoints import Checkpoint
+from outrider.drafting.checkpoints import TensorSource
 from outrider.engine.attention import AttentionParams, StepAttention
 from outrider.engine.backends import AttentionTraits
 from outrider.engine.kv_cache import KVPools, LayerPool
@@ -107,7 +107,7 @@ class LlamaLayer:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: TensorSource,
         prefix: str,
         shape: LlamaShape,
         place: Place,
@@ -162,15 +162,23 @@ class LlamaLayer:
         self._pool = pools.allocate(index, self._shape.num_kv_heads, dim, dim)
 
     def __call__(
-        self, qkv: Tensor, residual: Tensor, rope: Tensor, attention: StepAttention
+        self,
+        qkv: Tensor,
+        residual: Tensor,
+        rope: Tensor,
+        attention: StepAttention,
+        gate: Tensor | None = None,
     ) -> Tensor:
-        """From its products [n, ...] to hidden states [n, hidden]; may overwrite both inputs."""
+        """From its products [n, ...] to hidden states [n, hidden]; may overwrite both inputs.
+
+        `gate` [n, heads * dim] multiplies what attention puts out.
+        """
         assert self._pool is not None, "bind() comes first"
         if self._qk_norm is not None:
             self._ops.qk_norm_(qkv, self._qk_norm, self._eps)
         slots = attention.batch.slot_mapping
         query = self._ops.rotate_and_store(qkv, rope, slots, self._pool)
-        heads = attention.attend(query, self._pool, self._params)
-        x = self._o.add(heads.flatten(1), residual)
+        heads = attention.attend(query, self._pool, self._params).flatten(1)
+        x = self._o.add(heads if gate is None else heads * gate, residual)
         gated = self._ops.norm_gated(x, self._post_norm, self._eps, self._gate_up)
         return self._down.add(gated, x)

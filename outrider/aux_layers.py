@@ -1,0 +1,30 @@
+"""Which layers of the target an EAGLE-3 checkpoint reads. No torch: the command line asks, too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.errors import ConfigError
+
+KEY = "eagle_aux_hidden_state_layer_ids"
+
+
+def aux_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The decoder layers, counted from 0, whose inputs a config.json names; None: it names none.
+
+    Files number layers by their inputs (`speculators`, and most others) or by the outputs of the
+    layers before (ModelOpt: 1, N/2 - 1, N - 4). Only the first number tells: 1 is an output's, for
+    what enters layer 1 is nearly the embedding. Raises `ConfigError`.
+    """
+    nested = config.get("eagle_config") or {}
+    given = config.get(KEY, nested.get(KEY))
+    if given is None:
+        return None
+    if not isinstance(given, list) or not given or not all(type(i) is int for i in given):
+        raise ConfigError(f"{KEY} in config.json must list layer numbers.")
+    outputs = given[0] == 1 and "speculators_model_type" not in config
+    layers = tuple(i + outputs for i in given)
+    if layers[0] < 0 or list(layers) != sorted(set(layers)):
+        raise ConfigError(f"{KEY} in config.json must rise from 0 or more, unlike {given}.")
+    return layers

@@ -1,0 +1,95 @@
+"""Builds the methods that read the target's hidden states."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from outrider.drafting.heads.base import RecurrentHead
+from outrider.drafting.heads.eagle import load_eagle
+from outrider.drafting.heads.eagle3 import load_eagle3
+from outrider.drafting.heads.mtp_loader import load_mtp
+from outrider.drafting.proposer import FeatureProposer
+from outrider.drafting.recurrent import RecurrentProposer
+from outrider.engine.backends import choose_backend
+from outrider.engine.kv_cache import KVPools
+from outrider.errors import ConfigError
+from outrider.models.resolve import resolve_model
+from outrider.models.tokenizer import tokenizer_hash
+from outrider.rpc.runtime import progress
+from proposer_service.config import HeadConfig
+
+PAGE_SIZE = 16
+_MIB = 2**20
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt")  # published in all of these
+
+LoadRecurrent = Callable[[Path, Path, torch.dtype, torch.device], RecurrentHead]
+
+
+def build_head(
+    method: HeadConfig, max_sessions: int, prefill_budget: int
+) -> tuple[FeatureProposer, str]:
+    """The method, not warmed up, and its target's tokenizer hash (empty if it has none).
+
+    Raises `ConfigError`.
+    """
+    began = time.perf_counter()
+    torch.set_num_threads(method.threads)
+    if method.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device.")
+    folder = resolve_model(method.model, "draft", weights=_WEIGHTS)
+    target = resolve_model(method.target_model, "target")
+    progress("proposer", f"loading the {method.name} module {folder} for {target}")
+    try:
+        proposer = _build(method, folder, target, max_sessions, prefill_budget)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"The module and --kv-cache-memory {method.kv_cache_memory} do not fit into the "
+            "device's free memory."
+        ) from error
+    progress("proposer", f"loaded after {time.perf_counter() - began:.1f} s")
+    has_tokenizer = (target / "tokenizer.json").is_file()
+    return proposer, tokenizer_hash(target) if has_tokenizer else ""
+
+
+def _build(
+    method: HeadConfig, folder: Path, target: Path, max_sessions: int, prefill_budget: int
+) -> FeatureProposer:
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[method.dtype]
+    device = torch.device(method.device)
+    head = _recurrent_loader(method)(folder, target, dtype, device)
+    per_page = PAGE_SIZE * dtype.itemsize
+    per_page *= sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in head.kv_layers)
+    num_pages = method.kv_cache_memory * _MIB // per_page
+    if num_pages < 1:
+        raise ConfigError(
+            f"--kv-cache-memory {method.kv_cache_memory} holds not one page of {per_page} bytes."
+        )
+    backend = choose_backend(method.attention_backend, head.attention_traits(PAGE_SIZE), device)
+    return RecurrentProposer(
+        head,
+        KVPools(num_pages, PAGE_SIZE, dtype, device),
+        backend,
+        method=method.name,
+        name=method.model,
+        max_sessions=max_sessions,
+        max_draft_tokens=method.max_draft_tokens,
+        max_model_len=method.max_model_len,
+        prefill_budget=prefill_budget,
+    )
+
+
+def _recurrent_loader(method: HeadConfig) -> LoadRecurrent:
+    if method.name == "mtp":
+        return load_mtp
+    if method.name == "eagle":
+        return partial(load_eagle, max_model_len=method.max_model_len)
+    return cast(
+        LoadRecurrent,
+        partial(load_eagle3, max_model_len=method.max_model_len, project=method.project_features),
+    )
