@@ -7,7 +7,7 @@ import json
 import pickle
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +22,19 @@ _EMBEDDINGS = (
     "embed_tokens.weight",
 )
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
+
+
+class TensorSource(Protocol):
+    """Tensors by name."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """As it is stored. Raises `ConfigError` unless it is there, in this shape."""
+        ...
 
 
 class Checkpoint:

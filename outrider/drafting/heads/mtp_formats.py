@@ -13,13 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
 
-from outrider.drafting.heads.mtp import MtpModule
-from outrider.engine.attention import ATTENTION_NAME, paged_attention_forward
+from outrider.drafting.heads.mtp_modules import ModuleWeights
+from outrider.engine.attention import ATTENTION_NAME
 from outrider.errors import ConfigError
-
-AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,28 +28,11 @@ class Family:
     text: str = ""  # in the names of the config and the rotary embedding
     typed_layers: bool = False  # config.layer_types says what each layer is
     settings: Mapping[str, Any] | None = None  # that make every layer what a module holds
+    llama: bool = False  # a Llama-like layer: it is run by `mtp_llama`
+    gated: bool = False  # and has Qwen3.5's conventions
 
-    def build(
-        self, values: Mapping[str, Any], num_modules: int
-    ) -> tuple[Any, list[MtpModule], nn.Module]:
-        """The config of `num_modules` layers, modules without memory, the rotary embedding.
-
-        Raises `ConfigError` if `values`, which are those of config.json, do not make them.
-        """
-        try:
-            config = self._config(values, num_modules)
-            layer = getattr(self._modeling, f"{self.prefix}DecoderLayer")
-            rotary = getattr(self._modeling, f"{self.prefix}{self.text}RotaryEmbedding")
-            size, eps = int(config.hidden_size), float(config.rms_norm_eps)
-            with torch.device("meta"):
-                modules = [MtpModule(layer(config, i), size, eps) for i in range(num_modules)]
-            return config, modules, rotary(config)
-        except (AttributeError, TypeError, ValueError, KeyError) as error:
-            raise ConfigError(
-                f"The draft's config.json makes no {self.package} layer: {error}"
-            ) from error
-
-    def _config(self, values: Mapping[str, Any], num_modules: int) -> Any:
+    def config(self, values: Mapping[str, Any], num_modules: int) -> Any:
+        """The config of `num_modules` layers, from what config.json holds."""
         changed = {**values, **(self.settings or {}), "num_hidden_layers": num_modules}
         if self.typed_layers:
             changed["layer_types"] = ["full_attention"] * num_modules
@@ -61,6 +41,19 @@ class Family:
         config._attn_implementation = ATTENTION_NAME
         config._experts_implementation = "grouped_mm"
         return config
+
+    def weights(self, config: Any, index: int) -> ModuleWeights:
+        """One module, without memory for what it holds."""
+        layer = getattr(self._modeling, f"{self.prefix}DecoderLayer")
+        with torch.device("meta"):
+            return ModuleWeights(
+                layer(config, index), int(config.hidden_size), float(config.rms_norm_eps)
+            )
+
+    def rotary(self, config: Any) -> nn.Module:
+        name = f"{self.prefix}{self.text}RotaryEmbedding"
+        rotary: nn.Module = getattr(self._modeling, name)(config)
+        return rotary
 
     @property
     def _modeling(self) -> Any:
@@ -138,11 +131,13 @@ _QWEN = MtpFormat(
             typed_layers=True,
             settings={"mlp_only_layers": [], "decoder_sparse_step": 1},
         ),
-        "qwen3_5_text": Family("qwen3_5", "Qwen3_5", "Text", typed_layers=True),
+        "qwen3_5_text": Family(
+            "qwen3_5", "Qwen3_5", "Text", typed_layers=True, llama=True, gated=True
+        ),
         "qwen3_5_moe_text": Family("qwen3_5_moe", "Qwen3_5Moe", "Text", typed_layers=True),
     },
 )
-_QWEN2 = Family("qwen2", "Qwen2", typed_layers=True)
+_QWEN2 = Family("qwen2", "Qwen2", typed_layers=True, llama=True)
 _RTP = MtpFormat(
     name="RTP-LLM",
     marker=re.compile(r"model\.layers\.(\d+)\.e_norm\.weight"),
@@ -157,8 +152,8 @@ _RTP = MtpFormat(
     families={
         "qwen2": _QWEN2,
         "qwen_2-mtp": _QWEN2,
-        "qwen3": Family("qwen3", "Qwen3", typed_layers=True),
-        "llama": Family("llama", "Llama"),
+        "qwen3": Family("qwen3", "Qwen3", typed_layers=True, llama=True),
+        "llama": Family("llama", "Llama", llama=True),
     },
     hidden_first=True,
     own_vocabulary=True,

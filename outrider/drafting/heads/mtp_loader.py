@@ -7,19 +7,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
 
 from outrider.drafting.checkpoints import Checkpoint, TargetTensors
 from outrider.drafting.heads.block_fp8 import DequantisedTensors
-from outrider.drafting.heads.mtp import FeedBack, MtpHead, MtpModule, Vocabulary
-from outrider.drafting.heads.mtp_formats import MtpFormat, detect, family_of
+from outrider.drafting.heads.llama_layers import LlamaShape, Place
+from outrider.drafting.heads.mtp import FeedBack, MtpHead, MtpModule, MtpShape, Vocabulary
+from outrider.drafting.heads.mtp_formats import Family, MtpFormat, detect, family_of
+from outrider.drafting.heads.mtp_llama import LlamaModule, LlamaTensors, rope_table
+from outrider.drafting.heads.mtp_modules import LayerModule, ModuleWeights
+from outrider.engine.loader import choose_llama_ops
 from outrider.errors import ConfigError
 
 _EXPERTS = re.compile(r"(block\.mlp\.experts)\.(gate_up|down)_proj")
 
 
 def load_mtp(
-    folder: Path, target_folder: Path, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    target_folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    max_model_len: int | None = None,
 ) -> MtpHead:
     """The head in `folder`: a checkpoint of its own, or the target's with the head in it.
 
@@ -27,90 +37,163 @@ def load_mtp(
     tensor or setting, for what is missing, of another shape, or not of a known format.
     """
     checkpoint, target = Checkpoint(folder), TargetTensors(target_folder)
-    config: dict[str, Any] = {**checkpoint.config, **checkpoint.config.get("text_config", {})}
+    values: dict[str, Any] = {**checkpoint.config, **checkpoint.config.get("text_config", {})}
     stored, numbers = detect(checkpoint.names)
-    made, modules, rotary = family_of(stored, config).build(config, len(numbers))
-    hidden_size = int(made.hidden_size)
-    if hidden_size != target.hidden_size:
+    family, place = family_of(stored, values), Place(dtype, device)
+    try:
+        config = family.config(values, len(numbers))
+        weights = [family.weights(config, i) for i in range(len(numbers))]
+        rotary = family.rotary(config).to(device)
+    except _BAD_SETTINGS as error:
+        raise ConfigError(f"config.json in {folder} makes no {family.package}: {error}") from error
+    if config.hidden_size != target.hidden_size:
         raise ConfigError(
-            f"hidden_size is {hidden_size} in {folder} and {target.hidden_size} in {target_folder}:"
-            " the head was made for another target."
+            f"hidden_size is {config.hidden_size} in {folder} and {target.hidden_size} in "
+            f"{target_folder}: the head was made for another target."
         )
-    reader = _ModuleReader(DequantisedTensors(checkpoint), stored, dtype, device)
-    for module, number in zip(modules, numbers, strict=True):
-        reader.fill(module, number)
+    shape = _shape(config, max_model_len)
+    tensors = DequantisedTensors(checkpoint)
+    readers = [ModuleTensors(tensors, stored, number, place) for number in numbers]
+    modules: list[MtpModule]
+    if family.llama:
+        modules = _llama_modules(readers, family, config, rotary, shape, place)
+    else:
+        modules = [
+            LayerModule(_filled(each, reader, place), rotary, latent=shape.latents is not None)
+            for each, reader in zip(weights, readers, strict=True)
+        ]
+    for reader in readers:
+        reader.check_all_taken()
     return MtpHead(
-        modules,
-        rotary.to(device),
-        made,
-        _vocabulary(checkpoint, target, stored, dtype, device),
-        _feed_back(checkpoint),
+        modules, shape, _vocabulary(checkpoint, target, stored, place), _feed_back(checkpoint)
     )
 
 
-class _ModuleReader:
-    """Fills modules from a checkpoint, one tensor after the other."""
+_BAD_SETTINGS = (
+    *(StrictDataclassError, ArithmeticError, AttributeError),
+    *(TypeError, ValueError, KeyError),
+)
+"""What `transformers` raises for settings that are missing or make no sense."""
+
+
+class ModuleTensors:
+    """Implements `TensorSource`: one module's tensors by the names of `ModuleWeights`.
+
+    Experts that are stored one by one are put together in `place`: they are large.
+    """
 
     def __init__(
-        self,
-        tensors: DequantisedTensors,
-        stored: MtpFormat,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, tensors: DequantisedTensors, stored: MtpFormat, number: int, place: Place
     ) -> None:
         self._tensors = tensors
         self._stored = stored
-        self._dtype = dtype
-        self._device = device
+        self._number = number
+        self._place = place
+        self.folder = tensors.folder
 
-    def fill(self, module: MtpModule, number: int) -> None:
-        """Gives a module without memory its weights."""
-        weights: dict[str, Tensor] = {}
-        buffers = dict(module.named_buffers())  # a router's bias: it stays in float32
-        for name, empty in module.state_dict().items():
-            dtype = torch.float32 if name in buffers else self._dtype
-            weights[name] = self._read(name, number, empty.shape, dtype)
-        foreign = self._stored.foreign(self._tensors.names, self._tensors.taken, number)
+    def __contains__(self, name: str) -> bool:
+        return self._stored.stored_name(name, self._number) in self._tensors
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """Raises `ConfigError` unless it is there, in this shape."""
+        source = self._stored.stored_name(name, self._number)
+        if name == "eh_proj.weight" and self._stored.hidden_first:
+            from_hidden, from_embedding = self._tensors.tensor(source, *shape[::-1]).T.chunk(2, 1)
+            return torch.cat((from_embedding, from_hidden), 1)
+        if _EXPERTS.fullmatch(name) and source not in self._tensors:
+            return self._experts(name, shape)
+        return self._tensors.tensor(source, *shape)
+
+    def check_all_taken(self) -> None:
+        """Raises `ConfigError` if the module has tensors that nothing read."""
+        foreign = self._stored.foreign(self._tensors.names, self._tensors.taken, self._number)
         if foreign:
             raise ConfigError(
-                f"{self._tensors.folder} holds {', '.join(foreign[:3])}, which the format of "
+                f"{self.folder} holds {', '.join(foreign[:3])}, which the format of "
                 f"{self._stored.name} does not have: drafts would not be what the head was "
                 "trained for."
             )
-        module.load_state_dict(weights, assign=True)
 
-    def _read(self, name: str, number: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        source = self._stored.stored_name(name, number)
-        if _EXPERTS.fullmatch(name) and source not in self._tensors:
-            return self._experts(name, number, shape, dtype)
-        if name == "eh_proj.weight" and self._stored.hidden_first:
-            from_hidden, from_embedding = self._tensors.tensor(source, *shape[::-1]).T.chunk(2, 1)
-            return self._place(torch.cat((from_embedding, from_hidden), 1), dtype)
-        return self._place(self._tensors.tensor(source, *shape), dtype)
-
-    def _experts(self, name: str, number: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def _experts(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """[experts, out, in] from a tensor per expert, gate above up."""
         root, kind = name.rsplit(".", 1)
         parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
-        stacked = torch.empty(shape, dtype=dtype, device=self._device)
-        rows = shape[1] // len(parts)
-        for expert in range(shape[0]):
+        experts, rows, width = shape
+        rows //= len(parts)
+        stacked = torch.empty(shape, dtype=self._place.dtype, device=self._place.device)
+        for expert in range(experts):
             for i, part in enumerate(parts):
-                source = self._stored.stored_name(f"{root}.{expert}.{part}.weight", number)
-                weight = self._tensors.tensor(source, rows, shape[2])
+                weight = self.tensor(f"{root}.{expert}.{part}.weight", rows, width)
                 stacked[expert, i * rows : (i + 1) * rows] = weight
         return stacked
 
-    def _place(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        return tensor.to(self._device, dtype).contiguous()
+
+def _filled(weights: ModuleWeights, tensors: ModuleTensors, place: Place) -> ModuleWeights:
+    """Gives a module without memory what it holds, one tensor after the other."""
+    buffers = dict(weights.named_buffers())  # a router's bias: it stays in float32
+    found: dict[str, Tensor] = {}
+    for name, empty in weights.state_dict().items():
+        tensor = tensors.tensor(name, *empty.shape)
+        found[name] = (
+            tensor.to(place.device, torch.float32) if name in buffers else place.put(tensor)
+        ).contiguous()
+    weights.load_state_dict(found, assign=True)
+    return weights
+
+
+def _llama_modules(
+    readers: list[ModuleTensors],
+    family: Family,
+    config: Any,
+    rotary: nn.Module,
+    shape: MtpShape,
+    place: Place,
+) -> list[MtpModule]:
+    if config.hidden_act != "silu":
+        raise ConfigError(f"hidden_act {config.hidden_act!r} is not known in prediction modules.")
+    layer = LlamaShape(
+        hidden_size=shape.hidden_size,
+        intermediate_size=int(config.intermediate_size),
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        eps=float(config.rms_norm_eps),
+        max_model_len=shape.max_model_len,
+        config=config,
+    )
+    rope, rotary_dim = rope_table(rotary, layer, place)
+    ops, gated = choose_llama_ops(place.device, place.dtype), family.gated
+    return [
+        LlamaModule(
+            LlamaTensors(reader, layer, rotary_dim, gated=gated),
+            *(rope, layer, place, ops),
+            index=i,
+            gated=gated,
+        )
+        for i, reader in enumerate(readers)
+    ]
+
+
+def _shape(config: Any, max_model_len: int | None) -> MtpShape:
+    heads, latents = int(config.num_attention_heads), None
+    if getattr(config, "kv_lora_rank", None) is not None:
+        latents = (int(config.kv_lora_rank), int(config.qk_rope_head_dim))
+    longest = int(config.max_position_embeddings)
+    return MtpShape(
+        hidden_size=int(config.hidden_size),
+        num_heads=heads,
+        num_kv_heads=int(config.num_key_value_heads),
+        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        max_model_len=min(longest, max_model_len or longest),
+        latents=latents,
+    )
 
 
 def _vocabulary(
     checkpoint: Checkpoint,
     target: TargetTensors,
     stored: MtpFormat,
-    dtype: torch.dtype,
-    device: torch.device,
+    place: Place,
 ) -> Vocabulary:
     """The target's embedding and head, unless the format has its own."""
     size = (target.vocab_size, target.hidden_size)
@@ -129,9 +212,9 @@ def _vocabulary(
     embedding = target.embedding() if embedding is None else embedding
     head = target.head() if head is None else head
     return Vocabulary(
-        embedding.to(device, dtype),
-        head.to(device, dtype),
-        None if ids is None else ids.to(device),
+        embedding.to(place.device),  # only rows of it are converted
+        place.put(head),
+        None if ids is None else ids.to(place.device),
     )
 
 
