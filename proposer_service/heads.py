@@ -13,7 +13,10 @@ import torch
 from outrider.drafting.heads.base import RecurrentHead
 from outrider.drafting.heads.eagle import load_eagle
 from outrider.drafting.heads.eagle3 import load_eagle3
+from outrider.drafting.heads.medusa import load_medusa
+from outrider.drafting.heads.mlp_speculator import load_mlp_speculator
 from outrider.drafting.heads.mtp_loader import load_mtp
+from outrider.drafting.one_shot import MAX_MODEL_LEN, OneShotHead, OneShotProposer
 from outrider.drafting.proposer import FeatureProposer
 from outrider.drafting.recurrent import RecurrentProposer
 from outrider.engine.backends import choose_backend
@@ -29,6 +32,10 @@ _MIB = 2**20
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")  # published in all of these
 
 LoadRecurrent = Callable[[Path, Path, torch.dtype, torch.device], RecurrentHead]
+_ONE_SHOT: dict[str, Callable[[Path, Path, torch.dtype, torch.device], OneShotHead]] = {
+    "medusa": load_medusa,
+    "mlp_speculator": load_mlp_speculator,
+}
 
 
 def build_head(
@@ -62,6 +69,15 @@ def _build(
 ) -> FeatureProposer:
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[method.dtype]
     device = torch.device(method.device)
+    if method.name in _ONE_SHOT:
+        return OneShotProposer(
+            _ONE_SHOT[method.name](folder, target, dtype, device),
+            method=method.name,
+            name=method.model,
+            max_sessions=max_sessions,
+            max_draft_tokens=method.max_draft_tokens,
+            max_model_len=method.max_model_len or MAX_MODEL_LEN,
+        )
     head = _recurrent_loader(method)(folder, target, dtype, device)
     per_page = PAGE_SIZE * dtype.itemsize
     per_page *= sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in head.kv_layers)

@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from outrider.draft_tree import DraftTree
+from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.drafting.branch_plan import NO_PACE, Pace
+from outrider.drafting.candidates import draw_of_likeliest
+from outrider.drafting.draft_mask import DraftMask, DraftMasks
 from outrider.drafting.feature_session import FeatureMethod, FeatureSession
 from outrider.drafting.guess_trees import Nodes, TargetDraws
 from outrider.drafting.proposer import DraftRound, ProposerTraits, SessionKey
+from outrider.engine.constraint import ConstraintEditor
+from outrider.engine.sampling import Lane, SamplingBatch, sample
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
-from outrider.params import SamplingParams
 
+MAX_MODEL_LEN = 2**20
+"""Of a session that is followed. The head itself sees one state, however long the text is."""
 TREE_WIDTH = 8
 """Children of a node that are looked at, and nodes of a depth whose children are."""
 _MAX_SCORES = 2**25  # of one batch: float32, with as much again for noise
-_GREEDY = SamplingParams(temperature=0.0)
 
 
 class OneShotHead(Protocol):
@@ -60,13 +65,34 @@ class OneShotHead(Protocol):
         """
         ...
 
+    def begin(self, states: Tensor) -> Tensor:
+        """The same states as the first `step` takes them."""
+        ...
+
+    def step(self, states: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """For those who choose every token themselves: `tokens` int64 [n] came `depth` tokens
+        after the states, and next come float32 logits [n, vocab]. Also returns the next states."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A session's part in one round."""
+
+    state: FeatureSession
+    mask: ConstraintEditor | None  # stands after the committed text; used up
+
+    @property
+    def length(self) -> int:
+        return len(self.state.follower.tokens)
+
 
 class OneShotProposer(FeatureMethod):
     """Drafts with a `OneShotHead`, batched over sessions. Raises `ConfigError`.
 
     With `tree_width` 1 a draft is a chain, no longer than the head foresees; else a tree of as many
-    nodes as draft tokens are wanted. A session that rejection verifies gets the likeliest tokens:
-    they are drawn from nothing, and the target's noise says nothing of what it accepts.
+    nodes as draft tokens are wanted. Always a chain is what rejection verifies, drawn with noise of
+    its own, and what `masks` keep within the session's constraint.
     """
 
     def __init__(
@@ -75,10 +101,11 @@ class OneShotProposer(FeatureMethod):
         *,
         method: str,
         name: str,
-        max_model_len: int,
+        max_model_len: int = MAX_MODEL_LEN,
         max_sessions: int = 256,
         max_draft_tokens: int = 16,
         tree_width: int = TREE_WIDTH,
+        masks: DraftMasks | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if max_sessions < 1 or max_draft_tokens < 1 or tree_width < 1:
@@ -99,50 +126,113 @@ class OneShotProposer(FeatureMethod):
         )
         self._head = head
         self._width = tree_width
+        self._masks = masks
+        self._masked: dict[SessionKey, DraftMask] = {}
         self._clock = clock
         self._at_once = max(1, _MAX_SCORES // (tree_width * head.vocab_size))
 
     def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:  # noqa: ARG002
         done = DraftRound(lost=self._take_lost())
-        ready: list[FeatureSession] = []
+        trees: list[_Row] = []
+        chains: dict[Lane, list[_Row]] = {}
         for state in self._asked(sessions):
-            if state.follower.wanted == 0:
-                done.drafts.append((state.key, DraftTree.chain(len(state.follower.tokens), ())))
-            elif state.ready:
-                ready.append(state)
-            else:
+            row = _Row(state, self._mask(state))
+            if state.follower.wanted == 0 or row.length < 2:
+                done.drafts.append((state.key, DraftTree.chain(row.length, ())))
+            elif not state.ready:
                 done.unfinished.append(state.key)
-        if not ready:
+            elif state.samples:
+                chains.setdefault(Lane.DRAFT, []).append(row)
+            elif row.mask is not None:
+                chains.setdefault(Lane.SHARED, []).append(row)
+            else:
+                trees.append(row)
+        if not trees and not chains:
             return done
         started = self._clock()
-        for i in range(0, len(ready), self._at_once):
-            part = ready[i : i + self._at_once]
-            for state, (token_ids, parents) in zip(part, self._grow(part), strict=True):
-                base_len = len(state.follower.tokens)
-                tree = DraftTree(base_len, tuple(token_ids), tuple(parents))
-                done.drafts.append((state.key, tree))
-        return DraftRound(
-            done.drafts,
-            unfinished=done.unfinished,
-            lost=done.lost,
-            forward_s=self._clock() - started,
-        )
-
-    def _grow(self, ready: Sequence[FeatureSession]) -> list[Nodes]:
-        device = self._head.device
-        texts = [state.follower.tokens for state in ready]
         with torch.inference_mode():
-            states = torch.cat(
-                [state.rows(state.num_rows - 1, state.num_rows) for state in ready]
-            ).to(device, non_blocking=True)
-            tokens = torch.tensor([text[-1] for text in texts]).to(device, non_blocking=True)
-            draws = TargetDraws(
-                [_GREEDY if state.samples else state.follower.sampling for state in ready],
-                [len(text) for text in texts],
-                device,
-            )
-            sizes = [state.follower.wanted for state in ready]
-            return self._head.grow(states, tokens, draws, sizes, self._width)
+            for i in range(0, len(trees), self._at_once):
+                done.drafts.extend(self._grow(trees[i : i + self._at_once]))
+            for lane, rows in chains.items():
+                for i in range(0, len(rows), self._at_once):
+                    done.drafts.extend(self._chain(rows[i : i + self._at_once], lane))
+        return replace(done, forward_s=self._clock() - started)
+
+    def _grow(self, rows: Sequence[_Row]) -> list[tuple[SessionKey, DraftTree]]:
+        followers = [row.state.follower for row in rows]
+        draws = TargetDraws(
+            [follower.sampling for follower in followers],
+            [row.length for row in rows],
+            self._head.device,
+        )
+        sizes = [follower.wanted for follower in followers]
+        grown = self._head.grow(*self._inputs(rows), draws, sizes, self._width)
+        return [
+            (row.state.key, DraftTree(row.length, tuple(tokens), tuple(parents)))
+            for row, (tokens, parents) in zip(rows, grown, strict=True)
+        ]
+
+    def _chain(self, rows: Sequence[_Row], lane: Lane) -> list[tuple[SessionKey, DraftTree]]:
+        """Draws token by token; with `Lane.DRAFT` tells from which distributions."""
+        states, tokens = self._inputs(rows)
+        states = self._head.begin(states)
+        wanted = [row.state.follower.wanted for row in rows]
+        drawn: list[list[int]] = [[] for _ in rows]
+        drawn_from: list[list[DraftProbs | None]] = [[] for _ in rows]
+        params = SamplingBatch.build(
+            [row.state.follower.sampling for row in rows],
+            [row.length for row in rows],
+            self._head.device,
+            [lane] * len(rows),
+        )
+        for depth in range(min(max(wanted), self._head.max_depth)):
+            states, logits = self._head.step(states, tokens, depth)
+            for i, row in enumerate(rows):
+                if row.mask is not None:
+                    row.mask.edit(logits[i : i + 1], ())
+            here = replace(params, position=params.position + depth)
+            if lane is Lane.DRAFT:
+                tokens, ids, probs = draw_of_likeliest(logits, here)
+                for at, *likeliest in zip(drawn_from, ids.tolist(), probs.tolist(), strict=True):
+                    at.append(_possible(*likeliest))
+            else:
+                tokens = sample(logits, here)
+            for row, chain, token in zip(rows, drawn, tokens.tolist(), strict=True):
+                chain.append(token)
+                if row.mask is not None:
+                    row.mask.commit((token,))
+        return [
+            (row.state.key, DraftTree.chain(row.length, chain[:count], probs[:count]))
+            for row, chain, probs, count in zip(rows, drawn, drawn_from, wanted, strict=True)
+        ]
+
+    def _inputs(self, rows: Sequence[_Row]) -> tuple[Tensor, Tensor]:
+        """The last known state and the last token of each."""
+        last = [row.state.rows(row.length - 2, row.length - 1) for row in rows]
+        states = torch.cat(last).to(self._head.device, non_blocking=True)
+        tokens = torch.tensor([row.state.follower.tokens[-1] for row in rows])
+        return states, tokens.to(self._head.device, non_blocking=True)
+
+    def _mask(self, state: FeatureSession) -> ConstraintEditor | None:
+        mask = self._masked.get(state.key)
+        return None if mask is None else mask.after(state.follower.tokens)
+
+    def _opened(self, state: FeatureSession) -> None:
+        tokens, hints = state.follower.tokens, state.hints
+        if hints.constraint is not None and self._masks is not None:
+            mask = self._masks.open(hints.constraint, tuple(tokens), hints.num_output_tokens)
+            self._masked[state.key] = mask
 
     def _used(self, state: FeatureSession) -> None:
         state.forget(len(state.follower.tokens) - 2)  # no later draft looks at them
+
+    def _closed(self, state: FeatureSession) -> None:
+        mask = self._masked.pop(state.key, None)
+        if mask is not None:
+            mask.close()
+
+
+def _possible(token_ids: list[int], probs: list[float]) -> DraftProbs | None:
+    """What a token was drawn from; None if nothing was possible, as no known token was allowed."""
+    count = sum([prob > 0.0 for prob in probs])  # they come first
+    return DraftProbs(tuple(token_ids[:count]), tuple(probs[:count])) if count else None

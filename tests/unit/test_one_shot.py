@@ -10,13 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.draft_tree import DraftTree
+from outrider.drafting.draft_mask import DraftMasks
 from outrider.drafting.heads.medusa import MedusaHead, MedusaWeights
 from outrider.drafting.heads.mlp_speculator import MlpSpeculatorHead, SpeculatorStage
 from outrider.drafting.one_shot import OneShotHead, OneShotProposer
 from outrider.drafting.proposer import SessionHints
-from outrider.engine.sampling import SamplingBatch, gumbel_noise
+from outrider.engine.constraint import ConstraintCompiler
+from outrider.engine.sampling import Lane, SamplingBatch, gumbel_noise
 from outrider.errors import ConfigError
-from outrider.params import SamplingParams, VerificationRule
+from outrider.params import Constraint, ConstraintKind, SamplingParams, VerificationRule
+from tests.support.byte_tokenizer import EOS, byte_tokenizer
 from tests.support.one_shot_checkpoints import (
     HIDDEN,
     INNER,
@@ -218,18 +221,74 @@ def test_holds_one_row_of_a_long_prompt() -> None:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_under_rejection_the_likeliest_tokens_are_drafted(name: str) -> None:
+def test_rejection_gets_a_chain_and_what_it_was_drawn_from(name: str) -> None:
     method = proposer(name)
-    sampling = SamplingParams(temperature=1.0, seed=4)
-    method.open(1, [1, 2], sampling, 5, 64, SessionHints(rule=VerificationRule.REJECTION))
-    method.open(2, [1, 2], GREEDY, 5, 64)
-    method.open(3, [1, 2], sampling, 5, 64)
-    for session in (1, 2, 3):
-        feed(method, session, 0, 1)
-    trees = drafted(method, 1, 2, 3)
-    assert trees[1] == trees[2]
-    assert trees[1] != trees[3]
-    assert not trees[1].probs, "drawn from nothing: point masses"
+    sampling = SamplingParams(temperature=0.7, top_k=9, seed=4)
+    method.open(1, [1, 2], sampling, 2, 64, SessionHints(rule=VerificationRule.REJECTION))
+    method.open(2, [1, 2, 3], sampling, 8, 64, SessionHints(rule=VerificationRule.REJECTION))
+    feed(method, 1, 0, 1)
+    feed(method, 2, 0, 2)
+    trees = drafted(method, 1, 2)
+    for session, state, depth in ((1, STATES[0], 2), (2, STATES[1], DEPTH)):
+        tree = trees[session]
+        assert tree.is_chain
+        assert len(tree.token_ids) == len(tree.probs) == depth
+        path = [session + 1]
+        for token, drawn_from in zip(tree.token_ids, tree.probs, strict=True):
+            said = logits(name, state, path) / 0.7
+            top = said.topk(9)
+            assert drawn_from is not None
+            assert list(drawn_from.token_ids) == top.indices.tolist()
+            torch.testing.assert_close(
+                torch.tensor(drawn_from.probs), top.values.softmax(-1).float(), rtol=1e-3, atol=1e-4
+            )
+            assert token in drawn_from.token_ids
+            path.append(token)
+
+
+@pytest.mark.parametrize("rule", [VerificationRule.COUPLED, VerificationRule.REJECTION])
+def test_constrained_drafts_keep_to_the_constraint(rule: VerificationRule) -> None:
+    tokenizer = byte_tokenizer()
+    vocab_size = tokenizer.get_vocab_size()
+    compiler = ConstraintCompiler(tokenizer.to_str(), vocab_size, frozenset({EOS}))
+    lm_heads = [random(vocab_size, HIDDEN, seed=i) for i in range(DEPTH)]
+    first = tokenizer.token_to_id("3")
+    blocks = tuple([()] * DEPTH)  # x as it is
+    method = OneShotProposer(
+        MedusaHead(MedusaWeights(blocks, tuple(lm_heads), vocab_size)),
+        method="medusa",
+        name="test",
+        masks=DraftMasks(compiler),
+    )
+    constraint = Constraint(ConstraintKind.REGEX, "[3-9]{9}")
+    sampling = SamplingParams(temperature=1.0, seed=8)
+    hints = SessionHints(constraint=constraint, rule=rule, num_output_tokens=1)
+    method.open(1, [5, 6, first], sampling, 8, 64, hints)
+    method.open(2, [5, 6, first], sampling, 8, 64)
+    for session in (1, 2):
+        feed(method, session, 0, 2)
+    method._masked[1]._future.exception(timeout=60)  # compiled
+    trees = drafted(method, 1, 2)
+    lane = Lane.DRAFT if rule is VerificationRule.REJECTION else Lane.SHARED
+    expected = []
+    for depth, lm_head in enumerate(lm_heads):
+        batch = SamplingBatch.build([sampling], [3 + depth], lanes=[lane])
+        said = (lm_head.double() @ STATES[1].double())[first : first + 7]
+        noise = gumbel_noise(batch.seed, batch.position, vocab_size)[0, first : first + 7]
+        expected.append(first + int((said + noise).argmax()))
+    assert trees[1].is_chain
+    drawn = list(trees[1].token_ids)
+    if rule is VerificationRule.COUPLED:
+        assert drawn == expected
+    else:
+        assert all(first <= token < first + 7 for token in drawn)
+        assert all(each is not None and len(each.token_ids) == 7 for each in trees[1].probs)
+    assert any(not first <= token < first + 7 for token in trees[2].token_ids)
+    method.commit(1, 3, [first + 1] * 4, 8)
+    feed(method, 1, 2, 6)
+    assert all(first <= token < first + 7 for token in drafted(method, 1)[1].token_ids)
+    method.close(1)
+    assert not method._masked
 
 
 def test_cut_tokens_are_not_drafted() -> None:

@@ -63,6 +63,12 @@ class MedusaHead:
         logits = known.new_full((len(known), self.vocab_size), -torch.inf)
         return logits.index_copy_(1, self._token_map, known)
 
+    def begin(self, states: Tensor) -> Tensor:
+        return states.to(self._dtype)
+
+    def step(self, states: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        return states, self.logits(states, depth)
+
     def grow(
         self,
         states: Tensor,
@@ -71,7 +77,7 @@ class MedusaHead:
         sizes: Sequence[int],
         width: int,
     ) -> list[Nodes]:
-        states = states.to(self._dtype)
+        states = self.begin(states)
         count = min(width, max(sizes))
         ids: list[Tensor] = []
         log_probs: list[Tensor] = []
@@ -103,7 +109,7 @@ _PREFIXES = ("", "medusa_head.", "medusa_heads.")  # with one: inside the whole 
 
 
 def load_medusa(
-    folder: Path, target_folder: Path, *, dtype: torch.dtype, device: torch.device
+    folder: Path, target_folder: Path, dtype: torch.dtype, device: torch.device
 ) -> MedusaHead:
     """Reads Medusa heads: FasterDecoding's file or vLLM's, or those inside a whole model's.
 

@@ -65,12 +65,10 @@ class MlpSpeculatorHead:
         self._token_weight = math.sqrt((1 - state_weight**2) * inner / 2) / state_weight
 
     def begin(self, states: Tensor) -> Tensor:
-        """States of the target [n, hidden] as the first step takes them."""
         states = states.to(self._dtype)
         return _normed(states) / math.sqrt(2) if self._scale_input else states
 
     def step(self, states: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """States and tokens int64 [m] to the next states [m, inner] and float32 [m, vocab]."""
         weight, bias = self._ln[depth]
         x = self._proj[depth](states) + self._token_weight * self._emb[depth][tokens]
         x = F.gelu(weight * _normed(x) + bias)
@@ -111,7 +109,7 @@ def _normed(x: Tensor) -> Tensor:
 
 
 def load_mlp_speculator(
-    folder: Path, target_folder: Path, *, dtype: torch.dtype, device: torch.device
+    folder: Path, target_folder: Path, dtype: torch.dtype, device: torch.device
 ) -> MlpSpeculatorHead:
     """Reads a checkpoint in the format of ibm-fms (`model_type` mlp_speculator).
 
