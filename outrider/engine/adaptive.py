@@ -49,6 +49,7 @@ from outrider.types import Request
 PRIOR_SUCCESSES, PRIOR_TRIALS = 4.0, 5.0  # of a proposer that nobody has seen: worth a try
 FADE = 0.9  # per round, of what is known about a row's acceptance
 PROPOSER_FADE = 0.98  # and about a proposer's, over all its rows
+FORGETTING = 1 / 16  # per round without a draft, of what tells a row from its proposer's others
 NEARLY = 0.95  # of the best goodput: such differences between sizes are noise
 STALE_AFTER = 12  # steps of other sizes after which a size's average is forgotten
 PROBE_EVERY = 16  # rounds with a smaller K before a greater one renews what was measured
@@ -208,6 +209,8 @@ class AdaptivePolicy(Policy):
         delay = self._delays.get(d.drafter)
         if delay is None:
             return min(MAX_PATIENCE_S, worth)
+        if d.short_rounds >= PROBE_EVERY:  # what comes too late tells nothing
+            worth = max(worth, STEPS_OF_PATIENCE * step)
         if delay.mean > worth:
             return 0.0
         return min(MAX_PATIENCE_S, worth, delay.mean + 4 * delay.deviation)
@@ -265,7 +268,11 @@ class AdaptivePolicy(Policy):
 
     def observe_round(self, drafting: Drafting, round_: Round) -> None:
         d = drafting
-        if round_.drafted:
+        if not round_.drafted:  # what is known of the row grows old: more and more its proposer's
+            successes, trials = self._acceptance.get(d.proposer_id or "", (d.successes, d.trials))
+            d.successes += (PRIOR_TRIALS * successes / trials - d.successes) * FORGETTING
+            d.trials += (PRIOR_TRIALS - d.trials) * FORGETTING
+        else:
             accepted, tried = round_.accepted, round_.tried
             d.successes = FADE * d.successes + accepted
             d.trials = FADE * d.trials + tried

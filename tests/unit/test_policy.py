@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,7 +13,7 @@ from outrider.draft_tree import DraftTree
 from outrider.engine.adaptive import AdaptivePolicy, StepTimes
 from outrider.engine.engine import Engine
 from outrider.engine.policy import FIRST_PATIENCE_S, FIRST_REST, Policy
-from outrider.engine.sequence import Round
+from outrider.engine.sequence import Drafting, Round
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Commit, Request, RequestStats
 from tests.support.hash_model import HashModel, Sequential
@@ -48,7 +48,9 @@ class Bench:
     max_tokens: int = 200
     burst: tuple[float, float] = (0.0, 0.0)  # from, until: steps take ten times as long
     steps: tuple[tuple[int, float], ...] = STEP_S
+    asked: bool = True  # for a draft at the begin of a session
     first_delay_s: float | None = None  # of a session's first block, with the prompt's processing
+    hiccup_s: float = 0.0  # by which the second block of all is late
     contention_s: float = 0.0  # what a step and a draft at the same time cost each other
     tax_s: float = 0.0  # what drafts made since the last step cost the next one
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
@@ -78,8 +80,9 @@ class Bench:
         self._rounds = self._taxed = 0
         for i in range(self.requests):
             self.engine.submit(self._request(i))
-            self.engine.set_drafting(i, "a", 4)
-            self._answer(i, 2, 4, self.first_delay_s)
+            self.engine.set_drafting(i, "a", 4, asked=self.asked)
+            if self.asked:
+                self._answer(i, 2, 4, self.first_delay_s)
 
     def _request(self, i: int) -> Request:
         return Request(
@@ -102,6 +105,7 @@ class Bench:
             tokens = ()
         tree = DraftTree.chain(base, tokens if right else [(t + 1) % 32 for t in tokens])
         arrival = self.now + (self.delay_s if delay_s is None else delay_s)
+        arrival += self.hiccup_s * (self._rounds == self.requests + 1)
         self._due.append((arrival, session, tree))
 
     def run(self) -> list[RequestStats]:
@@ -197,6 +201,26 @@ def test_drafts_that_slow_the_steps_beside_them_are_given_up() -> None:
     assert sum(s.k_histogram[0] for s in stats) < 0.2 * sum(s.rounds for s in stats)
 
 
+def test_one_draft_that_took_a_second_does_not_end_speculation() -> None:
+    bench = Bench(AdaptivePolicy(4), hiccup_s=1.0, max_tokens=1000)
+    (stats,) = bench.run()
+    assert stats.output_tokens / stats.rounds > 4.0
+
+
+def test_a_row_that_gave_up_comes_back_to_a_proposer_that_is_good_for_others() -> None:
+    policy = AdaptivePolicy(4)
+    Bench(policy, max_tokens=400).run()
+    row = policy.drafting(Request(0, (1,), SamplingParams(temperature=0.0)))
+    row.proposer_id, row.drafter, row.proposer_limit = "a", "a ", 4
+    for _ in range(8):
+        policy.observe_round(row, Round(drafted=4, depth=4, accepted=0, rejected=True))
+    assert policy.choose_k(row, 4) == 0
+    for _ in range(32):
+        policy.observe_round(row, Round(drafted=0, depth=0, accepted=0, rejected=False))
+    row.short_rounds = 0  # no probe
+    assert policy.choose_k(row, 4) == 4
+
+
 def test_a_burst_of_slow_steps_does_not_end_speculation() -> None:
     bench = Bench(AdaptivePolicy(4), agreement=0.8, max_tokens=600, burst=(0.4, 1.2))
     (stats,) = bench.run()
@@ -230,6 +254,26 @@ def test_a_silent_proposer_is_waited_for_once_set_aside_and_tried_again() -> Non
     early = round(FIRST_PATIENCE_S / STEP_S[0][1])
     assert early <= stats.misses_late <= early + 3 + 1 + 1 + 1
     assert stats.fallback_rounds == stats.rounds - 1, "the first round processed the prompt"
+
+
+class AsksLater(AdaptivePolicy):
+    """Has nothing drafted for the first second of its clock."""
+
+    clock: Callable[[], float]
+
+    def choose_k(self, drafting: Drafting, limit: int) -> int:
+        return super().choose_k(drafting, limit) if self.clock() > 1.0 else 0
+
+
+def test_a_proposer_is_not_missed_before_it_was_asked() -> None:
+    policy = AsksLater(4)
+    bench = Bench(policy, asked=False, delay_s=0.025)  # more than three steps
+    policy.clock = lambda: bench.now
+    (stats,) = bench.run()
+    asking = next(i for i, each in enumerate(bench.commits[0]) if each.num_draft_tokens)
+    assert asking > FIRST_PATIENCE_S / STEP_S[0][1]
+    assert len(bench.commits[0][asking + 1].token_ids) > 1, "its first draft is waited for"
+    assert stats.waits >= 1
 
 
 def test_a_late_proposer_is_not_waited_for_in_vain() -> None:

@@ -64,7 +64,8 @@ class TritonPagedAttention:
         tiles = triton.cdiv(self._max_query_len * group, block_m)
         block_dim = max(16, triton.next_power_of_2(dim))
         block_value_dim = max(16, triton.next_power_of_2(value_dim))
-        splits = self._splits(self._rows * kv_heads * tiles)
+        # Prompts, of which there are many lengths, are compiled for once: tiles enough they have.
+        splits = self._splits(self._rows * kv_heads) if tiles == 1 else 1
         out = query.new_empty(tokens, kv_heads, group, value_dim)
         partial, lse = out, out
         if splits > 1:
