@@ -27,13 +27,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     from benchmarks.synthetic import SyntheticRunner, chance_per_token
     from outrider.engine.engine import Engine
+    from outrider.engine.ranks import RankGroup
     from scorer_service import app
 
     chance_per_token(ours.synthetic_acceptance_length, options.num_speculative_tokens)
     build = app.build_engine
 
-    def build_synthetic(folder: Path, options: app.Options) -> Engine:
-        engine = build(folder, options)
+    def build_synthetic(
+        folder: Path, options: app.Options, group: RankGroup | None = None
+    ) -> Engine:
+        engine = build(folder, options, group)
         engine._runner = SyntheticRunner(
             engine._runner, ours.synthetic_acceptance_length, options.num_speculative_tokens
         )

@@ -148,10 +148,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         from outrider.rpc import runtime
 
         runtime.progress("scorer", "starting")
+        from outrider.engine.ranks import Ranks
         from scorer_service.app import NAME, Options, ScorerApp
+        from scorer_service.follower import follow
     except KeyboardInterrupt:  # torch takes seconds to import; afterwards the loop has the signal
         return 130
-    return runtime.run(NAME, ScorerApp(Options(**args)), exit_with_parent=exit_with_parent)
+    options = Options(**args, ranks=Ranks.of(os.environ))
+    if options.ranks is not None and not options.ranks.leads:
+        return follow(options, options.ranks)
+    return runtime.run(NAME, ScorerApp(options), exit_with_parent=exit_with_parent)
 
 
 def _positive(text: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,18 +14,15 @@ from pathlib import Path
 from typing import Final, TypeVar, cast
 
 import grpc
-import torch
 import transformers
 
 from outrider.config import EngineConfig
 from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.engine import Engine
 from outrider.engine.feature_streams import FeatureStreams
-from outrider.engine.loader import kv_bytes_per_page, load_model, read_features
-from outrider.engine.paged_model import PagedModel
-from outrider.engine.runner import StepRunner
+from outrider.engine.ranks import RankGroup, Ranks
 from outrider.engine.worker import EngineWorker
-from outrider.errors import ConfigError, DeadlineError, InternalError
+from outrider.errors import DeadlineError, InternalError
 from outrider.models.resolve import resolve_model
 from outrider.models.tokenizer import tokenizer_hash
 from outrider.params import SamplingParams, SpeculationParams, StopParams
@@ -38,6 +36,7 @@ from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.constraints import Constraints
 from scorer_service.gauges import watch
 from scorer_service.hub import Hub
+from scorer_service.loading import join, load
 from scorer_service.metrics import ScorerMetrics
 from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving
 
@@ -72,6 +71,8 @@ class Options:
     listen_unix: str | None
     start_timeout: float  # seconds
     deployment: Deployment
+    ranks: Ranks | None
+    """This process among those of its replica, not a flag; None: it is the replica."""
 
 
 class ScorerApp:
@@ -91,6 +92,7 @@ class ScorerApp:
             tls=deployment.tls,
         )
         self._worker: EngineWorker | None = None
+        self._group: RankGroup | None = None
         self._hub: Hub | None = None
         self._constraints: Constraints | None = None
 
@@ -108,8 +110,14 @@ class ScorerApp:
             if hubs:  # a start that is given up stops an engine that nobody listens to
                 loop.call_soon_threadsafe(hubs[0].on_events, events)
 
-        self._worker = worker = EngineWorker(lambda: build_engine(folder, options), on_events)
+        def build() -> Engine:
+            self._group = join(options)
+            return build_engine(folder, options, self._group)
+
+        self._worker = worker = EngineWorker(build, on_events)
         info = await _in_thread(lambda: worker.start(options.start_timeout))
+        if self._group is not None:
+            self._group.watch(_end)
         served = ServedModel(
             scorer_id=options.scorer_id,
             model=options.model,
@@ -143,6 +151,9 @@ class ScorerApp:
             # A model that is still loading cannot be interrupted; its thread is a daemon.
             with contextlib.suppress(DeadlineError):
                 await _in_thread(lambda: worker.stop(_STOP_TIMEOUT_S))
+        if self._group is not None:
+            with contextlib.suppress(TimeoutError):  # a rank that hangs ends without us
+                await asyncio.wait_for(_in_thread(self._group.stop), _STOP_TIMEOUT_S)
         if self._constraints is not None:
             self._constraints.close()
         self._telemetry.shutdown()
@@ -156,12 +167,19 @@ class ScorerApp:
         scorer_pb2_grpc.add_ScorerServiceServicer_to_server(self._servicer, server)
 
 
-def build_engine(folder: Path, options: Options) -> Engine:
+def _end(reason: str) -> None:
+    # As if killed, which gateways survive: nothing that runs can be finished, and the engine's
+    # thread may hang in a collective for ever.
+    runtime.progress(NAME, f"this replica cannot go on: {reason}")
+    os._exit(1)
+
+
+def build_engine(folder: Path, options: Options, group: RankGroup | None = None) -> Engine:
     """Loads, checks and warms up. Runs on the engine's thread. Raises `OutriderError`s."""
     began = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()  # our own lines say it
     runtime.progress(NAME, f"loading {options.model} as {options.dtype} on {options.device}")
-    model, runner, step_times = _load(folder, options)
+    model, runner, step_times = load(folder, options, group)
     config = EngineConfig(
         page_size=options.page_size,
         num_pages=model.num_pages,
@@ -196,80 +214,6 @@ def build_engine(folder: Path, options: Options) -> Engine:
     gc.freeze()
     runtime.progress(NAME, f"warmed up in {time.perf_counter() - loaded:.1f} s")
     return engine
-
-
-def _load(
-    folder: Path, options: Options
-) -> tuple[PagedModel, StepRunner | None, list[tuple[int, int, float]]]:
-    """The model with its cache; what runs its steps if they are recorded, and how long they take.
-
-    Times are (rows, tokens, seconds).
-    """
-    dtype, device = getattr(torch, options.dtype), torch.device(options.device)
-    asked = options.hidden_features
-    features = None if asked is None else read_features(folder, asked)
-
-    def load(num_pages: int) -> PagedModel:
-        return load_model(
-            folder,
-            dtype=dtype,
-            page_size=options.page_size,
-            num_pages=num_pages,
-            max_model_len=options.max_model_len,
-            device=device,
-            attention_backend=options.attention_backend,
-            features=features,
-        )
-
-    def load_given() -> PagedModel:
-        page_bytes = kv_bytes_per_page(
-            folder, dtype=dtype, page_size=options.page_size, features=features
-        )
-        return _with_room(load(_given_pages(options, page_bytes)), options)
-
-    if device.type != "cuda":
-        return load_given(), None, []
-    # Imported here: without a CUDA device there may be no Triton.
-    from outrider.engine.cuda.memory import TRIAL_PAGES, DeviceMemory
-    from scorer_service.device import StepLimits, record_steps, size_cache
-
-    def say(message: str) -> None:
-        runtime.progress(NAME, message)
-
-    if device.index is not None:
-        torch.cuda.set_device(device)
-    limits = StepLimits(
-        options.max_num_seqs, options.max_num_batched_tokens, options.num_speculative_tokens
-    )
-    if options.kv_cache_memory is None:
-        memory = DeviceMemory(device, options.gpu_memory_utilization)
-        model = load(TRIAL_PAGES)
-        size_cache(memory, model, limits, say)
-    else:
-        model = load_given()
-    runner = record_steps(model, limits, say)
-    return model, runner, [] if runner is None else runner.trial_times()
-
-
-def _given_pages(options: Options, page_bytes: int) -> int:
-    assert options.kv_cache_memory is not None, "a CPU has a default"
-    num_pages = options.kv_cache_memory * 2**20 // page_bytes
-    if num_pages < 1:
-        raise ConfigError(f"--kv-cache-memory {options.kv_cache_memory} holds not even one page.")
-    return num_pages
-
-
-def _with_room(model: PagedModel, options: Options) -> PagedModel:
-    """The model, if its cache holds one request of the greatest length."""
-    tokens = model.num_pages * options.page_size
-    if tokens < model.max_model_len:
-        needed = -(-model.max_model_len * model.kv_bytes_per_page // options.page_size)
-        raise ConfigError(
-            f"--kv-cache-memory {options.kv_cache_memory} holds {tokens} tokens, less than one "
-            f"request of {model.max_model_len}: give at least {needed // 2**20 + 1} MiB or lower "
-            "--max-model-len."
-        )
-    return model
 
 
 def _warm_up(engine: Engine, config: EngineConfig) -> None:

@@ -103,7 +103,7 @@ class RankGroup:
                 f"Rank {ranks.rank} of {ranks.size} did not find the others: {error}"
             ) from error
         self._lock = threading.Lock()
-        self._called_at = time.monotonic()
+        self._called_at = 0.0  # on the monotonic clock; 0: never
         self._stopped = threading.Event()
         self._on_lost: Callable[[str], None] | None = None
 
@@ -121,6 +121,8 @@ class RankGroup:
         Raises `UnavailableError` if one is gone.
         """
         assert method in _METHODS
+        if not self._called_at:  # the others may have been loading until now
+            threading.Thread(target=self._ping, name="heartbeat", daemon=True).start()
         try:
             self._send((method, args))
         except OutriderError as error:
@@ -130,7 +132,6 @@ class RankGroup:
     def watch(self, on_lost: Callable[[str], None]) -> None:
         """From now on `on_lost` hears, from any thread, that the replica cannot go on."""
         self._on_lost = on_lost
-        threading.Thread(target=self._ping, name="heartbeat", daemon=True).start()
 
     def lost(self, reason: str) -> None:
         """Says that the ranks may no longer agree on what was run, if anybody watches."""
@@ -152,6 +153,7 @@ class RankGroup:
                     self._send((_PING, ()))
                 except OutriderError as error:
                     self.lost(error.message)
+                    return
 
     def _send(self, message: tuple[str, tuple[object, ...]]) -> None:
         """Raises `UnavailableError` if a rank does not take it."""
@@ -193,8 +195,9 @@ class RankGroup:
         try:
             dist.broadcast(data, src=0, group=self._calls)
         except RuntimeError as error:
+            what = str(error).partition(". ")[0]
             raise UnavailableError(
-                f"Rank {self.ranks.rank} lost another rank of its replica: {error}"
+                f"Rank {self.ranks.rank} lost another rank of its replica: {what}."
             ) from error
 
 

@@ -1,0 +1,69 @@
+"""Every rank of a replica but the first: runs what that one says, and serves health alone."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import transformers
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from outrider.engine.ranks import Ranks
+from outrider.errors import OutriderError, UnavailableError
+from outrider.models.resolve import resolve_model
+from outrider.rpc import runtime
+from scorer_service.app import NAME, Options
+from scorer_service.loading import join, load
+from scorer_service.servicer import SERVICE_NAME
+
+
+def follow(options: Options, ranks: Ranks) -> int:
+    """Until the leader stops; returns the exit code: 1 if it is gone, 2 for a wrong option.
+
+    Once the model is loaded, signals are the leader's alone: it drains, and we are needed for that.
+    """
+    name = f"{NAME} rank {ranks.rank}"
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format=f"{name} %(levelname)s %(message)s"
+    )
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        with _health(options, ranks) as healthy:
+            folder = resolve_model(options.model, "target")
+            group = join(options)
+            assert group is not None
+            model, _, _ = load(folder, options, group)
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(signum, signal.SIG_IGN)
+            healthy.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
+            runtime.progress(name, f"follows with its part of {options.model} on {group.device}")
+            group.follow(model)
+    except OutriderError as error:
+        runtime.progress(name, error.message)
+        return 1 if isinstance(error, UnavailableError) else runtime.EXIT_CONFIG
+    except Exception:
+        logging.exception("a forward failed")
+        return 1
+    return 0
+
+
+@contextlib.contextmanager
+def _health(options: Options, ranks: Ranks) -> Iterator[health.HealthServicer]:
+    """NOT_SERVING; on `--health-port` of machines where the leader does not listen on it."""
+    servicer = health.HealthServicer()
+    servicer.set(SERVICE_NAME, health_pb2.HealthCheckResponse.NOT_SERVING)
+    server = grpc.server(ThreadPoolExecutor(max_workers=1))
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    address = options.deployment.health_address(options.host)
+    if address is not None and ranks.local_rank == 0:
+        server.add_insecure_port(address)
+    server.start()
+    try:
+        yield servicer
+    finally:
+        server.stop(None)

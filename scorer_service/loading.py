@@ -1,0 +1,116 @@
+"""From the command line to a model with its cache, on every rank of a replica."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from outrider.engine.loader import kv_bytes_per_page, load_model, read_features
+from outrider.engine.paged_model import PagedModel
+from outrider.engine.ranks import RankGroup
+from outrider.engine.runner import StepRunner
+from outrider.errors import ConfigError
+from outrider.rpc import runtime
+
+if TYPE_CHECKING:
+    from scorer_service.app import Options
+
+
+def join(options: Options) -> RankGroup | None:
+    """Meets the other ranks of the replica, if there are any."""
+    ranks = options.ranks
+    if ranks is None:
+        return None
+    device = ranks.device(options.device)
+    return RankGroup(ranks, device, start_timeout_s=options.start_timeout)
+
+
+def load(
+    folder: Path, options: Options, group: RankGroup | None
+) -> tuple[PagedModel, StepRunner | None, list[tuple[int, int, float]]]:
+    """The model with its cache; what runs its steps if they are recorded, and how long they take.
+
+    Times are (rows, tokens, seconds). All ranks of a group load at the same time.
+    """
+    dtype = getattr(torch, options.dtype)
+    device = torch.device(options.device) if group is None else group.device
+    asked = options.hidden_features
+    features = None if asked is None else read_features(folder, asked)
+
+    def load_with(num_pages: int) -> PagedModel:
+        return load_model(
+            folder,
+            dtype=dtype,
+            page_size=options.page_size,
+            num_pages=num_pages,
+            max_model_len=options.max_model_len,
+            device=device,
+            attention_backend=options.attention_backend,
+            features=features,
+            group=group,
+        )
+
+    def load_given() -> PagedModel:
+        page_bytes = kv_bytes_per_page(
+            folder,
+            dtype=dtype,
+            page_size=options.page_size,
+            features=features,
+            num_ranks=1 if group is None else group.ranks.size,
+        )
+        num_pages = _given_pages(options, page_bytes)
+        return _with_room(
+            load_with(num_pages if group is None else group.least(num_pages)), options
+        )
+
+    if device.type != "cuda":
+        return load_given(), None, []
+    # Imported here: without a CUDA device there may be no Triton.
+    from outrider.engine.cuda.memory import TRIAL_PAGES, DeviceMemory
+    from scorer_service.device import StepLimits, record_steps, size_cache
+
+    def say(message: str) -> None:
+        runtime.progress("scorer", message)
+
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    limits = StepLimits(
+        options.max_num_seqs, options.max_num_batched_tokens, options.num_speculative_tokens
+    )
+    if options.kv_cache_memory is None:
+        memory = DeviceMemory(device, options.gpu_memory_utilization)
+        if group is not None:
+            memory.limit = group.least(memory.limit)
+        model = load_with(TRIAL_PAGES)
+        if group is None or group.ranks.leads:  # nobody needs more memory than the leader
+            size_cache(memory, model, limits, say)
+    else:
+        model = load_given()
+    if group is not None:
+        say("a model on several ranks: every step runs eagerly")
+        return model, None, []
+    runner = record_steps(model, limits, say)
+    return model, runner, [] if runner is None else runner.trial_times()
+
+
+def _given_pages(options: Options, page_bytes: int) -> int:
+    assert options.kv_cache_memory is not None, "a CPU has a default"
+    num_pages = options.kv_cache_memory * 2**20 // page_bytes
+    if num_pages < 1:
+        raise ConfigError(f"--kv-cache-memory {options.kv_cache_memory} holds not even one page.")
+    return num_pages
+
+
+def _with_room(model: PagedModel, options: Options) -> PagedModel:
+    """The model, if its cache holds one request of the greatest length."""
+    tokens = model.num_pages * options.page_size
+    if tokens < model.max_model_len:
+        needed = -(-model.max_model_len * model.kv_bytes_per_page // options.page_size)
+        raise ConfigError(
+            f"--kv-cache-memory {options.kv_cache_memory} holds {tokens} tokens, less than one "
+            f"request of {model.max_model_len}: give at least {needed // 2**20 + 1} MiB or lower "
+            "--max-model-len."
+        )
+    return model
