@@ -65,8 +65,15 @@ class Runner:
         self.backend = choose_backend(None, head.attention_traits(PAGE_SIZE), CPU)
         head.bind(self.pools)
 
-    def feed(self, tokens: list[int], states: Tensor, start: int, step: int) -> Tensor:
-        rows = [RowSlice(tokens, start, [5, 1, 7, 2], len(tokens))]
+    def feed(
+        self,
+        tokens: list[int],
+        states: Tensor,
+        start: int,
+        step: int,
+        parents: tuple[int, ...] = (),
+    ) -> Tensor:
+        rows = [RowSlice(tokens, start, [5, 1, 7, 2], len(tokens), parents)]
         batch = pack(rows, PAGE_SIZE, CPU)
         return self.head.forward(batch.input_ids, states, self.backend(batch), step)
 
@@ -112,6 +119,24 @@ def test_logits_are_those_of_the_formula(case: str, raw: bool, tmp_path: Path) -
             output = runner.feed([token], head.feed_back(output), 8 + step, step)
         assert_close(head.logits(output)[0], logits)
     assert tuple(runner.pools.layer(i).shape for i in range(len(head.kv_layers))) == head.kv_layers
+
+
+@pytest.mark.parametrize("case", ["deepseek in its target", "qwen3_5_moe", "qwen3_5 dense"])
+def test_a_tree_node_sees_its_ancestors_only(case: str, tmp_path: Path) -> None:
+    make, as_reference = FORMATS[case]
+    checkpoint = make()
+    expected = as_reference(checkpoint)
+    assert isinstance(expected, reference.Reference)
+    head = load(checkpoint, tmp_path)
+    tokens, features = made_up(6)
+    nodes, states = made_up(5, seed=1)
+    runner = Runner(head)
+    runner.feed(tokens, head.begin(features), 0, step=0)
+    outputs = runner.feed(nodes, head.begin(states), 6, step=1, parents=(-1, -1, 0, 1, 3))
+    for path in ([0], [1], [0, 2], [1, 3], [1, 3, 4]):
+        above = torch.cat([features, states[path]])
+        logits = expected.rows(tokens + [nodes[i] for i in path], above)[2]
+        assert_close(head.logits(outputs[path[-1] : path[-1] + 1])[0], logits[-1])
 
 
 def test_raw_and_normed_feedback_differ() -> None:
