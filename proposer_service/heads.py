@@ -102,7 +102,7 @@ def _build(
 
 def _recurrent_loader(method: HeadConfig) -> LoadRecurrent:
     if method.name == "mtp":
-        return load_mtp
+        return partial(load_mtp, max_model_len=method.max_model_len)
     if method.name == "eagle":
         return partial(load_eagle, max_model_len=method.max_model_len)
     return cast(
