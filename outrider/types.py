@@ -224,6 +224,8 @@ class EngineSnapshot:
     free_pages: int
     total_pages: int
     dropped_blocks: int = 0  # for sessions that are gone, or on tokens never committed
+    undrafted_sizes: frozenset[int] = frozenset()
+    """Where nothing is drafted at present: numbers of rows, by their bit length."""
 
 
 def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:

@@ -163,7 +163,7 @@ class Hub:
             self._metrics.count_request(commit.stats, commit.finish_reason)
         elif proposer is not None:
             if len(session.committed) < proposer.max_model_len:
-                proposer.outbox.commit(session, commit.base_len, commit.token_ids, step_us)
+                proposer.outbox.commit(session, step_us)
             else:
                 self.roster.reassign(session)
         session.mailbox.put(commit)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Final
 
 from outrider.errors import CapacityError, InvalidRequestError, OutriderError, ProposerRefusedError
@@ -19,6 +18,10 @@ _CROWDED_TOKENS: Final = 2**18
 """Waiting in an outbox: other sessions are opened later, or all of them together would be more
 than a message holds, and more than may wait."""
 
+HELD_TOKENS: Final = 64
+"""That a session without drafts may commit before its proposer is told: it has few to catch up with
+when drafts are wanted again, and is not woken for every token meanwhile."""
+
 _MAX_NAME_CHARS: Final = 1024
 
 # They need neither the vocabulary nor the tokenizer.
@@ -31,11 +34,13 @@ class Outbox:
     """Messages for one proposer, merged while it is slow; bounded.
 
     Whatever was put since the last `take` travels as one SessionBatch: one per engine step if the
-    proposer keeps up.
+    proposer keeps up. Of a session for which nothing is drafted, some is held back.
     """
 
     def __init__(self, max_tokens: int, methods: tuple[str, ...]) -> None:
         self._methods = methods
+        self._told: dict[int, tuple[int, int]] = {}
+        """By open session: the committed length and the number of draft tokens told last."""
         self._max_tokens = max_tokens
         self._batch = draft_pb2.SessionBatch()
         self._size = 0
@@ -73,12 +78,22 @@ class Outbox:
             verification_rule=codec.RULE_TO_PROTO[speculation.verification.rule],
             num_output_tokens=len(session.committed) - session.num_given_tokens,
         )
+        self._told[session.id] = len(session.committed), session.num_draft_tokens
         source_words = 0 if constraint is None else len(constraint.source) // 4
         advised = len(advice.token_ids) + sum(map(len, advice.references))
         self._grow(len(session.committed) + source_words + advised)
 
-    def commit(self, session: Session, base_len: int, tokens: Sequence[int], step_us: int) -> None:
-        self._batch.step_us = step_us
+    def commit(self, session: Session, step_us: int) -> None:
+        """The session has committed something. Held back while no draft is wanted, or was."""
+        length, k = self._told[session.id]
+        if k or session.num_draft_tokens or len(session.committed) - length >= HELD_TOKENS:
+            self._batch.step_us = step_us
+            self._tell(session)
+
+    def _tell(self, session: Session) -> None:
+        """Sends all that the session has committed since this was last told."""
+        base_len, _ = self._told[session.id]
+        tokens = session.committed[base_len:]
         self._batch.commits.add(
             session=session.id,
             epoch=session.epoch,
@@ -86,6 +101,7 @@ class Outbox:
             tokens=tokens,
             num_draft_tokens=session.num_draft_tokens,
         )
+        self._told[session.id] = len(session.committed), session.num_draft_tokens
         self._grow(len(tokens))
 
     def features(self, session: Session, rows: FeatureRows) -> None:
@@ -97,6 +113,10 @@ class Outbox:
         self._grow(0)
 
     def close(self, session: Session) -> None:
+        length, k = self._told[session.id]
+        if not k and length < len(session.committed):  # what was held back may be worth learning
+            self._tell(session)
+        del self._told[session.id]
         self._batch.closes.add(session=session.id, epoch=session.epoch)
         self._grow(0)
 

@@ -167,7 +167,9 @@ class Roster:
         self._undrafted.pop(session.id, None)
         session.proposer = proposer
         session.epoch += 1
-        session.num_draft_tokens = k = proposer.draft_limit(session)
+        k = proposer.draft_limit(session)
+        # A draft model processes the prompt for its first draft: not where none is of use.
+        session.num_draft_tokens = k if self._worker.drafting else 0
         proposer.sessions[session.id] = session
         proposer.outbox.open(session)
         self._worker.set_drafting(
@@ -175,6 +177,7 @@ class Roster:
             proposer.id,
             k,
             runs_ahead=proposer.runs_ahead,
+            asked=session.num_draft_tokens > 0,
             features=proposer.feature_order(session),
         )
 

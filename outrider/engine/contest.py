@@ -111,6 +111,11 @@ class Contests:
         """Whether rows are to draft now."""
         return self._current.drafting
 
+    @property
+    def undrafted_sizes(self) -> frozenset[int]:
+        """Numbers of rows, by their bit length, at which rows are not to draft now."""
+        return frozenset(size for size, each in self._by_size.items() if not each.drafting)
+
     def step_done(
         self, num_running: int, tokens: int, now: float, *, drafted: bool, pure: bool
     ) -> None:

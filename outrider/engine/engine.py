@@ -184,10 +184,12 @@ class Engine:
         max_draft_tokens: int,
         *,
         runs_ahead: bool = False,
+        asked: bool = True,
         features: FeatureOrder | None = None,
     ) -> None:
         """A proposer drafts for the session from now on; None: nobody does.
 
+        `asked`: it knows that a draft is wanted. Otherwise the next commit says so.
         `features`: it is to be sent these of the target's states, from the first position on.
         """
         seq = self._scheduler.by_session.get(session_id)
@@ -195,7 +197,7 @@ class Engine:
             if self.features is not None:
                 self.features.follow(seq, features)
             seq.drafting.runs_ahead = runs_ahead
-            self._policy.attach(seq, proposer_id, max_draft_tokens, self._clock())
+            self._policy.attach(seq, proposer_id, max_draft_tokens, self._clock(), asked=asked)
 
     def post_block(
         self,
@@ -248,6 +250,7 @@ class Engine:
             free_pages=self._pool.num_free,
             total_pages=self.info.num_pages,
             dropped_blocks=self._dropped_blocks,
+            undrafted_sizes=self._policy.undrafted_sizes,
         )
 
     def check_invariants(self) -> None:

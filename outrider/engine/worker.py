@@ -116,10 +116,12 @@ class EngineWorker:
         max_draft_tokens: int,
         *,
         runs_ahead: bool = False,
+        asked: bool = True,
         features: FeatureOrder | None = None,
     ) -> None:
         """Says who drafts for a session; None: nobody, so its row never waits.
 
+        `asked`: whether its first draft was asked for already, or waits for a commit to do so.
         `features`: what it is to be sent of the target's states, from the first position on.
         """
         with self._wakeup:
@@ -130,9 +132,17 @@ class EngineWorker:
                         proposer_id,
                         max_draft_tokens,
                         runs_ahead=runs_ahead,
+                        asked=asked,
                         features=features,
                     )
                 )
+
+    @property
+    def drafting(self) -> bool:
+        """Whether anything is drafted at present, with as many requests as there are now."""
+        assert self._info is not None
+        rows = min(len(self._sessions), self._info.max_num_seqs)
+        return rows.bit_length() not in self._snapshot.undrafted_sizes
 
     def give_back(self, window: FeatureWindow, size: int) -> None:
         """So many bytes of features were read, or are of no use any more: others may follow."""

@@ -67,6 +67,7 @@ def test_each_size_of_batch_has_its_own_answer() -> None:
             contests.step_done(rows, 3 if drafts else 1, now, drafted=drafts, pure=True)
     assert drafted[1] > 0.98 * 4000
     assert drafted[32] < 0.06 * 4000
+    assert contests.undrafted_sizes == {(32).bit_length()}
 
 
 def test_steps_with_prompts_are_not_compared() -> None:

@@ -30,7 +30,7 @@ from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.hub import Hub
 from scorer_service.metrics import ScorerMetrics
-from scorer_service.proposers import AttachedProposer
+from scorer_service.proposers import HELD_TOKENS, AttachedProposer
 from scorer_service.sessions import Mailbox, Session
 from tests.support.scorer import TOKENIZER_HASH, VOCAB
 from tests.support.scripted_proposer import hello
@@ -43,7 +43,9 @@ class RecordingWorker:
     """The part of `EngineWorker` that the hub uses; writes down what it is told."""
 
     def __init__(self) -> None:
-        self.drafting: dict[int, tuple[str | None, int]] = {}
+        self.drafting = True
+        self.set: dict[int, tuple[str | None, int]] = {}
+        self.asked: dict[int, bool] = {}
         self.blocks: list[tuple[int, DraftTree, str]] = []
         self.methods: list[str] = []
         self.orders: dict[int, FeatureOrder | None] = {}
@@ -65,9 +67,11 @@ class RecordingWorker:
         k: int,
         *,
         runs_ahead: bool = False,  # noqa: ARG002
+        asked: bool = True,
         features: FeatureOrder | None = None,
     ) -> None:
-        self.drafting[session_id] = (proposer_id, k)
+        self.set[session_id] = (proposer_id, k)
+        self.asked[session_id] = asked
         self.orders[session_id] = features
 
     def give_back(self, window: FeatureWindow, size: int) -> None:
@@ -108,9 +112,11 @@ class Bench:
         self.hub.on_events(StepEvents(commits, (), TIMINGS, set_aside))
 
 
-def commit(session: Session, *tokens: int, finish: FinishReason | None = None) -> Commit:
+def commit(
+    session: Session, *tokens: int, finish: FinishReason | None = None, k: int = 3
+) -> Commit:
     return Commit(
-        session.id, len(session.committed), tokens, (TokenKind.PLAIN,) * len(tokens), 3, finish
+        session.id, len(session.committed), tokens, (TokenKind.PLAIN,) * len(tokens), k, finish
     )
 
 
@@ -140,15 +146,91 @@ async def test_events_of_one_step_travel_in_one_message() -> None:
     assert [c.session for c in batch.commits] == [sessions[1].id]
 
 
+async def nothing_to_send(proposer: AttachedProposer) -> bool:
+    try:
+        async with asyncio.timeout(0):
+            await proposer.outbox.take()
+    except TimeoutError:
+        return True
+    return False
+
+
+def told(batch: draft_pb2.SessionBatch) -> list[tuple[int, list[int], int]]:
+    return [(c.base_len, list(c.tokens), c.num_draft_tokens) for c in batch.commits]
+
+
+async def test_a_proposer_is_not_woken_for_a_session_that_wants_no_drafts() -> None:
+    bench = Bench()
+    proposer = bench.attach("a")
+    session = bench.submit()
+    bench.step(commit(session, 4, k=0))
+    assert told(await sent(proposer)) == [(3, [4], 0)], "that it may rest is told at once"
+    for token in range(HELD_TOKENS - 1):
+        bench.step(commit(session, token, k=0))
+    assert await nothing_to_send(proposer)
+    bench.step(commit(session, 7, k=0))
+    assert told(await sent(proposer)) == [(4, [*range(HELD_TOKENS - 1), 7], 0)]
+    bench.step(commit(session, 8, k=0))
+    assert await nothing_to_send(proposer)
+    bench.step(commit(session, 9, 10, k=2))
+    base_len = len(session.committed) - 3
+    assert told(await sent(proposer)) == [(base_len, [8, 9, 10], 2)], "nothing is missing"
+    bench.step(commit(session, 11, k=2))
+    assert told(await sent(proposer)) == [(base_len + 3, [11], 2)]
+
+
+async def test_what_was_held_back_is_told_before_the_session_ends() -> None:
+    bench = Bench()
+    proposer = bench.attach("a")
+    session = bench.submit()
+    bench.step(commit(session, 4, k=0))
+    await sent(proposer)
+    bench.step(commit(session, 5, k=0))
+    bench.step(commit(session, 6, finish=FinishReason.LENGTH, k=0))
+    batch = await sent(proposer)
+    assert told(batch) == [(4, [5, 6], 0)]
+    assert [c.session for c in batch.closes] == [session.id]
+
+
+async def test_a_session_that_moves_is_opened_with_all_that_was_held_back() -> None:
+    bench = Bench()
+    first, second = bench.attach("a"), bench.attach("b")
+    session = bench.submit()
+    assert session.proposer is first
+    for token in (4, 5):
+        bench.step(commit(session, token, k=0))
+    bench.hub.roster.on_goodbye(first)
+    assert session.proposer is second
+    (opened,) = (await sent(second)).opens
+    assert list(opened.prefix) == [1, 2, 3, 4, 5]
+    bench.step(commit(session, 6, k=1))
+    assert told(await sent(second)) == [(5, [6], 1)]
+
+
+async def test_no_first_draft_is_asked_for_while_nothing_is_drafted() -> None:
+    bench = Bench()
+    proposer = bench.attach("a")
+    bench.worker.drafting = False
+    session = bench.submit()
+    (opened,) = (await sent(proposer)).opens
+    assert opened.num_draft_tokens == 0
+    assert bench.worker.set[session.id] == ("a", 4)
+    assert not bench.worker.asked[session.id], "or its row would wait"
+    bench.step(commit(session, 4, k=0))
+    assert await nothing_to_send(proposer)
+    bench.step(commit(session, 5, k=3))
+    assert told(await sent(proposer)) == [(3, [4, 5], 3)]
+
+
 async def test_load_is_shared_and_the_rest_wait_for_room() -> None:
     bench = Bench()
     a, b = bench.attach("a", max_sessions=2), bench.attach("b", max_sessions=1)
     sessions = [bench.submit() for _ in range(4)]
     assert [s.proposer.id if s.proposer else None for s in sessions] == ["a", "b", "a", None]
-    assert sessions[3].id not in bench.worker.drafting, "never waits"
+    assert sessions[3].id not in bench.worker.set, "never waits"
     bench.step(commit(sessions[1], 1, finish=FinishReason.STOP))
     assert sessions[3].proposer is b
-    assert bench.worker.drafting[sessions[3].id] == ("b", 4)
+    assert bench.worker.set[sessions[3].id] == ("b", 4)
     assert a.load == b.load == 1.0
 
 
@@ -164,7 +246,7 @@ async def test_methods_that_limit_themselves_are_bounded_by_what_they_can_do() -
         (SpeculationParams(advice=advised, num_speculative_tokens=7), ("a", 7)),
         (SpeculationParams(methods=("ngram",)), ("c", 4)),
     ):
-        assert bench.worker.drafting[bench.submit(speculation=speculation).id] == drafting
+        assert bench.worker.set[bench.submit(speculation=speculation).id] == drafting
 
 
 async def test_the_request_s_order_of_methods_chooses_the_proposer() -> None:
@@ -222,15 +304,15 @@ async def test_a_block_names_one_of_its_proposers_methods() -> None:
 async def test_limits_of_request_and_proposer_both_count() -> None:
     bench = Bench()
     bench.attach("a", max_draft_tokens=3)
-    assert bench.worker.drafting[bench.submit().id] == ("a", 3)
+    assert bench.worker.set[bench.submit().id] == ("a", 3)
     two = bench.submit(speculation=SpeculationParams(num_speculative_tokens=2))
-    assert bench.worker.drafting[two.id] == ("a", 2)
+    assert bench.worker.set[two.id] == ("a", 2)
     for off in (
         SpeculationParams(enabled=False),
         SpeculationParams(num_speculative_tokens=0),
         SpeculationParams(methods=("ngram",)),
     ):
-        assert bench.submit(speculation=off).id not in bench.worker.drafting
+        assert bench.submit(speculation=off).id not in bench.worker.set
 
 
 async def test_a_session_leaves_a_proposer_whose_context_it_outgrows() -> None:
@@ -240,9 +322,9 @@ async def test_a_session_leaves_a_proposer_whose_context_it_outgrows() -> None:
     assert session.proposer is not None
     bench.step(commit(session, 4, 5))
     assert session.proposer is None
-    assert bench.worker.drafting[session.id] == (None, 0)
+    assert bench.worker.set[session.id] == (None, 0)
     bench.attach("long")
-    assert bench.worker.drafting[session.id] == ("long", 4)
+    assert bench.worker.set[session.id] == ("long", 4)
 
 
 async def test_a_proposer_that_does_not_read_is_detached_and_the_engine_goes_on() -> None:
@@ -252,7 +334,7 @@ async def test_a_proposer_that_does_not_read_is_detached_and_the_engine_goes_on(
     for token in range(10):
         bench.step(commit(session, token))
     assert isinstance(proposer.detached.result(), CapacityError)
-    assert bench.worker.drafting[session.id] == (None, 0)
+    assert bench.worker.set[session.id] == (None, 0)
     assert session.committed == [1, 2, 3, *range(10)]
     assert bench.hub.roster.proposers == ()
 

@@ -296,6 +296,28 @@ def test_stop_while_a_row_waits_for_its_draft() -> None:
             worker.submit(request(2))
 
 
+class AloneOnly(Policy):
+    """Has something drafted for a single row."""
+
+    @property
+    def undrafted_sizes(self) -> frozenset[int]:
+        return frozenset(range(2, 10))
+
+
+def test_whether_drafts_are_wanted_depends_on_how_many_requests_there_are() -> None:
+    model = Gate()
+    with running(model, policy=AloneOnly(4)) as (worker, inbox, _):
+        model.open.clear()
+        assert worker.drafting
+        worker.submit(request(1))
+        assert worker.drafting
+        worker.submit(request(2))
+        assert not worker.drafting
+        model.open.set()
+        inbox.wait(lambda box: len(box.ended) == 2)
+        assert worker.drafting
+
+
 def test_stop_gives_up_on_a_forward_that_hangs() -> None:
     model = Gate()
     with running(model) as (worker, _, _):
