@@ -63,7 +63,7 @@ class Eagle3Format:
             raise ConfigError(f"{where}: use_aux_hidden_state false is not supported.")
         layers = aux_layers(config)
         if layers is None:
-            if num_layers < 6:
+            if num_layers < 7:
                 raise ConfigError(f"config.json in {where} must have {KEY} for so few layers.")
             return 2, num_layers // 2, num_layers - 3
         if layers[-1] > num_layers:

@@ -55,7 +55,7 @@ class LlamaShape:
         """
         try:
             config = LlamaConfig(**{k: v for k, v in folder_config.items() if k in _SETTINGS})
-        except (StrictDataclassError, ArithmeticError, TypeError, ValueError) as error:
+        except (StrictDataclassError, ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"config.json in {where}: {error}") from error
         rope: dict[str, Any] = config.rope_parameters
         if config.hidden_act != "silu":
@@ -78,7 +78,7 @@ class LlamaShape:
         like = torch.empty(1, dtype=place.dtype, device=place.device)
         positions = torch.arange(self.max_model_len, device=place.device)[None]
         with torch.inference_mode():
-            cos, sin = LlamaRotaryEmbedding(self.config, device=place.device)(like, positions)
+            cos, sin = LlamaRotaryEmbedding(self.config).to(place.device)(like, positions)
         cos, sin = (each[0].view(self.max_model_len, 2, self.head_dim // 2) for each in (cos, sin))
         return torch.stack((cos, torch.stack((-sin[:, 0], sin[:, 1]), dim=1)), dim=1).contiguous()
 
