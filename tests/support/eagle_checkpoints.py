@@ -1,4 +1,4 @@
-"""Small random EAGLE and EAGLE-3 checkpoints, and a target, with the names of the published ones."""
+"""Small random EAGLE and EAGLE-3 checkpoints, and a target, with the public names."""
 
 from __future__ import annotations
 
