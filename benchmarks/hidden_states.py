@@ -1,0 +1,355 @@
+"""How much of their drafts methods that read hidden states see accepted, and what drafting costs.
+
+    python -m benchmarks.hidden_states --head eagle3=FOLDER --head medusa=FOLDER ...
+        [--model TARGET] [--draft-model FOLDER] [--temperatures 0 1] [--tree-nodes 8 16]
+
+Engine and proposer take turns in one process, a request at a time, float32, on held-out prompts.
+Each head drafts chains of K tokens and, where it can, trees of several sizes; beside it stand a
+draft model and no speculation. Every prompt runs under all of them, one right after the other and
+in changing order. `length` is 1 + accepted tokens per round with a draft; the positions say in how
+many of these rounds at least so many tokens were accepted; `draft` is the time inside the module
+per round, `state` what it was sent of the target's states per token. Texts must be those of no
+speculation: exits with 1 if one is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from benchmarks import prompts, report
+from outrider.config import EngineConfig
+from outrider.drafting.draft_model import DraftModelProposer
+from outrider.drafting.heads.medusa import load_medusa
+from outrider.drafting.heads.mlp_speculator import load_mlp_speculator
+from outrider.drafting.llama_chains import LlamaChains
+from outrider.drafting.one_shot import TREE_WIDTH, OneShotHead, OneShotProposer
+from outrider.drafting.proposer import FeatureProposer, Proposer
+from outrider.engine.engine import Engine
+from outrider.engine.feature_streams import FeatureStreams
+from outrider.engine.loader import load_model
+from outrider.engine.policy import Policy
+from outrider.errors import ConfigError
+from outrider.features import FeatureBatch, FeatureOrder, FeatureSpec, FeatureWindow
+from outrider.models.resolve import resolve_model
+from outrider.params import SamplingParams, SpeculationParams, StopParams, TokenIds
+from outrider.types import Request, RequestStats
+from proposer_service.config import HEAD_CONFIGS
+from proposer_service.heads import build_head
+
+PAGE_SIZE, NUM_PAGES = 16, 64
+_ONE_SHOT: dict[str, Callable[[Path, Path, torch.dtype, torch.device], OneShotHead]] = {
+    "medusa": load_medusa,
+    "mlp_speculator": load_mlp_speculator,
+}
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to draft."""
+
+    name: str
+    shape: str  # "chain", "tree", or "" for none
+    k: int  # tokens of a chain, nodes of a tree
+    proposer: Proposer | None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt under one contender."""
+
+    token_ids: TokenIds
+    stats: RequestStats
+    decode_s: float  # after the first token
+    draft_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return (len(self.token_ids) - 1) / self.decode_s
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender at one temperature."""
+
+    temperature: float
+    name: str
+    shape: str
+    k: int
+    length: float | None
+    positions: tuple[float, ...]
+    """Of the rounds with a draft, the share in which so many tokens and more were accepted."""
+    drafted: float | None  # tokens per such round
+    draft_ms: float | None
+    state_bytes: int
+    speed_up: float  # over no speculation
+    equal: float
+
+
+class Bench:
+    """A target whose hidden states are captured, and contenders that take turns."""
+
+    def __init__(self, target: Path, specs: Sequence[FeatureSpec], max_k: int) -> None:
+        captured = None
+        if specs:
+            captured = FeatureSpec(
+                specs[0].hidden_size,
+                tuple(sorted({layer for spec in specs for layer in spec.layers})),
+                any(spec.final_norm for spec in specs),
+            )
+        model = load_model(
+            target,
+            dtype=torch.float32,
+            page_size=PAGE_SIZE,
+            num_pages=NUM_PAGES,
+            features=captured,
+        )
+        config = EngineConfig(
+            page_size=PAGE_SIZE,
+            num_pages=NUM_PAGES,
+            max_model_len=min(model.max_model_len, PAGE_SIZE * NUM_PAGES),
+            num_speculative_tokens=max_k,
+            enable_prefix_caching=False,
+        )
+        pool = model.pools.features
+        self._streams = None if pool is None else FeatureStreams(pool)
+        # Its drafts are always there: it never waits.
+        policy = Policy(max_k, max_wait_s=60.0)
+        self._engine = Engine(model, config, policy=policy, features=self._streams)
+        self._sessions = 0
+
+    def run(
+        self, prompt: TokenIds, sampling: SamplingParams, max_tokens: int, one: Contender
+    ) -> Sample:
+        """One request from prompt to end."""
+        self._sessions = session = self._sessions + 1
+        engine, method = self._engine, one.proposer
+        speculation = SpeculationParams(enabled=method is not None)
+        stop = StopParams(max_tokens=max_tokens, ignore_eos=True)
+        engine.submit(Request(session, prompt, sampling, stop, speculation))
+        if method is not None:
+            method.open(session, prompt, sampling, one.k, len(prompt) + max_tokens)
+            spec = method.traits.features
+            order = None if spec is None else FeatureOrder(0, spec, FeatureWindow())
+            engine.set_drafting(session, "draft", one.k, features=order)
+        tokens: list[int] = []
+        began = draft_s = 0.0
+        while True:
+            events = engine.step()
+            if events is None:
+                continue
+            self._feed(method, events.features)
+            if not events.commits:
+                continue
+            (commit,) = events.commits
+            tokens += commit.token_ids
+            if commit.finish_reason is not None:
+                break
+            began = began or time.perf_counter()
+            if method is not None:
+                k = commit.num_draft_tokens
+                method.commit(session, commit.base_len, commit.token_ids, k)
+                draft_s += self._draft(method, session)
+        ended = time.perf_counter()
+        if method is not None:
+            method.close(session)
+        assert commit.stats is not None
+        return Sample(tuple(tokens), commit.stats, ended - began, draft_s)
+
+    def _draft(self, method: Proposer, session: int) -> float:
+        """Posts a draft; returns the seconds it took inside the module."""
+        seconds = 0.0
+        while True:
+            round_ = method.draft([session])
+            assert not round_.lost
+            seconds += round_.forward_s
+            if round_.drafts:
+                self._engine.post_block(session, round_.drafts[0][1], "draft", 0)
+                return seconds
+            if self._engine.collect() is not None:  # a long prompt's states come in parts
+                self._feed(method, self._engine.take_features())
+
+    def _feed(self, method: Proposer | None, batch: FeatureBatch | None) -> None:
+        if batch is None:
+            return
+        assert self._streams is not None
+        for session, order, start, rows in batch.rows:
+            cast(FeatureProposer, method).features(session, start, rows)
+            self._streams.give_back(order.window, len(rows))
+
+
+def heads(
+    given: Mapping[str, str], target: Path, k: int, tree_nodes: Sequence[int]
+) -> list[Contender]:
+    """Those that `--head` names, by method. Raises `ConfigError`."""
+    found: list[Contender] = []
+    for method, name in given.items():
+        if method not in HEAD_CONFIGS:
+            raise ConfigError(
+                f"--head {method}=...: the method is one of {', '.join(HEAD_CONFIGS)}."
+            )
+        if method not in _ONE_SHOT:
+            config = HEAD_CONFIGS[method](model=name, target_model=str(target), max_draft_tokens=k)
+            proposer, _ = build_head(config, max_sessions=1, prefill_budget=256)
+            found.append(Contender(method, "chain", k, proposer))
+            continue
+        folder = resolve_model(name, "draft")
+        head = _ONE_SHOT[method](folder, target, torch.float32, _CPU)
+        for shape, size in (("chain", k), *(("tree", nodes) for nodes in tree_nodes)):
+            proposer = OneShotProposer(
+                head,
+                method=method,
+                name=name,
+                max_sessions=1,
+                max_draft_tokens=size,
+                tree_width=1 if shape == "chain" else TREE_WIDTH,
+            )
+            found.append(Contender(method, shape, size, proposer))
+    return found
+
+
+def draft_model(folder: Path, k: int) -> Contender:
+    """A draft model, on demand: no branches ahead."""
+    model = load_model(folder, dtype=torch.float32, page_size=PAGE_SIZE, num_pages=NUM_PAGES)
+    fast = LlamaChains.load(folder, model.pools, model.max_model_len)
+    proposer = DraftModelProposer(model, name="draft", chain_drafter=fast)
+    return Contender("draft_model", "chain", k, proposer)
+
+
+def row(
+    temperature: float, one: Contender, samples: Sequence[Sample], plain: Sequence[Sample]
+) -> Row:
+    """Sums up a contender's samples; `plain` are the same prompts without speculation."""
+    stats = [sample.stats for sample in samples]
+    with_draft = sum(sum(each.k_histogram[1:]) for each in stats)
+    deepest = max(len(each.accepted_per_pos) for each in stats)
+    reached = [
+        sum(each.accepted_per_pos[i] for each in stats if i < len(each.accepted_per_pos))
+        for i in range(deepest)
+    ]
+    spec = None if one.proposer is None else one.proposer.traits.features
+    pairs = list(zip(samples, plain, strict=True))
+    return Row(
+        temperature=temperature,
+        name=one.name,
+        shape=one.shape,
+        k=one.k,
+        length=1 + sum(reached) / with_draft if with_draft else None,
+        positions=tuple([count / with_draft for count in reached if count]),
+        drafted=sum(each.drafted for each in stats) / with_draft if with_draft else None,
+        draft_ms=sum(s.draft_s for s in samples) / with_draft * 1e3 if with_draft else None,
+        state_bytes=0 if spec is None else spec.row_bytes,
+        speed_up=statistics.median(a.tokens_per_s / b.tokens_per_s for a, b in pairs),
+        equal=sum(a.token_ids == b.token_ids for a, b in pairs) / len(pairs),
+    )
+
+
+def document(
+    rows: Sequence[Row], machine: Mapping[str, object], settings: Mapping[str, object]
+) -> list[str]:
+    """The report, by lines."""
+    head = [
+        *("T and method", "draft of", "length", "accepted per position", "drafted"),
+        *("draft ms", "state B", "speed-up", "equal"),
+    ]
+    body = [
+        [
+            f"{r.temperature:g} {r.name}",
+            f"{r.shape} {r.k}" if r.shape else "",
+            "" if r.length is None else f"{r.length:.2f}",
+            " ".join(f"{share:.0%}" for share in r.positions),
+            "" if r.drafted is None else f"{r.drafted:.1f}",
+            "" if r.draft_ms is None else f"{r.draft_ms:.2f}",
+            f"{r.state_bytes}" if r.state_bytes else "",
+            f"{r.speed_up:.2f}",
+            f"{r.equal:.0%}",
+        ]
+        for r in rows
+    ]
+    facts = "; ".join(f"{name} {value}" for name, value in (*machine.items(), *settings.items()))
+    return [
+        "# Acceptance of methods that read hidden states",
+        "",
+        "`python -m benchmarks.hidden_states`",
+        "",
+        f"{facts}.",
+        "",
+        *report.table(head, body),
+        "",
+    ]
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--model", default="embedded")
+    p.add_argument(
+        "--head", action="append", default=[], metavar="METHOD=FOLDER", help="repeatable"
+    )
+    p.add_argument("--draft-model", default="embedded", help='"none": leave it out')
+    p.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    p.add_argument("--num-prompts", type=int, default=12)
+    p.add_argument("--max-tokens", type=int, default=64)
+    p.add_argument("--num-speculative-tokens", type=int, default=4, help="of a chain")
+    p.add_argument("--tree-nodes", type=int, nargs="*", default=[4, 8, 16])
+    p.add_argument("--threads", type=int, default=1)
+    p.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    torch.set_num_threads(args.threads)
+    k, target = args.num_speculative_tokens, resolve_model(args.model, "target")
+    try:
+        given = dict(each.split("=", 1) for each in args.head)
+        contenders = heads(given, target, k, args.tree_nodes)
+    except ValueError:
+        print("--head is METHOD=FOLDER", file=sys.stderr)
+        return 2
+    except ConfigError as error:
+        print(error.message, file=sys.stderr)
+        return 2
+    specs = [c.proposer.traits.features for c in contenders if c.proposer is not None]
+    if args.draft_model != "none":
+        contenders.append(draft_model(resolve_model(args.draft_model, "draft"), k))
+    contenders.insert(0, Contender("none", "", 0, None))
+    bench = Bench(target, [spec for spec in specs if spec], max(c.k for c in contenders) or 1)
+    file = resolve_model("embedded", "target").parent / "heldout_prompts.jsonl"
+    loaded = prompts.load(file, target, count=args.num_prompts, max_prompt_tokens=192)
+    settings = {name: value for name, value in vars(args).items() if name != "out"}
+    settings |= {"prompts": loaded.file, "prompts_sha256": loaded.sha256}
+    machine, rows = report.machine(), list[Row]()
+    for one in contenders:  # warm up
+        bench.run(loaded.token_ids[0], SamplingParams(1.0), 8, one)
+    for temperature in args.temperatures:
+        samples: list[list[Sample]] = [[] for _ in contenders]
+        for seed, prompt in enumerate(loaded.token_ids):
+            sampling = SamplingParams(temperature, seed=seed)
+            for turn in range(len(contenders)):
+                i = (seed + turn) % len(contenders)
+                samples[i].append(bench.run(prompt, sampling, args.max_tokens, contenders[i]))
+            print(f"temperature {temperature:g}: prompt {seed + 1}", file=sys.stderr, flush=True)
+        rows += [
+            row(temperature, one, mine, samples[0])
+            for one, mine in zip(contenders, samples, strict=True)
+        ]
+        found = {"machine": machine, "settings": settings, "rows": [asdict(each) for each in rows]}
+        text = "\n".join(document(rows, machine, settings))
+        report.write(found, text, args.out / "hidden_states")  # so far
+    print(text)
+    return 0 if all(each.equal == 1.0 for each in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""The benchmark of hidden-state methods, with heads that know a text by heart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.hidden_states import Bench, Contender, document, heads, row
+from outrider.params import SamplingParams
+from tests.support.one_shot_checkpoints import mlp_config, mlp_speculator, random, save
+from tests.support.tiny_pair import save_pair
+
+PROMPT, OUTPUT, K = tuple(range(2, 30)), 24, 3
+NONE = Contender("none", "", 0, None)
+
+
+def medusa_by_heart(target: Path, folder: Path, text: tuple[int, ...]) -> Path:
+    """Heads whose output layers map each state of `text` to what comes there: one state per token
+    and more dimensions than tokens, so that there is an exact solution."""
+    model = AutoModelForCausalLM.from_pretrained(target)
+    with torch.no_grad():
+        states = model.model(torch.tensor([text])).last_hidden_state[0]  # after the final norm
+    states = states[len(PROMPT) - 1 :].double()
+    hidden, vocab_size = states.shape[1], model.config.vocab_size
+    tensors = {}
+    for i in range(K):
+        wanted = torch.tensor(text[len(PROMPT) + 1 + i :])
+        one_hot = torch.nn.functional.one_hot(wanted, vocab_size).double() * 8
+        weight = (torch.linalg.pinv(states[: len(wanted)]) @ one_hot).T
+        tensors[f"{i}.0.linear.weight"] = torch.zeros(hidden, hidden)
+        tensors[f"{i}.0.linear.bias"] = torch.zeros(hidden)
+        tensors[f"{i}.1.weight"] = weight.float()
+    return save(folder, {"medusa_num_heads": K}, tensors, "medusa_lm_head.safetensors")
+
+
+def speculator(folder: Path, hidden: int, vocab_size: int) -> Path:
+    config = mlp_config(n_predict=K, tied=True, scaled=True)
+    config |= {"emb_dim": hidden, "vocab_size": vocab_size}
+    tensors = mlp_speculator(config)
+    for kind in ("emb", "head"):
+        tensors[f"speculator.{kind}.0.weight"] = random(vocab_size, config["inner_dim"], seed=5)
+    tensors["speculator.proj.0.weight"] = random(config["inner_dim"], hidden, seed=6)
+    return save(folder, config, tensors, "model.safetensors")
+
+
+def test_a_head_that_knows_the_text_sees_all_of_it_accepted(tmp_path: Path) -> None:
+    target, _ = save_pair(tmp_path, eps=0.5)
+    greedy = SamplingParams(0.0)
+    plain = Bench(target, [], 1).run(PROMPT, greedy, OUTPUT, NONE)
+    text = (*PROMPT, *plain.token_ids)
+    config = AutoModelForCausalLM.from_pretrained(target).config
+    given = {
+        "medusa": str(medusa_by_heart(target, tmp_path / "medusa", text)),
+        "mlp_speculator": str(speculator(tmp_path / "mlp", config.hidden_size, config.vocab_size)),
+    }
+    contenders = heads(given, target, K, tree_nodes=[9])
+    assert [(c.name, c.shape, c.k) for c in contenders] == [
+        *(("medusa", "chain", K), ("medusa", "tree", 9)),
+        *(("mlp_speculator", "chain", K), ("mlp_speculator", "tree", 9)),
+    ]
+    specs = [c.proposer.traits.features for c in contenders if c.proposer is not None]
+    bench = Bench(target, [spec for spec in specs if spec], 9)
+    rows = []
+    for sampling in (greedy, SamplingParams(0.9, seed=3)):
+        alone = [bench.run(PROMPT, sampling, OUTPUT, NONE)]
+        for one in contenders:
+            samples = [bench.run(PROMPT, sampling, OUTPUT, one)]
+            assert samples[0].token_ids == alone[0].token_ids
+            rows.append(row(sampling.temperature, one, samples, alone))
+    for known in rows[:2]:  # the last round has room for fewer
+        assert known.length is not None
+        assert known.length > K
+        assert known.positions[0] == 1.0
+        assert known.equal == 1.0
+    assert rows[0].drafted is not None
+    assert rows[1].drafted is not None
+    assert rows[0].drafted <= K < rows[1].drafted
+    assert rows[0].state_bytes == 2 * config.hidden_size
+    lines = document(rows, {"cpu": "this"}, {"k": K})
+    assert sum(line.startswith("| 0 medusa") for line in lines) == 2
+
+
+def test_refuses_a_method_that_reads_no_states(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="the method is one of"):
+        heads({"ngram": "x"}, tmp_path, K, [])
