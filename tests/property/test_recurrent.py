@@ -1,0 +1,189 @@
+"""A draft module's drafts are those of a text and its states alone: not of how it came to them,
+of what was drafted before and rejected, of pages that are shared, nor of sessions beside it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.draft_tree import DraftTree
+from outrider.drafting.heads.base import RecurrentHead
+from outrider.drafting.heads.eagle import load_eagle
+from outrider.drafting.heads.eagle3 import load_eagle3
+from outrider.drafting.proposer import SessionHints
+from outrider.drafting.recurrent import RecurrentProposer
+from outrider.engine.backends import choose_backend
+from outrider.engine.kv_cache import KVPools
+from outrider.params import SamplingParams, VerificationRule
+from tests.support import eagle_checkpoints as made
+
+CPU = torch.device("cpu")
+PAGE_SIZE = 4
+GREEDY = SamplingParams(temperature=0.0, seed=3)
+SAMPLED = SamplingParams(temperature=1.0, top_k=20, seed=9)
+
+
+def _load(kind: str, folder: Path) -> RecurrentHead:
+    if not folder.exists():
+        made.save_target(folder / "target")
+        made.save_head(folder / "eagle", made.eagle_tensors(), made.LLAMA)
+        made.save_head(folder / "eagle3", made.eagle3_tensors(), made.LLAMA)
+    load = load_eagle if kind == "eagle" else load_eagle3
+    return load(folder / kind, folder / "target", torch.float64, CPU)
+
+
+def _proposer(head: RecurrentHead, num_pages: int, prefill_budget: int) -> RecurrentProposer:
+    return RecurrentProposer(
+        head,
+        KVPools(num_pages, PAGE_SIZE, head.dtype, CPU),
+        choose_backend(None, head.attention_traits(PAGE_SIZE), CPU),
+        method="eagle3",
+        name="tiny",
+        max_sessions=4,
+        max_draft_tokens=6,
+        prefill_budget=prefill_budget,
+    )
+
+
+def _rows(tokens: Sequence[int], start: int, end: int, width: int) -> bytes:
+    """States of a text: row p is a function of its first p + 1 tokens."""
+    made_up: list[Tensor] = []
+    for position in range(start, end):
+        seed = hash(tuple(tokens[: position + 1]))
+        made_up.append(made.features(1, width, seed % 2**31))
+    return made.as_bytes(torch.cat(made_up)) if made_up else b""
+
+
+class _Session:
+    """A request: its text, and how much of it the proposer was told."""
+
+    def __init__(self, tokens: list[int], sampling: SamplingParams) -> None:
+        self.tokens = tokens
+        self.sampling = sampling
+        self.num_rows = 0
+        self.tree: DraftTree | None = None
+
+
+def _alone(head: RecurrentHead, session: _Session, wanted: int) -> DraftTree:
+    """The draft of a proposer that sees nothing but the text and all its states, at once."""
+    proposer = _proposer(head, 64, prefill_budget=1000)
+    width = head.features.width
+    proposer.open(1, session.tokens, session.sampling, wanted, 120)
+    proposer.features(1, 0, _rows(session.tokens, 0, len(session.tokens) - 1, width))
+    ((_, tree),) = proposer.draft([1]).drafts
+    return tree
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_are_those_of_a_fresh_start(tmp_path: Path, kind: str, seed: int) -> None:
+    rng = random.Random(seed)
+    # A module keeps keys and values in one place: whoever drafts beside it needs another.
+    head, fresh_head = _load(kind, tmp_path / "files"), _load(kind, tmp_path / "files")
+    width = head.features.width
+    proposer = _proposer(head, num_pages=40, prefill_budget=7)
+    sessions: dict[int, _Session] = {}
+    shared = [rng.randrange(made.VOCAB_SIZE) for _ in range(20)]
+    num_drafted = 0
+    for key in range(1, 60):
+        if rng.random() < 0.3:
+            prompt = shared[: rng.randint(1, 20)] + [
+                rng.randrange(made.VOCAB_SIZE) for _ in range(rng.randint(1, 20))
+            ]
+            sessions[key] = _Session(prompt, rng.choice((GREEDY, SAMPLED)))
+            proposer.open(key, prompt, sessions[key].sampling, rng.randint(1, 6), 120)
+        for name, session in sessions.items():
+            if session.num_rows < len(session.tokens) - 1 and rng.random() < 0.8:
+                start = max(0, session.num_rows - rng.randint(0, 2))  # repeats are harmless
+                end = rng.randint(session.num_rows + 1, len(session.tokens) - 1)
+                proposer.features(name, start, _rows(session.tokens, start, end, width))
+                session.num_rows = end
+        asked = [name for name in sessions if rng.random() < 0.7]
+        done = proposer.draft(asked)
+        proposer.check_invariants()
+        for name in done.lost:
+            del sessions[name]
+        assert {*done.unfinished, *(name for name, _ in done.drafts)} == set(asked) - {*done.lost}
+        for name, tree in done.drafts:
+            session = sessions[name]
+            assert tree == _alone(fresh_head, session, len(tree.token_ids))
+            num_drafted += 1
+            accepted = rng.randint(0, len(tree.token_ids))
+            fresh = [*tree.token_ids[:accepted], rng.randrange(made.VOCAB_SIZE)]
+            length = len(session.tokens)
+            if length + len(fresh) > 100:
+                proposer.close(name)
+                del sessions[name]
+                continue
+            session.tokens += fresh
+            rows = _rows(session.tokens, length - 1, len(session.tokens) - 1, width)
+            proposer.features(name, length - 1, rows)
+            session.num_rows = len(session.tokens) - 1
+            proposer.commit(name, length, fresh, rng.randint(1, 6))
+    assert num_drafted > 20
+    for name in list(sessions):
+        proposer.close(name)
+    proposer.check_invariants()
+
+
+def test_gaps_and_rows_of_another_size_lose_the_session(tmp_path: Path) -> None:
+    head = _load("eagle", tmp_path / "files")
+    proposer = _proposer(head, 16, 100)
+    tokens = list(range(1, 9))
+    width = head.features.width
+    for key, start, rows in (
+        (1, 1, _rows(tokens, 1, 4, width)),
+        (2, 0, _rows(tokens, 0, 4, width)[:-2]),
+    ):
+        proposer.open(key, tokens, GREEDY, 3, 50)
+        proposer.features(key, start, rows)
+        assert proposer.draft([key]).lost == [key]
+    assert proposer.num_sessions == 0
+    proposer.features(3, 0, b"anything")  # of a session that nobody knows
+    proposer.check_invariants()
+
+
+def test_a_session_without_all_its_rows_has_no_draft_yet(tmp_path: Path) -> None:
+    head = _load("eagle3", tmp_path / "files")
+    proposer = _proposer(head, 16, 100)
+    tokens = list(range(1, 9))
+    proposer.open(1, tokens, GREEDY, 3, 50)
+    assert proposer.draft([1]).unfinished == [1]
+    proposer.features(1, 0, _rows(tokens, 0, 6, head.features.width))
+    assert proposer.draft([1]).unfinished == [1]
+    proposer.features(1, 6, _rows(tokens, 6, 7, head.features.width))
+    ((_, tree),) = proposer.draft([1]).drafts
+    assert len(tree.token_ids) == 3
+    # Nothing came since, but another draft is wanted.
+    ((_, again),) = proposer.draft([1]).drafts
+    assert again == tree
+
+
+def test_a_text_of_one_token_has_no_row_to_draft_from(tmp_path: Path) -> None:
+    head = _load("eagle3", tmp_path / "files")
+    proposer = _proposer(head, 16, 100)
+    proposer.open(1, [5], GREEDY, 3, 50)
+    assert proposer.draft([1]).drafts == [(1, DraftTree.chain(1, ()))]
+
+
+def test_rejection_gets_what_drafts_were_drawn_from(tmp_path: Path) -> None:
+    head = _load("eagle3", tmp_path / "files")
+    proposer = _proposer(head, 32, 100)
+    tokens = list(range(1, 9))
+    hints = SessionHints(rule=VerificationRule.REJECTION)
+    for key, sampling in ((1, SAMPLED), (2, GREEDY)):
+        proposer.open(key, tokens, sampling, 4, 50, hints)
+        proposer.features(key, 0, _rows(tokens, 0, 7, head.features.width))
+    trees = dict(proposer.draft([1, 2]).drafts)
+    assert len(trees[1].probs) == 4
+    for token, drawn_from in zip(trees[1].token_ids, trees[1].probs, strict=True):
+        assert drawn_from is not None
+        assert token in drawn_from.token_ids
+        assert len(drawn_from.token_ids) <= 20  # its top_k
+        assert abs(sum(drawn_from.probs) - 1.0) < 1e-5
+    assert trees[2].probs == ()
