@@ -24,6 +24,7 @@ from outrider.features import FeatureBatch, FeatureOrder, FeatureRows, FeatureSp
 log = logging.getLogger(__name__)
 
 MAX_ROWS = 512  # of one session at once, so that no other waits long
+HELD_ROWS = 64  # fewer of one that wants no draft stay in the pool, where they cost nothing
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +36,9 @@ class _Stream:
     @property
     def num_due(self) -> int:
         """Rows to send. After a preemption none until the sequence is where it was."""
-        return max(0, self.seq.num_computed - self.sent)
+        num_known = max(0, self.seq.num_computed - self.sent)
+        held = not self.seq.drafting.num_draft_tokens and num_known < HELD_ROWS
+        return 0 if held else num_known
 
 
 @dataclass(frozen=True, slots=True)

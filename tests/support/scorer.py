@@ -152,6 +152,7 @@ async def running_scorer(
     vocab_size: int = VOCAB,
     compiler: ConstraintCompiler | None = None,
     features: FeatureSpec | None = None,
+    policy: type[Policy] = Policy,
 ) -> AsyncIterator[RunningScorer]:
     """Afterwards every page is free and the engine's books agree."""
     loop = asyncio.get_running_loop()
@@ -171,8 +172,8 @@ async def running_scorer(
             num_speculative_tokens=num_speculative_tokens,
         )
         # A fixed patience: the adaptive policy would not wait for a proposer on a busy machine.
-        policy = Policy(config.num_speculative_tokens, max_wait_s=0.05)
-        engines.append(Engine(model, config, policy=policy, features=streams))
+        patient = policy(config.num_speculative_tokens, max_wait_s=0.05)
+        engines.append(Engine(model, config, policy=patient, features=streams))
         return engines[0]
 
     def on_events(events: StepEvents) -> None:

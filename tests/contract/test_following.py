@@ -1,0 +1,70 @@
+"""Sessions that want no drafts for a while: followed for nothing, and drafted for at once again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from outrider.draft_tree import DraftTree
+from outrider.drafting.proposer import SessionKey
+from outrider.engine.policy import Policy
+from outrider.engine.sequence import Drafting
+from tests.support.features import CAPTURED, RowReader
+from tests.support.reader_service import serving
+from tests.support.scorer import MAX_LEN, VOCAB, running_scorer
+
+SPELL = 70  # tokens without drafts, and as many with them: more than are held back
+
+
+class Spells(Policy):
+    """Drafts in every second spell of a text."""
+
+    def choose_k(self, drafting: Drafting, limit: int) -> int:
+        length, _, _ = drafting.commits[-1]
+        return limit if length // SPELL % 2 else 0
+
+    @property
+    def undrafted_sizes(self) -> frozenset[int]:
+        return frozenset(range(20))
+
+
+class Counting(RowReader):
+    """Counts what it is told."""
+
+    commits = 0
+
+    def commit(
+        self, session: SessionKey, base_len: int, tokens: Sequence[int], num_draft_tokens: int
+    ) -> None:
+        self.commits += 1
+        super().commit(session, base_len, tokens, num_draft_tokens)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_proposer_that_rested_has_every_token_and_every_state(temperature: float) -> None:
+    prompt = [1, 2]
+    length = MAX_LEN - len(prompt)  # no drafts, drafts, and none at the end
+    async with running_scorer(features=CAPTURED, policy=Spells) as scorer:
+
+        def guess(tokens: Sequence[int], k: int) -> DraftTree:
+            text = list(tokens)
+            for _ in range(k):
+                text.append(int(scorer.model.logits_of(text).argmax()))
+            return DraftTree.chain(len(tokens), tuple(text[len(tokens) :]))
+
+        plain = await scorer.generate(
+            prompt, max_tokens=length, temperature=temperature, enabled=False
+        )
+        method = Counting(CAPTURED, guess, vocab_size=VOCAB)
+        async with serving(scorer.address, method):
+            await scorer.until(lambda: bool(scorer.hub.roster.proposers), "a proposer is attached")
+            output = await scorer.generate(prompt, max_tokens=length, temperature=temperature)
+    assert output.token_ids == plain.token_ids
+    aux = output.aux_info
+    assert aux.k_histogram[0] >= MAX_LEN - SPELL - len(prompt) - 4, "the spells without"
+    assert aux.drafted > 0
+    assert (method.wrong, len(method.sessions_seen)) == (0, 1), "nothing was missing"
+    assert method.rows_seen >= SPELL
+    # Without drafts: 64 tokens, the rest with the wish for a draft, and what is left at the end.
+    assert method.commits <= SPELL + 3
