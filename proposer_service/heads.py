@@ -26,6 +26,7 @@ from outrider.models.resolve import resolve_model
 from outrider.models.tokenizer import tokenizer_hash
 from outrider.rpc.runtime import progress
 from proposer_service.config import HeadConfig
+from proposer_service.masks import load_masks
 
 PAGE_SIZE = 16
 _MIB = 2**20
@@ -70,25 +71,27 @@ def _build(
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[method.dtype]
     device = torch.device(method.device)
     if method.name in _ONE_SHOT:
+        head = _ONE_SHOT[method.name](folder, target, dtype, device)
         return OneShotProposer(
-            _ONE_SHOT[method.name](folder, target, dtype, device),
+            head,
             method=method.name,
             name=method.model,
             max_sessions=max_sessions,
             max_draft_tokens=method.max_draft_tokens,
             max_model_len=method.max_model_len or MAX_MODEL_LEN,
+            masks=load_masks(target, head.vocab_size),
         )
-    head = _recurrent_loader(method)(folder, target, dtype, device)
+    module = _recurrent_loader(method)(folder, target, dtype, device)
     per_page = PAGE_SIZE * dtype.itemsize
-    per_page *= sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in head.kv_layers)
+    per_page *= sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in module.kv_layers)
     num_pages = method.kv_cache_memory * _MIB // per_page
     if num_pages < 1:
         raise ConfigError(
             f"--kv-cache-memory {method.kv_cache_memory} holds not one page of {per_page} bytes."
         )
-    backend = choose_backend(method.attention_backend, head.attention_traits(PAGE_SIZE), device)
+    backend = choose_backend(method.attention_backend, module.attention_traits(PAGE_SIZE), device)
     return RecurrentProposer(
-        head,
+        module,
         KVPools(num_pages, PAGE_SIZE, dtype, device),
         backend,
         method=method.name,
@@ -97,6 +100,7 @@ def _build(
         max_draft_tokens=method.max_draft_tokens,
         max_model_len=method.max_model_len,
         prefill_budget=prefill_budget,
+        masks=load_masks(target, module.vocab_size),
     )
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from outrider.drafting.branch_plan import Pace
 from outrider.drafting.deterministic import DeterministicProposer
@@ -22,10 +21,6 @@ from proposer_service.config import (
     ProposerConfig,
     SuffixConfig,
 )
-
-if TYPE_CHECKING:
-    from outrider.drafting.draft_mask import DraftMasks
-    from outrider.engine.paged_model import PagedModel
 
 _PAGE_SIZE = 16
 _MIB = 2**20
@@ -94,6 +89,7 @@ def _build_draft_model(method: DraftModelConfig, max_sessions: int) -> tuple[Pro
     from outrider.engine.loader import kv_bytes_per_page, load_model
     from outrider.models.resolve import resolve_model
     from outrider.models.tokenizer import tokenizer_hash
+    from proposer_service.masks import load_masks
 
     began = time.perf_counter()
     torch.set_num_threads(method.threads)
@@ -147,7 +143,7 @@ def _build_draft_model(method: DraftModelConfig, max_sessions: int) -> tuple[Pro
         fork_drafter=fork_drafter,
         max_branches=method.max_branches,
         # Masked drafts are made eagerly: on a GPU that costs more than the recorded loop loses.
-        masks=_masks(folder, model) if method.device == "cpu" else None,
+        masks=load_masks(folder, model.vocab_size) if method.device == "cpu" else None,
         prefill_budget=_PREFILL_BUDGET[method.device],
     )
     progress("proposer", "warming up")
@@ -165,18 +161,6 @@ def _build_head(method: HeadConfig, max_sessions: int) -> tuple[Proposer, str]:
     progress("proposer", "warming up")
     _warm_up(proposer)
     return proposer, tokenizer_hash
-
-
-def _masks(folder: Path, model: PagedModel) -> DraftMasks | None:
-    from outrider.drafting.draft_mask import DraftMasks
-    from outrider.engine.constraint import ConstraintCompiler
-
-    try:
-        compiler = ConstraintCompiler.load(folder, model.vocab_size, model.eos_token_ids)
-    except ConfigError as error:
-        progress("proposer", f"constrained requests are drafted for without masks. {error.message}")
-        return None
-    return DraftMasks(compiler)
 
 
 def _warm_up(proposer: Proposer) -> None:
