@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import shlex
 import socket
 import sys
@@ -200,7 +201,8 @@ class Pair:
     def _start(self, name: str, command: Sequence[str], gpu: str | None) -> Child:
         extra = [] if gpu is None else ["--host", _HOST, "--exit-with-parent"]
         device = getattr(self._config, gpu) if gpu is not None else None
-        env = {"PYTHONPATH": str(Path(__file__).parents[1])}
+        paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        env = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         if device is not None:
             env["CUDA_VISIBLE_DEVICES"] = device
         child = Child(name, [sys.executable, "-P", *command, *extra], self._log_dir, env=env)
