@@ -17,7 +17,7 @@ import torch
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
-from outrider.engine.loader import load_model
+from outrider.engine.loader import CPU, load_model
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.policy import Policy
 from outrider.engine.ranks import RankGroup, Ranks
@@ -35,8 +35,14 @@ _SAMPLINGS = (
 )
 
 
-def load(folder: Path, dtype: torch.dtype, group: RankGroup | None = None) -> PagedModel:
-    device = torch.device("cpu") if group is None else group.device
+def load(
+    folder: Path,
+    dtype: torch.dtype,
+    group: RankGroup | None = None,
+    device: torch.device = CPU,
+) -> PagedModel:
+    """With few small pages; on the group's device, if there is one."""
+    device = device if group is None else group.device
     return load_model(folder, dtype=dtype, page_size=4, num_pages=200, device=device, group=group)
 
 

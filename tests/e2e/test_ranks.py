@@ -1,0 +1,120 @@
+"""A scorer of two ranks: one text, one life. Each rank is started as if on a machine of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider.rpc.channel import open_channel
+from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from scorer_service.servicer import SERVICE_NAME
+from tests.support.up import addresses, service
+
+pytestmark = pytest.mark.timeout(400)
+
+GONE_S = 60.0  # a rank that is killed is noticed in seconds
+FLAGS = ("--threads", "1", "--kv-cache-memory", "16")
+
+
+def free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port: int = held.getsockname()[1]
+    return port
+
+
+@contextmanager
+def two_ranks(model: Path, *follower_flags: object) -> Iterator[list[subprocess.Popen[str]]]:
+    """Rank 0 and rank 1, killed at the end."""
+    environment = os.environ | {
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    argv = [sys.executable, "-m", "scorer_service", "--model", str(model), *FLAGS]
+    ranks = [
+        subprocess.Popen(
+            [*argv, *map(str, follower_flags if rank else ())],
+            env=environment | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
+async def is_serving(address: str) -> bool:
+    async with open_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
+        answer = await stub.Check(request, timeout=10)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def test_one_dead_rank_ends_the_scorer_and_the_request_goes_on_elsewhere(
+    pair: tuple[Path, Path],
+) -> None:
+    health_port = free_port()
+    with ExitStack() as stack:
+        ranks = stack.enter_context(two_ranks(pair[0], "--health-port", health_port))
+        one = stack.enter_context(service("scorer_service", "--model", pair[0], *FLAGS))
+        shared = addresses(ranks[0])["grpc"]
+        assert await is_serving(f"127.0.0.1:{health_port}")
+        whole = addresses(one)["grpc"]
+        one.send_signal(signal.SIGSTOP)  # so that the gateway begins with the ranks
+        gateway = stack.enter_context(
+            service("gateway", "--scorer", f"{shared},{whole}", "--model", pair[0])
+        )
+        request = generation_pb2.GenerateRequest(
+            text="def fibonacci(n):",
+            sampling=common_pb2.SamplingParams(temperature=1.0, seed=5),
+            stop=common_pb2.StopParams(max_tokens=100, ignore_eos=True),
+            aux_info=True,
+        )
+        responses: list[generation_pb2.GenerateResponse] = []
+        async with open_channel(addresses(gateway)["grpc"]) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            async for response in stub.Generate(request, timeout=100):
+                responses.append(response)
+                if len(responses) == 10:
+                    one.send_signal(signal.SIGCONT)
+                    ranks[1].kill()
+            expected = [r async for r in stub.Generate(request, timeout=100)]
+        assert responses[-1].aux_info.retries == 1
+        assert expected[-1].aux_info.retries == 0
+        resumed, at_once = (
+            [t.id for r in each for t in r.tokens] for each in (responses, expected)
+        )
+        assert resumed == at_once
+        assert len(at_once) == 100
+        assert ranks[0].wait(GONE_S) == 1
+        assert ranks[0].stderr is not None
+        assert "this replica cannot go on: " in ranks[0].stderr.read()
+
+
+def test_ranks_end_together_when_the_leader_is_told_to(pair: tuple[Path, Path]) -> None:
+    with two_ranks(pair[0]) as ranks:
+        addresses(ranks[0])
+        ranks[1].terminate()  # as on a machine that is drained: that is for the leader to do
+        with pytest.raises(subprocess.TimeoutExpired):
+            ranks[1].wait(0.5)
+        ranks[0].terminate()
+        assert [rank.wait(GONE_S) for rank in ranks] == [0, 0]

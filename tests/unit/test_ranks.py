@@ -1,0 +1,134 @@
+"""Shards of a model over two ranks on CPU say what the whole model says, token for token."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from outrider.engine.backends import attention_traits
+from outrider.engine.batch import RowSlice, pack
+from outrider.engine.gate import check_shardable
+from outrider.engine.loader import kv_bytes_per_page
+from outrider.engine.ranks import Ranks, _dumps, _loads
+from outrider.errors import ConfigError, UnsupportedModelError
+from tests.support.architectures import ARCHITECTURES, random_model
+from tests.support.shards import load, say
+
+TORCHRUN = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+LLAMA = AutoConfig.for_model("llama", num_attention_heads=64, num_key_value_heads=8)
+# Products of mixtures know no float64; OPT, GPT-2 and gpt-oss have no plan.
+SHARDED = {
+    "llama": "float64",
+    "qwen2": "float64",
+    "qwen3": "float64",
+    "mistral": "float64",
+    "gemma2": "float64",
+    "gemma3_text": "float64",
+    "gemma4_text": "float64",
+    "phi3": "float64",
+    "gpt_neox": "float64",
+    "cohere2": "float64",
+    "mixtral": "float32",
+    "qwen3_moe": "float32",
+    "glm4_moe": "float32",
+    "deepseek_v3": "float32",
+}
+
+
+def said_by_two(folder: Path, dtype: str, *names: str) -> dict[str, Any]:
+    """What two ranks say, by architecture."""
+    out = folder / "said.json"
+    folders = [folder / name for name in names]
+    for name, path in zip(names, folders, strict=True):
+        random_model(ARCHITECTURES[name], torch.float64).save_pretrained(path)  # type: ignore[operator]
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = subprocess.run(
+        [sys.executable, "-m", *torchrun, "-m", "tests.support.shards", out, dtype, *folders],
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    said: dict[str, Any] = json.loads(out.read_text())
+    return {Path(path).name: what for path, what in said.items()}
+
+
+def check(folder: Path, name: str, dtype: str, said: dict[str, Any]) -> None:
+    whole = json.loads(json.dumps(say(load(folder / name, getattr(torch, dtype)))))
+    assert said == whole
+    assert said["drafted"] == said["plain"]
+    assert len({tuple(text) for text in said["plain"]}) == len(said["plain"])
+    assert said["cached"] > 0
+
+
+def test_two_ranks_say_what_one_process_says(tmp_path: Path) -> None:
+    # Chunked prompts, shared prefixes, drafts of which some are wrong, greedy and drawn.
+    names = ("llama", "qwen2")
+    said = said_by_two(tmp_path, "float64", *names)
+    for name in names:
+        check(tmp_path, name, "float64", said[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARDED)
+def test_every_architecture_that_has_a_plan(name: str, tmp_path: Path) -> None:
+    dtype = SHARDED[name]
+    check(tmp_path, name, dtype, said_by_two(tmp_path, dtype, name)[name])
+
+
+def test_ranks_are_torchruns() -> None:
+    assert Ranks.of(TORCHRUN) == Ranks(rank=3, size=4, local_rank=1)
+    assert Ranks.of({}) is None
+    assert Ranks.of(TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}) is None
+    assert Ranks(0, 2, 0).leads
+    assert Ranks(1, 2, 1).device("cpu") == torch.device("cpu")
+
+
+def test_a_rank_without_a_device_says_so() -> None:
+    beyond = Ranks(rank=9, size=10, local_rank=torch.cuda.device_count())
+    with pytest.raises(ConfigError, match="--nproc-per-node"):
+        beyond.device("cuda")
+
+
+def test_heads_must_divide() -> None:
+    check_shardable(LLAMA, 8)
+    with pytest.raises(UnsupportedModelError, match=r"64 heads and 8 .* such as 8"):
+        check_shardable(LLAMA, 3)
+    with pytest.raises(UnsupportedModelError, match="gpt2 cannot be served by 2 ranks"):
+        check_shardable(AutoConfig.for_model("gpt2"), 2)
+
+
+@pytest.mark.parametrize(("name", "part"), [("llama", 2), ("deepseek_v3", 1)])
+def test_a_rank_keeps_its_heads_or_all_latents(name: str, part: int, tmp_path: Path) -> None:
+    model: Any = ARCHITECTURES[name]()
+    model.config.save_pretrained(tmp_path)
+    whole, shard = (
+        kv_bytes_per_page(tmp_path, dtype=torch.float32, page_size=16, num_ranks=n) for n in (1, 2)
+    )
+    assert whole == part * shard
+    traits = attention_traits(model, 16)
+    assert traits.shard(2).num_heads * 2 == traits.num_heads
+    assert traits.shard(2).num_kv_heads * 2 == traits.num_kv_heads
+
+
+def test_a_batch_arrives_as_it_was_sent() -> None:
+    rows = [RowSlice([5, 6, 7], 9, [3, 1, 2], 2), RowSlice([8], 0, [4], 1)]
+    sent = pack(rows, 4, torch.device("cpu"))
+    method, (batch,) = _loads(_dumps(("logits", (sent,))), torch.device("cpu"))
+    assert method == "logits"
+    for name in sent.__slots__:
+        before, after = getattr(sent, name), getattr(batch, name)
+        if isinstance(before, torch.Tensor):
+            assert before.dtype == after.dtype
+            assert before.tolist() == after.tolist()
+        else:
+            assert before == after
