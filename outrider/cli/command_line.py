@@ -44,17 +44,19 @@ def main(argv: Sequence[str] | None = None) -> int:
                 from outrider.cli.generate import run_generate
 
                 return run_generate(args)
+            case "train":
+                run_module("outrider.train", args.args)
             case _:
-                run_service(args.service, args.args)
+                run_module(SERVICES[args.service], args.args)
     except OutriderError as error:
         print(f"outrider: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
 
 
-def run_service(service: str, args: Sequence[str]) -> NoReturn:
-    """Becomes `python -m <service>`."""
+def run_module(module: str, args: Sequence[str]) -> NoReturn:
+    """Becomes `python -m <module>`."""
     # -P: a folder called gateway in the working directory is not our gateway.
-    os.execv(sys.executable, [sys.executable, "-P", "-m", SERVICES[service], *args])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *args])
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -95,6 +97,14 @@ def build_parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="run one service; its flags follow its name")
     serve.add_argument("service", choices=SERVICES)
     serve.add_argument("args", nargs=argparse.REMAINDER, help="see `outrider serve scorer --help`")
+
+    train = commands.add_parser(
+        "train",
+        help="train a draft method for a target; see `outrider train --help`",
+        add_help=False,
+        prefix_chars="\0",  # --help, too, is for what it starts
+    )
+    train.add_argument("args", nargs=argparse.REMAINDER)
     return parser
 
 

@@ -46,6 +46,7 @@ class SwiGLU(nn.Module):
         self.gate_proj = nn.Linear(size, inner, bias=False)
         self.up_proj = nn.Linear(size, inner, bias=False)
         self.down_proj = nn.Linear(inner, size, bias=False)
+        nn.init.zeros_(self.down_proj.weight)  # a fresh layer passes its input on
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape out."""
@@ -104,6 +105,7 @@ class ChainAttention(nn.Module):
         self.k_proj = nn.Linear(input_size, kv_width, bias=False)
         self.v_proj = nn.Linear(input_size, kv_width, bias=False)
         self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
+        nn.init.zeros_(self.o_proj.weight)
         if gated:
             self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps, offset=1.0)
             self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps, offset=1.0)

@@ -62,6 +62,7 @@ class Mtp(nn.Module):
         self.pre_fc_norm_embedding = RMSNorm(size, eps, offset=1.0)
         self.pre_fc_norm_hidden = RMSNorm(size, eps, offset=1.0)
         self.fc = nn.Linear(2 * size, size, bias=False)
+        nn.init.eye_(self.fc.weight[:, size:])  # begin with what the target's head understands
         self.layers_0 = GatedLayer(shape)
         self.norm = RMSNorm(size, eps, offset=1.0)
 

@@ -118,8 +118,8 @@ def build_head(args: argparse.Namespace, target: Target, arrays: list[Any]) -> A
         ids = draft_vocabulary(arrays, vocab_size, args.draft_vocab_size)
         share = np.isin(arrays[-1], ids.numpy()).mean()
         logger.info(f"draft vocabulary: {len(ids)} tokens, {share:.2%} of the last --data")
-    if target.config.num_hidden_layers < 5:
-        raise ConfigError("eagle3 reads layers 2, N/2 and N-3: the target has too few layers.")
+    if target.config.num_hidden_layers < 7:
+        raise ConfigError("eagle3 reads what enters layers 2, N/2 and N-3: the target needs 7.")
     return Eagle3(target, shape, ids)
 
 

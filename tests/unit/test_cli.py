@@ -133,5 +133,12 @@ def test_a_service_gets_its_flags_untouched(tmp_path: Path) -> None:
     assert args.args == ["--model", str(tmp_path), "--help"]
 
 
+def test_training_gets_its_flags_untouched() -> None:
+    args = build_parser().parse_args(["train", "--help"])
+    assert (args.command, args.args) == ("train", ["--help"])
+    args = build_parser().parse_args(["train", "mtp", "--steps", "3"])
+    assert args.args == ["mtp", "--steps", "3"]
+
+
 def test_it_knows_the_methods_that_there_are() -> None:
     assert command_line.METHODS == codec.METHODS

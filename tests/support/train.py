@@ -1,0 +1,51 @@
+"""A tiny target on disk, and text for it, to train draft methods on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.support.tokenizers import byte_level_bpe, save
+
+HIDDEN_SIZE = 32
+
+
+def save_target(folder: Path) -> Path:
+    """A random Llama of 7 layers that says different things at different places."""
+    tokenizer = byte_level_bpe()
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=64,
+        num_hidden_layers=7,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.normal_(0.0, 0.15)
+        model.lm_head.weight.mul_(6.0)  # it is sure of what it says
+    save(tokenizer, folder)
+    model.save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 1}))
+    return folder
+
+
+def save_text(path: Path, num_tokens: int = 4000) -> Path:
+    """A stream of tokens in which few follow each: `.npy`."""
+    generator = np.random.default_rng(0)
+    tokens = np.cumsum(generator.integers(1, 3, num_tokens)) % 200 + 2
+    np.save(path, tokens.astype(np.int32))
+    return path

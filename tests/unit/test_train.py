@@ -1,0 +1,182 @@
+"""Training of every method on a tiny target: it learns, and the product reads what it wrote."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from outrider.drafting.heads.eagle3 import load_eagle3
+from outrider.drafting.heads.medusa import load_medusa
+from outrider.drafting.heads.mlp_speculator import load_mlp_speculator
+from outrider.drafting.heads.mtp_loader import load_mtp
+from outrider.engine.backends import choose_backend
+from outrider.engine.batch import RowSlice, pack
+from outrider.engine.kv_cache import KVPools
+from outrider.train.command_line import build_parser, main
+from outrider.train.data import Source, Windows
+from outrider.train.export import round_module
+from outrider.train.processes import Processes
+from outrider.train.run import build_head
+from outrider.train.target import Target, TargetBatch, load_target
+from outrider.train.trainer import TrainConfig, Trainer
+from tests.support.train import save_target, save_text
+
+CPU = torch.device("cpu")
+STEPS = 3
+"""Drafted tokens of a chain."""
+METHODS = {
+    "eagle3": "--hidden-size 32 --intermediate-size 48",
+    "eagle3 narrow": "--hidden-size 16 --heads 2 --kv-heads 1 --draft-vocab-size 128 "
+    "--mantissa-bits 4",
+    "mtp": "--intermediate-size 48",
+    "medusa": "",
+    "mlp_speculator": "--inner-size 16",
+    "draft_model": "--hidden-size 16 --heads 2 --kv-heads 1",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("train")
+    save_target(path / "target")
+    save_text(path / "text.npy")
+    return path
+
+
+def flags(case: str, folder: Path, *more: str) -> list[str]:
+    method = case.split()[0]
+    common = ["--target", str(folder / "target"), "--data", str(folder / "text.npy")]
+    common += ["--out", str(folder / case.replace(" ", "_")), "--length", "24"]
+    common += [
+        "--lr",
+        "0.03",
+        "--table-lr",
+        "0.03",
+        "--tokens-per-step",
+        "96",
+        "--num-draft-tokens",
+        str(STEPS),
+    ]
+    common += ["--prompt-length", "16", "--new-tokens", "32", "--eval-rows", "4"]
+    return [method, *common, *METHODS[case].split(), *more]
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def trained(request: pytest.FixtureRequest, folder: Path) -> tuple[str, Path]:
+    """A checkpoint of each method after a few steps."""
+    case: str = request.param
+    assert main(flags(case, folder, "--steps", "20")) == 0
+    return case, folder / case.replace(" ", "_")
+
+
+def parsed(case: str, folder: Path) -> Any:
+    return build_parser().parse_args(flags(case, folder, "--steps", "20"))
+
+
+def fresh_head(case: str, folder: Path) -> tuple[Any, Target]:
+    target = load_target(folder / "target", CPU, torch.float32)
+    arrays = [np.load(folder / "text.npy")]
+    torch.manual_seed(0)
+    args = parsed(case, folder)
+    # The command holds the last windows out before it counts tokens.
+    return build_head(args, target, [arrays[0][: -max(len(arrays[0]) // 50, 50)]]), target
+
+
+def written_head(case: str, folder: Path, out: Path) -> tuple[Any, Target]:
+    """The module with the values that were written."""
+    head, target = fresh_head(case, folder)
+    head.load_state_dict(torch.load(out / "state.pt")["head"])
+    round_module(head, 4 if "narrow" in case else 7)
+    return head, target
+
+
+def as_sent(batch: TargetBatch) -> TargetBatch:
+    """States travel as bfloat16."""
+    layers, hidden = batch.layers.bfloat16().float(), batch.hidden.bfloat16().float()
+    return replace(batch, layers=layers, hidden=hidden)
+
+
+def product_chain(
+    case: str, folder: Path, out: Path, batch: TargetBatch, base: int
+) -> list[Tensor]:
+    """Logits of one chain by the proposer's head, the text's tokens standing for drafts."""
+    where, tokens = (out, folder / "target"), batch.token_ids[0].tolist()
+    if case == "medusa":
+        medusa = load_medusa(*where, dtype=torch.float32, device=CPU)
+        return [medusa.logits(batch.hidden[0, base : base + 1], i)[0] for i in range(STEPS)]
+    if case == "mlp_speculator":
+        mlp = load_mlp_speculator(*where, dtype=torch.float32, device=CPU)
+        state, found = mlp.begin(batch.hidden[0, base : base + 1]), []
+        for i in range(STEPS):
+            state, logits = mlp.step(state, batch.token_ids[0, base + 1 + i : base + 2 + i], i)
+            found.append(logits[0])
+        return found
+    head: Any
+    if case == "mtp":
+        head, features = load_mtp(*where, torch.float32, CPU), batch.hidden[0]
+    else:
+        head, features = load_eagle3(*where, torch.float32, CPU), batch.layers[0]
+    assert head.features.width == features.shape[-1]
+    pools = KVPools(16, 4, torch.float32, CPU)
+    backend = choose_backend(None, head.attention_traits(4), CPU)
+    head.bind(pools)
+
+    def feed(states: Tensor, start: int, stop: int, step: int) -> Tensor:
+        row = RowSlice(tokens[start + 1 : stop + 1], start, list(range(1, 12)), stop - start)
+        packed = pack([row], 4, CPU)
+        output: Tensor = head.forward(packed.input_ids, states, backend(packed), step)
+        return output
+
+    output = feed(head.begin(features[: base + 1].bfloat16()), 0, base + 1, 0)[-1:]
+    found = [head.logits(output)[0]]
+    for step in range(1, STEPS):
+        output = feed(head.feed_back(output), base + step, base + step + 1, step)
+        found.append(head.logits(output)[0])
+    return found
+
+
+def test_the_product_computes_what_was_trained(trained: tuple[str, Path], folder: Path) -> None:
+    case, out = trained
+    head, target = written_head(case, folder, out)
+    batch = as_sent(
+        target.read(torch.from_numpy(np.load(folder / "text.npy")[None, :20]).long(), head.layers)
+    )
+    with torch.no_grad():
+        guesses = list(head.unroll(batch, STEPS))
+    if case == "draft_model":
+        model: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        with torch.no_grad():
+            torch.testing.assert_close(model(batch.token_ids).logits[:, 1:], guesses[0])
+        assert (out / "tokenizer.json").exists()
+        return
+    base = 9
+    for step, found in enumerate(product_chain(case, folder, out, batch, base)):
+        expected = guesses[step][0, base + step]
+        if head.draft_ids is not None:
+            assert int(torch.isfinite(found).sum()) == len(head.draft_ids) == 128
+            found = found[head.draft_ids]
+        torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_it_learns(trained: tuple[str, Path], folder: Path) -> None:
+    case, out = trained
+    head, target = fresh_head(case, folder)
+    untrained = mean_loss(head, target, folder)
+    head, _ = written_head(case, folder, out)
+    assert mean_loss(head, target, folder) < 0.95 * untrained
+
+
+def mean_loss(head: Any, target: Target, folder: Path) -> float:
+    windows = Windows([Source(np.load(folder / "text.npy"), 24, 5)], 480)
+    trainer = Trainer(
+        head, target, windows, TrainConfig(steps=1, unroll_steps=STEPS), Path(), Processes()
+    )
+    with torch.no_grad():
+        return float(trainer._forward(windows.batch(0, 0, 1))[0])
