@@ -239,7 +239,7 @@ def _make_triton(traits: AttentionTraits, device: torch.device) -> AttentionBack
 def _make_numba(traits: AttentionTraits, device: torch.device) -> AttentionBackend:  # noqa: ARG001
     from outrider.engine.cpu.attention import NumbaAttention
 
-    return TreesElsewhere(NumbaAttention.backend(traits.dtype), SdpaAttention)
+    return NumbaAttention.backend(traits.dtype)
 
 
 _CHOICES = {

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from outrider.engine.attention import AttentionBackend, AttentionParams
 from outrider.engine.batch import PackedBatch, RowSlice, pack
+from outrider.engine.cpu.attention import NumbaAttention
 from outrider.engine.kv_cache import KVPools
 from outrider.engine.sdpa import SdpaAttention
 from outrider.engine.tree_mask import MAX_TREE_NODES, chain_parents, depths
@@ -136,14 +137,28 @@ def test_a_node_sees_what_is_before_the_tree_and_its_ancestors(
     torch.testing.assert_close(paged, dense)
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(tree_rows(), min_size=1, max_size=5), windows)
+def test_compiled_attention_sees_the_same(rows: list[TreeRow], window: int | None) -> None:
+    params = AttentionParams(0.2, sliding_window=window)
+    backend = NumbaAttention.backend(torch.float64)
+    paged, dense = _both(rows, params, dim=32, backend=backend)
+    torch.testing.assert_close(paged, dense)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 2e-6), (torch.bfloat16, 0.01)])
 @pytest.mark.parametrize("window", [None, 7])
-def test_the_largest_tree_fits_its_bits(window: int | None) -> None:
+def test_the_largest_tree_fits_its_bits(
+    dtype: torch.dtype, error: float, window: int | None
+) -> None:
     rng = random.Random(1)
     parents = tuple(rng.randrange(-1, i) for i in range(MAX_TREE_NODES))
     deep = chain_parents(MAX_TREE_NODES)
     rows = [TreeRow(5, parents, 64), TreeRow(300, parents, 65), TreeRow(70, deep, 3)]
-    paged, dense = _both(rows, AttentionParams(0.3, sliding_window=window))
-    torch.testing.assert_close(paged, dense)
+    params = AttentionParams(0.2, sliding_window=window)
+    for backend in (SdpaAttention, NumbaAttention.backend(dtype)):
+        paged, dense = _both(rows, params, dtype, dim=32, backend=backend)
+        torch.testing.assert_close(paged, dense, atol=error, rtol=error)
 
 
 @settings(max_examples=100, deadline=None)

@@ -38,17 +38,19 @@ _KEYS = 32  # keys widened at a time
 
 def attend(arguments):
     """Arguments: blocks, query, out, keys, values, block_table, query's stride, longest context,
-    kv_heads, group, dim, number of slots, width of block_table, page_size, window, scaling.
+    kv_heads, group, dim, number of slots, width of block_table, page_size, window, visible,
+    scaling.
 
-    An item is a key head of a block of queries; blocks int64 [n, 4] hold row, first token, number
-    of tokens, position of the first.
+    An item is a key head of a block of queries; blocks int64 [n, 5] hold row, first token, number
+    of tokens, place of the first in the row's slots, and where the row's tree begins there.
+    `visible` is that of `TreeMask`, read for the nodes of trees.
     """
     args, element, wide = values_of(arguments), element_of(arguments), wide_of(arguments)
     query_stride, longest, kv_heads, group, dim = args[8], args[9], args[10], args[11], args[12]
     num_slots, table_width, page_size, window = args[13], args[14], args[15], args[16]
-    scaling = wide(bits(args[17]))
+    scaling = wide(bits(args[18]))
     pool_size, out_stride = num_slots * dim, kv_heads * group * dim
-    blocks = array(args[2], args[1] // kv_heads * 4, np.int64)
+    blocks = array(args[2], args[1] // kv_heads * 5, np.int64)
     heads = -(-QUERY_BLOCK * group // _TILE) * _TILE
     width = -(-longest // _KEYS) * _KEYS
     queries = np.zeros(heads * dim, wide)
@@ -57,9 +59,11 @@ def attend(arguments):
     rows = np.empty(_KEYS * dim, wide)
     item = take(arguments)
     while item < args[1]:
-        at, kv_head = item // kv_heads * 4, item % kv_heads
-        row, token, count, position = blocks[at], blocks[at + 1], blocks[at + 2], blocks[at + 3]
-        begin, end = max(0, position - window + 1), position + count  # of the keys
+        at, kv_head = item // kv_heads * 5, item % kv_heads
+        row, token, count, place = blocks[at], blocks[at + 1], blocks[at + 2], blocks[at + 3]
+        tree = blocks[at + 4]
+        begin, end = max(0, min(place, tree) - window + 1), place + count  # of the keys
+        visible = array(args[17], token + count, np.int64)
         query = array(args[3], (token + count) * query_stride, element)
         out = array(args[4], (token + count) * out_stride, element)
         keys = array(args[5], kv_heads * pool_size, element)[kv_head * pool_size :]
@@ -80,8 +84,12 @@ def attend(arguments):
             _score(queries, rows, scores[first - begin :], width, tiles, min(_KEYS, end - first))
         for i in range(count * group):
             seen = scores[i * width : i * width + end - begin]
-            last = position + i // group
-            _softmax(seen, max(0, last - window + 1) - begin, last + 1 - begin)
+            last = place + i // group
+            position = last
+            if last >= tree:
+                levels = _hide(seen[tree - begin :], visible[token + i // group], window)
+                position = tree + levels - 1
+            _softmax(seen, max(0, min(position - window + 1, tree)) - begin, last + 1 - begin)
         for first in range(begin, end, _KEYS):
             _gather(values, table, page_size, first, end, rows)
             _weigh(scores[first - begin :], width, rows, sums, tiles, min(_KEYS, end - first))
@@ -128,6 +136,22 @@ def _score(queries, rows, scores, width, count, keys):
                 b0, b1, b2, b3 = fma(b, k0, b0), fma(b, k1, b1), fma(b, k2, b2), fma(b, k3, b3)
             store_sums(scores, i * width + j, a0, a1, a2, a3)
             store_sums(scores, (i + 1) * width + j, b0, b1, b2, b3)
+
+
+@loop
+def _hide(scores, lineage, window):
+    """The depth of the node that sees `lineage`; -inf where scores are of nodes that it does not.
+
+    `window`: levels that it sees, its own included.
+    """
+    levels = 0
+    for node in range(len(scores) - 1, -1, -1):
+        if (lineage >> node) & 1:
+            levels += 1
+            if levels <= window:
+                continue
+        scores[node] = -np.inf
+    return levels
 
 
 @loop

@@ -33,7 +33,7 @@ class NumbaAttention:
     @staticmethod
     def backend(dtype: torch.dtype) -> AttentionBackend:
         """Compiles the kernel, or loads what was compiled before."""
-        kernel = Kernel(attend.attend, "15qd", dtype)
+        kernel = Kernel(attend.attend, "16qd", dtype)
         return lambda batch: NumbaAttention(batch, kernel)
 
     def attend(self, query: Tensor, pool: LayerPool, params: AttentionParams) -> Tensor:
@@ -59,20 +59,23 @@ class NumbaAttention:
             batch.block_table.shape[1],
             batch.page_size,
             min(params.sliding_window or longest, longest),
+            0 if batch.trees is None else batch.trees.visible.data_ptr(),
             params.scaling,
         )
         return out
 
 
 def _blocks(batch: PackedBatch) -> tuple[NDArray[np.int64], int]:
-    """The kernel's blocks [n, 4], and how many pairs of query and key there are."""
+    """The kernel's blocks [n, 5], and how many pairs of query and key there are."""
     blocks = []
     pairs = first = 0
-    for row, (count, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+    trees = batch.context_lens if batch.trees is None else batch.trees.starts.tolist()
+    rows = zip(batch.query_lens, batch.context_lens, trees, strict=True)
+    for row, (count, context, tree) in enumerate(rows):
         pairs += count * context
         start = context - count
         for done in range(0, count, attend.QUERY_BLOCK):
             size = min(attend.QUERY_BLOCK, count - done)
-            blocks.append((row, first + done, size, start + done))
+            blocks.append((row, first + done, size, start + done, tree))
         first += count
     return np.array(blocks, np.int64), pairs
