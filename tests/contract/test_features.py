@@ -3,64 +3,64 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import grpc
 import pytest
+import torch
 from torch import Tensor
 
+import outrider.engine.feature_streams as feature_streams
+import outrider.features as features
+from outrider.draft_tree import DraftTree
 from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.ngram import NgramProposer
 from outrider.drafting.proposer import Proposer
 from outrider.features import FeatureSpec
-from outrider.rpc.telemetry import configure
-from outrider.v1 import draft_pb2
-from proposer_service.config import LinkConfig, NgramConfig, ProposerConfig
-from proposer_service.service import ProposerService
-from tests.support.features import CAPTURED, NUM_LAYERS, SIZE, RowReader, selection
-from tests.support.scorer import TOKENIZER_HASH, VOCAB, RunningScorer, running_scorer
+from outrider.rpc.channel import open_channel
+from outrider.v1 import draft_pb2, proposer_pb2, proposer_pb2_grpc
+from tests.support.draft_scorer import DraftScorer, commit, open_
+from tests.support.features import CAPTURED, NUM_LAYERS, SIZE, RowReader, row, selection
+from tests.support.reader_service import serving
+from tests.support.scorer import VOCAB, RunningScorer, running_scorer
 from tests.support.scripted_proposer import ScriptedProposer, hello
 
-LINK = LinkConfig(backoff_first_s=0.01, backoff_max_s=0.1, refused_retry_s=0.2)
 FINAL = FeatureSpec(SIZE, (), final_norm=True)
 
 
-def half_right(scorer: RunningScorer) -> object:
+def half_right(scorer: RunningScorer) -> Callable[[Sequence[int], int], DraftTree]:
     """The target's own next tokens; every third draft ends in a wrong one."""
 
-    def guess(tokens: Sequence[int], k: int) -> list[int]:
+    def guess(tokens: Sequence[int], k: int) -> DraftTree:
         text = list(tokens)
         for _ in range(k):
             text.append(int(scorer.model.logits_of(text).argmax()))
         if len(tokens) % 3 == 0 and k:
             text[-1] = (text[-1] + 1) % VOCAB
-        return text[len(tokens) :]
+        return DraftTree.chain(len(tokens), text[len(tokens) :])
 
     return guess
 
 
 def reader(scorer: RunningScorer, spec: FeatureSpec, projection: Tensor | None = None) -> RowReader:
-    guess = half_right(scorer)
-    return RowReader(spec, guess, vocab_size=VOCAB, projection=projection)  # type: ignore[arg-type]
+    return RowReader(spec, half_right(scorer), vocab_size=VOCAB, projection=projection)
+
+
+def rows_of(session: int, start: int, rows: list[Tensor], epoch: int = 1) -> draft_pb2.Features:
+    packed = torch.cat(rows).view(torch.uint8).numpy().tobytes()
+    return draft_pb2.Features(session=session, epoch=epoch, start=start, rows=packed)
 
 
 @asynccontextmanager
-async def attached(scorer: RunningScorer, method: Proposer) -> AsyncIterator[ProposerService]:
+async def attached(scorer: RunningScorer, method: Proposer) -> AsyncIterator[None]:
     """A proposer service with `method`, which the scorer may give sessions."""
-    config = ProposerConfig(
-        scorers=(scorer.address,), methods=(NgramConfig(),), proposer_id="reader", link=LINK
-    )
-    service = ProposerService(config, lambda _: (method, TOKENIZER_HASH), configure("proposer"))
-    await service.start()
-    try:
+    async with serving(scorer.address, method):
         await scorer.until(
             lambda: any(p.ready for p in scorer.hub.roster.proposers), "a proposer is attached"
         )
-        yield service
-    finally:
-        await service.stop()
+        yield
 
 
 async def truth(scorer: RunningScorer, prompt: Sequence[int], count: int) -> list[int]:
@@ -111,6 +111,56 @@ async def test_a_prefix_from_the_cache_is_sent_like_any_other() -> None:
         assert output.aux_info.cached_prompt_tokens == 76  # as without features
         assert method.wrong == 0
         assert method.rows_seen >= 80
+
+
+async def test_a_slow_reader_is_sent_no_more_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feature_streams, "MAX_ROWS", 3)
+    monkeypatch.setattr(features, "MAX_ON_THE_WAY", 5 * CAPTURED.row_bytes)
+    prompt = [i % VOCAB for i in range(80)]
+    async with running_scorer(features=CAPTURED) as scorer:
+        await scorer.generate(prompt, max_tokens=2)
+        method = reader(scorer, CAPTURED)
+        async with attached(scorer, method):
+            output = await scorer.generate(prompt, max_tokens=60)
+        assert output.aux_info.accepted > 0
+        assert method.wrong == 0
+        assert method.rows_seen > 80
+
+
+async def test_a_session_waits_for_its_rows_without_being_asked_again_and_again() -> None:
+    prompt = [i % VOCAB for i in range(20)]
+    rows = [row(prompt[: i + 1], CAPTURED) for i in range(20)]
+    method = RowReader(CAPTURED, lambda t, k: DraftTree.chain(len(t), (1,) * k), vocab_size=VOCAB)
+    scorer = DraftScorer()
+    address = await scorer.start()
+    async with serving(address, method):
+        stream = await scorer.attached()
+        assert stream.hello.features.final_norm
+        assert list(stream.hello.features.layers) == list(CAPTURED.layers)
+        stream.send(opens=[open_(1, prompt)])
+        stream.send(features=[rows_of(1, 0, rows[:10])])
+        stream.send(features=[rows_of(1, 0, rows[:12])])  # an overlap does no harm
+        await stream.silence()
+        assert method.unfinished <= 3
+        stream.send(features=[rows_of(1, 12, rows[12:19], epoch=2)])  # of another epoch
+        await stream.silence()
+        stream.send(features=[rows_of(1, 12, rows[12:19])])
+        block = await stream.next_block()
+        assert (block.base_len, list(block.token_ids)) == (20, [1, 1, 1, 1])
+        assert (method.rows_seen, method.wrong) == (19, 0)
+        stream.send(features=[rows_of(1, 25, rows[:1])])  # a gap
+        stream.send(commits=[commit(1, 20, [3])])
+        assert (await stream.next_lost()).session == 1
+    await scorer.stop()
+
+
+async def test_a_prompt_alone_is_refused_by_a_method_that_needs_features() -> None:
+    method = RowReader(CAPTURED, lambda t, _: DraftTree.chain(len(t), ()), vocab_size=VOCAB)
+    async with serving("127.0.0.1:1", method) as addresses, open_channel(addresses["grpc"]) as way:
+        stub = proposer_pb2_grpc.ProposerServiceStub(way)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Propose(proposer_pb2.ProposeRequest(token_ids=[1, 2]))
+        assert "hidden states" in str(caught.value.details())
 
 
 async def test_a_session_that_is_opened_anew_is_sent_everything_again() -> None:

@@ -31,8 +31,11 @@ class Conversation:
         opens: list[draft_pb2.Open] | None = None,
         commits: list[draft_pb2.Commit] | None = None,
         closes: list[draft_pb2.Close] | None = None,
+        features: list[draft_pb2.Features] | None = None,
     ) -> None:
-        batch = draft_pb2.SessionBatch(opens=opens, commits=commits, closes=closes)
+        batch = draft_pb2.SessionBatch(
+            opens=opens, commits=commits, closes=closes, features=features
+        )
         self._outgoing.put_nowait(batch)
 
     def hang_up(self) -> None:
@@ -80,6 +83,7 @@ class DraftScorer(scorer_pb2_grpc.ScorerServiceServicer):
         self.refused = 0
         self.max_block_tokens = 512
         self.version = 1  # in Welcome
+        self.wants_projection = False
         self.conversations: asyncio.Queue[Conversation] = asyncio.Queue(100)
         self._server: GrpcServer | None = None
 
@@ -122,6 +126,7 @@ class DraftScorer(scorer_pb2_grpc.ScorerServiceServicer):
                 protocol_version=self.version,
                 scorer_id="fake",
                 max_block_tokens=self.max_block_tokens,
+                wants_projection=self.wants_projection,
             )
         )
         self.conversations.put_nowait(conversation)

@@ -47,6 +47,10 @@ class FeatureHash:
         self.features.rows.fill_(float("nan"))  # no state that was not written may be sent
         return self.features
 
+    def move_slots(self, source: Tensor, target: Tensor) -> None:
+        super().move_slots(source, target)  # type: ignore[misc]
+        self.features.move_slots(source, target)
+
     def forward(self, batch: PackedBatch) -> Tensor:
         assert isinstance(self, HashModel)
         logits: Tensor = super().forward(batch)  # type: ignore[misc]
@@ -74,15 +78,15 @@ def selection(spec: FeatureSpec, dim: int) -> tuple[FeatureSpec, Tensor]:
 
 
 class RowReader(FeatureMethod):
-    """Drafts what `guess(tokens, k)` says, once it has seen that all rows are right.
+    """Drafts the tree `guess(tokens, k)`, of k nodes at most, once all rows are there.
 
-    `rows_seen` counts the rows that were compared, `wrong` those that differed.
+    `rows_seen` counts the rows that were compared, `wrong` those that were not what they must be.
     """
 
     def __init__(
         self,
         spec: FeatureSpec,
-        guess: Callable[[Sequence[int], int], Sequence[int]],
+        guess: Callable[[Sequence[int], int], DraftTree],
         *,
         vocab_size: int,
         tokenizer: str = "",
@@ -122,7 +126,7 @@ class RowReader(FeatureMethod):
                 self.unfinished += 1
                 done.unfinished.append(known.key)
                 continue
-            tree = DraftTree.chain(len(tokens), tuple(self._guess(tokens, known.follower.wanted)))
+            tree = self._guess(tokens, known.follower.wanted)
             known.follower.pushed = tree
             done.drafts.append((known.key, tree))
         done.lost.extend(self._take_lost())

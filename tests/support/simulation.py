@@ -26,7 +26,9 @@ from outrider.drafting.proposer import DraftRound, Proposer, SessionHints
 from outrider.drafting.suffix import SuffixProposer
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
+from outrider.engine.feature_streams import FeatureStreams
 from outrider.engine.policy import Policy
+from outrider.features import FeatureOrder, FeatureRows, FeatureWindow
 from outrider.types import Commit, Request, StepEvents
 from proposer_service.pace import PaceMeter
 from tests.support.hash_model import HashModel
@@ -94,6 +96,8 @@ class Player:
     keys: dict[int, int] = field(default_factory=dict)  # session -> key, as the scorer knows it
     arrival: dict[str, float] = field(default_factory=lambda: {"to": 0.0, "from": 0.0})
     bytes_sent: int = 0
+    window: FeatureWindow = field(default_factory=FeatureWindow)
+    starved: set[int] = field(default_factory=set)  # keys that want a draft and lack features
 
 
 def draft_model(
@@ -142,13 +146,16 @@ class World:
         step_s: Callable[[int], float],
         rng: random.Random,
         model: HashModel | None = None,
+        features: FeatureStreams | None = None,
     ) -> None:
         self.now = 0.0
         self.rng = rng
         self.model = model or HashModel(
             VOCAB, config.page_size, config.num_pages, config.max_model_len
         )
-        self.engine = Engine(self.model, config, policy=policy, clock=lambda: self.now)
+        self.engine = Engine(
+            self.model, config, policy=policy, features=features, clock=lambda: self.now
+        )
         self.step_s = step_s
         self.players: list[Player] = []
         self.requests: dict[int, Request] = {}
@@ -202,6 +209,8 @@ class World:
         for command in self._commands:
             command()
         self._commands.clear()
+        if self.engine.collect() is not None:
+            self._publish_features()
         for player, incarnation, key, tree, draft_us in self._blocks:
             session = player.sessions.get(key)
             current = incarnation == player.incarnation and session is not None
@@ -225,6 +234,7 @@ class World:
         assert not events.failures
         self._in_flight = False
         self.engine.check_invariants()
+        self._publish_features()
         self._publish(events)
         self._work()
 
@@ -245,6 +255,13 @@ class World:
                 key = player.keys[session]
                 self._send(player, lambda p, k=key, c=commit: self._told(p, k, c, step_s))
 
+    def _publish_features(self) -> None:
+        batch = self.engine.take_features()
+        for rows in () if batch is None else batch.rows:
+            for player in self.players:
+                if player.window is rows.order.window:
+                    self._send(player, lambda p, r=rows: self._told_features(p, r))
+
     def _open(self, player: Player, session: int) -> None:
         if not player.connected or session in self.last:
             return
@@ -254,7 +271,13 @@ class World:
         k = player.method.traits.max_draft_tokens
         k = min(k, self.engine.info.num_speculative_tokens)
         ahead = player.method.traits.runs_ahead
-        self._command(lambda: self.engine.set_drafting(session, player.id, k, runs_ahead=ahead))
+        spec = player.method.traits.features
+        order = None if spec is None else FeatureOrder(key, spec, player.window)
+        self._command(
+            lambda: self.engine.set_drafting(
+                session, player.id, k, runs_ahead=ahead, features=order
+            )
+        )
         prompt_len = len(request.prompt_token_ids)
         max_len = prompt_len + request.stop.max_tokens
         hints = SessionHints(
@@ -300,6 +323,8 @@ class World:
         for state in (player.sessions, player.keys, player.wanting, player.drafted):
             state.clear()
         player.inbox.clear()
+        player.starved.clear()
+        player.window = FeatureWindow()
         player.meter = PaceMeter()
 
         def redialled() -> None:
@@ -313,6 +338,14 @@ class World:
 
     # The proposer.
 
+    def _told_features(self, player: Player, rows: FeatureRows) -> None:
+        order, size = rows.order, len(rows.rows)
+        self._command(lambda: self.engine.features.give_back(order.window, size))
+        player.method.features(order.epoch, rows.start, rows.rows)
+        if order.epoch in player.starved:
+            player.starved.remove(order.epoch)
+            player.wanting[order.epoch] = None
+
     def _told(self, player: Player, key: int, commit: Commit, step_s: float) -> None:
         if key in player.sessions:
             player.meter.step(step_s)
@@ -320,6 +353,7 @@ class World:
             k = commit.num_draft_tokens
             player.method.commit(key, commit.base_len, commit.token_ids, k)
             player.drafted.pop(key, None)
+            player.starved.discard(key)
             if k:
                 player.wanting[key] = None
             else:
@@ -329,6 +363,7 @@ class World:
         player.method.close(key)
         for mapping in (player.sessions, player.wanting, player.drafted):
             mapping.pop(key, None)
+        player.starved.discard(key)
 
     def _cycle(self, player: Player) -> None:
         if player.busy_until > self.now:
@@ -343,6 +378,10 @@ class World:
             for key in (*(key for key, _ in round_.drafts), *round_.at_hand):
                 del player.wanting[key]
                 player.drafted[key] = None
+            if player.method.traits.features is not None:
+                for key in round_.unfinished:
+                    del player.wanting[key]
+                    player.starved.add(key)
             incarnation = player.incarnation
 
             def handed_over() -> None:

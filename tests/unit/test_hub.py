@@ -14,7 +14,7 @@ from outrider.errors import (
     InvalidRequestError,
     UnavailableError,
 )
-from outrider.features import FeatureOrder, FeatureWindow
+from outrider.features import FeatureBatch, FeatureOrder, FeatureRows, FeatureSpec, FeatureWindow
 from outrider.params import NO_ADVICE, Advice, SamplingParams, SpeculationParams
 from outrider.rpc.channel import MAX_MESSAGE_BYTES
 from outrider.types import (
@@ -36,6 +36,7 @@ from tests.support.scorer import TOKENIZER_HASH, VOCAB
 from tests.support.scripted_proposer import hello
 
 SERVED = ServedModel("s", "hash", "default", TOKENIZER_HASH, VOCAB, 1000, "float32", frozenset(), 4)
+FINAL = FeatureSpec(2, final_norm=True)
 TIMINGS = StepTimings(0.1, 1.0, 0.1, 0.1, 0.0, 1, 1)
 
 
@@ -90,7 +91,8 @@ class Bench:
     def __init__(self, limits: DraftLimits | None = None) -> None:
         self.worker = RecordingWorker()
         metrics = ScorerMetrics(CollectorRegistry(), "default")
-        self.hub = Hub(self.worker, SERVED, limits or DraftLimits(), metrics)  # type: ignore[arg-type]
+        served = replace(SERVED, features=FINAL)
+        self.hub = Hub(self.worker, served, limits or DraftLimits(), metrics)  # type: ignore[arg-type]
 
     def attach(self, proposer_id: str, **fields: object) -> AttachedProposer:
         return self.hub.roster.attach(hello(proposer_id=proposer_id, **fields))
@@ -108,8 +110,14 @@ class Bench:
         )
         return self.hub.submit(request, "")
 
-    def step(self, *commits: Commit, set_aside: tuple[int, ...] = ()) -> None:
-        self.hub.on_events(StepEvents(commits, (), TIMINGS, set_aside))
+    def step(
+        self,
+        *commits: Commit,
+        set_aside: tuple[int, ...] = (),
+        features: tuple[FeatureRows, ...] = (),
+    ) -> None:
+        batch = FeatureBatch(features, 0.001) if features else None
+        self.hub.on_events(StepEvents(commits, (), TIMINGS, set_aside, features=batch))
 
 
 def commit(
@@ -144,6 +152,37 @@ async def test_events_of_one_step_travel_in_one_message() -> None:
     batch = await sent(proposer)
     assert [c.session for c in batch.closes] == [sessions[0].id]
     assert [c.session for c in batch.commits] == [sessions[1].id]
+
+
+async def test_features_travel_with_the_commits_that_they_belong_to() -> None:
+    bench = Bench()
+    asked = draft_pb2.FeatureSpec(final_norm=True, hidden_size=2)
+    reader = bench.attach("reader", method="eagle", features=asked)
+    session = bench.submit()
+    order = bench.worker.orders[session.id]
+    assert order is not None
+    assert (order.epoch, order.spec, order.window) == (1, FINAL, reader.window)
+    bench.step(
+        commit(session, 5),
+        features=(FeatureRows(session.id, order, 0, bytes(8)), FeatureRows(99, order, 0, b"gone")),
+    )
+    assert bench.worker.given_back == [(reader.window, 4)]  # of a session that is over
+    batch = await sent(reader)
+    [features] = batch.features
+    assert (features.session, features.epoch, features.start) == (session.id, 1, 0)
+    assert features.rows == bytes(8)
+    assert len(batch.opens) == len(batch.commits) == 1
+    bench.hub.on_taken(reader)
+    assert bench.worker.given_back[1:] == [(reader.window, 8)]
+    bench.hub.roster.reassign(session)
+    bench.step(features=(FeatureRows(session.id, order, 2, b"late"),))
+    assert bench.worker.given_back[2:] == [(reader.window, 4)]  # of the epoch before
+    assert not (await sent(reader)).features
+    plain = bench.attach("plain")
+    reader.draining = True
+    bench.hub.roster.reassign(session)
+    assert session.proposer is plain
+    assert bench.worker.orders[session.id] is None
 
 
 async def nothing_to_send(proposer: AttachedProposer) -> bool:

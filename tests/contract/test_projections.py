@@ -1,0 +1,153 @@
+"""The matrix that a scorer multiplies hidden states by: sent after Welcome, checked, kept."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import grpc
+import pytest
+import torch
+
+from outrider.draft_tree import DraftTree
+from outrider.features import FeatureSpec
+from outrider.v1 import draft_pb2
+from scorer_service.config import DraftLimits
+from tests.support.draft_scorer import DraftScorer
+from tests.support.features import CAPTURED, RowReader, selection
+from tests.support.reader_service import serving
+from tests.support.scorer import VOCAB, RunningScorer, running_scorer
+from tests.support.scripted_proposer import ScriptedProposer, hello
+
+SPEC, MATRIX = selection(CAPTURED, 6)
+PACKED = MATRIX.view(torch.uint8).numpy().tobytes()
+
+
+async def dialled(
+    scorer: RunningScorer, spec: FeatureSpec = SPEC, name: str = "p"
+) -> ScriptedProposer:
+    asked = draft_pb2.FeatureSpec(
+        layers=spec.layers,
+        final_norm=spec.final_norm,
+        hidden_size=spec.hidden_size,
+        projection_dim=spec.projection_dim,
+        projection_sha256=spec.projection_sha256,
+    )
+    about = hello(method="eagle3", features=asked, proposer_id=name)
+    proposer = ScriptedProposer(scorer.stub, lambda _: [], about)
+    await proposer.dial()
+    return proposer
+
+
+async def ending(proposer: ScriptedProposer) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await proposer.call.read()
+    return caught.value
+
+
+def chunk(offset: int, data: bytes) -> draft_pb2.ProjectionChunk:
+    return draft_pb2.ProjectionChunk(offset=offset, data=data)
+
+
+async def test_no_session_is_opened_before_the_projection_is_complete() -> None:
+    async with running_scorer(features=CAPTURED) as scorer:
+        proposer = await dialled(scorer)
+        assert proposer.welcome is not None
+        assert proposer.welcome.wants_projection
+        [attached] = scorer.hub.roster.proposers
+        await proposer.send(projection=chunk(0, PACKED[:100]))
+        await scorer.generate([1, 2, 3], max_tokens=3)
+        assert not attached.has_room
+        await proposer.send(projection=chunk(100, PACKED[100:]))
+        await scorer.until(lambda: attached.has_room, "it is ready")
+        again = await dialled(scorer, name="another")
+        assert again.welcome is not None
+        assert not again.welcome.wants_projection
+        for each in (proposer, again):
+            each.call.cancel()
+
+
+BAD = {
+    "not the digest's": [chunk(0, bytes(len(PACKED)))],
+    "a gap": [chunk(4, PACKED)],
+    "too much": [chunk(0, PACKED + b"more")],
+    "empty": [chunk(0, b"")],
+    "something else": [None],
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+async def test_a_projection_that_is_not_what_was_announced_ends_the_stream(what: str) -> None:
+    async with running_scorer(features=CAPTURED) as scorer:
+        proposer = await dialled(scorer)
+        for part in BAD[what]:
+            if part is None:
+                await proposer.send(blocks=draft_pb2.BlockBatch())
+            else:
+                await proposer.send(projection=part)
+        error = await ending(proposer)
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "rojection" in str(error.details())
+        await scorer.until(lambda: not scorer.hub.roster.proposers, "it is gone")
+
+
+async def test_a_projection_has_to_come_in_time() -> None:
+    async with running_scorer(
+        features=CAPTURED, limits=DraftLimits(projection_timeout_s=0.05)
+    ) as scorer:
+        error = await ending(await dialled(scorer))
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_few_projections_are_kept_and_idle_ones_make_room() -> None:
+    limits = DraftLimits(max_projections=1)
+    other = replace(SPEC, projection_dim=3, projection_sha256=hashlib.sha256(bytes(96)).digest())
+    assert other.projection_bytes == 96
+    async with running_scorer(features=CAPTURED, limits=limits) as scorer:
+        first = await dialled(scorer)
+        await first.send(projection=chunk(0, PACKED))
+        [attached] = scorer.hub.roster.proposers
+        await scorer.until(lambda: attached.ready, "it is ready")
+        second = await dialled(scorer, other, "q")
+        await second.send(projection=chunk(0, bytes(96)))
+        error = await ending(second)
+        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "in use" in str(error.details())
+        first.call.cancel()
+        await scorer.until(lambda: not scorer.hub.roster.proposers, "both are gone")
+        third = await dialled(scorer, other, "r")
+        await third.send(projection=chunk(0, bytes(96)))
+        await scorer.until(lambda: any(p.ready for p in scorer.hub.roster.proposers), "it is ready")
+        third.call.cancel()
+
+
+async def test_a_projection_must_not_be_too_large() -> None:
+    async with running_scorer(
+        features=CAPTURED, limits=DraftLimits(max_projection_bytes=100)
+    ) as scorer:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await dialled(scorer)
+        assert "may have 100 bytes" in str(caught.value.details())
+
+
+async def test_a_proposer_sends_its_projection_in_chunks_if_it_is_wanted() -> None:
+    spec = FeatureSpec(1024, (1, 2), projection_dim=600, projection_sha256=bytes(32))
+    matrix = torch.randn(600, 2048).to(torch.bfloat16)
+    method = RowReader(
+        spec, lambda t, _: DraftTree.chain(len(t), ()), vocab_size=VOCAB, projection=matrix
+    )
+    scorer = DraftScorer()
+    scorer.wants_projection = True
+    address = await scorer.start()
+    async with serving(address, method):
+        stream = await scorer.attached()
+        assert stream.hello.features.projection_dim == 600
+        received = b""
+        while len(received) < spec.projection_bytes:
+            message = await stream.next()
+            assert message.projection.offset == len(received)
+            assert len(message.projection.data) <= 2**20
+            received += message.projection.data
+        assert received == method.projection
+        await stream.silence()
+    await scorer.stop()
