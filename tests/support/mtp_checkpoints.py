@@ -39,6 +39,17 @@ _MOE = {
     "norm_topk_prob": True,
 }
 
+_ROUTED = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+
 
 @dataclass
 class MtpCheckpoint:
@@ -125,14 +136,7 @@ def deepseek(
         "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 6,
         "v_head_dim": 10,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 24,
-        "n_group": 4,
-        "topk_group": 2,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
+        **_ROUTED,
         **changes,
     }
     config.pop("head_dim")
@@ -147,16 +151,54 @@ def deepseek(
     return MtpCheckpoint(config, weights.tensors, *_target(seed))
 
 
-def _deepseek_layer(weights: _Weights, prefix: str, config: dict[str, Any]) -> None:
-    hidden, heads = HIDDEN_SIZE, _HEADS
-    rope, nope, value = 8, config["qk_nope_head_dim"], config["v_head_dim"]
-    q_rank, kv_rank = config["q_lora_rank"], config["kv_lora_rank"]
-    attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+def glm4_moe(*, seed: int = 0) -> MtpCheckpoint:
+    """GLM-4.5's: DeepSeek's names around grouped-query attention with biases and norms."""
+    config = {
+        **_COMMON,
+        "model_type": "glm4_moe",
+        "num_hidden_layers": 3,
+        "num_nextn_predict_layers": 1,
+        "first_k_dense_replace": 1,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        **_ROUTED,
+    }
+    weights = _Weights(seed)
+    prefix = "model.layers.3"
+    _deepseek_frame(weights, prefix, config)
+    attn, dim = f"{prefix}.self_attn", _HEAD_DIM
+    for name, rows in (("q", _HEADS * dim), ("k", _KV_HEADS * dim), ("v", _KV_HEADS * dim)):
+        weights.matrix(f"{attn}.{name}_proj.weight", rows, HIDDEN_SIZE)
+        weights.norm(f"{attn}.{name}_proj.bias", rows, 0.0)
+    weights.matrix(f"{attn}.o_proj.weight", HIDDEN_SIZE, _HEADS * dim)
+    weights.norm(f"{attn}.q_norm.weight", dim)
+    weights.norm(f"{attn}.k_norm.weight", dim)
+    weights.shared()
+    return MtpCheckpoint(config, weights.tensors)
+
+
+def _deepseek_frame(weights: _Weights, prefix: str, config: dict[str, Any]) -> None:
+    """All of a layer but its attention."""
+    hidden, mlp = HIDDEN_SIZE, f"{prefix}.mlp"
     for name in ("enorm", "hnorm", "shared_head.norm"):
         weights.norm(f"{prefix}.{name}.weight", hidden)
     weights.matrix(f"{prefix}.eh_proj.weight", hidden, 2 * hidden)
     for name in ("input_layernorm", "post_attention_layernorm"):
         weights.norm(f"{prefix}.{name}.weight", hidden)
+    weights.matrix(f"{mlp}.gate.weight", config["n_routed_experts"], hidden)
+    weights.norm(f"{mlp}.gate.e_score_correction_bias", config["n_routed_experts"], 0.0)
+    for expert in range(config["n_routed_experts"]):
+        weights.dense(f"{mlp}.experts.{expert}", hidden, config["moe_intermediate_size"])
+    weights.dense(f"{mlp}.shared_experts", hidden, config["moe_intermediate_size"])
+
+
+def _deepseek_layer(weights: _Weights, prefix: str, config: dict[str, Any]) -> None:
+    hidden, heads = HIDDEN_SIZE, _HEADS
+    rope, nope, value = 8, config["qk_nope_head_dim"], config["v_head_dim"]
+    q_rank, kv_rank = config["q_lora_rank"], config["kv_lora_rank"]
+    attn = f"{prefix}.self_attn"
+    _deepseek_frame(weights, prefix, config)
     weights.matrix(f"{attn}.q_a_proj.weight", q_rank, hidden)
     weights.norm(f"{attn}.q_a_layernorm.weight", q_rank)
     weights.matrix(f"{attn}.q_b_proj.weight", heads * (nope + rope), q_rank)
@@ -164,11 +206,6 @@ def _deepseek_layer(weights: _Weights, prefix: str, config: dict[str, Any]) -> N
     weights.norm(f"{attn}.kv_a_layernorm.weight", kv_rank)
     weights.matrix(f"{attn}.kv_b_proj.weight", heads * (nope + value), kv_rank)
     weights.matrix(f"{attn}.o_proj.weight", hidden, heads * value)
-    weights.matrix(f"{mlp}.gate.weight", config["n_routed_experts"], hidden)
-    weights.norm(f"{mlp}.gate.e_score_correction_bias", config["n_routed_experts"], 0.0)
-    for expert in range(config["n_routed_experts"]):
-        weights.dense(f"{mlp}.experts.{expert}", hidden, config["moe_intermediate_size"])
-    weights.dense(f"{mlp}.shared_experts", hidden, config["moe_intermediate_size"])
 
 
 def qwen(

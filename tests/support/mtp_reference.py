@@ -64,7 +64,10 @@ class Reference:
 
 
 def deepseek(checkpoint: MtpCheckpoint) -> Reference:
-    """`model.layers.{N}.*`: x = W_eh [RMS_e(e); RMS_h(h)], an MLA and MoE block, shared_head."""
+    """`model.layers.{N}.*`: x = W_eh [RMS_e(e); RMS_h(h)], a block with experts, shared_head.
+
+    Its attention has latents (DeepSeek) or is GLM-4.5's.
+    """
     config, w = checkpoint.config, _double(checkpoint)
     layers = sorted({int(name.split(".")[2]) for name in w if name.endswith("eh_proj.weight")})
 
@@ -76,7 +79,8 @@ def deepseek(checkpoint: MtpCheckpoint) -> Reference:
                 [_rms(embedded, w[at + "enorm.weight"]), _rms(states, w[at + "hnorm.weight"])], -1
             )
             x = joined @ w[at + "eh_proj.weight"].T
-            x = x + _mla(_rms(x, w[at + "input_layernorm.weight"]), w, at + "self_attn.", config)
+            attend = _grouped if "partial_rotary_factor" in config else _mla
+            x = x + attend(_rms(x, w[at + "input_layernorm.weight"]), w, at + "self_attn.", config)
             inner = _rms(x, w[at + "post_attention_layernorm.weight"])
             return x + _deepseek_experts(inner, w, at + "mlp.", config)
 
@@ -103,6 +107,17 @@ def _mla(x: Tensor, w: dict[str, Tensor], at: str, config: dict[str, Any]) -> Te
     key = torch.cat([expanded[..., :nope], key_rope.expand(n, heads, rope)], -1)
     out = _attend(query, key, expanded[..., nope:])
     return out.reshape(n, -1) @ w[at + "o_proj.weight"].T
+
+
+def _grouped(x: Tensor, w: dict[str, Tensor], at: str, config: dict[str, Any]) -> Tensor:
+    n, dim = len(x), config["head_dim"]
+    query, key, value = (
+        (x @ w[f"{at}{c}_proj.weight"].T + w[f"{at}{c}_proj.bias"]).view(n, -1, dim) for c in "qkv"
+    )
+    rotary = int(dim * config["partial_rotary_factor"])
+    query = _rotate_halves(_rms(query, w[at + "q_norm.weight"]), config["rope_theta"], rotary)
+    key = _rotate_halves(_rms(key, w[at + "k_norm.weight"]), config["rope_theta"], rotary)
+    return _attend(query, key, value).reshape(n, -1) @ w[at + "o_proj.weight"].T
 
 
 def _deepseek_experts(x: Tensor, w: dict[str, Tensor], at: str, config: dict[str, Any]) -> Tensor:

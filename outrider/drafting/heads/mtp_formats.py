@@ -106,6 +106,7 @@ _DEEPSEEK = MtpFormat(
     },
     families={
         "deepseek_v3": Family("deepseek_v3", "DeepseekV3", settings={"first_k_dense_replace": 0}),
+        "glm4_moe": Family("glm4_moe", "Glm4Moe", settings={"first_k_dense_replace": 0}),
     },
     copies=(
         "model.layers.{i}.embed_tokens.weight",
