@@ -169,13 +169,15 @@ async def test_a_session_that_is_opened_anew_is_sent_everything_again() -> None:
         method = reader(scorer, CAPTURED)
         request = asyncio.create_task(scorer.generate(prompt, max_tokens=100))
         async with attached(scorer, method):
-            await scorer.until(lambda: len(method.sessions_seen) == 1, "the session was drafted")
+            await scorer.until(lambda: method.rows_seen >= 20, "the session was drafted for")
             [session] = scorer.hub.roster.proposers[0].sessions.values()
             scorer.hub.roster.reassign(session)
-            await scorer.until(lambda: len(method.sessions_seen) == 2, "and opened anew")
+            await scorer.until(lambda: len(method.seen) == 2, "and opened anew")
             output = await request
+            assert session.losses.total() == 0
         assert output.token_ids == await truth(scorer, prompt, 100)
         assert method.wrong == 0
+        assert min(method.seen.values()) >= 20
 
 
 async def test_one_of_several_methods_may_read_features() -> None:

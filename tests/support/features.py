@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.branch_plan import NO_PACE, Pace
-from outrider.drafting.feature_session import FeatureMethod
+from outrider.drafting.feature_session import FeatureMethod, FeatureSession
 from outrider.drafting.proposer import DraftRound, ProposerTraits, SessionKey
 from outrider.engine.batch import PackedBatch
 from outrider.engine.feature_pool import FeaturePool
@@ -80,7 +80,8 @@ def selection(spec: FeatureSpec, dim: int) -> tuple[FeatureSpec, Tensor]:
 class RowReader(FeatureMethod):
     """Drafts the tree `guess(tokens, k)`, of k nodes at most, once all rows are there.
 
-    `rows_seen` counts the rows that were compared, `wrong` those that were not what they must be.
+    `seen` counts the rows of each session that was to be drafted for, `wrong` those among them
+    that were not what they must be.
     """
 
     def __init__(
@@ -107,8 +108,8 @@ class RowReader(FeatureMethod):
         self._guess = guess
         self._matrix = projection
         self.tokenizer = tokenizer
-        self.rows_seen = self.wrong = self.unfinished = 0
-        self.sessions_seen: set[SessionKey] = set()
+        self.wrong = self.unfinished = 0
+        self.seen: dict[SessionKey, int] = {}
 
     @property
     def projection(self) -> bytes:
@@ -117,10 +118,10 @@ class RowReader(FeatureMethod):
     def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:  # noqa: ARG002
         done = DraftRound()
         for known in self._asked(sessions):
-            self.sessions_seen.add(known.key)
+            self.seen.setdefault(known.key, 0)
             tokens = known.follower.tokens
             if known.num_rows > known.first:
-                self._compare(tokens, known.first, known.rows(known.first, known.num_rows))
+                self._compare(known, known.rows(known.first, known.num_rows))
                 known.forget(known.num_rows)
             if not known.ready and len(tokens) > 1:
                 self.unfinished += 1
@@ -132,8 +133,12 @@ class RowReader(FeatureMethod):
         done.lost.extend(self._take_lost())
         return done
 
-    def _compare(self, tokens: Sequence[int], start: int, rows: Tensor) -> None:
-        for position, got in enumerate(rows, start):
-            self.rows_seen += 1
-            expected = row(tokens[: position + 1], self._spec, self._matrix)
+    @property
+    def rows_seen(self) -> int:
+        return sum(self.seen.values())
+
+    def _compare(self, known: FeatureSession, rows: Tensor) -> None:
+        self.seen[known.key] += len(rows)
+        for position, got in enumerate(rows, known.first):
+            expected = row(known.follower.tokens[: position + 1], self._spec, self._matrix)
             self.wrong += not torch.equal(got, expected)

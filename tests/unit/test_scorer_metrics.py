@@ -9,6 +9,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from outrider.counts import Admission, StepCounts
+from outrider.features import (
+    FeatureBatch,
+    FeatureOrder,
+    FeatureRows,
+    FeatureSpec,
+    FeatureWindow,
+)
 from outrider.types import StepTimings
 from scorer_service.metrics import ScorerMetrics
 
@@ -103,3 +110,13 @@ def test_proposers_cannot_fill_the_memory_with_names() -> None:
     (family,) = (f for f in metrics.registry.collect() if f.name == "outrider:pool_draft_tokens")
     assert len(family.samples) == 257
     assert metrics("pool_draft_tokens_total", pool="other") == 5000 - 256
+
+
+def test_hidden_states_in_numbers() -> None:
+    metrics = Metrics()
+    order = FeatureOrder(1, FeatureSpec(4, (1,), final_norm=True), FeatureWindow())
+    rows = tuple(FeatureRows(i, order, 0, bytes(16 * n)) for i, n in enumerate((3, 5)))
+    metrics.scorer.count_features(FeatureBatch(rows, 0.25), sent_bytes=48)
+    assert metrics("feature_rows_total") == 8
+    assert metrics("feature_bytes_total") == 48
+    assert metrics("feature_seconds_total") == 0.25
