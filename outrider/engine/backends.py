@@ -214,26 +214,26 @@ def _make_flash4(traits: AttentionTraits, device: torch.device) -> AttentionBack
 
     group = traits.num_heads // traits.num_kv_heads
     flash = Flash4Backend(traits.num_kv_heads, group, _programs(device))
-    return TreesElsewhere(flash, SdpaAttention)
+    return TreesElsewhere(flash, _make_triton(traits, device))
 
 
-def _make_classic(traits: AttentionTraits, device: torch.device) -> AttentionBackend:  # noqa: ARG001
+def _make_classic(traits: AttentionTraits, device: torch.device) -> AttentionBackend:
     from outrider.engine.cuda.flash import Flash2Attention, Flash3Attention
 
     flash = Flash3Attention if _installed(_FLASH3) else Flash2Attention
-    return TreesElsewhere(flash, SdpaAttention)
+    return TreesElsewhere(flash, _make_triton(traits, device))
 
 
-def _make_flashinfer(traits: AttentionTraits, device: torch.device) -> AttentionBackend:  # noqa: ARG001
+def _make_flashinfer(traits: AttentionTraits, device: torch.device) -> AttentionBackend:
     from outrider.engine.cuda.flashinfer_attention import FlashInferBackend
 
-    return TreesElsewhere(FlashInferBackend(device), SdpaAttention)
+    return TreesElsewhere(FlashInferBackend(device), _make_triton(traits, device))
 
 
 def _make_triton(traits: AttentionTraits, device: torch.device) -> AttentionBackend:  # noqa: ARG001
     from outrider.engine.cuda.paged_attention import TritonBackend
 
-    return TreesElsewhere(TritonBackend(_programs(device)), SdpaAttention)
+    return TritonBackend(_programs(device))
 
 
 def _make_numba(traits: AttentionTraits, device: torch.device) -> AttentionBackend:  # noqa: ARG001

@@ -167,15 +167,25 @@ MIXED: Rows = [(0, 70), (100, 5), (12, 1), (64, 3)]
 
 
 def _paged(
-    rows: Rows, page_size: int, shape: tuple[int, int, int], group: int, dtype: torch.dtype
+    rows: Rows,
+    page_size: int,
+    shape: tuple[int, int, int],
+    group: int,
+    dtype: torch.dtype,
+    trees: Sequence[tuple[int, ...]] = (),
 ) -> tuple[PackedBatch, PageMajorPool, Tensor]:
-    """A batch over scattered pages, and queries that are a part of wider rows, as in a model."""
+    """A batch over scattered pages, and queries that are a part of wider rows, as in a model.
+
+    `trees`: the parents of each row's last tokens.
+    """
     kv_heads, dim, _ = shape
     counts = [-(-(start + length) // page_size) for start, length in rows]
     order = torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(3)).tolist()
     slices = [
-        RowSlice([1] * length, start, [order.pop() for _ in range(count)], length)
-        for (start, length), count in zip(rows, counts, strict=True)
+        RowSlice([1] * length, start, [order.pop() for _ in range(count)], length, parents)
+        for (start, length), count, parents in zip(
+            rows, counts, trees or [()] * len(rows), strict=True
+        )
     ]
     pool = PageMajorPool(sum(counts) + 1, page_size, shape, dtype, DEVICE)
     pool.keys.copy_(_random(*pool.keys.shape, dtype=dtype, seed=4))
@@ -247,6 +257,22 @@ def test_triton_attention(
         softcap=extra.get("softcap"),
         sinks=sinks,
     )
+    actual = TritonPagedAttention(batch, programs).attend(query, pool, params)
+    _close(actual, _reference(batch, pool, query, params), dtype)
+
+
+TREE = (-1, -1, 0, 0, 1, 3, 5, 6)  # of eight nodes
+DEEP = tuple(range(-1, 63))  # as many as fit
+
+
+@pytest.mark.parametrize("programs", [1, 132])
+@pytest.mark.parametrize("window", [None, 7, 70])
+def test_attention_to_trees(programs: int, window: int | None) -> None:
+    dtype, shape, group = torch.float32, (2, 32, 32), 3
+    # (before, known tokens, nodes): a chain, a tree at the end of a prompt, trees alone.
+    slices, trees = [(40, 5), (0, 70 + 8), (300, 1 + 8), (90, 1 + 64)], [(), TREE, TREE, DEEP]
+    batch, pool, query = _paged(slices, 16, shape, group, dtype, trees)
+    params = AttentionParams(scaling=0.2, sliding_window=window)
     actual = TritonPagedAttention(batch, programs).attend(query, pool, params)
     _close(actual, _reference(batch, pool, query, params), dtype)
 

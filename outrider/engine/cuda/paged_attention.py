@@ -18,6 +18,8 @@ from outrider.engine.batch import PackedBatch
 from outrider.engine.cuda.kernels.attention import combine_splits_kernel, paged_attention_kernel
 from outrider.engine.cuda.launch import launch_options
 from outrider.engine.kv_cache import LayerPool, PageMajorPool
+from outrider.engine.sdpa import SdpaAttention
+from outrider.engine.tree_mask import MAX_TREE_NODES
 
 _MAX_SPLITS = 16
 _MAX_QUERIES = 64  # query tokens times heads per key head in one tile
@@ -57,7 +59,9 @@ class TritonPagedAttention:
     def attend(self, query: Tensor, pool: LayerPool, params: AttentionParams) -> Tensor:
         assert isinstance(pool, PageMajorPool)
         assert query.stride()[1:] == (query.shape[2] * query.shape[3], query.shape[3], 1)
-        batch = self._batch
+        batch, trees = self._batch, self._batch.trees
+        if trees is not None and (params.sliding_window or MAX_TREE_NODES) < MAX_TREE_NODES:
+            return SdpaAttention(batch).attend(query, pool, params)  # an ancestor may be too far
         tokens, kv_heads, group, dim = query.shape
         value_dim = pool.shape[2]
         block_m = min(_MAX_QUERIES, max(16, triton.next_power_of_2(self._max_query_len * group)))
@@ -83,6 +87,9 @@ class TritonPagedAttention:
             batch.seq_lens,
             batch.cu_seqlens_q,
             out if params.sinks is None else params.sinks,
+            batch.seq_lens if trees is None else trees.starts,
+            batch.positions if trees is None else trees.visible,
+            batch.positions,
             partial,
             lse,
             query.stride(0),
@@ -97,6 +104,7 @@ class TritonPagedAttention:
             params.sliding_window is not None,
             params.softcap is not None,
             params.sinks is not None,
+            trees is not None,
             splits,
             block_m,
             _KEYS,

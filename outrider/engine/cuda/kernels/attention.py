@@ -22,6 +22,9 @@ def paged_attention_kernel(
     seq_lens_ptr,  # int32 [rows]
     cu_seqlens_ptr,  # int32 [rows + 1]
     sinks_ptr,  # [heads], read if HAS_SINKS
+    trees_ptr,  # int32 [rows], and these two are read if HAS_TREES: see `TreeMask`
+    visible_ptr,  # int64 [tokens]
+    positions_ptr,  # int64 [tokens]
     out_ptr,  # [tokens, heads, SPLITS, VALUE_DIM]: each split's own average of values
     lse_ptr,  # float32 [tokens, heads, SPLITS]: log2 of its sum of weights; unused if SPLITS is 1
     query_stride,
@@ -36,6 +39,7 @@ def paged_attention_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_TREES: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -59,6 +63,8 @@ def paged_attention_kernel(
     first_block = 0
     if HAS_WINDOW:
         first_seen = seq_len - query_len + tile * BLOCK_M // GROUP - window + 1
+        if HAS_TREES:  # a node's position is the tree's first at least
+            first_seen = tl.minimum(first_seen, tl.load(trees_ptr + row) - window + 1)
         first_block = tl.maximum(first_seen, 0) // BLOCK_N
     share = tl.cdiv(tl.cdiv(end, BLOCK_N) - first_block, SPLITS)
     from_block = first_block + split * share
@@ -83,7 +89,13 @@ def paged_attention_kernel(
     in_row = m < query_len * GROUP
     token = (start + m // GROUP).to(tl.int64)
     head = kv_head * GROUP + m % GROUP
-    position = seq_len - query_len + m // GROUP
+    place = seq_len - query_len + m // GROUP  # among the row's slots
+    position = place
+    if HAS_TREES:
+        tree = tl.load(trees_ptr + row)
+        visible = tl.load(visible_ptr + token, mask=in_row, other=0)
+        if HAS_WINDOW:
+            position = tl.load(positions_ptr + token, mask=in_row, other=0).to(tl.int32)
     column = tl.arange(0, BLOCK_DIM)
     value_column = tl.arange(0, BLOCK_VALUE_DIM)
     query = tl.load(
@@ -117,9 +129,16 @@ def paged_attention_kernel(
         scores = tl.dot(query, keys, input_precision="ieee") * scale
         if HAS_SOFTCAP:
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # tanh
-        seen = key[None, :] <= position[:, None]
+        seen = key[None, :] <= place[:, None]
         if HAS_WINDOW:
             seen &= key[None, :] > position[:, None] - window
+        if HAS_TREES:
+            node = key - tree
+            bit = tl.minimum(tl.maximum(node, 0), 63).to(tl.int64)
+            related = ((visible[:, None] >> bit[None, :]) & 1) != 0
+            # Behind a token's own slot is nothing that it sees: there the bits are clamped.
+            within = (node >= 0)[None, :] & (key[None, :] <= place[:, None])
+            seen = (seen & (node < 0)[None, :]) | (related & within)
         scores = tl.where(seen, scores * _LOG2E, -float("inf"))
         new_highest = tl.maximum(highest, tl.max(scores, axis=1))
         # A query that has seen nothing yet must not compute inf - inf.
