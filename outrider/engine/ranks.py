@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -195,7 +196,7 @@ class RankGroup:
         try:
             dist.broadcast(data, src=0, group=self._calls)
         except RuntimeError as error:
-            what = str(error).partition(". ")[0]
+            what = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]  # gloo's, in short
             raise UnavailableError(
                 f"Rank {self.ranks.rank} lost another rank of its replica: {what}."
             ) from error

@@ -14,7 +14,7 @@ from tests.support import helm
 RENDERED = helm.EXAMPLES / "rendered"
 NAMES = sorted(path.stem for path in helm.EXAMPLES.glob("*.yaml"))
 # Ours to keep valid; kubernetes-validate has no schemas for them.
-CUSTOM = {"Certificate", "PrometheusRule", "ScaledObject", "ServiceMonitor"}
+CUSTOM = {"Certificate", "LeaderWorkerSet", "PrometheusRule", "ScaledObject", "ServiceMonitor"}
 NOT_IN_EXAMPLES = (
     "gateway.autoscaling.enabled=true",
     "gateway.service.type=LoadBalancer",
@@ -91,7 +91,6 @@ def test_policy_holds() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("llama-70b-tp4", "one process on one device"),
         ("deepseek-mtp-sidecar", 'method is "mtp": this release serves'),
     ],
 )

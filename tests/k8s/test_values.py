@@ -31,6 +31,12 @@ from tests.support import helm
         ("proposers.draft.method=suffix\\,suffix", "name each method once"),
         ("tls.enabled=true", "tls.enabled needs tls.secretName or tls.certManager.enabled"),
         ("tls.certManager.enabled=true", "needs tls.certManager.issuerRef.name"),
+        ("scorer.tensorParallel.size=3,scorer.tensorParallel.nodes=2", "shared out evenly over 2"),
+        (
+            "scorer.device=cuda,scorer.tensorParallel.size=4,scorer.tensorParallel.nodes=2",
+            "its limit has to be nvidia.com/gpu: 2",
+        ),
+        ("scorer.tensorParallelSize=4", "additional properties 'tensorParallelSize' not allowed"),
     ],
 )
 def test_wrong_values_are_refused(wrong: str, message: str) -> None:

@@ -58,8 +58,15 @@ def only(manifests: list[Manifest], kind: str, name: str) -> Manifest:
 
 
 def workloads(manifests: list[Manifest]) -> Iterator[Manifest]:
-    """Deployments and stateful sets."""
-    return (m for m in manifests if m["kind"] in ("Deployment", "StatefulSet"))
+    """Deployments and stateful sets, and as if they were: the two kinds of pods of groups."""
+    for manifest in manifests:
+        if manifest["kind"] in ("Deployment", "StatefulSet"):
+            yield manifest
+        elif manifest["kind"] == "LeaderWorkerSet":
+            for kind in ("leader", "worker"):
+                name = f"{manifest['metadata']['name']}-{kind}"
+                template = manifest["spec"]["leaderWorkerTemplate"][f"{kind}Template"]
+                yield {"kind": kind, "metadata": {"name": name}, "spec": {"template": template}}
 
 
 def containers(manifest: Manifest) -> list[Manifest]:

@@ -181,7 +181,8 @@ volumeMounts:
 {{- default (printf "%s-%s-tls" (include "outrider.fullname" .root) .component) .root.Values.tls.secretName -}}
 {{- end -}}
 
-{{/* What all pods share below `spec`. Arguments: root, component, pool, values (the component's). */}}
+{{/* What all pods share below `spec`. Arguments: root, component, pool, values (the component's),
+     grouped (true: pods of a replica had better be near each other). */}}
 {{- define "outrider.podSpec" -}}
 automountServiceAccountToken: false
 enableServiceLinks: false
@@ -198,7 +199,7 @@ terminationGracePeriodSeconds: {{ add (.values.preStopSeconds | default 0) .valu
 securityContext:
   {{- include "outrider.podSecurity" . | nindent 2 }}
 topologySpreadConstraints:
-  {{- range list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
+  {{- range ternary (list "kubernetes.io/hostname") (list "kubernetes.io/hostname" "topology.kubernetes.io/zone") (not (empty .grouped)) }}
   - maxSkew: 1
     topologyKey: {{ . }}
     whenUnsatisfiable: ScheduleAnyway
