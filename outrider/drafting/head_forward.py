@@ -14,10 +14,7 @@ LEAD = 2
 
 
 class HeadForward:
-    """The first forward takes true states, each later one what the one before put out.
-
-    Rows of a later forward are the first ones of the forward before, one token each.
-    """
+    """The first forward takes true states, each later one what the one before put out."""
 
     def __init__(
         self, head: RecurrentHead, backend: AttentionBackend, page_size: int, features: Tensor
@@ -33,10 +30,19 @@ class HeadForward:
     def device(self) -> torch.device:
         return self._head.device
 
-    def forward(self, batch: PackedBatch) -> Tensor:
-        """Writes keys and values; logits [num_logits, vocab_size]."""
+    def forward(self, batch: PackedBatch, sources: Tensor | None = None) -> Tensor:
+        """Writes keys and values; logits [num_logits, vocab_size].
+
+        Each token goes on from what the forward before put out for one of its logits: `sources`
+        int64 [tokens] says which, None: the first token from the first, and so on.
+        """
         head, step = self._head, self._step
-        states = head.feed_back(self._outputs[: len(batch.input_ids)]) if step else self._states
+        if step:
+            count = len(batch.input_ids)
+            outputs = self._outputs[:count] if sources is None else self._outputs[sources]
+            states = head.feed_back(outputs)
+        else:
+            states = self._states
         outputs = head.forward(batch.input_ids, states, self._backend(batch), step)
         if len(batch.logits_index) != len(outputs):
             outputs = outputs.index_select(0, batch.logits_index)

@@ -1,7 +1,8 @@
 """Drafts with a module that reads the target's hidden states: EAGLE, EAGLE-3, MTP.
 
 A round is one forward over the rows that became true since the last (drafting/heads/base.py), with
-the target's states, and num_draft_tokens - 1 forwards of one row per session with the module's own.
+the target's states, and some of a few rows per session with the module's own, which make a tree of
+guesses (drafting/tree_steps.py). Under rejection and within a constraint it makes chains.
 Rows of the second kind leave keys and values behind that the next round overwrites: accepted tokens
 are fed again with true states. (Keeping what came of its own states costs an eighth of the accepted
 tokens.) Sessions of a round share its forwards; long prompts take several rounds.
@@ -12,12 +13,12 @@ It does not run ahead: what it would draft from are states that the target has n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.draft_tree import DraftProbs, DraftTree
+from outrider.draft_tree import DraftTree
 from outrider.drafting.branch_plan import NO_PACE, Pace
 from outrider.drafting.draft_mask import DraftMasks
 from outrider.drafting.draft_steps import ReadyRow, draft_chains, sample_chains
@@ -26,12 +27,16 @@ from outrider.drafting.head_forward import LEAD, HeadForward
 from outrider.drafting.heads.base import RecurrentHead
 from outrider.drafting.proposer import DraftRound, ProposerTraits, SessionKey
 from outrider.drafting.row_cache import RowCache
+from outrider.drafting.tree_steps import draft_trees, max_fed_nodes
 from outrider.engine.attention import AttentionBackend
 from outrider.engine.batch import RowSlice
 from outrider.engine.block_pool import BlockPool
+from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.kv_cache import KVPools
 from outrider.errors import ConfigError
 
+TREE_WIDTH = 8
+"""Children of a node that are looked at, and nodes of a level that may get some."""
 _SHORT = 16
 """Rows that never wait for the prefill budget: what a round or two committed."""
 
@@ -44,10 +49,18 @@ class _Row:
     cache: RowCache
     num_rows: int  # true rows fed
     wanted: int  # draft tokens; 0: the prompt is not through yet
+    mask: ConstraintEditor | None  # stands after the committed text; used up
+    chain: bool  # the draft has one path
+    num_guessed: int  # rows fed past the true ones at most
 
     @property
     def end(self) -> int:
         return self.cache.computed + self.num_rows
+
+    @property
+    def sampled(self) -> bool:
+        """The draft is drawn with noise of its own."""
+        return self.state.samples and self.wanted > 0
 
     def slice(self) -> RowSlice:
         start = self.cache.computed
@@ -56,19 +69,15 @@ class _Row:
 
     def ready(self) -> ReadyRow:
         """For a row that drafts."""
-        follower, mask = self.state.follower, self.cache.mask
-        editor = None if mask is None else mask.after(follower.tokens)
-        return ReadyRow(len(follower.tokens), self.wanted, follower.sampling, editor)
-
-
-_Drafted = tuple[_Row, list[int], list[DraftProbs]]
+        follower = self.state.follower
+        return ReadyRow(len(follower.tokens), self.wanted, follower.sampling, self.mask)
 
 
 class RecurrentProposer(FeatureMethod):
     """Drafts with `head` over `pools`, which are its own. Raises `ConfigError` for too small ones.
 
     `prefill_budget` bounds the prompt rows of one call of `draft`, so that a long prompt does not
-    hold up the other sessions' drafts.
+    hold up the other sessions' drafts. With `tree_width` 1 drafts are chains.
     """
 
     def __init__(
@@ -83,13 +92,17 @@ class RecurrentProposer(FeatureMethod):
         max_draft_tokens: int = 16,
         max_model_len: int | None = None,
         prefill_budget: int = 256,
+        tree_width: int = TREE_WIDTH,
         masks: DraftMasks | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if max_sessions < 1 or max_draft_tokens < 1 or prefill_budget < 1:
-            raise ConfigError("max_sessions, max_draft_tokens and prefill_budget are at least 1.")
+        if min(max_sessions, max_draft_tokens, prefill_budget, tree_width) < 1:
+            raise ConfigError(
+                "max_sessions, max_draft_tokens, prefill_budget and tree_width are at least 1."
+            )
         longest = min(head.max_model_len, max_model_len or head.max_model_len)
-        room = pools.num_pages * pools.page_size
+        spare = max_fed_nodes(max_draft_tokens, tree_width)
+        room = pools.num_pages * pools.page_size - spare
         if room < min(longest, 64):
             raise ConfigError(
                 f"{pools.num_pages} pages of {pools.page_size} tokens hold no session of use: "
@@ -112,6 +125,7 @@ class RecurrentProposer(FeatureMethod):
         self._page_size = pools.page_size
         self._pool = BlockPool(pools.num_pages)
         self._prefill_budget = prefill_budget
+        self._tree_width = tree_width
         self._masks = masks
         self._clock = clock
         self._caches: dict[SessionKey, RowCache] = {}
@@ -127,9 +141,16 @@ class RecurrentProposer(FeatureMethod):
         if not rows:
             return done
         started = self._clock()
-        sampled = [row for row in rows if row.wanted and row.state.samples]
-        others = [row for row in rows if not (row.wanted and row.state.samples)]
-        drafts = self._chains(others) + self._sampled_chains(sampled)
+        trees = [row for row in rows if not row.chain]
+        chains = [row for row in rows if row.chain and not row.sampled]
+        sampled = [row for row in rows if row.sampled]
+        for draft, group in (
+            (self._trees, trees),
+            (self._chains, chains),
+            (self._sampled_chains, sampled),
+        ):
+            if group:
+                done.drafts.extend(draft(group))
         forward_s = self._clock() - started
         for row in rows:
             tokens = row.state.follower.tokens
@@ -138,9 +159,6 @@ class RecurrentProposer(FeatureMethod):
             self._used(row.state)
             if row.wanted == 0:
                 done.unfinished.append(row.state.key)
-        for row, chain, probs in drafts:
-            length = len(row.state.follower.tokens)
-            done.drafts.append((row.state.key, DraftTree.chain(length, chain, probs)))
         return replace(done, forward_s=forward_s)
 
     def check_invariants(self) -> None:
@@ -191,14 +209,21 @@ class RecurrentProposer(FeatureMethod):
             if missing == 0:
                 done.unfinished.append(state.key)
             else:
-                rows.append(_Row(state, cache, missing, wanted))
+                rows.append(self._row(state, cache, missing, wanted))
         rows.sort(key=lambda row: -row.wanted)
         return [row for row in rows if self._reserve_row(row, keys)]
+
+    def _row(self, state: FeatureSession, cache: RowCache, num_rows: int, wanted: int) -> _Row:
+        editor = cache.mask.after(state.follower.tokens) if cache.mask and wanted else None
+        single = state.samples or editor is not None
+        chain = self._tree_width == 1 or (single and wanted > 0)
+        num_guessed = wanted - 1 if chain else max_fed_nodes(wanted, self._tree_width)
+        return _Row(state, cache, num_rows, wanted, editor, chain, max(0, num_guessed))
 
     def _reserve_row(self, row: _Row, asked: set[SessionKey]) -> bool:
         """Pages for what a row's round writes; without them the session is lost."""
         table = row.cache.block_table
-        needed = -(-(row.end + max(row.wanted - 1, 0)) // self._page_size) - len(table)
+        needed = -(-(row.end + row.num_guessed) // self._page_size) - len(table)
         while needed > self._pool.num_free:
             idle = next((key for key in self._sessions if key not in asked), row.state.key)
             self._lose(idle)
@@ -207,20 +232,25 @@ class RecurrentProposer(FeatureMethod):
         table.extend([self._pool.allocate() for _ in range(needed)])
         return True
 
-    def _chains(self, rows: list[_Row]) -> list[_Drafted]:
-        if not rows:
-            return []
+    def _trees(self, rows: list[_Row]) -> Iterator[tuple[SessionKey, DraftTree]]:
         drafting = [row for row in rows if row.wanted]
         slices, ready = [row.slice() for row in rows], [row.ready() for row in drafting]
-        chains = draft_chains(self._forward(rows), slices, ready, LEAD)
-        return [(row, chain, []) for row, chain in zip(drafting, chains, strict=True)]
+        grown = draft_trees(self._forward(rows), slices, ready, self._tree_width)
+        for row, each, (tokens, parents) in zip(drafting, ready, grown, strict=True):
+            yield row.state.key, DraftTree(each.length, tuple(tokens), tuple(parents))
 
-    def _sampled_chains(self, rows: list[_Row]) -> list[_Drafted]:
-        if not rows:
-            return []
+    def _chains(self, rows: list[_Row]) -> Iterator[tuple[SessionKey, DraftTree]]:
+        drafting = [row for row in rows if row.wanted]
+        slices, ready = [row.slice() for row in rows], [row.ready() for row in drafting]
+        drawn = draft_chains(self._forward(rows), slices, ready, LEAD)
+        for row, each, chain in zip(drafting, ready, drawn, strict=True):
+            yield row.state.key, DraftTree.chain(each.length, chain)
+
+    def _sampled_chains(self, rows: list[_Row]) -> Iterator[tuple[SessionKey, DraftTree]]:
         slices, ready = [row.slice() for row in rows], [row.ready() for row in rows]
         drawn = sample_chains(self._forward(rows), slices, ready, LEAD)
-        return [(row, *each) for row, each in zip(rows, drawn, strict=True)]
+        for row, each, (chain, probs) in zip(rows, ready, drawn, strict=True):
+            yield row.state.key, DraftTree.chain(each.length, chain, probs)
 
     def _forward(self, rows: list[_Row]) -> HeadForward:
         """Feeds the true rows of `rows`, then what is drafted after the first of them."""

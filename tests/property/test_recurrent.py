@@ -37,7 +37,9 @@ def _load(kind: str, folder: Path) -> RecurrentHead:
     return load(folder / kind, folder / "target", torch.float64, CPU)
 
 
-def _proposer(head: RecurrentHead, num_pages: int, prefill_budget: int) -> RecurrentProposer:
+def _proposer(
+    head: RecurrentHead, num_pages: int, prefill_budget: int, tree_width: int = 4
+) -> RecurrentProposer:
     return RecurrentProposer(
         head,
         KVPools(num_pages, PAGE_SIZE, head.dtype, CPU),
@@ -47,6 +49,7 @@ def _proposer(head: RecurrentHead, num_pages: int, prefill_budget: int) -> Recur
         max_sessions=4,
         max_draft_tokens=6,
         prefill_budget=prefill_budget,
+        tree_width=tree_width,
     )
 
 
@@ -69,9 +72,18 @@ class _Session:
         self.tree: DraftTree | None = None
 
 
-def _alone(head: RecurrentHead, session: _Session, wanted: int) -> DraftTree:
+def _path(tree: DraftTree, node: int) -> list[int]:
+    """The tokens from the root to a node; -1 is the root."""
+    path: list[int] = []
+    while node >= 0:
+        path.insert(0, tree.token_ids[node])
+        node = tree.parents[node]
+    return path
+
+
+def _alone(head: RecurrentHead, session: _Session, wanted: int, tree_width: int) -> DraftTree:
     """The draft of a proposer that sees nothing but the text and all its states, at once."""
-    proposer = _proposer(head, 64, prefill_budget=1000)
+    proposer = _proposer(head, 64, 1000, tree_width)
     width = head.features.width
     proposer.open(1, session.tokens, session.sampling, wanted, 120)
     proposer.features(1, 0, _rows(session.tokens, 0, len(session.tokens) - 1, width))
@@ -80,13 +92,16 @@ def _alone(head: RecurrentHead, session: _Session, wanted: int) -> DraftTree:
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-@pytest.mark.parametrize("seed", range(4))
-def test_drafts_are_those_of_a_fresh_start(tmp_path: Path, kind: str, seed: int) -> None:
+@pytest.mark.parametrize("tree_width", [1, 4])
+@pytest.mark.parametrize("seed", range(2))
+def test_drafts_are_those_of_a_fresh_start(
+    tmp_path: Path, kind: str, tree_width: int, seed: int
+) -> None:
     rng = random.Random(seed)
     # A module keeps keys and values in one place: whoever drafts beside it needs another.
     head, fresh_head = _load(kind, tmp_path / "files"), _load(kind, tmp_path / "files")
     width = head.features.width
-    proposer = _proposer(head, num_pages=40, prefill_budget=7)
+    proposer = _proposer(head, num_pages=40, prefill_budget=7, tree_width=tree_width)
     sessions: dict[int, _Session] = {}
     shared = [rng.randrange(made.VOCAB_SIZE) for _ in range(20)]
     num_drafted = 0
@@ -111,10 +126,11 @@ def test_drafts_are_those_of_a_fresh_start(tmp_path: Path, kind: str, seed: int)
         assert {*done.unfinished, *(name for name, _ in done.drafts)} == set(asked) - {*done.lost}
         for name, tree in done.drafts:
             session = sessions[name]
-            assert tree == _alone(fresh_head, session, len(tree.token_ids))
+            assert tree == _alone(fresh_head, session, len(tree.token_ids), tree_width)
+            assert tree.is_chain or tree_width > 1
             num_drafted += 1
-            accepted = rng.randint(0, len(tree.token_ids))
-            fresh = [*tree.token_ids[:accepted], rng.randrange(made.VOCAB_SIZE)]
+            accepted = _path(tree, rng.randint(-1, len(tree.token_ids) - 1))
+            fresh = [*accepted, rng.randrange(made.VOCAB_SIZE)]
             length = len(session.tokens)
             if length + len(fresh) > 100:
                 proposer.close(name)
@@ -133,7 +149,7 @@ def test_drafts_are_those_of_a_fresh_start(tmp_path: Path, kind: str, seed: int)
 
 def test_gaps_and_rows_of_another_size_lose_the_session(tmp_path: Path) -> None:
     head = _load("eagle", tmp_path / "files")
-    proposer = _proposer(head, 16, 100)
+    proposer = _proposer(head, 32, 100)
     tokens = list(range(1, 9))
     width = head.features.width
     for key, start, rows in (
@@ -150,7 +166,7 @@ def test_gaps_and_rows_of_another_size_lose_the_session(tmp_path: Path) -> None:
 
 def test_a_session_without_all_its_rows_has_no_draft_yet(tmp_path: Path) -> None:
     head = _load("eagle3", tmp_path / "files")
-    proposer = _proposer(head, 16, 100)
+    proposer = _proposer(head, 32, 100)
     tokens = list(range(1, 9))
     proposer.open(1, tokens, GREEDY, 3, 50)
     assert proposer.draft([1]).unfinished == [1]
@@ -166,7 +182,7 @@ def test_a_session_without_all_its_rows_has_no_draft_yet(tmp_path: Path) -> None
 
 def test_a_text_of_one_token_has_no_row_to_draft_from(tmp_path: Path) -> None:
     head = _load("eagle3", tmp_path / "files")
-    proposer = _proposer(head, 16, 100)
+    proposer = _proposer(head, 32, 100)
     proposer.open(1, [5], GREEDY, 3, 50)
     assert proposer.draft([1]).drafts == [(1, DraftTree.chain(1, ()))]
 

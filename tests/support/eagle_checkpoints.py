@@ -82,6 +82,7 @@ def eagle3_tensors(
     hidden_size: int = HIDDEN_SIZE,
     target_hidden: int = HIDDEN_SIZE,
     draft_vocab: int | None = 40,
+    vocab_size: int = VOCAB_SIZE,
     num_layers: int = 1,
     embedding: bool = False,
 ) -> Tensors:
@@ -93,17 +94,17 @@ def eagle3_tensors(
         f"{layer}input_layernorm.weight": _norm(generator, hidden_size),
         f"{layer}hidden_norm.weight": _norm(generator, hidden_size),
         **_layer(generator, layer, hidden_size, 2 * hidden_size),
-        "lm_head.weight": _normal(generator, draft_vocab or VOCAB_SIZE, hidden_size),
+        "lm_head.weight": _normal(generator, draft_vocab or vocab_size, hidden_size),
     }
     for i in range(1, num_layers):
         tensors |= _layer(generator, f"layers.{i}.", hidden_size, hidden_size)
         tensors[f"layers.{i}.input_layernorm.weight"] = _norm(generator, hidden_size)
     if draft_vocab is not None:
-        known = torch.randperm(VOCAB_SIZE, generator=generator)[:draft_vocab].sort().values
+        known = torch.randperm(vocab_size, generator=generator)[:draft_vocab].sort().values
         tensors["d2t"] = known - torch.arange(draft_vocab)
-        tensors["t2d"] = torch.zeros(VOCAB_SIZE, dtype=torch.bool).index_fill(0, known, True)
+        tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, known, True)
     if embedding:
-        tensors["embed_tokens.weight"] = _normal(generator, VOCAB_SIZE, hidden_size)
+        tensors["embed_tokens.weight"] = _normal(generator, vocab_size, hidden_size)
     return tensors
 
 

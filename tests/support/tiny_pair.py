@@ -21,8 +21,14 @@ _IDLE_LAYERS = 12  # take time and change nothing: a draft must be worth waiting
 _TARGET_LAYERS = _DRAFT_LAYERS + _DIFFERING_LAYERS + _IDLE_LAYERS
 
 
-def save_pair(folder: Path, *, eps: float, max_model_len: int = 512) -> tuple[Path, Path]:
-    """Writes `folder`/target and `folder`/draft with one tokenizer; returns both."""
+def save_pair(
+    folder: Path, *, eps: float, max_model_len: int = 512, unit_embedding: bool = False
+) -> tuple[Path, Path]:
+    """Writes `folder`/target and `folder`/draft with one tokenizer; returns both.
+
+    With `unit_embedding` every token's embedding has a root mean square of 1: norming it changes
+    nothing (see `tiny_heads`).
+    """
     tokenizer = byte_level_bpe(_VOCAB_SIZE)
     torch.manual_seed(7)
     target = _model(tokenizer.get_vocab_size(), _TARGET_LAYERS, max_model_len)
@@ -31,6 +37,9 @@ def save_pair(folder: Path, *, eps: float, max_model_len: int = 512) -> tuple[Pa
             if parameter.dim() == 2:
                 # Wide enough for clear winners and varied text; the default is nearly uniform.
                 parameter.normal_(0.0, 0.12)
+        if unit_embedding:
+            rows = target.model.embed_tokens.weight
+            rows.div_(rows.square().mean(dim=-1, keepdim=True).sqrt())
         for i, layer in enumerate(target.model.layers[_DRAFT_LAYERS:]):
             scale = eps if i < _DIFFERING_LAYERS else 0.0
             layer.self_attn.o_proj.weight.mul_(scale)

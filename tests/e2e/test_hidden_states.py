@@ -1,0 +1,63 @@
+"""Methods that read the target's hidden states: speculation changes speed, never text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outrider.cli.client import GenerateOptions
+from outrider.v1 import common_pb2
+from tests.support.tiny_heads import save_eagle, save_eagle3
+from tests.support.tiny_pair import save_pair
+from tests.support.up import Up, complete, running
+
+pytestmark = pytest.mark.timeout(400)
+
+PROMPT = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci("
+SAMPLINGS = {
+    "greedy": {"temperature": 0.0},
+    "seed-1": {"temperature": 1.0, "seed": 1},
+    "top-p": {"temperature": 0.8, "top_p": 0.9, "seed": 2**63 + 5},
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return save_pair(tmp_path_factory.mktemp("unit_pair"), eps=0.1, unit_embedding=True)
+
+
+@pytest.fixture(scope="module", params=["eagle", pytest.param("eagle3", marks=pytest.mark.slow)])
+def stack(
+    request: pytest.FixtureRequest,
+    pair: tuple[Path, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Up]:
+    """One with a module that is often right, one with a module that is hardly ever."""
+    target, draft = pair
+    folder = tmp_path_factory.mktemp("heads") / request.param
+    head = save_eagle(folder, draft) if request.param == "eagle" else save_eagle3(folder, target)
+    with running("--model", target, "--method", request.param, "--draft-model", head) as up:
+        yield up
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+async def test_same_text_for_every_k(stack: Up, sampling: str) -> None:
+    def request(**changes: object) -> GenerateOptions:
+        return GenerateOptions(
+            prompt=PROMPT,
+            max_tokens=40,
+            ignore_eos=True,
+            aux_info=True,
+            **{**SAMPLINGS[sampling], **changes},
+        )
+
+    plain = await complete(stack.grpc, request(speculation=False), timeout_s=120)
+    assert set(plain.kinds) == {common_pb2.TOKEN_KIND_PLAIN}
+    for k in (1, 4, 8):
+        done = await complete(stack.grpc, request(num_speculative_tokens=k), timeout_s=120)
+        assert (done.text, done.token_ids) == (plain.text, plain.token_ids), f"K = {k}"
+        assert done.aux.drafted > 0
+        if sampling == "greedy" and k >= 4 and list(done.aux.proposer_ids) == ["proposer-eagle"]:
+            assert done.aux.accepted > done.aux.rounds
