@@ -17,10 +17,12 @@ from outrider.drafting.head_forward import HeadForward
 from outrider.drafting.heads.base import RecurrentHead
 from outrider.drafting.heads.eagle import load_eagle
 from outrider.drafting.heads.eagle3 import Eagle3Head, load_eagle3
+from outrider.drafting.recurrent import RecurrentProposer
 from outrider.engine.backends import choose_backend
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache import KVPools
 from outrider.errors import ConfigError
+from outrider.params import SamplingParams
 from tests.support import eagle_checkpoints as made
 from tests.support import eagle_reference as reference
 
@@ -367,3 +369,48 @@ def test_other_precisions_say_about_the_same(
     known = exact > -torch.inf
     tolerance = 1e-4 if dtype is torch.float32 else 0.1
     assert float((found[known] - exact[known]).norm() / exact[known].norm()) < tolerance
+
+
+@pytest.mark.parametrize("num_nodes", [1, 5, 12])
+def test_a_tree_holds_the_likeliest_nodes(tmp_path: Path, target: Target, num_nodes: int) -> None:
+    """Of all that there are: found by the formula, best first, each path computed by itself."""
+    tensors = made.eagle3_tensors()
+    tensors["lm_head.weight"] *= 6  # sure enough for trees of some depth
+    folder = made.save_head(tmp_path / "head", tensors, made.LLAMA)
+    head = load_eagle3(folder, target.folder, torch.float64, CPU)
+    run = reference.eagle3(tensors, target.embedding, tensors["lm_head.weight"], made.LLAMA)
+    ids = _target_ids(tensors)
+    rows = made.features(len(TOKENS) - 1, head.features.width)
+    nodes: list[tuple[float, tuple[int, ...]]] = []  # scores and paths
+    found: list[tuple[int, ...]] = []
+
+    def expand(score: float, path: tuple[int, ...]) -> None:
+        states = _fc(tensors)(rows.double())
+        for end in range(len(path) + 1):
+            tokens = torch.tensor([*TOKENS[1:], *path[:end]])
+            logits, state = run(tokens, states)[-1]
+            states = torch.cat((states, state[None]))
+        for token, gain in zip(ids.tolist(), logits.log_softmax(-1).tolist(), strict=True):
+            nodes.append((score + gain, (*path, token)))
+
+    expand(0.0, ())
+    while len(found) < num_nodes:
+        best = max(nodes)
+        nodes.remove(best)
+        found.append(best[1])
+        expand(best[0], best[1])
+    proposer = RecurrentProposer(
+        head,
+        KVPools(32, PAGE_SIZE, head.dtype, CPU),
+        choose_backend(None, head.attention_traits(PAGE_SIZE), CPU),
+        method="eagle3",
+        name="tiny",
+        tree_width=12,
+    )
+    proposer.open(1, TOKENS, SamplingParams(temperature=0.0), num_nodes, 100)
+    proposer.features(1, 0, made.as_bytes(rows))
+    ((_, tree),) = proposer.draft([1]).drafts
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.token_ids, tree.parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    assert paths == found
