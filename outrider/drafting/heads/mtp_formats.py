@@ -132,10 +132,14 @@ _QWEN = MtpFormat(
             typed_layers=True,
             settings={"mlp_only_layers": [], "decoder_sparse_step": 1},
         ),
-        "qwen3_5_text": Family(
-            "qwen3_5", "Qwen3_5", "Text", typed_layers=True, llama=True, gated=True
+        **dict.fromkeys(
+            ("qwen3_5", "qwen3_5_text"),
+            Family("qwen3_5", "Qwen3_5", "Text", typed_layers=True, llama=True, gated=True),
         ),
-        "qwen3_5_moe_text": Family("qwen3_5_moe", "Qwen3_5Moe", "Text", typed_layers=True),
+        **dict.fromkeys(
+            ("qwen3_5_moe", "qwen3_5_moe_text"),
+            Family("qwen3_5_moe", "Qwen3_5Moe", "Text", typed_layers=True),
+        ),
     },
 )
 _QWEN2 = Family("qwen2", "Qwen2", typed_layers=True, llama=True)
