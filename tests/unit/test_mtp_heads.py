@@ -63,7 +63,7 @@ class Runner:
 
     def __init__(self, head: MtpHead) -> None:
         self.head = head
-        self.pools = KVPools(8, PAGE_SIZE, torch.float32, CPU)
+        self.pools = KVPools(8, PAGE_SIZE, head.dtype, CPU)
         self.backend = choose_backend(None, head.attention_traits(PAGE_SIZE), CPU)
         head.bind(self.pools)
 
@@ -139,6 +139,22 @@ def test_a_tree_node_sees_its_ancestors_only(case: str, tmp_path: Path) -> None:
         above = torch.cat([features, states[path]])
         logits = expected.rows(tokens + [nodes[i] for i in path], above)[2]
         assert_close(head.logits(outputs[path[-1] : path[-1] + 1])[0], logits[-1])
+
+
+@pytest.mark.parametrize("case", ["deepseek in its target", "qwen3_5_moe", "qwen3_5 dense"])
+def test_half_precision_says_much_the_same(case: str, tmp_path: Path) -> None:
+    make, as_reference = FORMATS[case]
+    checkpoint = make()
+    expected = as_reference(checkpoint)
+    assert isinstance(expected, reference.Reference)
+    head = load_mtp(*checkpoint.write(tmp_path), torch.bfloat16, CPU, max_model_len=16)
+    assert (head.dtype, head.max_model_len) == (torch.bfloat16, 16)
+    tokens, features = made_up(16)
+    outputs = Runner(head).feed(tokens, head.begin(features), 0, step=0)
+    alike = torch.cosine_similarity(
+        head.logits(outputs).double(), expected.rows(tokens, features)[2], dim=-1
+    )
+    assert alike.median() > 0.995  # an expert more or less makes a row differ
 
 
 def test_raw_and_normed_feedback_differ() -> None:
