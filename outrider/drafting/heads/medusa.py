@@ -54,14 +54,7 @@ class MedusaHead:
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
         """What head `depth` says: [n, hidden] to float32 [n, vocab], -inf for unknown tokens."""
-        x = states
-        for layer in self._blocks[depth]:
-            x = x + F.silu(layer(x))
-        known = self._lm_heads[depth](x).float()
-        if self._token_map is None:
-            return known
-        logits = known.new_full((len(known), self.vocab_size), -torch.inf)
-        return logits.index_copy_(1, self._token_map, known)
+        return self._spread(self._lm_heads[depth](self._hidden(states, depth)))
 
     def begin(self, states: Tensor) -> Tensor:
         return states.to(self._dtype)
@@ -81,14 +74,35 @@ class MedusaHead:
         count = min(width, max(sizes))
         ids: list[Tensor] = []
         log_probs: list[Tensor] = []
-        for depth in range(min(self.max_depth, max(sizes))):
-            found = draws.likeliest(self.logits(states, depth)[:, None], depth, count)
+        for depth, logits in enumerate(self._all_logits(states, min(self.max_depth, max(sizes)))):
+            found = draws.likeliest(logits[:, None], depth, count)
             ids.append(found[0])
             log_probs.append(found[1])
         by_row = zip(
             torch.cat(ids, 1).tolist(), torch.cat(log_probs, 1).tolist(), sizes, strict=True
         )
         return [best_products(*row) for row in by_row]
+
+    def _all_logits(self, states: Tensor, num_heads: int) -> list[Tensor]:
+        if len(set(map(id, self._lm_heads))) > 1:
+            return [self.logits(states, depth) for depth in range(num_heads)]
+        # One product of all: the layer is large, and read once instead of once a head.
+        hidden = torch.cat([self._hidden(states, depth) for depth in range(num_heads)])
+        return list(self._spread(self._lm_heads[0](hidden)).chunk(num_heads))
+
+    def _hidden(self, states: Tensor, depth: int) -> Tensor:
+        x = states
+        for layer in self._blocks[depth]:
+            x = x + F.silu(layer(x))
+        return x
+
+    def _spread(self, known: Tensor) -> Tensor:
+        """Logits of the known tokens as those of all."""
+        known = known.float()
+        if self._token_map is None:
+            return known
+        logits = known.new_full((len(known), self.vocab_size), -torch.inf)
+        return logits.index_copy_(1, self._token_map, known)
 
 
 class _Layout(NamedTuple):
