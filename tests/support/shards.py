@@ -79,11 +79,12 @@ def _generate(
     while left:
         for i in left if truth is not None else ():
             assert truth is not None
-            future = [t if rng.random() < 0.8 else 3 for t in truth[i][len(said[i]) :][:K]]
+            future = [t if rng.random() < 0.8 else 3 for t in truth[i][len(said[i]) :][: K // 2]]
+            # Before each node a sibling that is wrong: what is accepted has to move.
             tree = DraftTree.validated(
                 len(prompts[i]) + len(said[i]),
-                future,
-                list(range(-1, len(future) - 1)),
+                [token for t in future for token in (4, t)],
+                [2 * depth - 1 for depth in range(len(future)) for _ in range(2)],
                 vocab_size=engine.info.vocab_size,
                 max_nodes=8,
             )
