@@ -23,7 +23,7 @@ from outrider.features import FeatureBatch, FeatureOrder, FeatureRows, FeatureSp
 
 log = logging.getLogger(__name__)
 
-MAX_ROWS = 512  # of one session at once, so that no other waits long
+MAX_ROWS = 1024  # of one session at once, so that no other waits long
 HELD_ROWS = 64  # fewer of one that wants no draft stay in the pool, where they cost nothing
 
 

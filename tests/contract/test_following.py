@@ -64,7 +64,7 @@ async def test_a_proposer_that_rested_has_every_token_and_every_state(temperatur
     aux = output.aux_info
     assert aux.k_histogram[0] >= MAX_LEN - SPELL - len(prompt) - 4, "the spells without"
     assert aux.drafted > 0
-    assert (method.wrong, len(method.sessions_seen)) == (0, 1), "nothing was missing"
+    assert (method.wrong, len(method.seen)) == (0, 1), "nothing was missing"
     assert method.rows_seen >= SPELL
     # Without drafts: 64 tokens, the rest with the wish for a draft, and what is left at the end.
     assert method.commits <= SPELL + 3
