@@ -16,7 +16,7 @@ from outrider.engine.rules import RuledRow, apply_rules, is_coupled, lane_of
 from outrider.engine.sampling import Lane, SamplingBatch, sample
 from outrider.engine.step import ScheduledRow, Step, StepResult
 from outrider.engine.tree_mask import depths
-from outrider.engine.tree_walk import padded, per_row, walk_trees
+from outrider.engine.tree_walk import padded, path_order, per_row, walk_trees
 from outrider.engine.verifier import verify_rows
 from outrider.params import SamplingParams
 from outrider.types import TokenLogprobs
@@ -85,16 +85,17 @@ class Runner:
         if not rows:
             return Verified(torch.empty((0, 1), dtype=torch.int64))
         drawn = self._draw(logits, rows)
+        tell = any(row.seq.request.top_logprobs is not None for row in rows)
         order = None
         if any(row.slice.parents for row in rows):
             walk = walk_trees(drawn, rows, self.model.page_size)
             self.model.move_slots(walk.source, walk.target)
-            tokens, order = walk.tokens, walk.order
+            tokens = walk.tokens
+            if tell:
+                order = path_order(walk.at, [row.slice.num_logits for row in rows])
         else:
             tokens = self._compared(drawn, rows)
-        logprobs = None
-        if any(row.seq.request.top_logprobs is not None for row in rows):
-            logprobs = drawn_logprobs(logits, drawn, asked(rows), order)
+        logprobs = drawn_logprobs(logits, drawn, asked(rows), order) if tell else None
         return Verified(tokens, logprobs)
 
     def _compared(self, drawn: Tensor, rows: list[ScheduledRow]) -> Tensor:

@@ -4,11 +4,11 @@ A bucket is R rows of exactly Q tokens. A row with fewer tokens is filled up at 
 fewer rows by whole rows; what fills up is *inert*: its keys and values go to the scratch page, its
 outputs are not looked at. A row's length in the bucket is start + Q, so that its last query, inert
 or not, is its last key, as attention kernels have it; causality hides inert keys from real queries.
+Draft trees run in buckets of their own, whose attention also reads who descends from whom.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -22,12 +22,14 @@ from torch import Tensor
 from outrider.engine.batch import PackedBatch
 from outrider.engine.rules import is_coupled
 from outrider.engine.sampling import seed_keys
+from outrider.engine.static_trees import TreeViews
 from outrider.engine.step import ScheduledRow
+from outrider.engine.tree_mask import TreeMask
+from outrider.engine.twins import Twins
 from outrider.engine.verifier import VerifyBatch
 from outrider.params import SamplingParams
 
 _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)  # then every 64th
-_ALIGNMENT = 256  # bytes: kernels read their inputs in wide words
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -36,17 +38,21 @@ class Bucket:
 
     query_len: int
     rows: int
+    trees: bool = False  # of rows that hold trees, or chains
 
     @property
     def tokens(self) -> int:
         return self.rows * self.query_len
 
 
-def make_buckets(max_num_seqs: int, query_lens: Sequence[int]) -> list[Bucket]:
-    """All buckets for up to `max_num_seqs` rows, smallest first."""
+def make_buckets(
+    max_num_seqs: int, query_lens: Sequence[int], tree_lens: Sequence[int] = ()
+) -> list[Bucket]:
+    """All buckets for up to `max_num_seqs` rows, smallest first; `tree_lens` with trees."""
     sizes = (*_ROWS, *range(128, max_num_seqs, 64))
-    rows = [size for size in sizes if size < max_num_seqs]
-    return sorted(Bucket(q, n) for q in set(query_lens) for n in (*rows, max_num_seqs))
+    rows = (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
+    shapes = {(q, False) for q in query_lens} | {(q, True) for q in tree_lens}
+    return sorted(Bucket(q, n, trees) for q, trees in shapes for n in rows)
 
 
 def cuts(params: SamplingParams) -> bool:
@@ -64,6 +70,7 @@ class StaticSizes:
     max_model_len: int
     page_size: int
     scratch_page: int
+    trees: bool = False  # some bucket holds them
 
     @property
     def max_seq_len(self) -> int:
@@ -73,37 +80,6 @@ class StaticSizes:
     @property
     def table_width(self) -> int:
         return -(-self.max_seq_len // self.page_size)
-
-
-class _Twins:
-    """Named arrays in one buffer on the host (pinned for CUDA), and the same on the device."""
-
-    def __init__(
-        self, fields: dict[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device
-    ) -> None:
-        self.offsets: dict[str, int] = {}
-        end = 0
-        for name, (dtype, shape) in fields.items():
-            self.offsets[name] = -(-end // _ALIGNMENT) * _ALIGNMENT
-            end = self.offsets[name] + dtype.itemsize * math.prod(shape)
-        self._host = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._device = torch.zeros(end, dtype=torch.uint8, device=device)
-        self._fields = fields
-
-    def host(self, name: str) -> NDArray[Any]:
-        return self._view(self._host, name).numpy()
-
-    def device(self, name: str) -> Tensor:
-        return self._view(self._device, name)
-
-    def first(self, end: int) -> tuple[Tensor, Tensor]:
-        """The first `end` bytes on the host and on the device."""
-        return self._host[:end], self._device[:end]
-
-    def _view(self, buffer: Tensor, name: str) -> Tensor:
-        dtype, shape = self._fields[name]
-        start = self.offsets[name]
-        return buffer[start : start + dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,6 +93,7 @@ class _BucketViews:
     seq_lens: NDArray[Any]  # int32 [rows]
     first_pages: NDArray[Any]  # int64 [rows, 1]: where each row's page table starts
     steps: NDArray[Any]  # int64 [query_len]: 0, 1, ...
+    trees: TreeViews | None
     on_host: Tensor  # the bytes that hold all of it,
     on_device: Tensor  # and their place there
 
@@ -145,7 +122,12 @@ class StaticInputs:
     def __init__(self, sizes: StaticSizes, device: torch.device) -> None:
         self._sizes = sizes
         rows, tokens = sizes.rows, sizes.rows * sizes.query_len
-        self._twins = twins = _Twins(
+        trees: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "tree_starts": (torch.int32, (rows,)),
+            "visible": (torch.int64, (tokens,)),
+            "parents": (torch.int64, (tokens,)),
+        }
+        self._twins = twins = Twins(
             {
                 "input_ids": (torch.int64, (tokens,)),
                 "positions": (torch.int64, (tokens,)),
@@ -154,6 +136,7 @@ class StaticInputs:
                 "temperature": (torch.float32, (rows,)),
                 "draft_lens": (torch.int32, (rows,)),
                 "seq_lens": (torch.int32, (rows,)),
+                **(trees if sizes.trees else {}),
                 "block_table": (torch.int32, (rows, sizes.table_width)),
             },
             device,
@@ -188,7 +171,18 @@ class StaticInputs:
             context_lens=(self._sizes.max_seq_len,) * rows,
             page_size=self._sizes.page_size,
             recorded=True,
+            trees=TreeMask(
+                starts=twins.device("tree_starts")[:rows],
+                visible=twins.device("visible")[:tokens],
+            )
+            if bucket.trees
+            else None,
         )
+
+    def parents(self, bucket: Bucket) -> Tensor:
+        """Of a bucket's nodes, int64 [rows, query_len - 1]: a view of the device's buffer."""
+        parents = self._twins.device("parents")[: bucket.tokens]
+        return parents.view(bucket.rows, -1)[:, :-1]
 
     def verify_batch(self, bucket: Bucket) -> VerifyBatch:
         """What a bucket's verification reads: views of the device's buffer."""
@@ -248,6 +242,8 @@ class StaticInputs:
             to.input_ids.fill(0)
             to.input_ids[real] = flat
             to.slots[~real] = sizes.scratch_page * sizes.page_size
+        if to.trees is not None:
+            to.trees.plant(slices, to.seq_lens, to.positions)
         return any_apart
 
     def _view(self, bucket: Bucket) -> _BucketViews:
@@ -265,6 +261,13 @@ class StaticInputs:
             seq_lens=host("seq_lens")[:rows],
             first_pages=np.arange(rows)[:, None] * self._sizes.table_width,
             steps=np.arange(bucket.query_len),
+            trees=TreeViews(
+                starts=host("tree_starts")[:rows],
+                visible=host("visible")[:tokens].reshape(shape),
+                parents=host("parents")[:tokens].reshape(shape),
+            )
+            if bucket.trees
+            else None,
             on_host=on_host,
             on_device=on_device,
         )

@@ -14,48 +14,59 @@ from outrider.engine.verifier import verify_trees
 
 
 class Walk(NamedTuple):
-    """What came of rows of which some carry a tree; on the model's device."""
+    """Paths along n trees, on the device of what was drawn."""
 
     tokens: Tensor
-    """int64 [rows, 2 + depth]: per row, nodes accepted, then what the target chose along them and
-    after the last, padded."""
-    order: Tensor  # int64 [num_logits]: per row, the logits along the path come first
-    source: Tensor  # int64 [m]: where the keys of the path are,
-    target: Tensor  # and the slots that they have in the text; all others are their own source
+    """int64 [n, 2 + depth]: nodes accepted, then what the target chose along them and after the
+    last, padded."""
+    at: Tensor  # int64 [n, 1 + depth]: of these choices, the place in the tree's; then anything
+    source: Tensor  # int64 [n * depth]: the slots of the path's nodes,
+    target: Tensor  # and those that they have in the text; all others are their own source
+
+
+def walk(drafts: Tensor, parents: Tensor, choices: Tensor, slots: Tensor, depth: int) -> Walk:
+    """`verify_trees`, and what follows from it. `slots` int64 [n, k] are the nodes'.
+
+    Of smaller trees they are padded with slots that may be written what they hold.
+    """
+    path = verify_trees(drafts, parents, choices, depth)
+    at = torch.nn.functional.pad(path + 1, (1, 0))
+    accepted = (path >= 0).sum(dim=1, keepdim=True)
+    target = slots[:, :depth]
+    source = torch.where(path >= 0, slots.gather(1, path.clamp(min=0)), target)
+    tokens = torch.cat((accepted, choices.gather(1, at)), dim=1)
+    return Walk(tokens, at, source.flatten(), target.flatten())
 
 
 def walk_trees(drawn: Tensor, rows: Sequence[ScheduledRow], page_size: int) -> Walk:
     """Walks along every row's tree, or chain. `drawn` int64 [num_logits], of these rows."""
     device = drawn.device
     parents = [row.slice.parents or chain_parents(len(row.draft)) for row in rows]
-    depth = max([max(depths(each), default=-1) for each in parents]) + 1
     counts = [row.slice.num_logits for row in rows]
-    width = max(counts)
-    slots = padded([_slots(row, page_size) for row in rows], width - 1, None)
-    choices = per_row(drawn, counts)
-    path = verify_trees(
-        padded([row.draft for row in rows], width - 1, -1).to(device, non_blocking=True),
-        padded(parents, width - 1, -1).to(device, non_blocking=True),
-        choices,
-        depth,
+    width = max(counts) - 1
+    packed = (
+        padded([row.draft for row in rows], width, -1),
+        padded(parents, width, -1),
+        padded([_slots(row, page_size) for row in rows], width, None),
     )
-    at = torch.nn.functional.pad(path + 1, (1, 0))  # [rows, 1 + depth]; after the end: anything
-    accepted = (path >= 0).sum(dim=1, keepdim=True)
-    starts = torch.tensor(counts).cumsum(0) - torch.tensor(counts)
-    row_of = torch.arange(len(rows)).repeat_interleave(torch.tensor(counts))
-    place = torch.arange(len(row_of)) - starts[row_of]
-    row_of, place, starts = (
-        each.to(device, non_blocking=True) for each in (row_of, place.clamp(max=depth), starts)
+    drafts, parents_, slots = (each.to(device, non_blocking=True) for each in packed)
+    depth = 1 + max([max(depths(each), default=-1) for each in parents])
+    return walk(drafts, parents_, per_row(drawn, counts), slots, depth)
+
+
+def path_order(at: Tensor, counts: Sequence[int]) -> Tensor:
+    """Which logits to tell of, in the place of each: int64 [sum of counts].
+
+    Of a row's those along its path, `Walk.at`, come first.
+    """
+    lens = torch.tensor(counts)
+    starts = lens.cumsum(0) - lens
+    row_of = torch.arange(len(counts)).repeat_interleave(lens)
+    place = (torch.arange(len(row_of)) - starts[row_of]).clamp(max=at.shape[1] - 1)
+    row_of, place, first = (
+        each.to(at.device, non_blocking=True) for each in (row_of, place, starts[row_of])
     )
-    slots = slots.to(device, non_blocking=True)
-    target = slots[:, :depth]
-    source = torch.where(path >= 0, slots.gather(1, path.clamp(min=0)), target)
-    return Walk(
-        tokens=torch.cat((accepted, choices.gather(1, at)), dim=1),
-        order=starts[row_of] + at[row_of, place],
-        source=source.flatten(),
-        target=target.flatten(),
-    )
+    return first + at[row_of, place]
 
 
 def per_row(values: Tensor, counts: Sequence[int]) -> Tensor:

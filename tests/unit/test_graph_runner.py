@@ -10,7 +10,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,10 +21,12 @@ from outrider.engine.engine import Engine
 from outrider.engine.loader import build_paged_model
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.policy import Policy
+from outrider.engine.rules import is_coupled
 from outrider.engine.runner import Pending, Runner
 from outrider.engine.sequence import Drafting, Sequence
 from outrider.engine.static_step import Bucket, StaticInputs, StaticSizes, cuts, make_buckets
-from outrider.engine.step import ScheduledRow, Step
+from outrider.engine.step import ScheduledRow, Step, StepResult
+from outrider.engine.tree_mask import chain_parents
 from outrider.engine.verifier import choose_and_verify
 from outrider.params import (
     SamplingParams,
@@ -96,7 +98,9 @@ def fill_pools(model: PagedModel, seed: int) -> None:
             tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype))
 
 
-def make_row(rng: random.Random, num_drafts: int, pages: list[int], vocab: int) -> ScheduledRow:
+def make_row(
+    rng: random.Random, num_drafts: int, pages: list[int], vocab: int, trees: bool = False
+) -> ScheduledRow:
     start = rng.randint(0, MAX_MODEL_LEN - 1 - num_drafts)
     tokens = tuple(rng.randrange(vocab) for _ in range(1 + num_drafts))
     needed = min(-(-(start + len(tokens)) // PAGE_SIZE) + rng.randint(0, 2), MAX_PAGES)
@@ -116,30 +120,35 @@ def make_row(rng: random.Random, num_drafts: int, pages: list[int], vocab: int) 
     seq.block_table = [pages.pop() for _ in range(min(needed, len(pages)))]
     while len(seq.block_table) * PAGE_SIZE < start + len(tokens):
         start -= 1
-    return ScheduledRow(seq, RowSlice(tokens, start, seq.block_table, len(tokens)), tokens[1:])
+    plain = is_coupled(seq.request) and not seq.edits_logits
+    parents: tuple[int, ...] = ()
+    if trees and plain and num_drafts and rng.random() < 0.7:
+        parents = tuple(rng.randint(-1, i - 1) for i in range(num_drafts))
+    piece = RowSlice(tokens, start, seq.block_table, len(tokens), parents)
+    return ScheduledRow(seq, piece, tokens[1:])
 
 
-def make_step(rng: random.Random, num_drafts: list[int], vocab: int) -> Step:
+def make_step(rng: random.Random, num_drafts: list[int], vocab: int, trees: bool = False) -> Step:
     pages = rng.sample(range(NUM_PAGES), NUM_PAGES)
     rows = []
     for i, drafts in enumerate(num_drafts):
         share = [pages.pop() for _ in range(len(pages) // (len(num_drafts) - i))]
-        rows.append(make_row(rng, drafts, share, vocab))
+        rows.append(make_row(rng, drafts, share, vocab, trees))
     return Step(tuple(rows), sum(n + 1 for n in num_drafts), ())
 
 
 def with_true_drafts(step: Step, runner: Runner, rng: random.Random) -> Step:
     """The same step with some drafts replaced by what the target chooses."""
     for _ in range(K):
-        choices = runner.launch(step).wait().choices
+        drawn = runner._draw(runner.forward(step), list(step.rows)).tolist()
         rows = []
-        for row, chosen in zip(step.rows, choices, strict=True):
+        for row in step.rows:
             tokens = list(row.slice.token_ids)
-            for i in range(1, len(tokens)):
+            chosen, drawn = drawn[: len(tokens)], drawn[len(tokens) :]
+            for i, parent in enumerate(row.slice.parents or chain_parents(len(row.draft))):
                 if rng.random() < 0.8:
-                    tokens[i] = chosen[i - 1]
-            start, table = row.slice.start, row.slice.block_table
-            piece = RowSlice(tuple(tokens), start, table, len(tokens))
+                    tokens[1 + i] = chosen[1 + parent]
+            piece = row.slice._replace(token_ids=tuple(tokens))
             rows.append(ScheduledRow(row.seq, piece, tuple(tokens[1:])))
         step = Step(tuple(rows), step.num_tokens, ())
     return step
@@ -150,24 +159,30 @@ steps = st.lists(st.integers(0, K), min_size=1, max_size=7)
 
 @pytest.fixture(scope="module")
 def graphs(model: PagedModel) -> GraphRunner:
-    return GraphRunner(
-        model, make_buckets(7, (1, 3, K + 1)), record=rerun, choose_and_verify=choose_and_verify
-    )
+    buckets = make_buckets(7, (1, 3, K + 1), (K + 1, 9))
+    return GraphRunner(model, buckets, record=rerun, choose_and_verify=choose_and_verify)
 
 
 @settings(
-    max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=90, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(num_drafts=steps, seed=st.integers(0, 2**32))
+@given(
+    num_drafts=steps | st.lists(st.integers(0, 8), min_size=1, max_size=4),
+    seed=st.integers(0, 2**32),
+    trees=st.booleans(),
+)
 def test_recorded_steps_equal_eager_ones(
-    model: PagedModel, graphs: GraphRunner, num_drafts: list[int], seed: int
+    model: PagedModel, graphs: GraphRunner, num_drafts: list[int], seed: int, trees: bool
 ) -> None:
     rng = random.Random(seed)
     eager = Runner(model)
-    step = with_true_drafts(make_step(rng, num_drafts, model.vocab_size), eager, rng)
+    step = with_true_drafts(make_step(rng, num_drafts, model.vocab_size, trees), eager, rng)
+    assume(max(num_drafts) <= K or any(row.slice.parents for row in step.rows))
     expected = eager.launch(step).wait()
+    kept = kept_keys(model, step, expected)
     left_to_eager = count_launches(graphs)
     result = graphs.launch(step).wait()
+    torch.testing.assert_close(kept_keys(model, step, result), kept)
     assert not left_to_eager
     assert list(result.accepted) == list(expected.accepted)
     for row, got, want in zip(step.rows, result.choices, expected.choices, strict=True):
@@ -177,6 +192,16 @@ def test_recorded_steps_equal_eager_ones(
     for got_one, want_one in told:
         assert got_one.logprob == pytest.approx(want_one.logprob)
         assert [token for token, _ in got_one.top] == [token for token, _ in want_one.top]
+
+
+def kept_keys(model: PagedModel, step: Step, result: StepResult) -> Tensor:
+    """What a step left behind of the texts that it confirmed: compacted, if there were trees."""
+    slots = []
+    for row, accepted in zip(step.rows, result.accepted, strict=True):
+        for place in range(row.slice.start, row.slice.start + 1 + accepted):
+            page, offset = divmod(place, PAGE_SIZE)
+            slots.append(row.slice.block_table[page] * PAGE_SIZE + offset)
+    return torch.cat(model.pools.layer(2).gather(torch.tensor(slots)))
 
 
 def test_what_fills_up_changes_no_real_logit(model: PagedModel) -> None:
@@ -273,6 +298,7 @@ def tensors(inputs: StaticInputs, bucket: Bucket) -> list[Tensor]:
 
 def test_buckets_hold_any_number_of_rows() -> None:
     assert make_buckets(1, (1, 5)) == [Bucket(1, 1), Bucket(5, 1)]
+    assert make_buckets(1, (1, 5), (5,)) == [Bucket(1, 1), Bucket(5, 1), Bucket(5, 1, trees=True)]
     assert [b.rows for b in make_buckets(20, (5,))] == [1, 2, 4, 8, 16, 20]
     assert [b.rows for b in make_buckets(300, (1,))][-5:] == [96, 128, 192, 256, 300]
     assert len(make_buckets(4, (1, 1))) == 3  # K = 0
@@ -309,6 +335,10 @@ class RecordableHashModel(HashModel):
             out[i] = torch.from_numpy(self._logits(np.array([state], np.uint64)))[0]
         return out
 
+    def move_slots(self, source: Tensor, target: Tensor) -> None:
+        real = target < self.num_pages * self.page_size
+        super().move_slots(source[real], target[real])
+
 
 class GraphScenario(Scenario):
     """The engine's property test, with recorded steps."""
@@ -316,7 +346,7 @@ class GraphScenario(Scenario):
     def __init__(self, rng: random.Random, config: EngineConfig, policy: Policy) -> None:
         super().__init__(rng, config, policy)
         self.model = model = RecordableHashModel(config.page_size, config.num_pages)
-        buckets = make_buckets(config.max_num_seqs, (1, 3, 5))
+        buckets = make_buckets(config.max_num_seqs, (1, 3, 5), (5, 9))
         self.graphs = GraphRunner(model, buckets, record=rerun, choose_and_verify=choose_and_verify)
         self.engine = Engine(
             model, config, eos_token_ids=EOS, policy=policy, runner=self.graphs, clock=self.clock

@@ -20,6 +20,7 @@ from outrider.engine.cuda.graphs import Record, Work
 from outrider.engine.runner import Pending, Runner, to_logprobs
 from outrider.engine.static_step import Bucket, StaticInputs, StaticSizes
 from outrider.engine.step import Step, StepResult
+from outrider.engine.tree_walk import walk
 from outrider.engine.verifier import ChooseAndVerify, VerifyBatch
 
 
@@ -47,6 +48,7 @@ class _Recorded:
     verified: Tensor  # int32 [rows, 1 + query_len]: per row, drafts accepted and then choices
     on_host: Tensor  # a place for the same
     work: Work
+    walk: Work | None  # along the trees, in `verified`; not for draws that are not recorded
 
 
 class GraphRunner:
@@ -71,7 +73,12 @@ class GraphRunner:
         self._runner = Runner(model)
         self._choose_and_verify = choose_and_verify
         sizes = StaticSizes(
-            rows, query_len, model.max_model_len, model.page_size, model.scratch_page
+            rows,
+            query_len,
+            model.max_model_len,
+            model.page_size,
+            model.scratch_page,
+            trees=any(bucket.trees for bucket in buckets),
         )
         device = model.device
         self._inputs = StaticInputs(sizes, device)
@@ -100,6 +107,8 @@ class GraphRunner:
         self._marks.mark(0)
         self._inputs.copy(bucket)
         recorded.work()
+        if recorded.walk is not None and not any_apart:
+            recorded.walk()
         self._marks.mark(1)
         verified, on_host, logprobs = recorded.verified, recorded.on_host, None
         if any_apart:  # sorts and edits, of a size that follows the numbers: not recorded
@@ -121,6 +130,8 @@ class GraphRunner:
             for _ in range(repeats):
                 self._marks.mark(0)
                 recorded.work()
+                if recorded.walk is not None:
+                    recorded.walk()
                 self._marks.mark(1)
                 self._marks.mark(2)
                 seconds.append(self._marks.wait()[0])
@@ -132,11 +143,15 @@ class GraphRunner:
         lengths = [len(row.slice.token_ids) for row in step.rows]
         if lengths != [row.slice.num_logits for row in step.rows]:
             return None
-        if any(row.slice.parents for row in step.rows):
-            return None
         longest = max(lengths)
+        ends = [
+            row.slice.start + len(row.slice.token_ids) for row in step.rows if row.slice.parents
+        ]
+        if max(ends, default=0) > self._model.max_model_len:
+            return None  # nodes lie where a bucket has no slots: see `StaticInputs.fill`
         for bucket in self._buckets:
-            if bucket.query_len >= longest and bucket.rows >= len(lengths):
+            fits = bucket.query_len >= longest and bucket.rows >= len(lengths)
+            if fits and bucket.trees == bool(ends):
                 return bucket
         return None
 
@@ -153,7 +168,25 @@ class GraphRunner:
             logits = self._model.logits(batch, self._logits[: bucket.tokens])
             self._choose_and_verify(logits, verify_batch, verified)
 
-        return _Recorded((batch, verify_batch), verified, on_host, record(work))
+        inputs = (batch, verify_batch)
+        recorded = record(work)
+        if not bucket.trees:
+            return _Recorded(inputs, verified, on_host, recorded, None)
+        parents = self._inputs.parents(bucket)
+
+        @torch.inference_mode()
+        def walk_trees() -> None:
+            real = torch.arange(bucket.query_len - 1, device=parents.device)
+            drafts = torch.where(
+                real < verify_batch.draft_lens[:, None], verify_batch.input_ids[:, 1:], -1
+            )
+            slots = batch.slot_mapping.view(shape[0], -1)[:, 1:]
+            choices = verified[:, 1:].long()
+            walked = walk(drafts, parents, choices, slots, bucket.query_len - 1)
+            verified.copy_(walked.tokens)
+            self._model.move_slots(walked.source, walked.target)
+
+        return _Recorded(inputs, verified, on_host, recorded, record(walk_trees))
 
     def _real_logits(self, step: Step, bucket: Bucket) -> Tensor:
         """The logits of the tokens that are not inert, as an eager forward returns them."""
