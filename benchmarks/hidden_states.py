@@ -4,12 +4,12 @@
         [--model TARGET] [--draft-model FOLDER] [--temperatures 0 1] [--tree-nodes 8 16]
 
 Engine and proposer take turns in one process, a request at a time, float32, on held-out prompts.
-Each head drafts chains of K tokens and, where it can, trees of several sizes; beside it stand a
-draft model and no speculation. Every prompt runs under all of them, one right after the other and
-in changing order. `length` is 1 + accepted tokens per round with a draft; the positions say in how
-many of these rounds at least so many tokens were accepted; `draft` is the time inside the module
-per round, `state` what it was sent of the target's states per token. Texts must be those of no
-speculation: exits with 1 if one is not.
+Each head drafts chains of K tokens and trees of several sizes; beside it stand a draft model and no
+speculation. Every prompt runs under all of them, one right after the other and in changing order.
+`length` is 1 + accepted tokens per round with a draft; the positions say in how many of these
+rounds at least so many tokens were accepted; `draft ms` is the time inside the module per round,
+`state B` what it was sent of the target's states per token. Texts must be those of no speculation:
+exits with 1 if one is not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
@@ -28,11 +28,8 @@ import torch
 from benchmarks import prompts, report
 from outrider.config import EngineConfig
 from outrider.drafting.draft_model import DraftModelProposer
-from outrider.drafting.heads.medusa import load_medusa
-from outrider.drafting.heads.mlp_speculator import load_mlp_speculator
 from outrider.drafting.llama_chains import LlamaChains
-from outrider.drafting.one_shot import TREE_WIDTH, OneShotHead, OneShotProposer
-from outrider.drafting.proposer import FeatureProposer, Proposer
+from outrider.drafting.proposer import TREE_WIDTH, FeatureProposer, Proposer
 from outrider.engine.engine import Engine
 from outrider.engine.feature_streams import FeatureStreams
 from outrider.engine.loader import load_model
@@ -46,11 +43,6 @@ from proposer_service.config import HEAD_CONFIGS
 from proposer_service.heads import build_head
 
 PAGE_SIZE, NUM_PAGES = 16, 64
-_ONE_SHOT: dict[str, Callable[[Path, Path, torch.dtype, torch.device], OneShotHead]] = {
-    "medusa": load_medusa,
-    "mlp_speculator": load_mlp_speculator,
-}
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -197,22 +189,14 @@ def heads(
             raise ConfigError(
                 f"--head {method}=...: the method is one of {', '.join(HEAD_CONFIGS)}."
             )
-        if method not in _ONE_SHOT:
-            config = HEAD_CONFIGS[method](model=name, target_model=str(target), max_draft_tokens=k)
-            proposer, _ = build_head(config, max_sessions=1, prefill_budget=256)
-            found.append(Contender(method, "chain", k, proposer))
-            continue
-        folder = resolve_model(name, "draft")
-        head = _ONE_SHOT[method](folder, target, torch.float32, _CPU)
         for shape, size in (("chain", k), *(("tree", nodes) for nodes in tree_nodes)):
-            proposer = OneShotProposer(
-                head,
-                method=method,
-                name=name,
-                max_sessions=1,
+            config = HEAD_CONFIGS[method](
+                model=name,
+                target_model=str(target),
                 max_draft_tokens=size,
                 tree_width=1 if shape == "chain" else TREE_WIDTH,
             )
+            proposer, _ = build_head(config, max_sessions=1, prefill_budget=256)
             found.append(Contender(method, shape, size, proposer))
     return found
 

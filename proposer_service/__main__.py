@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from outrider.drafting.proposer import TREE_WIDTH
 from outrider.drafting.suffix_settings import SuffixSettings
 from outrider.errors import OutriderError
 from outrider.rpc.codec import METHOD_ALIASES, METHODS
@@ -94,6 +95,13 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
         "--target-model",
         default="embedded",
         help="methods that read hidden states: the model that the scorer serves",
+    )
+    add(
+        "--tree-width",
+        type=int,
+        default=TREE_WIDTH,
+        help="methods that read hidden states: children of a node of the draft tree that are "
+        "looked at, and nodes of a depth that may get some; 1: drafts are chains",
     )
     add(
         "--project-features",
@@ -217,6 +225,7 @@ def _model(name: str, args: argparse.Namespace, common: dict[str, Any]) -> Model
             | {
                 "dtype": args.dtype or ("bfloat16" if on_cuda else draft.dtype),
                 "target_model": args.target_model,
+                "tree_width": args.tree_width,
                 "project_features": args.project_features,
             }
         )

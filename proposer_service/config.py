@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Final, Literal
 
+from outrider.drafting.proposer import TREE_WIDTH
 from outrider.drafting.suffix_settings import SuffixSettings
 from outrider.errors import ConfigError
 from outrider.params import MAX_SPECULATIVE_TOKENS
@@ -90,6 +91,8 @@ class HeadConfig(ModelConfig):
 
     target_model: str = "embedded"
     """As `model`: what it was trained for, whose embedding and head it shares."""
+    tree_width: int = TREE_WIDTH
+    """1: drafts are chains."""
     project_features: bool = False
     """eagle3: let the scorer apply the module's first product."""
 
@@ -100,6 +103,8 @@ class HeadConfig(ModelConfig):
                 f"--method {self.name} needs --model: the folder or the Hugging Face id of its "
                 "checkpoint."
             )
+        if self.tree_width < 1:
+            raise ConfigError("--tree-width is at least 1.")
 
 
 class EagleConfig(HeadConfig):

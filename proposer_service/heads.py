@@ -79,6 +79,7 @@ def _build(
             max_sessions=max_sessions,
             max_draft_tokens=method.max_draft_tokens,
             max_model_len=method.max_model_len or MAX_MODEL_LEN,
+            tree_width=method.tree_width,
             masks=load_masks(target, head.vocab_size),
         )
     module = _recurrent_loader(method)(folder, target, dtype, device)
@@ -100,6 +101,7 @@ def _build(
         max_draft_tokens=method.max_draft_tokens,
         max_model_len=method.max_model_len,
         prefill_budget=prefill_budget,
+        tree_width=method.tree_width,
         masks=load_masks(target, module.vocab_size),
     )
 

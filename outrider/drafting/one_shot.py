@@ -21,7 +21,7 @@ from outrider.drafting.candidates import draw_of_likeliest
 from outrider.drafting.draft_mask import DraftMask, DraftMasks
 from outrider.drafting.feature_session import FeatureMethod, FeatureSession
 from outrider.drafting.guess_trees import Nodes, TargetDraws
-from outrider.drafting.proposer import DraftRound, ProposerTraits, SessionKey
+from outrider.drafting.proposer import TREE_WIDTH, DraftRound, ProposerTraits, SessionKey
 from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.sampling import Lane, SamplingBatch, sample
 from outrider.errors import ConfigError
@@ -29,8 +29,6 @@ from outrider.features import FeatureSpec
 
 MAX_MODEL_LEN = 2**20
 """Of a session that is followed. The head itself sees one state, however long the text is."""
-TREE_WIDTH = 8
-"""Children of a node that are looked at, and nodes of a depth whose children are."""
 _MAX_SCORES = 2**25  # of one batch: float32, with as much again for noise
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.branch_plan import NO_PACE, Pace
@@ -17,6 +17,9 @@ from outrider.params import (
     TokenIds,
     VerificationRule,
 )
+
+TREE_WIDTH: Final = 8
+"""Of draft trees: children of a node that are looked at, nodes of a depth that may get some."""
 
 SessionKey = int
 """Names a session within one proposer process. Never used again after `close`."""

@@ -25,7 +25,7 @@ from outrider.drafting.draft_steps import ReadyRow, draft_chains, sample_chains
 from outrider.drafting.feature_session import FeatureMethod, FeatureSession
 from outrider.drafting.head_forward import LEAD, HeadForward
 from outrider.drafting.heads.base import RecurrentHead
-from outrider.drafting.proposer import DraftRound, ProposerTraits, SessionKey
+from outrider.drafting.proposer import TREE_WIDTH, DraftRound, ProposerTraits, SessionKey
 from outrider.drafting.row_cache import RowCache
 from outrider.drafting.tree_steps import draft_trees, max_fed_nodes
 from outrider.engine.attention import AttentionBackend
@@ -35,8 +35,6 @@ from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.kv_cache import KVPools
 from outrider.errors import ConfigError
 
-TREE_WIDTH = 8
-"""Children of a node that are looked at, and nodes of a level that may get some."""
 _SHORT = 16
 """Rows that never wait for the prefill budget: what a round or two committed."""
 

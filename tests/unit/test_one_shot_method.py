@@ -12,6 +12,7 @@ from outrider.drafting.proposer import SessionHints
 from outrider.errors import ConfigError
 from outrider.models.tokenizer import tokenizer_hash
 from outrider.params import Constraint, ConstraintKind, SamplingParams
+from proposer_service.__main__ import parse
 from proposer_service.config import HeadConfig, MedusaConfig, MlpSpeculatorConfig, ProposerConfig
 from proposer_service.methods import build_proposer
 from tests.support.one_shot_checkpoints import medusa, mlp_config, mlp_speculator, random, save
@@ -66,6 +67,16 @@ def test_starts_by_name(folders: dict[str, Path], config_of: type[HeadConfig], d
     assert len(trees[1].token_ids) == 9
     assert not trees[1].is_chain
     assert trees[2].is_chain
+
+
+def test_chains_and_trees(folders: dict[str, Path]) -> None:
+    argv = ["--scorer", "127.0.0.1:1", "--method", "medusa", "--tree-width", "1"]
+    argv += ["--model", str(folders["medusa"]), "--target-model", str(folders["target"])]
+    config, _ = parse(argv)
+    proposer, _ = build_proposer(config)
+    assert proposer.traits.max_draft_tokens == 3, "as many as there are heads"
+    with pytest.raises(ConfigError, match="--tree-width"):
+        parse([*argv, "--tree-width", "0"])
 
 
 def test_refuses_a_checkpoint_of_another_kind(folders: dict[str, Path]) -> None:
