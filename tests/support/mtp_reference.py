@@ -49,17 +49,30 @@ class Reference:
             logits = full
         return raw, normed, logits
 
+    def after(
+        self,
+        tokens: Sequence[int],
+        states: Tensor,
+        path: Sequence[int],
+        *,
+        feed_back_raw: bool = False,
+    ) -> Tensor:
+        """Logits [V] for what follows draft tokens `path`; true rows are (tokens[p], states[p])."""
+        rows, states = list(tokens), states.double()
+        for step in range(len(path) + 1):
+            raw, normed, logits = self.rows(rows, states, step % len(self._modules))
+            rows += path[step : step + 1]
+            states = torch.cat([states, (raw if feed_back_raw else normed)[-1:]])
+        return logits[-1]
+
     def draft(
         self, tokens: Sequence[int], states: Tensor, num_tokens: int, *, feed_back_raw: bool = False
     ) -> list[Tensor]:
-        """Logits [V] of greedy draft tokens; row p has tokens[p] (true, at p + 1) and states[p]."""
-        rows, states = list(tokens), states.double()
+        """Logits [V] of greedy draft tokens."""
         found: list[Tensor] = []
-        for step in range(num_tokens):
-            raw, normed, logits = self.rows(rows, states, step % len(self._modules))
-            found.append(logits[-1])
-            rows.append(int(logits[-1].argmax()))
-            states = torch.cat([states, (raw if feed_back_raw else normed)[-1:]])
+        for _ in range(num_tokens):
+            path = [int(logits.argmax()) for logits in found]
+            found.append(self.after(tokens, states, path, feed_back_raw=feed_back_raw))
         return found
 
 
