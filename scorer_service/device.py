@@ -35,10 +35,13 @@ class StepLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     num_speculative_tokens: int
+    trees: bool = False  # proposers may send draft trees
 
     def buckets(self) -> list[Bucket]:
         """What is recorded: decoding, and verification of up to K draft tokens."""
-        return make_buckets(self.max_num_seqs, (1, self.num_speculative_tokens + 1))
+        verifying = self.num_speculative_tokens + 1
+        trees = (verifying,) if self.trees and verifying > 2 else ()
+        return make_buckets(self.max_num_seqs, (1, verifying), trees)
 
 
 def size_cache(

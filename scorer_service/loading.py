@@ -77,7 +77,11 @@ def load(
     if device.index is not None:
         torch.cuda.set_device(device)
     limits = StepLimits(
-        options.max_num_seqs, options.max_num_batched_tokens, options.num_speculative_tokens
+        options.max_num_seqs,
+        options.max_num_batched_tokens,
+        options.num_speculative_tokens,
+        # Methods that read hidden states draft trees; what others send of them runs eagerly.
+        trees=features is not None,
     )
     if options.kv_cache_memory is None:
         memory = DeviceMemory(device, options.gpu_memory_utilization)

@@ -52,7 +52,7 @@ PROMPTS = Path("outrider/models/data/heldout_prompts.jsonl")
 
 
 def graph_runner(model: PagedModel, max_num_seqs: int) -> GraphRunner:
-    buckets = make_buckets(max_num_seqs, (1, K + 1))
+    buckets = make_buckets(max_num_seqs, (1, K + 1), (K + 1,))
     return GraphRunner(model, buckets, record=CudaGraphs(), choose_and_verify=choose_and_verify)
 
 
@@ -86,12 +86,11 @@ def generate(
         for i in left if truth is not None else ():
             future = [t if rng.random() < 0.8 else 3 for t in truth[i][len(said[i]) :][:6]]
             base = len(requests[i].prompt_token_ids) + len(said[i])
+            parents = list(range(-1, len(future) - 1))
+            if rng.random() < 0.5:  # the true path is not the preferred one
+                future, parents = [3, *future], [-1, *(p + 1 if p >= 0 else -1 for p in parents)]
             tree = DraftTree.validated(
-                base,
-                future,
-                list(range(-1, len(future) - 1)),
-                vocab_size=model.vocab_size,
-                max_nodes=8,
+                base, future, parents, vocab_size=model.vocab_size, max_nodes=8
             )
             engine.post_block(requests[i].session_id, tree, "a", 1)
         events = engine.step()
@@ -219,7 +218,7 @@ def last_logits(model: PagedModel, tokens: TokenIds) -> torch.Tensor:
 
 def test_memory_is_shared_out_and_then_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     lines: list[str] = []
-    limits = StepLimits(max_num_seqs=16, max_num_batched_tokens=512, num_speculative_tokens=K)
+    limits = StepLimits(16, max_num_batched_tokens=512, num_speculative_tokens=K, trees=True)
     memory = DeviceMemory(CUDA, 0.2)
     model = load_model(
         resolve_model("embedded", "target"),
