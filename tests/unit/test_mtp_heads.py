@@ -74,8 +74,9 @@ class Runner:
         start: int,
         step: int,
         parents: tuple[int, ...] = (),
+        num_logits: int | None = None,
     ) -> Tensor:
-        rows = [RowSlice(tokens, start, [5, 1, 7, 2], len(tokens), parents)]
+        rows = [RowSlice(tokens, start, [5, 1, 7, 2], num_logits or len(tokens), parents)]
         batch = pack(rows, PAGE_SIZE, CPU)
         return self.head.forward(batch.input_ids, states, self.backend(batch), step)
 
@@ -112,6 +113,8 @@ def test_logits_are_those_of_the_formula(case: str, raw: bool, tmp_path: Path) -
     second = runner.feed(tokens[5:], head.begin(features[5:]), 5, step=0)
     outputs = torch.cat([first, second])
     assert_close(head.logits(outputs), expected.rows(tokens, features)[2])
+    some = runner.feed(tokens[5:], head.begin(features[5:]), 5, step=0, num_logits=2)
+    torch.testing.assert_close(some, outputs[-2:], rtol=1e-4, atol=1e-5)
 
     drafts = expected.draft(tokens, features, 4, feed_back_raw=raw)
     output = outputs[-1:]

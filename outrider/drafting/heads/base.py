@@ -74,6 +74,7 @@ class RecurrentHead(Protocol):
     ) -> Tensor:
         """Runs rows: int64 [n] and [n, state_size] to outputs [n, width of its own].
 
+        It may leave out the outputs of all rows but those of `attention.batch.logits_index`.
         Writes their keys and values at `attention.batch.slot_mapping`; rows stand at
         `attention.batch.positions`. `step` is 0 for rows with true states, k for the k-th row
         after them.

@@ -168,10 +168,12 @@ class LlamaLayer:
         rope: Tensor,
         attention: StepAttention,
         gate: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """From its products [n, ...] to hidden states [n, hidden]; may overwrite both inputs.
 
-        `gate` [n, heads * dim] multiplies what attention puts out.
+        `gate` [n, heads * dim] multiplies what attention puts out. With `rows` int64 [m] only these
+        go on after attention: `gate` and the result are [m, ...].
         """
         assert self._pool is not None, "bind() comes first"
         if self._qk_norm is not None:
@@ -179,6 +181,8 @@ class LlamaLayer:
         slots = attention.batch.slot_mapping
         query = self._ops.rotate_and_store(qkv, rope, slots, self._pool)
         heads = attention.attend(query, self._pool, self._params).flatten(1)
+        if rows is not None:
+            heads, residual = heads.index_select(0, rows), residual.index_select(0, rows)
         x = self._o.add(heads if gate is None else heads * gate, residual)
         gated = self._ops.norm_gated(x, self._post_norm, self._eps, self._gate_up)
         return self._down.add(gated, x)

@@ -36,8 +36,13 @@ class MtpModule(Protocol):
         """Called once, before the first forward: where its keys and values are to be kept."""
         ...
 
-    def forward(self, embedded: Tensor, states: Tensor, attention: StepAttention) -> Tensor:
-        """Rows of embeddings and states [n, H] to the decoder layer's output [n, H]."""
+    def forward(
+        self, embedded: Tensor, states: Tensor, attention: StepAttention, rows: Tensor | None
+    ) -> Tensor:
+        """Rows of embeddings and states [n, H] to the decoder layer's output [m, H].
+
+        `rows` int64 [m] are those whose output is wanted; None: all.
+        """
         ...
 
     def norm(self, outputs: Tensor) -> Tensor:
@@ -127,9 +132,15 @@ class MtpHead:
     def forward(
         self, token_ids: Tensor, states: Tensor, attention: StepAttention, step: int
     ) -> Tensor:
-        """Outputs [n, H], normed; with raw feedback [n, 2 H]: normed, then not normed."""
+        """Outputs [m, H], normed; with raw feedback [m, 2 H]: normed, then not normed.
+
+        They are those of `logits_index`: of a prompt's other rows only keys and values are needed,
+        which spares them the larger part of a layer.
+        """
         embedded = F.embedding(token_ids, self._embedding).to(self.dtype)
-        outputs = [module.forward(embedded, states, attention) for module in self._modules]
+        index = attention.batch.logits_index
+        rows = None if len(index) == len(token_ids) else index
+        outputs = [module.forward(embedded, states, attention, rows) for module in self._modules]
         turn = step % len(self._modules)
         normed = self._modules[turn].norm(outputs[turn])
         return torch.cat((normed, outputs[turn]), dim=-1) if self._raw else normed

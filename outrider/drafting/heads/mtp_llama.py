@@ -102,7 +102,9 @@ class LlamaModule:
     def bind(self, pools: KVPools) -> None:
         self._layer.bind(pools, self._index)
 
-    def forward(self, embedded: Tensor, states: Tensor, attention: StepAttention) -> Tensor:
+    def forward(
+        self, embedded: Tensor, states: Tensor, attention: StepAttention, rows: Tensor | None
+    ) -> Tensor:
         ops, eps = self._ops, self._eps
         parts = (
             ops.rms_norm(embedded, self._enorm, eps),
@@ -112,10 +114,10 @@ class LlamaModule:
         rope = self._rope.index_select(0, attention.batch.positions)
         if self._gate is None:
             qkv = ops.norm_linear(x, self._input_norm, eps, self._layer.qkv)
-            return self._layer(qkv, x, rope, attention)
+            return self._layer(qkv, x, rope, attention, None, rows)
         normed = ops.rms_norm(x, self._input_norm, eps)
-        gate = self._gate(normed).sigmoid_()
-        return self._layer(self._layer.qkv(normed), x, rope, attention, gate)
+        gate = self._gate(normed if rows is None else normed.index_select(0, rows)).sigmoid_()
+        return self._layer(self._layer.qkv(normed), x, rope, attention, gate, rows)
 
     def norm(self, outputs: Tensor) -> Tensor:
         return self._ops.rms_norm(outputs, self._norm, self._eps)

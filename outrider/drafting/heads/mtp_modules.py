@@ -43,6 +43,7 @@ class LayerModule:
     def __init__(self, weights: ModuleWeights, rotary: nn.Module, *, latent: bool) -> None:
         prepack_linears(weights.eval().requires_grad_(False))
         self._weights = weights
+        self._block: Any = weights.block
         self._rotary = rotary
         self._latent = latent
         self._cache: PagedCache | None = None
@@ -52,21 +53,26 @@ class LayerModule:
         self._cache = PagedCache(pools, latent=self._latent)
         self._pool_of = None if self._latent else pools.layer
 
-    def forward(self, embedded: Tensor, states: Tensor, attention: StepAttention) -> Tensor:
+    def forward(
+        self, embedded: Tensor, states: Tensor, attention: StepAttention, rows: Tensor | None
+    ) -> Tensor:
         assert self._cache is not None, "bind() comes first"
         self._cache.begin(attention)
         weights, positions = self._weights, attention.batch.positions[None]
         joined = torch.cat((weights.enorm(embedded), weights.hnorm(states)), dim=-1)
-        x = weights.eh_proj(joined)[None]
-        output: Tensor = weights.block(
-            x,
+        x, block = weights.eh_proj(joined)[None], self._block
+        attended, _ = block.self_attn(
+            hidden_states=block.input_layernorm(x),
             attention_mask=None,
             position_ids=positions,
             position_embeddings=self._rotary(x, positions),
             past_key_values=self._cache,
-            use_cache=True,
             paged=PagedStep(attention, self._pool_of),
         )
+        x = x + attended
+        if rows is not None:
+            x = x.index_select(1, rows)
+        output: Tensor = x + block.mlp(block.post_attention_layernorm(x))
         return output[0]
 
     def norm(self, outputs: Tensor) -> Tensor:
