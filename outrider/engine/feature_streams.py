@@ -11,10 +11,9 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.feature_pool import FeaturePool
@@ -136,17 +135,20 @@ class FeatureStreams:
         return FeatureBatch(tuple(rows), seconds)
 
     def _gather(self, sessions: Mapping[int, Sequence]) -> None:
+        waiting: list[tuple[int, _Stream]] = []
         for session_id, stream in list(self._streams.items()):
             if sessions.get(session_id) is not stream.seq:
                 del self._streams[session_id]
+            elif due := stream.num_due:
+                waiting.append((due, stream))
+        waiting.sort(key=itemgetter(0))  # those that go on with their text before prompts
         parts: dict[FeatureSpec, list[_Part]] = {}
-        # Those that go on with their text before those that are sent a prompt.
-        for stream in sorted(self._streams.values(), key=lambda each: each.num_due):
+        for due, stream in waiting:
             order = stream.order
             row_bytes = order.spec.row_bytes
-            room = order.window.room(row_bytes)
-            count = min(stream.num_due, room, MAX_ROWS)
-            self.due = self.due or count < min(stream.num_due, room)
+            wanted = min(due, order.window.room(row_bytes))
+            count = min(wanted, MAX_ROWS)
+            self.due = self.due or count < wanted
             if count:
                 parts.setdefault(order.spec, []).append(_Part(stream, stream.sent, count))
                 order.window.on_the_way += count * row_bytes
@@ -157,7 +159,7 @@ class FeatureStreams:
     @torch.inference_mode()
     def _copy(self, spec: FeatureSpec, parts: list[_Part]) -> _Copy:
         device = self._pool.rows.device
-        slots = torch.from_numpy(np.concatenate([self._slots(part) for part in parts]))
+        slots = torch.tensor([slot for part in parts for slot in self._slots(part)])
         projection = self._projections[spec.projection_sha256] if spec.projection_dim else None
         rows = self._pool.read(slots.to(device, non_blocking=True), spec, projection)
         if device.type != "cuda":
@@ -168,9 +170,8 @@ class FeatureStreams:
         done.record()
         return _Copy(parts, on_host, done)
 
-    def _slots(self, part: _Part) -> NDArray[np.int64]:
+    def _slots(self, part: _Part) -> list[int]:
         size, table = self._pool.page_size, part.stream.seq.block_table
-        first, end = part.start // size, -(-(part.start + part.count) // size)
-        pages = np.array(table[first:end], np.int64)
-        slots = (pages[:, None] * size + np.arange(size)).ravel()
-        return slots[part.start - first * size :][: part.count]
+        # Most are a few rows, for which NumPy takes longer.
+        positions = range(part.start, part.start + part.count)
+        return [table[p // size] * size + p % size for p in positions]
