@@ -7,7 +7,8 @@ give, and proposers merely follow (Commit.num_draft_tokens = 0). Turns with spec
 turns with speculation off decode the same prompts, in an order that changes; a ratio is the median
 of the turns' ratios, with the range of the middle half of turns and a 90% interval of the median.
 CPU is each process's own time, user and system, per token of output: on a machine with other work
-it is the steadier of the two. `--fixed-k-zero` leaves out what trying costs: an engine whose policy
+it is the steadier of the two; that of an event loop, without a model's threads that spin, the
+steadiest. `--fixed-k-zero` leaves out what trying costs: an engine whose policy
 never drafts shows what following alone costs.
 """
 
@@ -41,6 +42,7 @@ class Arm:
     method: str  # "none": speculation off
     tokens_per_s: list[float] = field(default_factory=list)
     cpu_us: dict[str, list[float]] = field(default_factory=dict)  # per token, by process
+    loop_us: dict[str, list[float]] = field(default_factory=dict)  # of that: its event loop's
     undrafted: list[float] = field(default_factory=list)  # share of rounds
 
     @property
@@ -58,7 +60,7 @@ class Arm:
         counts: bool,
     ) -> None:
         """Decodes a group of prompts, all at once."""
-        before = [child.cpu_seconds() for child in children]
+        before = [_used(child) for child in children]
         done, seconds = stack.generate(
             group,
             max_tokens,
@@ -75,8 +77,14 @@ class Arm:
         self.tokens_per_s.append(tokens / seconds)
         self.undrafted.append(undrafted / rounds)
         for child, then in zip(children, before, strict=True):
-            used = (child.cpu_seconds() - then) * 1e6 / tokens
-            self.cpu_us.setdefault(child.name.rpartition("32-")[2], []).append(used)
+            name = child.name.rpartition("32-")[2]
+            for us, now, start in zip((self.cpu_us, self.loop_us), _used(child), then, strict=True):
+                us.setdefault(name, []).append((now - start) * 1e6 / tokens)
+
+
+def _used(child: Child) -> tuple[float, float]:
+    """CPU seconds of a service and of its event loop, which is its first thread."""
+    return child.cpu_seconds(), child.cpu_seconds(main_thread=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,10 +143,11 @@ def measure(stack: Stack, children: Sequence[Child], args: argparse.Namespace) -
 def report(off: Arm, on: Arm) -> None:
     """CPU by process, and the ratios."""
     print(f"{statistics.mean(on.undrafted):.1%} of the rounds had no draft\n")
-    print("| process | CPU us per token, speculation off | allowed |")
-    print("|---|---|---|")
+    print("| process | CPU us per token, speculation off | allowed | event loop, off | allowed |")
+    print("|---|---|---|---|---|")
     for name in off.cpu_us:
-        us = (statistics.median(arm.cpu_us[name]) for arm in (off, on))
+        parts = (off.cpu_us, on.cpu_us, off.loop_us, on.loop_us)
+        us = [statistics.median(part[name]) for part in parts]
         print(f"| {name} | {' | '.join(f'{each:.0f}' for each in us)} |")
     more = [100 * (b / a - 1) for a, b in zip(off.total_us, on.total_us, strict=True)]
     ratios = [100 * b / a for a, b in zip(off.tokens_per_s, on.tokens_per_s, strict=True)]

@@ -105,9 +105,10 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
         self._reader.join(timeout=_STOP_S)
 
-    def cpu_seconds(self) -> float:
-        """User and system time of the process and its threads so far."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+    def cpu_seconds(self, *, main_thread: bool = False) -> float:
+        """User and system time of the process and its threads so far, or of its first thread."""
+        task = f"task/{self.pid}/" if main_thread else ""
+        fields = Path(f"/proc/{self.pid}/{task}stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def _read(self) -> None:

@@ -4,7 +4,8 @@ Step times by size say what verifying costs, and delays what waiting costs. Neit
 drafting costs the steps beside it, where proposer and scorer share cores, a GPU or the bandwidth
 of a memory: every step is measured with drafts being made next to it. So both ways are timed:
 committed tokens per second of all rows together, with drafts and without. The better one goes on,
-and the other is tried again for a few steps, at distances that double as long as nothing changes.
+and the other is tried again for a few steps, at distances that double as long as nothing changes,
+and grow faster while trials would take more than a small share of the time between them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 TRIAL_STEPS = 16
 SETTLING_STEPS = 3  # after a change: drafts of before are used up, or the first new ones come
 FIRST_STRETCH, LONGEST_STRETCH = 128, 4096  # steps of one row between two trials
-SHORTEST_STRETCH = 32  # of many rows: one step of theirs says as much as several of one row
+SHORTEST_STRETCH = 8  # of many rows: one step of theirs says as much as several of one row
+MOST_LOST = 0.01  # of the time, by trials of the worse way
+FASTEST_GROWTH = 8  # of a stretch: what was measured in few steps may have been an accident
 CLEARLY = 1.05  # times better, or it is noise
 HOPELESS = 0.8  # of the other way's rate: a trial that goes so badly ends early
 HOPELESS_AFTER = 3  # steps
@@ -38,6 +41,11 @@ class Rate:
     @property
     def value(self) -> float:
         return self._tokens / self._seconds if self._seconds else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step."""
+        return self._seconds / max(1, min(self.steps, FIRST_STRETCH))
 
 
 class Contest:
@@ -90,12 +98,23 @@ class Contest:
 
     def _end_trial(self, *, won: bool) -> None:
         self._on_trial, self._since_trial = False, 0
+        loser, stretch = self._tried, 2 * self._stretch
         if won:
+            loser, stretch = self._best, self._first_stretch
             self._champion, self._best = not self._champion, self._tried
-            self._stretch = self._first_stretch
         else:
-            self._stretch = min(2 * self._stretch, LONGEST_STRETCH)
             self.settle()
+        longest = min(FASTEST_GROWTH * self._stretch, LONGEST_STRETCH)
+        self._stretch = min(max(stretch, _affordable(self._best, loser)), longest)
+
+
+def _affordable(better: Rate, worse: Rate) -> int:
+    """Steps between two trials of the worse way of which all together lose `MOST_LOST`."""
+    if not better.value:
+        return 0
+    share = worse.value / better.value
+    steps = SETTLING_STEPS + (HOPELESS_AFTER if share < HOPELESS else TRIAL_STEPS)
+    return round(steps * worse.step_s * (1 - share) / (MOST_LOST * better.step_s))
 
 
 class Contests:

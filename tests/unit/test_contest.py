@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from outrider.engine.contest import FIRST_STRETCH, LONGEST_STRETCH, Contest, Contests
+import pytest
+
+from outrider.engine.contest import (
+    FIRST_STRETCH,
+    LONGEST_STRETCH,
+    SHORTEST_STRETCH,
+    Contest,
+    Contests,
+)
 
 
 def play(contest: Contest, steps: int, *, with_s: float, without_s: float, tokens: int = 3) -> int:
@@ -25,6 +33,32 @@ def test_drafts_that_pay_are_rarely_done_without() -> None:
 def test_drafts_that_cost_more_than_they_bring_are_rarely_made() -> None:
     contest = Contest()
     assert play(contest, 10_000, with_s=0.040, without_s=0.010) < 0.03 * 10_000
+
+
+@pytest.mark.parametrize("with_s", [0.032, 0.040, 0.060, 0.120])
+def test_the_worse_the_other_way_the_more_seldom_it_is_tried(with_s: float) -> None:
+    contest = Contest(SHORTEST_STRETCH)
+    play(contest, 20 * SHORTEST_STRETCH, with_s=with_s, without_s=0.010)
+    steps = 3000
+    drafted = play(contest, steps, with_s=with_s, without_s=0.010)
+    lost_s = drafted * (with_s - 3 * 0.010)
+    assert lost_s < 0.02 * steps * 0.010
+    assert drafted > 0, "it is tried"
+
+
+def test_one_accident_ends_nothing_for_long() -> None:
+    contest = Contest(SHORTEST_STRETCH)
+    play(contest, 3 * SHORTEST_STRETCH, with_s=0.040, without_s=0.010)
+    assert not contest.drafting
+    while not contest.drafting:
+        play(contest, 1, with_s=0.012, without_s=0.010)
+    play(contest, 10, with_s=1.0, without_s=0.010)  # the trial meets a machine that stands still
+    assert not contest.drafting
+    without = 0
+    while not contest.drafting:
+        without += 1
+        play(contest, 1, with_s=0.012, without_s=0.010)
+    assert without < LONGEST_STRETCH / 4
 
 
 def test_a_change_is_noticed_at_the_next_trial() -> None:
