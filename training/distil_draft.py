@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from outrider.train.optimiser import Muon, schedule
 from training.config import DRAFT, TARGET, TINY_DRAFT, TINY_TARGET
 from training.data import Stream, training_stream
 from training.model import Llama, generate
-from training.muon import Muon, schedule
 from training.weights import load
 
 
@@ -69,7 +69,7 @@ def main() -> None:
     print(f"own text: {tuple(own.shape)}", flush=True)
     real = training_stream(args.data, device, args.length, seed=78)
     draft = Llama(TINY_DRAFT if args.tiny else DRAFT).to(device)
-    optimiser = Muon(draft, args.lr, args.embed_lr)
+    optimiser = Muon(draft, ("embed",), args.lr, args.embed_lr)
     compiled = torch.compile(distance, disable=device.type == "cpu")
     own_rows = max(1, args.rows * args.length // own.shape[1])
     begin = log = time.monotonic()

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.train.optimiser import Muon, schedule
 from training.config import TARGET, TINY_TARGET
 from training.data import load_tokens, training_stream
 from training.model import Llama
-from training.muon import Muon, schedule
 
 
 def loss_of(model: Llama, batch: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def main() -> None:
     torch.manual_seed(0)
     checkpoint = args.out / "target.pt"
     model = Llama(TINY_TARGET if args.tiny else TARGET).to(device)
-    optimiser = Muon(model, args.lr, args.embed_lr)
+    optimiser = Muon(model, ("embed",), args.lr, args.embed_lr)
     spent, step, tokens_seen, runs = 0.0, 0, 0, 0
     if checkpoint.exists():
         saved = torch.load(checkpoint, map_location=device, weights_only=False)
@@ -84,7 +84,7 @@ def main() -> None:
             torch.autograd.backward(loss)
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step(schedule((spent + elapsed) / args.total_seconds))
+        optimiser.step(schedule((spent + elapsed) / args.total_seconds, decay=0.6))
         step += 1
         tokens_seen += args.rows * args.length
         if step % 50 == 0 or step in (1, 5, 20):

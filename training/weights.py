@@ -11,27 +11,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from outrider.train.export import rounded
 from training.config import ModelConfig
 from training.model import Llama
 
 MANTISSA_BITS = 4
 
 
-def rounded(weight: Tensor) -> Tensor:
-    """Nearest bf16 value with few mantissa bits; vectors keep all of bf16's seven."""
-    value = weight.detach().to(torch.bfloat16).contiguous()
-    if weight.dim() < 2:
-        return value
-    drop = 7 - MANTISSA_BITS
-    bits = value.view(torch.int16).to(torch.int32)
-    bits = (bits + (1 << (drop - 1))) & ~((1 << drop) - 1)
-    return bits.to(torch.int16).view(torch.bfloat16)
-
-
 def published(checkpoint: Path) -> dict[str, Tensor]:
     """The tensors that are exported."""
     saved = torch.load(checkpoint, map_location="cpu", weights_only=False)["model"]
-    return {name: rounded(weight) for name, weight in saved.items()}
+    return {name: rounded(weight, MANTISSA_BITS) for name, weight in saved.items()}
 
 
 def load(checkpoint: Path, config: ModelConfig, device: torch.device) -> Llama:

@@ -38,7 +38,9 @@ class Muon:
                 rest.append(weight)
         self.groups = list(groups.values())
         self.momenta = [torch.zeros_like(torch.stack(list(group))) for group in self.groups]
-        self.adam = torch.optim.AdamW(rest, lr=table_lr, betas=(0.9, 0.95), weight_decay=0.0)
+        self.adam = torch.optim.AdamW(
+            rest, lr=table_lr, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-10
+        )
 
     @torch.no_grad()
     def step(self, scale: float) -> None:

@@ -58,6 +58,7 @@ def _train(args: argparse.Namespace, config: TrainConfig, processes: Processes) 
     _prepare(processes)
     folder = resolve_model(args.target, "target")
     target = _load(folder, processes.device)
+    _check_length(max(args.length, args.prompt_length + args.new_tokens), target)
     arrays, heldout = _read_data(args, folder)
     if args.generate:
         arrays.append(_generate(target, arrays, args, args.generate))
@@ -93,6 +94,7 @@ def run_responses(args: argparse.Namespace) -> None:
     _prepare(processes)
     folder = resolve_model(args.target, "target")
     target = _load(folder, processes.device)
+    _check_length(args.prompt_length + args.new_tokens, target)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     arrays = [read_tokens(path, tokenizer) for path in args.data]
     for array in arrays:
@@ -160,6 +162,12 @@ def _read_data(args: argparse.Namespace, folder: Path) -> tuple[list[Any], Any]:
         return arrays, read_tokens(args.heldout, tokenizer)
     arrays[0], heldout = hold_out(arrays[0], args.length)
     return arrays, heldout
+
+
+def _check_length(length: int, target: Target) -> None:
+    limit = target.config.max_position_embeddings
+    if length > limit:
+        raise ConfigError(f"Rows of {length} tokens: the target takes {limit} at most.")
 
 
 def _check_ids(array: Any, target: Target) -> None:

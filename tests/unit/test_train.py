@@ -39,10 +39,11 @@ from tests.support.train import save_target, save_text
 CPU = torch.device("cpu")
 STEPS = 3
 """Drafted tokens of a chain."""
+SHORT = "short.npy"
 METHODS = {
     "eagle3": "--hidden-size 32 --intermediate-size 48",
-    "eagle3 narrow": "--hidden-size 16 --heads 2 --kv-heads 1 --draft-vocab-size 128 "
-    "--mantissa-bits 4",
+    "eagle3 narrow": "--hidden-size 16 --heads 2 --kv-heads 1 --head-dim 16 "
+    "--draft-vocab-size 128 --mantissa-bits 4",
     "mtp": "--intermediate-size 48",
     "medusa": "",
     "mlp_speculator": "--inner-size 16",
@@ -368,12 +369,15 @@ def test_text_becomes_documents_that_end(folder: Path, tmp_path: Path) -> None:
         ("medusa", [], "--steps or --seconds"),
         ("medusa", ["--steps", "1", "--resume", "--out", "nowhere"], "--resume"),
         ("mtp", ["--steps", "1", "--heads", "3"], "--kv-heads"),
-        ("eagle3", ["--steps", "1", "--length", "4000"], "too few"),
+        ("eagle3", ["--steps", "1", "--length", "4000"], "takes 128 at most"),
+        ("eagle3", ["--steps", "1", "--data", SHORT], "too few"),
     ],
 )
 def test_wrong_set_ups_are_told(
     case: str, more: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    np.save(folder / "short.npy", np.arange(40))
+    more = [str(folder / name) if name == SHORT else name for name in more]
     assert main(flags(case, folder, *more)) == 2
     assert message in capsys.readouterr().err
 
