@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.hidden_states import Bench, Contender, document, heads, row
 from outrider.params import SamplingParams
+from tests.support import eagle_checkpoints
 from tests.support.one_shot_checkpoints import mlp_config, mlp_speculator, random, save
 from tests.support.tiny_pair import save_pair
 
@@ -46,6 +47,14 @@ def speculator(folder: Path, hidden: int, vocab_size: int) -> Path:
     return save(folder, config, tensors, "model.safetensors")
 
 
+def eagle3(folder: Path, hidden: int, vocab_size: int) -> Path:
+    """Of another target's kind: it guesses at random."""
+    sizes = {"target_hidden": hidden, "vocab_size": vocab_size}
+    tensors = eagle_checkpoints.eagle3_tensors(**sizes, embedding=True)
+    config = {**eagle_checkpoints.LLAMA, "vocab_size": vocab_size, "target_hidden_size": hidden}
+    return eagle_checkpoints.save_head(folder, tensors, config)
+
+
 def test_a_head_that_knows_the_text_sees_all_of_it_accepted(tmp_path: Path) -> None:
     target, _ = save_pair(tmp_path, eps=0.5)
     greedy = SamplingParams(0.0)
@@ -55,11 +64,13 @@ def test_a_head_that_knows_the_text_sees_all_of_it_accepted(tmp_path: Path) -> N
     given = {
         "medusa": str(medusa_by_heart(target, tmp_path / "medusa", text)),
         "mlp_speculator": str(speculator(tmp_path / "mlp", config.hidden_size, config.vocab_size)),
+        "eagle3": str(eagle3(tmp_path / "eagle3", config.hidden_size, config.vocab_size)),
     }
     contenders = heads(given, target, K, tree_nodes=[9])
     assert [(c.name, c.shape, c.k) for c in contenders] == [
         *(("medusa", "chain", K), ("medusa", "tree", 9)),
         *(("mlp_speculator", "chain", K), ("mlp_speculator", "tree", 9)),
+        *(("eagle3", "chain", K), ("eagle3", "tree", 9)),
     ]
     specs = [c.proposer.traits.features for c in contenders if c.proposer is not None]
     bench = Bench(target, [spec for spec in specs if spec], 9)
