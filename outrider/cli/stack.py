@@ -3,72 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
-import sys
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self, TypeVar
 
-from outrider.aux_layers import aux_layers
 from outrider.cli.client import attached_proposers
-from outrider.cli.process import Relay, ServiceProcess, ServiceSpec
+from outrider.cli.process import Relay, ServiceProcess
+from outrider.cli.specs import (
+    HOST,
+    START_DEADLINE_S,
+    STOP_GRACE_S,
+    StackConfig,
+    gateway_spec,
+    proposer_spec,
+    scorer_spec,
+)
 from outrider.errors import ConfigError, InternalError, OutriderError
 
 T = TypeVar("T")
 
-HOST = "127.0.0.1"
-HIDDEN_STATES = ("eagle3", "mtp", "eagle", "medusa", "mlp_speculator")
-"""Methods that read hidden states of the target."""
-
-# Children get this long between SIGTERM and SIGKILL: with it, Ctrl-C ends everything in under 2 s.
-_STOP_GRACE_S = 1.0
-# A model may have to be downloaded first.
-_START_DEADLINE_S = 900.0
 _ATTACH_DEADLINE_S = 15.0
 _RESTART_BACKOFF_S = 0.2
 _RESTART_BACKOFF_MAX_S = 10.0
 # A proposer that lived this long starts over with the shortest backoff.
 _HEALTHY_AFTER_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class StackConfig:
-    """What to serve; `None` for a model means the embedded one, 0 for a port a free one."""
-
-    http_port: int = 0
-    grpc_port: int = 0
-    model: str | None = None
-    draft_model: str | None = None
-    methods: tuple[str, ...] = ("draft_model",)  # none: no proposer
-    num_speculative_tokens: int = 4
-    dtype: str = "float32"
-    seed: int | None = None
-    served_model_name: str = "default"
-
-    def __post_init__(self) -> None:
-        drafts = "draft_model" in self.methods
-        if (head := self.head) and self.draft_model is None:
-            raise ConfigError(
-                f"--method {head} needs --draft-model: the folder or the Hugging Face id of its "
-                "checkpoint."
-            )
-        if drafts and self.model is not None and self.draft_model is None:
-            raise ConfigError(
-                "--model without --draft-model: the embedded draft model has another tokenizer. "
-                "Name a --draft-model with the same tokenizer, or use another --method."
-            )
-        if not (drafts or head) and self.draft_model is not None:
-            method = ",".join(self.methods) or "none"
-            raise ConfigError(f"--draft-model is of no use with --method {method}.")
-
-    @property
-    def head(self) -> str | None:
-        """The method among `methods` that reads the target's hidden states."""
-        return next((name for name in self.methods if name in HIDDEN_STATES), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +112,12 @@ class Stack:
             for service in services:
                 service.terminate()
             if ends:
-                await asyncio.wait(ends, timeout=_STOP_GRACE_S)
+                await asyncio.wait(ends, timeout=STOP_GRACE_S)
         finally:
             for service in services:
                 service.kill()
         if ends:
-            await asyncio.wait(ends, timeout=_STOP_GRACE_S)
+            await asyncio.wait(ends, timeout=STOP_GRACE_S)
         self._essential, self._proposer = [], None
 
     def _services(self) -> list[ServiceProcess]:
@@ -173,10 +134,10 @@ class Stack:
         scorer = ServiceProcess(scorer_spec(config, scorer_port), self._relay)
         gateway = ServiceProcess(gateway_spec(config, self._scorer_address), self._relay)
         self._essential = [scorer, gateway]
-        starts = [scorer.start(_START_DEADLINE_S), gateway.start(_START_DEADLINE_S)]
+        starts = [scorer.start(START_DEADLINE_S), gateway.start(START_DEADLINE_S)]
         if config.methods:
             self._proposer = self._new_proposer()
-            starts.append(self._proposer.start(_START_DEADLINE_S))
+            starts.append(self._proposer.start(START_DEADLINE_S))
         scorer_ready, gateway_ready, *proposer_ready = await _all_or_first_error(starts)
         metrics = {"scorer": scorer_ready.get("metrics", "")}
         if proposer_ready:
@@ -203,79 +164,12 @@ class Stack:
             proposer = self._proposer = self._new_proposer()
             started = time.monotonic()
             try:
-                await proposer.start(_START_DEADLINE_S)
+                await proposer.start(START_DEADLINE_S)
             except OutriderError as error:
                 self._relay(proposer.name, error.message)
                 proposer.kill()
             else:
                 self._relay(proposer.name, "is back")
-
-
-def scorer_spec(config: StackConfig, port: int) -> ServiceSpec:
-    """The scorer's command line; two OpenMP threads, one is left to the proposer's forward."""
-    return _spec(
-        "scorer",
-        "scorer_service",
-        *("--port", port, "--metrics-port", 0, "--model", config.model or "embedded"),
-        *("--served-model-name", config.served_model_name, "--dtype", config.dtype),
-        *("--num-speculative-tokens", config.num_speculative_tokens, "--threads", 2),
-        *(("--hidden-features", _hidden_features(config)) if config.head else ()),
-    )
-
-
-def proposer_spec(config: StackConfig, scorer_address: str) -> ServiceSpec:
-    """The proposer's command line; more than one thread slows the scorer down."""
-    # A draft's precision cannot change the text, and a model as small as the embedded draft is
-    # fastest in float32 on CPU.
-    dtype = config.dtype if config.draft_model else "float32"
-    model: tuple[str, ...] = ("--model", config.draft_model or "embedded", "--dtype", dtype)
-    if config.head:
-        model = (*model, "--target-model", config.model or "embedded")
-    # A default of the proposer's is longer for methods that are made for long drafts.
-    longer = config.num_speculative_tokens > 16 and not {"suffix", "deterministic"} & {
-        *config.methods
-    }
-    return _spec(
-        "proposer",
-        "proposer_service",
-        *("--scorer", scorer_address, "--method", ",".join(config.methods), "--port", 0),
-        *("--metrics-port", 0, "--threads", 1),
-        *("--proposer-id", f"proposer-{'-'.join(config.methods)}"),
-        *(("--max-draft-tokens", config.num_speculative_tokens) if longer else ()),
-        *(model if config.head or "draft_model" in config.methods else ()),
-    )
-
-
-def _hidden_features(config: StackConfig) -> str:
-    """What the scorer is to keep for the method: of an EAGLE-3 module on disk what it names."""
-    if config.head != "eagle3":
-        return "final"
-    path = Path(config.draft_model or "") / "config.json"
-    try:
-        layers = aux_layers(json.loads(path.read_text()))
-    except (OSError, ValueError):  # to be downloaded, or the proposer says what is wrong with it
-        layers = None
-    return "eagle3" if layers is None else ",".join(map(str, layers))
-
-
-def gateway_spec(config: StackConfig, scorer_address: str) -> ServiceSpec:
-    """The gateway's command line."""
-    return _spec(
-        "gateway",
-        "gateway",
-        *("--scorer", scorer_address, "--http-port", config.http_port),
-        *("--grpc-port", config.grpc_port, "--model", config.model or "embedded"),
-        *("--served-model-name", config.served_model_name),
-        *("--start-timeout", _START_DEADLINE_S),
-        *(("--seed", config.seed) if config.seed is not None else ()),
-    )
-
-
-def _spec(name: str, module: str, *args: object) -> ServiceSpec:
-    # -P: a folder called gateway in the working directory is not our gateway.
-    python = (sys.executable, "-P", "-m", module, "--host", HOST, "--exit-with-parent")
-    flags = ("--drain-grace-seconds", _STOP_GRACE_S / 2, *args)
-    return ServiceSpec(name, (*python, *map(str, flags)))
 
 
 def check_port(port: int, flag: str) -> None:

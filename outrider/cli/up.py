@@ -9,7 +9,8 @@ import sys
 from collections.abc import Coroutine
 
 from outrider.cli.command_line import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT
-from outrider.cli.stack import Stack, StackConfig, prefer_port
+from outrider.cli.specs import StackConfig
+from outrider.cli.stack import Stack, prefer_port
 
 
 def run_up(args: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from outrider.cli import command_line
 from outrider.cli.command_line import build_parser
 from outrider.cli.render import aux_table, legend, write_tokens
+from outrider.cli.specs import StackConfig, proposer_spec, scorer_spec
 from outrider.cli.up import stack_config
 from outrider.errors import ConfigError
 from outrider.rpc import codec
@@ -103,6 +105,38 @@ def test_a_method_is_chosen_when_none_is_given(capsys: pytest.CaptureFixture[str
     assert "--method ngram" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="--draft-model"):
         stack_config(parse(["up", "--model", "m", "--method", "draft_model"]))
+
+
+@pytest.mark.parametrize(
+    ("config", "features"),
+    [
+        ({}, "eagle3"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 4, 8]}, "2,4,8"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}}, "2,4,6"),
+        (None, "eagle3"),  # to be downloaded
+    ],
+)
+def test_the_scorer_keeps_what_the_module_reads(
+    tmp_path: Path, config: dict[str, object] | None, features: str
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    stack = StackConfig(
+        model="target", draft_model=str(tmp_path), methods=("ngram", "eagle3"), dtype="bfloat16"
+    )
+    scorer, proposer = scorer_spec(stack, 1).argv, proposer_spec(stack, "s:1").argv
+    assert scorer[scorer.index("--hidden-features") + 1] == features
+    assert proposer[proposer.index("--model") + 1] == str(tmp_path)
+    assert proposer[proposer.index("--target-model") + 1] == "target"
+    plain = scorer_spec(StackConfig(), 1).argv
+    assert "--hidden-features" not in plain
+    medusa = StackConfig(draft_model="heads", methods=("medusa",))
+    assert scorer_spec(medusa, 1).argv[-2:] == ("--hidden-features", "final")
+
+
+def test_a_module_must_be_named() -> None:
+    with pytest.raises(ConfigError, match="--method eagle3 needs --draft-model"):
+        StackConfig(methods=("eagle3",))
 
 
 @pytest.mark.parametrize(

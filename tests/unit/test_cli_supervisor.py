@@ -15,7 +15,8 @@ import pytest
 
 from outrider.cli import stack as stack_module
 from outrider.cli.process import ServiceProcess, ServiceSpec
-from outrider.cli.stack import Stack, StackConfig, check_port, free_port, prefer_port
+from outrider.cli.specs import StackConfig
+from outrider.cli.stack import Stack, check_port, free_port, prefer_port
 from outrider.errors import ConfigError, InternalError, UnavailableError
 
 READY = """

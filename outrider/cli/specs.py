@@ -1,0 +1,123 @@
+"""What a stack is to serve, and the command lines of its services."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.aux_layers import aux_layers
+from outrider.cli.process import ServiceSpec
+from outrider.errors import ConfigError
+
+HOST = "127.0.0.1"
+HIDDEN_STATES = ("eagle3", "mtp", "eagle", "medusa", "mlp_speculator")
+"""Methods that read hidden states of the target."""
+# Children get this long between SIGTERM and SIGKILL: with it, Ctrl-C ends everything in under 2 s.
+STOP_GRACE_S = 1.0
+# A model may have to be downloaded first.
+START_DEADLINE_S = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class StackConfig:
+    """What to serve; `None` for a model means the embedded one, 0 for a port a free one."""
+
+    http_port: int = 0
+    grpc_port: int = 0
+    model: str | None = None
+    draft_model: str | None = None
+    methods: tuple[str, ...] = ("draft_model",)  # none: no proposer
+    num_speculative_tokens: int = 4
+    dtype: str = "float32"
+    seed: int | None = None
+    served_model_name: str = "default"
+
+    def __post_init__(self) -> None:
+        drafts = "draft_model" in self.methods
+        if (head := self.head) and self.draft_model is None:
+            raise ConfigError(
+                f"--method {head} needs --draft-model: the folder or the Hugging Face id of its "
+                "checkpoint."
+            )
+        if drafts and self.model is not None and self.draft_model is None:
+            raise ConfigError(
+                "--model without --draft-model: the embedded draft model has another tokenizer. "
+                "Name a --draft-model with the same tokenizer, or use another --method."
+            )
+        if not (drafts or head) and self.draft_model is not None:
+            method = ",".join(self.methods) or "none"
+            raise ConfigError(f"--draft-model is of no use with --method {method}.")
+
+    @property
+    def head(self) -> str | None:
+        """The method among `methods` that reads the target's hidden states."""
+        return next((name for name in self.methods if name in HIDDEN_STATES), None)
+
+
+def scorer_spec(config: StackConfig, port: int) -> ServiceSpec:
+    """The scorer's command line; two OpenMP threads, one is left to the proposer's forward."""
+    return _spec(
+        "scorer",
+        "scorer_service",
+        *("--port", port, "--metrics-port", 0, "--model", config.model or "embedded"),
+        *("--served-model-name", config.served_model_name, "--dtype", config.dtype),
+        *("--num-speculative-tokens", config.num_speculative_tokens, "--threads", 2),
+        *(("--hidden-features", _hidden_features(config)) if config.head else ()),
+    )
+
+
+def proposer_spec(config: StackConfig, scorer_address: str) -> ServiceSpec:
+    """The proposer's command line; more than one thread slows the scorer down."""
+    # A draft's precision cannot change the text, and a model as small as the embedded draft is
+    # fastest in float32 on CPU.
+    dtype = config.dtype if config.draft_model else "float32"
+    model: tuple[str, ...] = ("--model", config.draft_model or "embedded", "--dtype", dtype)
+    if config.head:
+        model = (*model, "--target-model", config.model or "embedded")
+    # A default of the proposer's is longer for methods that are made for long drafts.
+    longer = config.num_speculative_tokens > 16 and not {"suffix", "deterministic"} & {
+        *config.methods
+    }
+    return _spec(
+        "proposer",
+        "proposer_service",
+        *("--scorer", scorer_address, "--method", ",".join(config.methods), "--port", 0),
+        *("--metrics-port", 0, "--threads", 1),
+        *("--proposer-id", f"proposer-{'-'.join(config.methods)}"),
+        *(("--max-draft-tokens", config.num_speculative_tokens) if longer else ()),
+        *(model if config.head or "draft_model" in config.methods else ()),
+    )
+
+
+def _hidden_features(config: StackConfig) -> str:
+    """What the scorer is to keep for the method: of an EAGLE-3 module on disk what it names."""
+    if config.head != "eagle3":
+        return "final"
+    path = Path(config.draft_model or "") / "config.json"
+    try:
+        layers = aux_layers(json.loads(path.read_text()))
+    except (OSError, ValueError):  # to be downloaded, or the proposer says what is wrong with it
+        layers = None
+    return "eagle3" if layers is None else ",".join(map(str, layers))
+
+
+def gateway_spec(config: StackConfig, scorer_address: str) -> ServiceSpec:
+    """The gateway's command line."""
+    return _spec(
+        "gateway",
+        "gateway",
+        *("--scorer", scorer_address, "--http-port", config.http_port),
+        *("--grpc-port", config.grpc_port, "--model", config.model or "embedded"),
+        *("--served-model-name", config.served_model_name),
+        *("--start-timeout", START_DEADLINE_S),
+        *(("--seed", config.seed) if config.seed is not None else ()),
+    )
+
+
+def _spec(name: str, module: str, *args: object) -> ServiceSpec:
+    # -P: a folder called gateway in the working directory is not our gateway.
+    python = (sys.executable, "-P", "-m", module, "--host", HOST, "--exit-with-parent")
+    flags = ("--drain-grace-seconds", STOP_GRACE_S / 2, *args)
+    return ServiceSpec(name, (*python, *map(str, flags)))
