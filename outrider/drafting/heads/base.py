@@ -9,8 +9,17 @@ from torch import Tensor
 
 from outrider.engine.attention import StepAttention
 from outrider.engine.backends import AttentionTraits
+from outrider.engine.batch import PackedBatch
 from outrider.engine.kv_cache import KVPools
 from outrider.features import FeatureSpec
+
+
+def wanted_rows(batch: PackedBatch) -> Tensor | None:
+    """The rows int64 [m] whose outputs are wanted; None: all.
+
+    Of a prompt's other rows only keys and values are needed, which spares them most of a layer.
+    """
+    return None if len(batch.logits_index) == len(batch.input_ids) else batch.logits_index
 
 
 class RecurrentHead(Protocol):
@@ -74,7 +83,7 @@ class RecurrentHead(Protocol):
     ) -> Tensor:
         """Runs rows: int64 [n] and [n, state_size] to outputs [n, width of its own].
 
-        It may leave out the outputs of all rows but those of `attention.batch.logits_index`.
+        It may leave out the outputs of all rows but `wanted_rows(attention.batch)`.
         Writes their keys and values at `attention.batch.slot_mapping`; rows stand at
         `attention.batch.positions`. `step` is 0 for rows with true states, k for the k-th row
         after them.

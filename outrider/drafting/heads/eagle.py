@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.drafting.checkpoints import Checkpoint, TargetTensors
+from outrider.drafting.heads.base import wanted_rows
 from outrider.drafting.heads.llama_head import LlamaHead
 from outrider.drafting.heads.llama_layers import LlamaLayer, LlamaShape, Place
 from outrider.engine.attention import StepAttention
@@ -95,10 +96,12 @@ class EagleHead(LlamaHead):
     ) -> Tensor:
         x = self._fc(torch.cat((self._embed(token_ids), states), dim=-1))
         rope = self._rope.index_select(0, attention.batch.positions)
-        x = self._layers[0](self._layers[0].qkv(x), x, rope, attention)
+        last, rows = self._layers[-1], wanted_rows(attention.batch)
+        layer = self._layers[0]
+        x = layer(layer.qkv(x), x, rope, attention, rows=rows if layer is last else None)
         for norm, layer in zip(self._norms, self._layers[1:], strict=True):
             qkv = self._ops.norm_linear(x, norm, self._shape.eps, layer.qkv)
-            x = layer(qkv, x, rope, attention)
+            x = layer(qkv, x, rope, attention, rows=rows if layer is last else None)
         return x
 
     def feed_back(self, outputs: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.drafting.checkpoints import Checkpoint, TargetTensors
+from outrider.drafting.heads.base import wanted_rows
 from outrider.drafting.heads.eagle3_format import Eagle3Format, draft_vocabulary, matrix_bytes
 from outrider.drafting.heads.llama_head import LlamaHead
 from outrider.drafting.heads.llama_layers import LlamaLayer, LlamaShape, Place
@@ -186,9 +187,12 @@ class Eagle3Head(LlamaHead):
         normed = ops.rms_norm(states, weights.state_norm, eps)
         qkv = self._layers[0].qkv(torch.cat((tokens, normed), dim=-1))
         x = normed if self._norm_before_residual else states
-        x = self._layers[0](qkv, x, rope, attention)
+        last, rows = self._layers[-1], wanted_rows(attention.batch)
+        layer = self._layers[0]
+        x = layer(qkv, x, rope, attention, rows=rows if layer is last else None)
         for norm, layer in zip(weights.layer_norms, self._layers[1:], strict=True):
-            x = layer(ops.norm_linear(x, norm, eps, layer.qkv), x, rope, attention)
+            qkv = ops.norm_linear(x, norm, eps, layer.qkv)
+            x = layer(qkv, x, rope, attention, rows=rows if layer is last else None)
         return ops.rms_norm(x, weights.norm, eps) if self._norm_output else x
 
     def feed_back(self, outputs: Tensor) -> Tensor:

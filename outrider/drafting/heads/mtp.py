@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.drafting.heads.base import wanted_rows
 from outrider.engine.attention import StepAttention
 from outrider.engine.backends import AttentionTraits
 from outrider.engine.kv_cache import KVPools
@@ -134,12 +135,10 @@ class MtpHead:
     ) -> Tensor:
         """Outputs [m, H], normed; with raw feedback [m, 2 H]: normed, then not normed.
 
-        They are those of `logits_index`: of a prompt's other rows only keys and values are needed,
-        which spares them the larger part of a layer.
+        They are those of `wanted_rows`.
         """
         embedded = F.embedding(token_ids, self._embedding).to(self.dtype)
-        index = attention.batch.logits_index
-        rows = None if len(index) == len(token_ids) else index
+        rows = wanted_rows(attention.batch)
         outputs = [module.forward(embedded, states, attention, rows) for module in self._modules]
         turn = step % len(self._modules)
         normed = self._modules[turn].norm(outputs[turn])
