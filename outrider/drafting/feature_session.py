@@ -27,17 +27,29 @@ MAX_FEATURE_BYTES = 2**30
 """Rows that wait to be used, all sessions together."""
 
 
+class HeldRows:
+    """How many rows the sessions of a method hold together."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 class FeatureSession:
     """A session's committed tokens, and the feature rows that are still of use."""
 
-    __slots__ = ("_chunks", "end", "first", "follower", "hints", "key")
+    __slots__ = ("_chunks", "_held", "end", "first", "follower", "hints", "key")
 
-    def __init__(self, key: SessionKey, follower: Follower, hints: SessionHints) -> None:
+    def __init__(
+        self, key: SessionKey, follower: Follower, hints: SessionHints, held: HeldRows
+    ) -> None:
         self.key = key
         self.follower = follower
         self.hints = hints
         self.first = 0  # position of the first row that is held
         self.end = 0  # the position after the last row that came
+        self._held = held
         self._chunks: list[Tensor] = []  # bfloat16 [n, width] on the host, one after the other
 
     @property
@@ -68,6 +80,7 @@ class FeatureSession:
         if len(fresh):
             self._chunks.append(fresh)
             self.end += len(fresh)
+            self._held.count += len(fresh)
         return True
 
     def rows(self, start: int, end: int) -> Tensor:
@@ -92,6 +105,7 @@ class FeatureSession:
             else:
                 self._chunks[0] = chunk[dropped:].clone()  # a view would keep the dropped rows
             self.first += dropped
+            self._held.count -= dropped
 
 
 class FeatureMethod:
@@ -108,6 +122,7 @@ class FeatureMethod:
         self.traits = traits
         self._spec: FeatureSpec = traits.features
         self._max_held = max_feature_bytes // self._spec.row_bytes
+        self._held = HeldRows()
         self._sessions: dict[SessionKey, FeatureSession] = {}  # least recently drafted first
         self._lost: list[SessionKey] = []
 
@@ -132,7 +147,7 @@ class FeatureMethod:
         if len(self._sessions) >= self.traits.max_sessions:
             self._lose(next(iter(self._sessions)))
         follower = Follower(prefix, sampling, num_draft_tokens, max_len, self.traits)
-        self._sessions[session] = FeatureSession(session, follower, hints)
+        self._sessions[session] = FeatureSession(session, follower, hints, self._held)
         self._opened(self._sessions[session])
 
     def features(self, session: SessionKey, start: int, rows: bytes) -> None:
@@ -143,7 +158,7 @@ class FeatureMethod:
             self._lose(session)
             return
         self._used(state)
-        while sum(each.num_held for each in self._sessions.values()) > self._max_held:
+        while self._held.count > self._max_held:
             others = (each for each in self._sessions if each != session)
             self._lose(next(others, session))
 
@@ -164,6 +179,7 @@ class FeatureMethod:
     def close(self, session: SessionKey) -> None:
         state = self._sessions.pop(session, None)
         if state is not None:
+            state.forget(state.end)
             self._closed(state)
 
     def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:

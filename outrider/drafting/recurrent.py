@@ -37,6 +37,7 @@ from outrider.errors import ConfigError
 
 _SHORT = 16
 """Rows that never wait for the prefill budget: what a round or two committed."""
+_MAX_SCORES = 2**25  # of one forward: float32, with as much again for noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,7 @@ class RecurrentProposer(FeatureMethod):
         self._pool = BlockPool(pools.num_pages)
         self._prefill_budget = prefill_budget
         self._tree_width = tree_width
+        self._at_once = max(1, _MAX_SCORES // (tree_width * head.vocab_size))  # trees
         self._masks = masks
         self._clock = clock
         self._caches: dict[SessionKey, RowCache] = {}
@@ -142,13 +144,12 @@ class RecurrentProposer(FeatureMethod):
         trees = [row for row in rows if not row.chain]
         chains = [row for row in rows if row.chain and not row.sampled]
         sampled = [row for row in rows if row.sampled]
-        for draft, group in (
-            (self._trees, trees),
-            (self._chains, chains),
-            (self._sampled_chains, sampled),
-        ):
-            if group:
-                done.drafts.extend(draft(group))
+        for start in range(0, len(trees), self._at_once):
+            done.drafts.extend(self._trees(trees[start : start + self._at_once]))
+        if chains:
+            done.drafts.extend(self._chains(chains))
+        if sampled:
+            done.drafts.extend(self._sampled_chains(sampled))
         forward_s = self._clock() - started
         for row in rows:
             tokens = row.state.follower.tokens
