@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from outrider.engine.cuda.graph_runner import GraphRunner
 from outrider.engine.feature_pool import FeaturePool
 from outrider.engine.loader import build_paged_model, kv_bytes_per_page, read_features
 from outrider.engine.paged_model import PagedModel
-from outrider.engine.runner import Runner
+from outrider.engine.runner import Runner, StepRunner
 from outrider.engine.sequence import Drafting, Sequence
 from outrider.engine.static_step import Bucket
 from outrider.engine.step import ScheduledRow, Step
@@ -26,6 +28,7 @@ from outrider.features import FeatureSpec, parse_features
 from outrider.types import Request
 from tests.support.architectures import ARCHITECTURES, random_model
 from tests.support.recordable import rerun
+from tests.support.sent_features import write
 
 PAGE_SIZE, NUM_PAGES, LENGTH = 4, 16, 22
 TABLE = [9, 3, 14, 1, 6, 11]
@@ -158,6 +161,30 @@ def test_a_recorded_step_captures_what_an_eager_one_does() -> None:
     graphs.launch(step).wait()
     assert torch.equal(rows[owned], eager)
     assert int((eager != 0).any(dim=1).sum()) == 7
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_what_an_engine_sends_are_the_models_states(recorded: bool) -> None:
+    """Chunked prompts, shared pages, accepted and rejected drafts, projected."""
+    source = random_model(ARCHITECTURES["llama"], torch.float64)
+    spec = spec_of(source)
+    shared = [5, 6, 7, 8, 9, 10, 11, 12]
+    prompts = [[*shared, 1], [*shared, 2, 3, 4], [7] * 19]
+    matrix = torch.randn(6, spec.captured_width, generator=torch.Generator().manual_seed(2))
+    matrix = matrix.to(torch.bfloat16)
+    asked = replace(spec, projection_dim=6, projection_sha256=bytes(32))
+    model = build_paged_model(copy.deepcopy(source), page_size=4, num_pages=64, features=spec)
+    runner: StepRunner = Runner(model)
+    if recorded:
+        runner = GraphRunner(
+            model, [Bucket(1, 4), Bucket(4, 4)], record=rerun, choose_and_verify=choose_and_verify
+        )
+    texts, rows = write(model, runner, prompts, asked, matrix)
+    for text, got in zip(texts, rows, strict=True):
+        assert len(text) - len(got) <= 5  # the last step's are of no use to anybody
+        states = expected(source, spec, torch.tensor(text))[: len(got)]
+        wanted = states.to(torch.bfloat16).float() @ matrix.float().T
+        torch.testing.assert_close(got, wanted, rtol=2**-6, atol=0.05)
 
 
 def test_memory_counts_them() -> None:
