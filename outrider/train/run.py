@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import shutil
+import signal
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -74,8 +77,11 @@ def _train(args: argparse.Namespace, config: TrainConfig, processes: Processes) 
     trainer = Trainer(head, target, windows, config, args.out / "state.pt", processes)
     if args.resume:
         trainer.resume()
-    progress = trainer.run()
-    if processes.rank == 0:
+    with _stopped_by_signals(trainer):
+        progress, finished = trainer.run()
+    if not finished:
+        logger.info(f"stopped after step {progress.step}; --resume goes on from there")
+    elif processes.rank == 0:
         round_module(head, args.mantissa_bits)
         write(head.export(), args.out)
         if args.method == "draft_model":
@@ -86,6 +92,28 @@ def _train(args: argparse.Namespace, config: TrainConfig, processes: Processes) 
             logger.info(line)
         facts = {"parameters": parameters, **asdict(progress), **asdict(result)}
         (args.out / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(trainer: Trainer) -> Iterator[None]:
+    """The first SIGINT or SIGTERM ends training after its step; a second one ends the process."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+
+    def restore() -> None:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+    def stop(*_: object) -> None:
+        trainer.stop()
+        restore()
+
+    for number in numbers:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        restore()
 
 
 def run_responses(args: argparse.Namespace) -> None:

@@ -22,6 +22,8 @@ from outrider.train.target import Target, TargetBatch
 logger = logging.getLogger(__name__)
 
 _LOG_INTERVAL_S = 10.0
+_STOPPED = 2.0
+"""Share of the run that is done, as it were, when it is to end before its end."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Trainer:
         self._state_file, self._processes = state_file, processes
         self._optimiser = Muon(head, head.table_names, config.lr, config.table_lr)
         self._progress = Progress()
+        self._stopped = False
         device = target.device
         self._loss = torch.compile(guess_loss, disable=device.type == "cpu", dynamic=False)
         ids = head.draft_ids
@@ -92,14 +95,19 @@ class Trainer:
         except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
             raise ConfigError(f"--resume: {self._state_file} does not fit: {error}") from error
 
-    def run(self, on_step: Callable[[Progress], None] = lambda _: None) -> Progress:
-        """Trains to the end. `on_step` sees every step's outcome."""
+    def stop(self) -> None:
+        """Makes `run` save and return after the step that it is in. Safe in a signal handler."""
+        self._stopped = True
+
+    def run(self, on_step: Callable[[Progress], None] = lambda _: None) -> tuple[Progress, bool]:
+        """Trains; how far it came, and whether that is the end. `on_step` sees every step's."""
         config, processes = self._config, self._processes
         before, begin = self._progress, time.monotonic()
         logged = begin
         while True:
             spent = before.spent_s + time.monotonic() - begin
-            share = processes.agree(config.progress(self._progress.step, spent))
+            done = config.progress(self._progress.step, spent)
+            share = processes.agree(_STOPPED if self._stopped else min(done, 1.0))
             if share >= 1:
                 break
             step = self._progress.step
@@ -123,7 +131,7 @@ class Trainer:
                 )
             on_step(self._progress)
         self.save()
-        return self._progress
+        return self._progress, share < _STOPPED
 
     def save(self) -> None:
         """Writes `state_file`; a crash while writing leaves the old one."""

@@ -195,7 +195,9 @@ class CrashError(Exception):
     pass
 
 
-def run_steps(folder: Path, out: Path, *, resume: bool = False, stop_at: int = 0) -> Trainer:
+def run_steps(
+    folder: Path, out: Path, *, resume: bool = False, crash_at: int = 0, stop_at: int = 0
+) -> None:
     """Twelve steps of EAGLE-3 over two sources, saved every fourth."""
     head, target = fresh_head("eagle3", folder)
     rows = np.load(folder / "text.npy")[:2000].reshape(100, 20)
@@ -205,22 +207,26 @@ def run_steps(folder: Path, out: Path, *, resume: bool = False, stop_at: int = 0
     if resume:
         trainer.resume()
 
-    def crash(progress: Progress) -> None:
+    def on_step(progress: Progress) -> None:
         if progress.step == stop_at:
+            trainer.stop()
+        if progress.step == crash_at:
             raise CrashError
 
-    if stop_at:
+    if crash_at:
         with pytest.raises(CrashError):
-            trainer.run(crash)
+            trainer.run(on_step)
     else:
-        trainer.run()
-    return trainer
+        progress, finished = trainer.run(on_step)
+        assert (progress.step, finished) == ((stop_at, False) if stop_at else (12, True))
 
 
 def test_resuming_gives_the_weights_of_an_uninterrupted_run(folder: Path, tmp_path: Path) -> None:
     run_steps(folder, tmp_path / "whole")
-    run_steps(folder, tmp_path / "parts", stop_at=6)
+    run_steps(folder, tmp_path / "parts", crash_at=6)
     assert torch.load(tmp_path / "parts" / "state.pt")["progress"]["step"] == 4
+    run_steps(folder, tmp_path / "parts", resume=True, stop_at=7)
+    assert torch.load(tmp_path / "parts" / "state.pt")["progress"]["step"] == 7
     run_steps(folder, tmp_path / "parts", resume=True)
     whole, parts = (torch.load(tmp_path / name / "state.pt") for name in ("whole", "parts"))
     assert parts["progress"]["step"] == 12
