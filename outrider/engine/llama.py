@@ -18,6 +18,7 @@ from outrider.engine.attention import AttentionParams, StepAttention
 from outrider.engine.kv_cache import KVPools, LayerPool
 from outrider.engine.linear import Linear, pack_linear
 from outrider.engine.llama_ops import LlamaOps
+from outrider.engine.shards import WHOLE, Sharding, local
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +57,40 @@ def _sliding_window(attention: Any) -> int | None:
     return window
 
 
+def _joined(*modules: Any) -> Linear:
+    """Layers of one input as one, their outputs side by side; of sharded ones this rank's."""
+    weight = torch.cat([local(module.weight) for module in modules])
+    if modules[0].bias is None:
+        return pack_linear(weight, None)
+    return pack_linear(weight, torch.cat([local(module.bias) for module in modules]))
+
+
 class FusedLlama:
     """The layers of a loaded Llama, Mistral or Qwen2 model, over the pools it allocates."""
 
-    def __init__(self, model: nn.Module, pools: KVPools, ops: LlamaOps, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        pools: KVPools,
+        ops: LlamaOps,
+        max_model_len: int,
+        sharding: Sharding = WHOLE,
+    ) -> None:
         parts: Any = model
         config = parts.config
         base = parts.model
         self._ops = ops
         self._features = pools.features
-        self._heads = config.num_attention_heads
-        self._kv_heads = config.num_key_value_heads
-        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // self._heads
+        self._sharding = sharding
+        heads = config.num_attention_heads
+        self._heads = heads // sharding.size
+        self._kv_heads = config.num_key_value_heads // sharding.size
+        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         self._eps = config.rms_norm_eps
-        self._embedding: Tensor = base.embed_tokens.weight.detach()
+        self._embedding = sharding.whole(base.embed_tokens.weight.detach())
         self._norm: Tensor = base.norm.weight.detach()
-        self._head = pack_linear(parts.lm_head.weight, parts.lm_head.bias)
+        self._head = sharding.gathered(parts.lm_head.weight.detach(), parts.lm_head.bias)
+        self._added: list[Linear] = []  # before they are summed over ranks
         self._rope = self._rope_table(base.rotary_emb, max_model_len)
         self._layers = [
             self._layer(layer, pools.allocate(i, self._kv_heads, self._head_dim, self._head_dim))
@@ -80,19 +99,13 @@ class FusedLlama:
         ops.tune(
             normed=[*((x.input_norm, x.qkv) for x in self._layers), (self._norm, self._head)],
             gated=[(x.post_norm, x.gate_up) for x in self._layers],
-            added=[each for x in self._layers for each in (x.o, x.down)],
+            added=self._added,
         )
 
     def _layer(self, layer: Any, pool: LayerPool) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
-        weight = torch.cat((q.weight, k.weight, v.weight))
-        bias = None
-        if q.bias is not None:
-            bias = torch.cat((q.bias, k.bias, v.bias))
-        gate_up_bias = None
-        if mlp.gate_proj.bias is not None:
-            gate_up_bias = torch.cat((mlp.gate_proj.bias, mlp.up_proj.bias))
+        gate, up = mlp.gate_proj, mlp.up_proj
         qk_norm = None
         if hasattr(attention, "q_norm"):
             qk_norm = torch.cat(
@@ -103,20 +116,24 @@ class FusedLlama:
             ).detach()
         return _Layer(
             input_norm=layer.input_layernorm.weight.detach(),
-            qkv=pack_linear(weight, bias),
+            qkv=_joined(q, k, v),
             qk_norm=qk_norm,
-            o=pack_linear(attention.o_proj.weight, attention.o_proj.bias),
+            o=self._summed(attention.o_proj),
             post_norm=layer.post_attention_layernorm.weight.detach(),
-            gate_up=pack_linear(
-                torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)), gate_up_bias
-            ),
-            down=pack_linear(mlp.down_proj.weight, mlp.down_proj.bias),
+            gate_up=_joined(gate, up),
+            down=self._summed(mlp.down_proj),
             pool=pool,
             params=AttentionParams(
                 scaling=attention.scaling,
                 sliding_window=_sliding_window(attention),
             ),
         )
+
+    def _summed(self, module: Any) -> Linear:
+        bias = module.bias if self._sharding.rank == 0 else None
+        linear = pack_linear(local(module.weight), None if bias is None else local(bias))
+        self._added.append(linear)
+        return self._sharding.summed(linear)
 
     def _rope_table(self, rotary: nn.Module, max_model_len: int) -> Tensor:
         """[positions, 2, 2, head_dim / 2]: cosines for both halves, then sines as -sin, sin."""

@@ -25,6 +25,7 @@ from outrider.engine.llama_ops import LlamaOps, TorchOps
 from outrider.engine.paged_model import PagedModel, Step, TransformersStep
 from outrider.engine.ranks import RankGroup
 from outrider.engine.selftest import check_against, eager_reference
+from outrider.engine.shards import WHOLE, Sharding
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec, parse_features
 
@@ -114,7 +115,9 @@ def build_paged_model(
     )
     step: Step
     if fused:
-        step = FusedLlama(model, pools, choose_llama_ops(parts.device, parts.dtype), length)
+        sharding = WHOLE if group is None else Sharding(group.ranks.rank, group.ranks.size)
+        ops = choose_llama_ops(parts.device, parts.dtype)
+        step = FusedLlama(model, pools, ops, length, sharding)
     else:
         if group is None:
             prepack_linears(model)

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from torch import nn
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from outrider.engine.backends import attention_traits
 from outrider.engine.batch import RowSlice, pack
@@ -19,7 +20,7 @@ from outrider.engine.gate import check_shardable
 from outrider.engine.loader import kv_bytes_per_page
 from outrider.engine.ranks import Ranks, _dumps, _loads
 from outrider.errors import ConfigError, UnsupportedModelError
-from tests.support.architectures import ARCHITECTURES, random_model
+from tests.support.architectures import ARCHITECTURES, VOCAB_SIZE, random_model
 from tests.support.shards import load, say
 
 TORCHRUN = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -27,6 +28,7 @@ LLAMA = AutoConfig.for_model("llama", num_attention_heads=64, num_key_value_head
 # Products of mixtures know no float64; OPT, GPT-2 and gpt-oss have no plan.
 SHARDED = {
     "llama": "float64",
+    "llama with biases": "float64",
     "qwen2": "float64",
     "qwen3": "float64",
     "mistral": "float64",
@@ -43,12 +45,31 @@ SHARDED = {
 }
 
 
+def llama_with_biases() -> nn.Module:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            intermediate_size=47,  # as the vocabulary, not a multiple of the ranks
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            attention_bias=True,
+            mlp_bias=True,
+        )
+    )
+
+
+BUILDS = {**ARCHITECTURES, "llama with biases": llama_with_biases}
+
+
 def said_by_two(folder: Path, dtype: str, *names: str) -> dict[str, Any]:
     """What two ranks say, by architecture."""
     out = folder / "said.json"
     folders = [folder / name for name in names]
     for name, path in zip(names, folders, strict=True):
-        random_model(ARCHITECTURES[name], torch.float64).save_pretrained(path)  # type: ignore[operator]
+        random_model(BUILDS[name], torch.float64).save_pretrained(path)  # type: ignore[operator]
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = subprocess.run(
         [sys.executable, "-m", *torchrun, "-m", "tests.support.shards", out, dtype, *folders],
@@ -72,7 +93,7 @@ def check(folder: Path, name: str, dtype: str, said: dict[str, Any]) -> None:
 
 def test_two_ranks_say_what_one_process_says(tmp_path: Path) -> None:
     # Chunked prompts, shared prefixes, drafts of which some are wrong, greedy and drawn.
-    names = ("llama", "qwen2")
+    names = ("llama with biases", "qwen2", "gemma2")  # fused, and with transformers' modules
     said = said_by_two(tmp_path, "float64", *names)
     for name in names:
         check(tmp_path, name, "float64", said[name])
