@@ -102,17 +102,23 @@ class Projections:
                     "project in the proposer",
                     reason=_REASON,
                 )
-            del self._held[idle[0]]
-            self._worker.drop_projection(idle[0])
+            self._drop(idle[0])
+        self._held[spec.projection_sha256] = None
         try:
             await asyncio.wrap_future(self._worker.put_projection(spec, matrix))
-        except Exception as error:
+        except BaseException as error:  # also where the stream ends meanwhile
+            self._drop(spec.projection_sha256)
+            if not isinstance(error, Exception):
+                raise
             raise ProposerRefusedError(
                 f"the projection could not be kept on the device ({type(error).__name__}): give "
                 "keys and values less memory, or project in the proposer",
                 reason=_REASON,
             ) from error
-        self._held[spec.projection_sha256] = None
+
+    def _drop(self, digest: bytes) -> None:
+        del self._held[digest]
+        self._worker.drop_projection(digest)
 
 
 async def _read_matrix(spec: FeatureSpec, requests: AsyncIterator[draft_pb2.DraftRequest]) -> bytes:

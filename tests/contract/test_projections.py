@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from outrider.draft_tree import DraftTree
+from outrider.engine.feature_streams import FeatureStreams
 from outrider.features import FeatureSpec
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits
@@ -97,6 +98,28 @@ async def test_a_projection_has_to_come_in_time() -> None:
     ) as scorer:
         error = await ending(await dialled(scorer))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_device_without_room_refuses_and_can_be_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    async with running_scorer(features=CAPTURED) as scorer:
+        with monkeypatch.context() as patch:
+            patch.setattr(FeatureStreams, "put_projection", full)
+            proposer = await dialled(scorer)
+            await proposer.send(projection=chunk(0, PACKED))
+            error = await ending(proposer)
+        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "OutOfMemoryError" in str(error.details())
+        await scorer.until(lambda: not scorer.hub.roster.proposers, "it is gone")
+        again = await dialled(scorer)
+        assert again.welcome is not None
+        assert again.welcome.wants_projection
+        again.call.cancel()
+        assert (await scorer.generate([1, 2], max_tokens=3)).token_ids
 
 
 async def test_few_projections_are_kept_and_idle_ones_make_room() -> None:
