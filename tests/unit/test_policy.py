@@ -358,6 +358,28 @@ def test_k_grows_with_agreement_and_shrinks_with_load() -> None:
     assert by_rows[0] > by_rows[-1]
 
 
+def test_of_a_tree_the_levels_are_gained_and_the_nodes_are_paid_for() -> None:
+    chosen_k = {}
+    for depth in (9, 3):  # of nine nodes; all levels come true
+        policy = AdaptivePolicy(9)
+        drafting = policy.drafting(Request(1, (1,)))
+        drafting.proposer_id, drafting.proposer_limit = "a", 9
+        for num_tokens in (1, 2, 4, 8, 16):
+            policy.observe_step(1, num_tokens, 0.002 + 0.002 * num_tokens)
+        for _ in range(60):
+            policy.observe_round(drafting, Round(9, depth, depth, rejected=False))
+        assert drafting.successes / drafting.trials == pytest.approx(1.0, abs=0.01)
+        chosen_k[depth] = policy.choose_k(drafting, 9)
+    assert chosen_k == {9: 9, 3: 0}, "a token for 2 ms, and a level of three for 6"
+
+
+def test_a_path_that_leaves_its_tree_is_one_failure() -> None:
+    assert Round(9, 3, 0, rejected=True).tried == 1
+    assert Round(9, 3, 2, rejected=True).tried == 3
+    assert Round(9, 3, 2, rejected=False).tried == 2, "a leaf promised nothing"
+    assert Round(0, 0, 0, rejected=False).tried == 0
+
+
 def test_a_greater_k_is_tried_again_after_a_time_without_drafts() -> None:
     policy, now, chosen_k = AdaptivePolicy(8), 0.0, []
     drafting = policy.drafting(Request(1, (1,)))
