@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -49,3 +50,9 @@ def save_text(path: Path, num_tokens: int = 4000) -> Path:
     tokens = np.cumsum(generator.integers(1, 3, num_tokens)) % 200 + 2
     np.save(path, tokens.astype(np.int32))
     return path
+
+
+def process_environment(rank: int, port: int) -> dict[str, str]:
+    """What torchrun sets, for two processes."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **address, "WORLD_SIZE": "2", "RANK": str(rank)}

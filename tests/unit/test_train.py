@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from outrider.cli.stack import free_port
 from outrider.drafting.heads.eagle3 import load_eagle3
@@ -26,15 +24,13 @@ from outrider.engine.backends import choose_backend
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache import KVPools
 from outrider.train.command_line import build_parser, main
-from outrider.train.data import Source, Windows, draft_vocabulary, read_tokens
-from outrider.train.evaluate import acceptance
+from outrider.train.data import Source, Windows
 from outrider.train.export import round_module
-from outrider.train.layers import chain_mask
 from outrider.train.processes import Processes
 from outrider.train.run import build_head
 from outrider.train.target import Target, TargetBatch, load_target
 from outrider.train.trainer import Progress, TrainConfig, Trainer
-from tests.support.train import save_target, save_text
+from tests.support.train import process_environment, save_target, save_text
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -235,45 +231,6 @@ def test_resuming_gives_the_weights_of_an_uninterrupted_run(folder: Path, tmp_pa
         assert torch.equal(weight, parts["head"][name]), name
 
 
-AVERAGE = """
-import torch
-from outrider.train.processes import Processes
-processes = Processes()
-module = torch.nn.Linear(2, 1)
-module.weight.data.fill_(processes.rank)
-processes.share_weights(module)
-module.weight.grad = torch.tensor([[1.0, 2.0]]) * (1 + 2 * processes.rank)
-module.bias.grad = torch.tensor([5.0 - processes.rank])
-processes.average_gradients(module)
-print(module.weight.tolist(), module.weight.grad.tolist(), module.bias.grad.tolist(),
-      processes.agree(0.25 + processes.rank))
-processes.close()
-"""
-
-
-def group(rank: int, port: int) -> dict[str, str]:
-    """What torchrun sets."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **address, "WORLD_SIZE": "2", "RANK": str(rank)}
-
-
-def test_processes_average_their_gradients() -> None:
-    port = free_port()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", AVERAGE], env=group(rank, port), stdout=subprocess.PIPE
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=100)[0].decode() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert said == ["[[0.0, 0.0]] [[2.0, 4.0]] [4.5] 0.25\n"] * 2
-
-
 @pytest.mark.slow
 def test_two_processes_agree_with_one_that_takes_both_parts(folder: Path, tmp_path: Path) -> None:
     def command(name: str, tokens_per_step: int) -> list[str]:
@@ -283,7 +240,8 @@ def test_two_processes_agree_with_one_that_takes_both_parts(folder: Path, tmp_pa
     port = free_port()
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "outrider.train", *command("two", 48)], env=group(rank, port)
+            [sys.executable, "-m", "outrider.train", *command("two", 48)],
+            env=process_environment(rank, port),
         )
         for rank in range(2)
     ]
@@ -299,73 +257,6 @@ def test_two_processes_agree_with_one_that_takes_both_parts(folder: Path, tmp_pa
     for name, weight in one.items():
         # Muon rounds to bfloat16 on the way.
         torch.testing.assert_close(two[name], weight, rtol=0, atol=2e-3)
-
-
-def test_a_chain_sees_true_rows_up_to_its_begin_and_then_its_own() -> None:
-    length = 6
-    mask = chain_mask(length, 3, CPU).view(length, 3, length)
-    for row in range(length):
-        for step in range(3):
-            seen = mask[row, step].nonzero()[:, 0].tolist()
-            begin = row - 2
-            assert seen == (
-                list(range(begin + 1)) if step == 0 else [begin + step][begin < -step :]
-            )
-
-
-class Oracle:
-    """Guesses the text's own tokens at some depths, and wrong ones at others."""
-
-    layers: tuple[int, ...] = ()
-    draft_ids = None
-
-    def __init__(self, right: list[bool], vocab_size: int) -> None:
-        self.right, self.vocab_size = right, vocab_size
-
-    def unroll(self, batch: TargetBatch, num_steps: int) -> Iterator[Tensor]:
-        wanted = torch.roll(batch.token_ids, -2, 1)[:, :-1]
-        for right in self.right[:num_steps]:
-            guess = wanted if right else (wanted + 1) % self.vocab_size
-            yield torch.nn.functional.one_hot(guess, self.vocab_size).float()
-
-
-def test_acceptance_counts_rounds_as_they_are_played(folder: Path) -> None:
-    target = load_target(folder / "target", CPU, torch.float32)
-    text = torch.from_numpy(np.load(folder / "text.npy")[None, :40]).long()
-    head: Any = Oracle([True, True, False, True], 512)
-    result = acceptance(head, target, text, 10, 4)
-    assert result.matches == (1.0, 1.0, 0.0, 1.0)
-    assert result.reached == (1.0, 1.0, 0.0, 0.0)
-    assert result.mean_length == 3.0
-    assert "> 80%" in "\n".join(result.lines())
-
-
-def test_every_window_comes_once_an_epoch() -> None:
-    source = Source(np.arange(1000), 9, 1)
-    assert source.width == 10
-    starts = source.rows(0, source.count)[:, 0]
-    assert len(set(starts.tolist())) == source.count == 99
-    assert len(set((starts % 10).tolist())) == 1
-    later = source.rows(source.count, source.count)[:, 0]
-    assert set(later.tolist()) != set(starts.tolist())
-    rows = Source(np.arange(120).reshape(6, 20), 9, 1)
-    assert sorted(rows.rows(0, rows.count)[:, 0].tolist()) == list(range(0, 120, 10))
-
-
-def test_draft_vocabularies_hold_the_most_frequent_tokens() -> None:
-    ids = draft_vocabulary([np.array([5, 5, 5, 1, 1, 7]), np.array([[7, 7], [7, 2]])], 9, 2)
-    assert ids.tolist() == [5, 7]
-
-
-def test_text_becomes_documents_that_end(folder: Path, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
-    path = tmp_path / "rows.jsonl"
-    chat = {"messages": [{"role": "user", "content": "hello world"}]}
-    path.write_text(json.dumps({"text": "STOP"}) + "\n" + json.dumps(chat) + "\n")
-    tokens = read_tokens(path, tokenizer).tolist()
-    assert tokens.count(1) == 2
-    assert tokens[-1] == 1
-    assert tokenizer.decode(tokens) == "STOP</s><s><|user|>hello world\n</s>"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,135 @@
+"""The parts of training: data, chains, acceptance, what processes share."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from outrider.cli.stack import free_port
+from outrider.train.data import Source, draft_vocabulary, read_tokens
+from outrider.train.evaluate import acceptance
+from outrider.train.layers import chain_mask
+from outrider.train.target import TargetBatch, load_target
+from tests.support.train import process_environment, save_target, save_text
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("train")
+    save_target(path / "target")
+    save_text(path / "text.npy")
+    return path
+
+
+AVERAGE = """
+import torch
+from outrider.train.processes import Processes
+processes = Processes()
+module = torch.nn.Linear(2, 1)
+module.weight.data.fill_(processes.rank)
+processes.share_weights(module)
+module.weight.grad = torch.tensor([[1.0, 2.0]]) * (1 + 2 * processes.rank)
+module.bias.grad = torch.tensor([5.0 - processes.rank])
+processes.average_gradients(module)
+print(module.weight.tolist(), module.weight.grad.tolist(), module.bias.grad.tolist(),
+      processes.agree(0.25 + processes.rank))
+processes.close()
+"""
+
+
+def test_processes_average_their_gradients() -> None:
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", AVERAGE],
+            env=process_environment(rank, port),
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=100)[0].decode() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert said == ["[[0.0, 0.0]] [[2.0, 4.0]] [4.5] 0.25\n"] * 2
+
+
+def test_a_chain_sees_true_rows_up_to_its_begin_and_then_its_own() -> None:
+    length = 6
+    mask = chain_mask(length, 3, CPU).view(length, 3, length)
+    for row in range(length):
+        for step in range(3):
+            seen = mask[row, step].nonzero()[:, 0].tolist()
+            begin = row - 2
+            assert seen == (
+                list(range(begin + 1)) if step == 0 else [begin + step][begin < -step :]
+            )
+
+
+class Oracle:
+    """Guesses the text's own tokens at some depths, and wrong ones at others."""
+
+    layers: tuple[int, ...] = ()
+    draft_ids = None
+
+    def __init__(self, right: list[bool], vocab_size: int) -> None:
+        self.right, self.vocab_size = right, vocab_size
+
+    def unroll(self, batch: TargetBatch, num_steps: int) -> Iterator[Tensor]:
+        wanted = torch.roll(batch.token_ids, -2, 1)[:, :-1]
+        for right in self.right[:num_steps]:
+            guess = wanted if right else (wanted + 1) % self.vocab_size
+            yield torch.nn.functional.one_hot(guess, self.vocab_size).float()
+
+
+def test_acceptance_counts_rounds_as_they_are_played(folder: Path) -> None:
+    target = load_target(folder / "target", CPU, torch.float32)
+    text = torch.from_numpy(np.load(folder / "text.npy")[None, :40]).long()
+    head: Any = Oracle([True, True, False, True], 512)
+    result = acceptance(head, target, text, 10, 4)
+    assert result.matches == (1.0, 1.0, 0.0, 1.0)
+    assert result.reached == (1.0, 1.0, 0.0, 0.0)
+    assert result.mean_length == 3.0
+    assert "> 80%" in "\n".join(result.lines())
+
+
+def test_every_window_comes_once_an_epoch() -> None:
+    source = Source(np.arange(1000), 9, 1)
+    assert source.width == 10
+    starts = source.rows(0, source.count)[:, 0]
+    assert len(set(starts.tolist())) == source.count == 99
+    assert len(set((starts % 10).tolist())) == 1
+    later = source.rows(source.count, source.count)[:, 0]
+    assert set(later.tolist()) != set(starts.tolist())
+    rows = Source(np.arange(120).reshape(6, 20), 9, 1)
+    assert sorted(rows.rows(0, rows.count)[:, 0].tolist()) == list(range(0, 120, 10))
+
+
+def test_draft_vocabularies_hold_the_most_frequent_tokens() -> None:
+    ids = draft_vocabulary([np.array([5, 5, 5, 1, 1, 7]), np.array([[7, 7], [7, 2]])], 9, 2)
+    assert ids.tolist() == [5, 7]
+
+
+def test_text_becomes_documents_that_end(folder: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    path = tmp_path / "rows.jsonl"
+    chat = {"messages": [{"role": "user", "content": "hello world"}]}
+    path.write_text(json.dumps({"text": "STOP"}) + "\n" + json.dumps(chat) + "\n")
+    tokens = read_tokens(path, tokenizer).tolist()
+    assert tokens.count(1) == 2
+    assert tokens[-1] == 1
+    assert tokenizer.decode(tokens) == "STOP</s><s><|user|>hello world\n</s>"
