@@ -1,0 +1,75 @@
+"""Prediction heads on a device: the outputs of a CPU, for rows, trees and their own states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from outrider.drafting.heads.mtp_loader import load_mtp
+from outrider.engine.backends import choose_backend
+from outrider.engine.batch import RowSlice, pack
+from outrider.engine.kv_cache import KVPools
+from tests.support import mtp_checkpoints as made
+
+pytestmark = pytest.mark.gpu
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+PAGE_SIZE = 16
+CASES: dict[str, Callable[[], made.MtpCheckpoint]] = {
+    "latents in float8": lambda: made.to_block_fp8(made.deepseek(), 16),
+    "experts": made.glm4_moe,
+    "gated experts": lambda: made.qwen("qwen3_5_moe"),
+    "gated": lambda: made.qwen("qwen3_5"),
+    "two modules": lambda: made.rtp_qwen2(
+        num_modules=2, hidden_size=made.HIDDEN_SIZE, draft_ids=list(range(0, 90, 2))
+    ),
+}
+
+
+@pytest.fixture(params=CASES)
+def folders(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Path, Path]:
+    monkeypatch.setattr(made, "HIDDEN_SIZE", 256)  # that four heads of 64 fill
+    monkeypatch.setattr(made, "_HEAD_DIM", 64)  # that every kernel has
+    monkeypatch.setattr(made, "_COMMON", made._COMMON | {"hidden_size": 256, "head_dim": 64})
+    return CASES[request.param]().write(tmp_path)
+
+
+def _logits(folders: tuple[Path, Path], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """After true rows of a prompt, of a tree on it, and of one more row from its own output."""
+    head = load_mtp(*folders, dtype, device)
+    pools = KVPools(8, PAGE_SIZE, dtype, device)
+    backend = choose_backend(None, head.attention_traits(PAGE_SIZE), device)
+    head.bind(pools)
+    states = torch.randn(32, head.state_size, generator=torch.Generator().manual_seed(0))
+    states = head.begin(states.bfloat16())
+
+    def feed(rows: Tensor, start: int, step: int, parents: tuple[int, ...] = ()) -> Tensor:
+        tokens = [(7 * (start + i)) % made.VOCAB_SIZE for i in range(len(rows))]
+        num_logits = min(len(tokens), 4)
+        batch = pack([RowSlice(tokens, start, [5, 1, 3], num_logits, parents)], PAGE_SIZE, device)
+        return head.forward(batch.input_ids, rows, backend(batch), step)
+
+    prompt = feed(states[:20], 0, 0)
+    tree = feed(states[20:24], 20, 1, (-1, -1, 0, 1))
+    last = feed(head.feed_back(prompt[-1:]), 20, 1)
+    return head.logits(torch.cat((prompt, tree, last))).float().cpu()
+
+
+def test_logits_are_those_of_a_cpu(folders: tuple[Path, Path]) -> None:
+    expected = _logits(folders, torch.float32, CPU)
+    known = expected.isfinite()
+    found = _logits(folders, torch.float32, CUDA)
+    assert torch.equal(found.isfinite(), known)
+    torch.testing.assert_close(found[known], expected[known], rtol=1e-2, atol=1e-2)
+    half = _logits(folders, torch.bfloat16, CUDA)
+    alike = torch.cosine_similarity(half.where(known, 0), expected.where(known, 0), dim=-1)
+    assert alike.median() > 0.99  # an expert more or less makes a row differ
