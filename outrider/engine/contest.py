@@ -55,6 +55,7 @@ class Contest:
         self._first_stretch = first_stretch
         self._champion = True  # what was better so far: drafting, until shown otherwise
         self._on_trial = False
+        self._trial_drafted = False  # the present trial has begun to draft
         self._best = Rate()  # the champion's
         self._tried = Rate()  # the other's, in the present trial
         self._stretch = first_stretch
@@ -74,9 +75,11 @@ class Contest:
         """A step without prompts: what it committed, and the time since the step before.
 
         While rows are to draft, steps without any draft do not bring the end of a stretch or trial
-        nearer: no proposer may be there, and then there is nothing to decide.
+        nearer: no proposer may be there, and then there is nothing to decide. But once a trial had
+        a draft, steps for which the policy wants none are part of how drafting goes.
         """
-        counts = drafted or not self.drafting
+        self._trial_drafted |= drafted and self._on_trial
+        counts = drafted or not self.drafting or self._trial_drafted
         if self._settling:
             self._settling -= counts
             return
@@ -93,11 +96,11 @@ class Contest:
             self._end_trial(won=tried > CLEARLY * best)
 
     def _begin_trial(self) -> None:
-        self._on_trial, self._tried = True, Rate()
+        self._on_trial, self._trial_drafted, self._tried = True, False, Rate()
         self.settle()
 
     def _end_trial(self, *, won: bool) -> None:
-        self._on_trial, self._since_trial = False, 0
+        self._on_trial, self._trial_drafted, self._since_trial = False, False, 0
         loser, stretch = self._tried, 2 * self._stretch
         if won:
             loser, stretch = self._best, self._first_stretch

@@ -7,7 +7,9 @@ import pytest
 from outrider.engine.contest import (
     FIRST_STRETCH,
     LONGEST_STRETCH,
+    SETTLING_STEPS,
     SHORTEST_STRETCH,
+    TRIAL_STEPS,
     Contest,
     Contests,
 )
@@ -44,6 +46,19 @@ def test_the_worse_the_other_way_the_more_seldom_it_is_tried(with_s: float) -> N
     lost_s = drafted * (with_s - 3 * 0.010)
     assert lost_s < 0.02 * steps * 0.010
     assert drafted > 0, "it is tried"
+
+
+def test_a_trial_whose_drafts_the_policy_gives_up_ends_like_any_other() -> None:
+    contest = Contest(SHORTEST_STRETCH)
+    play(contest, 4 * SHORTEST_STRETCH, with_s=0.040, without_s=0.010)
+    while not contest.drafting:
+        contest.observe(1, 0.010, drafted=False)
+    contest.observe(3, 0.040, drafted=True)
+    steps = 0
+    while contest.drafting:
+        contest.observe(1, 0.010, drafted=False)
+        steps += 1
+    assert steps <= SETTLING_STEPS + TRIAL_STEPS
 
 
 def test_one_accident_ends_nothing_for_long() -> None:
