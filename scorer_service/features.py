@@ -117,7 +117,7 @@ class Projections:
             ) from error
 
     def _drop(self, digest: bytes) -> None:
-        del self._held[digest]
+        self._held.pop(digest, None)
         self._worker.drop_projection(digest)
 
 
