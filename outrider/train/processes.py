@@ -52,8 +52,25 @@ class Processes:
             for weight in module.parameters():
                 distributed.broadcast(weight.data, 0)
 
-    def close(self) -> None:
-        """Waits for all, then leaves the group."""
+    def share(self, rows: Tensor) -> Tensor:
+        """This process's part of rows that all have: every `world_size`-th, as many for each."""
+        return rows[self.rank :: self.world_size][: len(rows) // self.world_size]
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """The parts of all, one after the other; they are of one shape. On the host."""
+        if self.world_size == 1:
+            return rows.cpu()
+        part = rows.to(self.device).contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.world_size)]
+        distributed.all_gather(parts, part)
+        return torch.cat(parts).cpu()
+
+    def wait(self) -> None:
+        """Until all are here."""
         if self.world_size > 1:
             distributed.barrier()
+
+    def close(self) -> None:
+        """Leaves the group."""
+        if self.world_size > 1:
             distributed.destroy_process_group()

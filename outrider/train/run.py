@@ -53,6 +53,7 @@ def run_training(args: argparse.Namespace) -> None:
     processes = Processes()
     try:
         _train(args, config, processes)
+        processes.wait()
     finally:
         processes.close()
 
@@ -62,11 +63,9 @@ def _train(args: argparse.Namespace, config: TrainConfig, processes: Processes) 
     folder = resolve_model(args.target, "target")
     target = _load(folder, processes.device)
     _check_length(max(args.length, args.prompt_length + args.new_tokens), target)
-    arrays, heldout = _read_data(args, folder)
+    arrays, heldout = _read_data(args, folder, target)
     if args.generate:
-        arrays.append(_generate(target, arrays, args, args.generate))
-    for array in arrays:
-        _check_ids(array, target)
+        arrays.append(_generate(target, arrays, args, args.generate, processes))
     torch.manual_seed(args.seed)
     head = build_head(args, target, arrays).to(processes.device)
     processes.share_weights(head)
@@ -119,15 +118,19 @@ def _stopped_by_signals(trainer: Trainer) -> Iterator[None]:
 def run_responses(args: argparse.Namespace) -> None:
     """Writes rows of prompt and continuation. May raise `ConfigError`."""
     processes = Processes()
-    _prepare(processes)
-    folder = resolve_model(args.target, "target")
-    target = _load(folder, processes.device)
-    _check_length(args.prompt_length + args.new_tokens, target)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    arrays = [read_tokens(path, tokenizer) for path in args.data]
-    for array in arrays:
-        _check_ids(array, target)
-    np.save(args.out, _generate(target, arrays, args, args.count))
+    try:
+        _prepare(processes)
+        folder = resolve_model(args.target, "target")
+        target = _load(folder, processes.device)
+        _check_length(args.prompt_length + args.new_tokens, target)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        arrays = [_checked(read_tokens(path, tokenizer), target) for path in args.data]
+        rows = _generate(target, arrays, args, args.count, processes)
+        if processes.rank == 0:
+            np.save(args.out, rows)
+        processes.wait()
+    finally:
+        processes.close()
 
 
 def build_head(args: argparse.Namespace, target: Target, arrays: list[Any]) -> Any:
@@ -183,11 +186,11 @@ def _load(folder: Path, device: torch.device) -> Target:
     return load_target(folder, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
-def _read_data(args: argparse.Namespace, folder: Path) -> tuple[list[Any], Any]:
+def _read_data(args: argparse.Namespace, folder: Path, target: Target) -> tuple[list[Any], Any]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    arrays = [read_tokens(path, tokenizer) for path in args.data]
+    arrays = [_checked(read_tokens(path, tokenizer), target) for path in args.data]
     if args.heldout is not None:
-        return arrays, read_tokens(args.heldout, tokenizer)
+        return arrays, _checked(read_tokens(args.heldout, tokenizer), target)
     arrays[0], heldout = hold_out(arrays[0], args.length)
     return arrays, heldout
 
@@ -198,20 +201,30 @@ def _check_length(length: int, target: Target) -> None:
         raise ConfigError(f"Rows of {length} tokens: the target takes {limit} at most.")
 
 
-def _check_ids(array: Any, target: Target) -> None:
+def _checked(array: Any, target: Target) -> Any:
     if array.size and int(array.max()) >= target.config.vocab_size:
         raise ConfigError(f"--data holds token {array.max()}, which the target does not have.")
+    return array
 
 
-def _generate(target: Target, arrays: list[Any], args: argparse.Namespace, count: int) -> Any:
+def _generate(
+    target: Target,
+    arrays: list[Any],
+    args: argparse.Namespace,
+    count: int,
+    processes: Processes,
+) -> Any:
     """Rows `[count, prompt + new]`, their prompts from all data in equal shares."""
+    count = max(count, processes.world_size)
     sources = [Source(array, args.prompt_length - 1, args.seed + 1) for array in arrays]
     shares = [count // len(sources) + (i < count % len(sources)) for i in range(len(sources))]
     parts = [source.rows(0, share) for source, share in zip(sources, shares, strict=True)]
     width = min(part.shape[1] for part in parts)
     prompts = torch.cat([part[:, :width] for part in parts])
     prompts = prompts[torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0))]
-    rows = responses(target, prompts, args.new_tokens, args.generate_batch, args.seed)
+    seed = args.seed * processes.world_size + processes.rank
+    part = responses(target, processes.share(prompts), args.new_tokens, args.generate_batch, seed)
+    rows = processes.gather(part)
     logger.info(f"generated {tuple(rows.shape)}")
     return rows.numpy()
 

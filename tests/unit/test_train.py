@@ -35,7 +35,7 @@ from tests.support.train import process_environment, save_target, save_text
 CPU = torch.device("cpu")
 STEPS = 3
 """Drafted tokens of a chain."""
-SHORT = "short.npy"
+SHORT, FOREIGN = "short.npy", "foreign.npy"
 METHODS = {
     "eagle3": "--hidden-size 32 --intermediate-size 48",
     "eagle3 narrow": "--hidden-size 16 --heads 2 --kv-heads 1 --head-dim 16 "
@@ -268,13 +268,15 @@ def test_two_processes_agree_with_one_that_takes_both_parts(folder: Path, tmp_pa
         ("mtp", ["--steps", "1", "--heads", "3"], "--kv-heads"),
         ("eagle3", ["--steps", "1", "--length", "4000"], "takes 128 at most"),
         ("eagle3", ["--steps", "1", "--data", SHORT], "too few"),
+        ("eagle3", ["--steps", "1", "--data", FOREIGN], "holds token 900"),
     ],
 )
 def test_wrong_set_ups_are_told(
     case: str, more: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    np.save(folder / "short.npy", np.arange(40))
-    more = [str(folder / name) if name == SHORT else name for name in more]
+    np.save(folder / SHORT, np.arange(40))
+    np.save(folder / FOREIGN, np.arange(901))
+    more = [str(folder / name) if name in (SHORT, FOREIGN) else name for name in more]
     assert main(flags(case, folder, *more)) == 2
     assert message in capsys.readouterr().err
 

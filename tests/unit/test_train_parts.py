@@ -43,8 +43,11 @@ processes.share_weights(module)
 module.weight.grad = torch.tensor([[1.0, 2.0]]) * (1 + 2 * processes.rank)
 module.bias.grad = torch.tensor([5.0 - processes.rank])
 processes.average_gradients(module)
+rows = torch.arange(5)[:, None]
+print(processes.gather(processes.share(rows)).flatten().tolist())
 print(module.weight.tolist(), module.weight.grad.tolist(), module.bias.grad.tolist(),
       processes.agree(0.25 + processes.rank))
+processes.wait()
 processes.close()
 """
 
@@ -65,7 +68,7 @@ def test_processes_average_their_gradients() -> None:
         for process in processes:
             process.kill()
             process.wait()
-    assert said == ["[[0.0, 0.0]] [[2.0, 4.0]] [4.5] 0.25\n"] * 2
+    assert said == ["[0, 2, 1, 3]\n[[0.0, 0.0]] [[2.0, 4.0]] [4.5] 0.25\n"] * 2
 
 
 def test_a_chain_sees_true_rows_up_to_its_begin_and_then_its_own() -> None:
