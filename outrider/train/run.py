@@ -9,7 +9,7 @@ import logging
 import shutil
 import signal
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,22 @@ ROPE_THETA = 10_000.0
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "*.jinja")
 
 
+LOGITS_PER_FORWARD = 2**28
+"""Of one drafted position: what bounds the memory of a step."""
+
+
 def run_training(args: argparse.Namespace) -> None:
     """Trains, evaluates on held-out text, and writes `--out`. May raise `ConfigError`."""
-    config = TrainConfig(
+    processes = Processes()
+    try:
+        _train(args, _train_config(args), processes)
+        processes.wait()
+    finally:
+        processes.close()
+
+
+def _train_config(args: argparse.Namespace) -> TrainConfig:
+    return TrainConfig(
         steps=args.steps,
         seconds=args.seconds,
         unroll_steps=1 if args.method == "draft_model" else args.num_draft_tokens,
@@ -50,12 +63,6 @@ def run_training(args: argparse.Namespace) -> None:
         table_lr=args.table_lr,
         save_steps=args.save_steps,
     )
-    processes = Processes()
-    try:
-        _train(args, config, processes)
-        processes.wait()
-    finally:
-        processes.close()
 
 
 def _train(args: argparse.Namespace, config: TrainConfig, processes: Processes) -> None:
@@ -73,6 +80,8 @@ def _train(args: argparse.Namespace, config: TrainConfig, processes: Processes) 
     logger.info(f"{args.method}: {parameters:,} parameters")
     sources = [Source(array, args.length, args.seed) for array in arrays]
     windows = Windows(sources, args.tokens_per_step)
+    at_once = max(1, LOGITS_PER_FORWARD // int(target.config.vocab_size))
+    config = replace(config, tokens_per_forward=at_once)
     trainer = Trainer(head, target, windows, config, args.out / "state.pt", processes)
     if args.resume:
         trainer.resume()

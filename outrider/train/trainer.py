@@ -36,6 +36,7 @@ class TrainConfig:
     lr: float = 4e-3
     table_lr: float = 4e-3
     save_steps: int = 1000
+    tokens_per_forward: int = 32768  # a step's gradient is summed over as many forwards as it takes
 
     def __post_init__(self) -> None:
         if self.steps is None and self.seconds is None:
@@ -112,8 +113,7 @@ class Trainer:
                 break
             step = self._progress.step
             token_ids = self._windows.batch(step, processes.rank, processes.world_size)
-            loss, matches = self._forward(token_ids.to(self._target.device))
-            torch.autograd.backward(loss)
+            loss, matches = self._backward(token_ids.to(self._target.device))
             processes.average_gradients(self._head)
             nn.utils.clip_grad_norm_(self._head.parameters(), 1.0)
             self._optimiser.step(schedule(share))
@@ -126,7 +126,7 @@ class Trainer:
                 logged = now
                 rates = " ".join(f"{float(match):.3f}" for match in matches)
                 logger.info(
-                    f"step {step + 1} ({share:.0%}) loss {float(loss.detach()):.4f} "
+                    f"step {step + 1} ({share:.0%}) loss {float(loss):.4f} "
                     f"matches {rates} tokens {tokens / 1e6:.1f}M time {spent:.0f} s"
                 )
             on_step(self._progress)
@@ -145,6 +145,19 @@ class Trainer:
             }
             torch.save(state, part)
             part.replace(self._state_file)
+
+    def _backward(self, token_ids: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Adds a step's gradients, part by part; the mean loss, and the last part's matches."""
+        rows = max(1, self._config.tokens_per_forward // (token_ids.shape[1] - 1))
+        parts = torch.split(token_ids, rows)
+        total = torch.zeros((), device=token_ids.device)
+        matches: list[Tensor] = []
+        for part in parts:
+            loss, matches = self._forward(part)
+            loss = loss * (len(part) / len(token_ids))
+            torch.autograd.backward(loss)
+            total += loss.detach()
+        return total, matches
 
     def _forward(self, token_ids: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The loss, and by step how often the guess is the target's first choice."""

@@ -192,13 +192,21 @@ class CrashError(Exception):
 
 
 def run_steps(
-    folder: Path, out: Path, *, resume: bool = False, crash_at: int = 0, stop_at: int = 0
+    folder: Path,
+    out: Path,
+    *,
+    resume: bool = False,
+    crash_at: int = 0,
+    stop_at: int = 0,
+    tokens_per_forward: int = 96,
 ) -> None:
     """Twelve steps of EAGLE-3 over two sources, saved every fourth."""
     head, target = fresh_head("eagle3", folder)
     rows = np.load(folder / "text.npy")[:2000].reshape(100, 20)
     sources = [Source(np.load(folder / "text.npy"), 24, 5), Source(rows, 24, 5)]
-    config = TrainConfig(steps=12, unroll_steps=STEPS, save_steps=4)
+    config = TrainConfig(
+        steps=12, unroll_steps=STEPS, save_steps=4, tokens_per_forward=tokens_per_forward
+    )
     trainer = Trainer(head, target, Windows(sources, 96), config, out / "state.pt", Processes())
     if resume:
         trainer.resume()
@@ -229,6 +237,16 @@ def test_resuming_gives_the_weights_of_an_uninterrupted_run(folder: Path, tmp_pa
     assert parts["progress"]["tokens"] == whole["progress"]["tokens"]
     for name, weight in whole["head"].items():
         assert torch.equal(weight, parts["head"][name]), name
+
+
+def test_a_step_in_parts_is_the_same_step(folder: Path, tmp_path: Path) -> None:
+    run_steps(folder, tmp_path / "whole")
+    run_steps(folder, tmp_path / "parts", tokens_per_forward=48)
+    whole, parts = (torch.load(tmp_path / n / "state.pt")["head"] for n in ("whole", "parts"))
+    fresh = fresh_head("eagle3", folder)[0].state_dict()
+    for name, weight in whole.items():
+        moved = (weight - fresh[name]).norm()
+        assert (weight - parts[name]).norm() < 0.05 * moved, name
 
 
 @pytest.mark.slow
