@@ -113,7 +113,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
     add(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="of a model; unset: float32, but bfloat16 on CUDA for one that reads hidden states",
+        help="of a model; unset: float32, but for one that reads hidden states bfloat16 on CUDA "
+        "and on CPUs with AVX-512",
     )
     add("--device", choices=("cpu", "cuda"), default=draft.device, help="of a model")
     add(
@@ -211,7 +212,7 @@ def _model(name: str, args: argparse.Namespace, common: dict[str, Any]) -> Model
         common.setdefault("max_draft_tokens", _BESIDE_OTHERS)
     common |= {
         "model": args.model,
-        "dtype": args.dtype or draft.dtype,
+        "dtype": args.dtype,
         "threads": args.threads,
         "kv_cache_memory": args.kv_cache_memory
         or (_CUDA_KV_CACHE if on_cuda else draft.kv_cache_memory),
@@ -223,7 +224,6 @@ def _model(name: str, args: argparse.Namespace, common: dict[str, Any]) -> Model
         return HEAD_CONFIGS[name](
             **common
             | {
-                "dtype": args.dtype or ("bfloat16" if on_cuda else draft.dtype),
                 "target_model": args.target_model,
                 "tree_width": args.tree_width,
                 "project_features": args.project_features,

@@ -66,7 +66,9 @@ class ModelConfig(MethodConfig):
 
     model: str = "embedded"
     """"embedded", a folder, or a Hugging Face id."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """None: float32; for a module that reads hidden states, whose weights and states come in
+    bfloat16, that where it is faster."""
     threads: int = 1
     """CPU threads of torch."""
     kv_cache_memory: int = 256

@@ -68,7 +68,7 @@ def build_head(
 def _build(
     method: HeadConfig, folder: Path, target: Path, max_sessions: int, prefill_budget: int
 ) -> FeatureProposer:
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[method.dtype]
+    dtype = _dtype(method)
     device = torch.device(method.device)
     if method.name in _ONE_SHOT:
         head = _ONE_SHOT[method.name](folder, target, dtype, device)
@@ -104,6 +104,14 @@ def _build(
         tree_width=method.tree_width,
         masks=load_masks(target, module.vocab_size),
     )
+
+
+def _dtype(method: HeadConfig) -> torch.dtype:
+    if method.dtype is None:
+        # Compiled products read half as much: a step takes half the time.
+        fast = method.device == "cuda" or torch.cpu._is_avx512_supported()
+        return torch.bfloat16 if fast else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[method.dtype]
 
 
 def _recurrent_loader(method: HeadConfig) -> LoadRecurrent:

@@ -96,7 +96,7 @@ def _build_draft_model(method: DraftModelConfig, max_sessions: int) -> tuple[Pro
     if method.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device.")
     folder = resolve_model(method.model, "draft")
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[method.dtype]
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[method.dtype or "float32"]
     progress("proposer", f"loading draft model {folder}")
     per_page = kv_bytes_per_page(folder, dtype=dtype, page_size=_PAGE_SIZE)
     num_pages = method.kv_cache_memory * _MIB // per_page

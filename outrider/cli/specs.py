@@ -73,9 +73,11 @@ def proposer_spec(config: StackConfig, scorer_address: str) -> ServiceSpec:
     # A draft's precision cannot change the text, and a model as small as the embedded draft is
     # fastest in float32 on CPU.
     dtype = config.dtype if config.draft_model else "float32"
-    model: tuple[str, ...] = ("--model", config.draft_model or "embedded", "--dtype", dtype)
+    model: tuple[str, ...] = ("--model", config.draft_model or "embedded")
     if config.head:
         model = (*model, "--target-model", config.model or "embedded")
+    else:
+        model = (*model, "--dtype", dtype)
     # A default of the proposer's is longer for methods that are made for long drafts.
     longer = config.num_speculative_tokens > 16 and not {"suffix", "deterministic"} & {
         *config.methods
