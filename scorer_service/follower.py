@@ -14,7 +14,7 @@ import transformers
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from outrider.engine.ranks import Ranks
-from outrider.errors import OutriderError, UnavailableError
+from outrider.errors import ConfigError, OutriderError, UnavailableError
 from outrider.models.resolve import resolve_model
 from outrider.rpc import runtime
 from scorer_service.app import NAME, Options
@@ -61,7 +61,10 @@ def _health(options: Options, ranks: Ranks) -> Iterator[health.HealthServicer]:
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     address = options.deployment.health_address(options.host)
     if address is not None and ranks.local_rank == 0:
-        server.add_insecure_port(address)
+        try:
+            server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(f"--health-port: {address} cannot be listened on.") from error
     server.start()
     try:
         yield servicer

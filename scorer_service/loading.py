@@ -40,17 +40,22 @@ def load(
     features = None if asked is None else read_features(folder, asked)
 
     def load_with(num_pages: int) -> PagedModel:
-        return load_model(
-            folder,
-            dtype=dtype,
-            page_size=options.page_size,
-            num_pages=num_pages,
-            max_model_len=options.max_model_len,
-            device=device,
-            attention_backend=options.attention_backend,
-            features=features,
-            group=group,
-        )
+        try:
+            return load_model(
+                folder,
+                dtype=dtype,
+                page_size=options.page_size,
+                num_pages=num_pages,
+                max_model_len=options.max_model_len,
+                device=device,
+                attention_backend=options.attention_backend,
+                features=features,
+                group=group,
+            )
+        except RuntimeError as error:
+            if group is None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise group.failed("loading", error) from error
 
     def load_given() -> PagedModel:
         page_bytes = kv_bytes_per_page(

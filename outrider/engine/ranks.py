@@ -196,10 +196,14 @@ class RankGroup:
         try:
             dist.broadcast(data, src=0, group=self._calls)
         except RuntimeError as error:
-            what = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]  # gloo's, in short
-            raise UnavailableError(
-                f"Rank {self.ranks.rank} lost another rank of its replica: {what}."
-            ) from error
+            raise self.failed("a call", error) from error
+
+    def failed(self, what: str, error: RuntimeError) -> UnavailableError:
+        """What to raise for an error of a collective."""
+        why = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]  # gloo's, in short
+        return UnavailableError(
+            f"Rank {self.ranks.rank} lost another rank of its replica in {what}: {why}."
+        )
 
 
 class _Pickler(pickle.Pickler):
