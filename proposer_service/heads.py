@@ -10,6 +10,7 @@ from typing import cast
 
 import torch
 
+from outrider.drafting.checkpoints import shared_files
 from outrider.drafting.heads.base import RecurrentHead
 from outrider.drafting.heads.eagle import load_eagle
 from outrider.drafting.heads.eagle3 import load_eagle3
@@ -51,7 +52,9 @@ def build_head(
     if method.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device.")
     folder = resolve_model(method.model, "draft", weights=_WEIGHTS)
-    target = resolve_model(method.target_model, "target")
+    target = resolve_model(method.target_model, "target", tokenizer_only=True)
+    # Of one that is to be downloaded only what is needed.
+    target = resolve_model(method.target_model, "target", weights=shared_files(target))
     progress("proposer", f"loading the {method.name} module {folder} for {target}")
     try:
         proposer = _build(method, folder, target, max_sessions, prefill_budget)

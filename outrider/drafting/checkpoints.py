@@ -164,6 +164,15 @@ class TargetTensors:
         return value
 
 
+def shared_files(folder: Path) -> tuple[str, ...]:
+    """The files of a target that hold what modules share with it, as its index says."""
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+        return tuple({index[name] for name in (*_EMBEDDINGS, *_HEADS) if name in index})
+    except (OSError, ValueError, KeyError, TypeError):  # one file, or the target says what is wrong
+        return ("*.safetensors",)
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from outrider.drafting.checkpoints import shared_files
 from outrider.drafting.head_forward import HeadForward
 from outrider.drafting.heads.base import RecurrentHead
 from outrider.drafting.heads.eagle import load_eagle
@@ -351,6 +353,29 @@ def test_files_that_are_none(tmp_path: Path, target: Target) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"no config\.json"):
         load_eagle3(folder, target.folder, torch.float32, CPU)
+
+
+def test_of_a_target_in_parts_only_some_are_needed(tmp_path: Path, target: Target) -> None:
+    assert shared_files(target.folder) == ("*.safetensors",)
+    parts = {
+        "model.embed_tokens.weight": "model-1-of-3.safetensors",
+        "model.layers.0.mlp.up_proj.weight": "model-2-of-3.safetensors",
+        "lm_head.weight": "model-3-of-3.safetensors",
+    }
+    whole = load_file(target.folder / "model.safetensors")
+    (target.folder / "model.safetensors").unlink()
+    index = target.folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": parts}))
+    needed = {"model-1-of-3.safetensors", "model-3-of-3.safetensors"}
+    assert set(shared_files(target.folder)) == needed
+    for name, part in parts.items():
+        if part in needed:
+            save_file({name: whole[name]}, target.folder / part)
+    tensors = made.eagle_tensors()
+    folder = made.save_head(tmp_path / "head", tensors, made.LLAMA)
+    head = load_eagle(folder, target.folder, torch.float64, CPU)
+    run = reference.eagle(tensors, target.embedding, target.head, made.LLAMA)
+    _check(head, run, lambda rows: rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
