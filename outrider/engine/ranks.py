@@ -48,10 +48,11 @@ class Ranks:
     @staticmethod
     def of(environment: Mapping[str, str]) -> Ranks | None:
         """From the variables that `torchrun` sets; None for a process on its own."""
-        size = int(environment.get("WORLD_SIZE", "1"))
-        if size == 1 or "MASTER_ADDR" not in environment:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+        if not environment.keys() >= set(names):
             return None
-        return Ranks(int(environment["RANK"]), size, int(environment["LOCAL_RANK"]))
+        ranks = Ranks(*(int(environment[name]) for name in names[:3]))
+        return None if ranks.size == 1 else ranks
 
     @property
     def leads(self) -> bool:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from outrider.engine.backends import attention_traits
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.gate import check_shardable
+from outrider.engine.leading_model import LeadingModel
 from outrider.engine.loader import kv_bytes_per_page
+from outrider.engine.paged_model import PagedModel
 from outrider.engine.ranks import Ranks, _dumps, _loads
 from outrider.errors import ConfigError, UnsupportedModelError
 from tests.support.architectures import ARCHITECTURES, VOCAB_SIZE, random_model
@@ -109,6 +112,7 @@ def test_every_architecture_that_has_a_plan(name: str, tmp_path: Path) -> None:
 def test_ranks_are_torchruns() -> None:
     assert Ranks.of(TORCHRUN) == Ranks(rank=3, size=4, local_rank=1)
     assert Ranks.of({}) is None
+    assert Ranks.of({"WORLD_SIZE": "4"}) is None  # somebody else's
     assert Ranks.of(TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}) is None
     assert Ranks(0, 2, 0).leads
     assert Ranks(1, 2, 1).device("cpu") == torch.device("cpu")
@@ -139,6 +143,13 @@ def test_a_rank_keeps_its_heads_or_all_latents(name: str, part: int, tmp_path: P
     traits = attention_traits(model, 16)
     assert traits.shard(2).num_heads * 2 == traits.num_heads
     assert traits.shard(2).num_kv_heads * 2 == traits.num_kv_heads
+
+
+def test_the_leader_makes_every_call_on_the_others_too() -> None:
+    calls = {name for name, what in vars(PagedModel).items() if isfunction(what)}
+    leading = {name for name, what in vars(LeadingModel).items() if isfunction(what)}
+    # `forward` is `logits` with another dtype.
+    assert {name for name in calls if not name.startswith("_")} - leading == {"forward"}
 
 
 def test_a_batch_arrives_as_it_was_sent() -> None:
