@@ -203,3 +203,19 @@ def test_rejection_gets_what_drafts_were_drawn_from(tmp_path: Path) -> None:
         assert len(drawn_from.token_ids) <= 20  # its top_k
         assert abs(sum(drawn_from.probs) - 1.0) < 1e-5
     assert trees[2].probs == ()
+
+
+def test_a_prompt_that_was_seen_is_not_computed_again(tmp_path: Path) -> None:
+    head = _load("eagle3", tmp_path / "files")
+    proposer = _proposer(head, 32, prefill_budget=8)
+    tokens = list(range(1, 40))
+    num_rounds: list[int] = []
+    for key, last in ((1, 50), (2, 60)):
+        text = [*tokens, last]
+        proposer.open(key, text, GREEDY, 3, 60)
+        proposer.features(key, 0, _rows(text, 0, len(text) - 1, head.features.width))
+        num_rounds.append(1)
+        while proposer.draft([key]).unfinished:
+            num_rounds[-1] += 1
+        proposer.check_invariants()
+    assert num_rounds == [5, 1]
