@@ -7,6 +7,7 @@ paging, rollback, prefix sharing or verification changes the output.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,8 @@ class Scenario:
         self.now = 0.0
         self.model = HashModel(VOCAB, config.page_size, config.num_pages, MAX_LEN)
         self.engine = Engine(self.model, config, eos_token_ids=EOS, policy=policy, clock=self.clock)
+        self.samplings: Sequence[SamplingParams] = SAMPLINGS
+        self.top_logprobs: Sequence[int | None] = (None, None, 0, 3)
         self.clients: dict[int, Client] = {}
         self.open: set[int] = set()
 
@@ -83,7 +86,7 @@ class Scenario:
         request = Request(
             session_id=len(self.clients),
             prompt_token_ids=prompt,
-            sampling=rng.choice(SAMPLINGS),
+            sampling=rng.choice(self.samplings),
             stop=StopParams(
                 max_tokens=max_tokens,
                 stop_token_ids=frozenset(rng.sample(range(VOCAB), rng.randint(0, 1))),
@@ -94,7 +97,7 @@ class Scenario:
                 enabled=rng.random() < 0.95,
                 num_speculative_tokens=rng.choice((None, None, 0, 1, 4, 8)),
             ),
-            top_logprobs=rng.choice((None, None, 0, 3)),
+            top_logprobs=rng.choice(self.top_logprobs),
             num_resumed_tokens=rng.choice((0, 0, rng.randint(0, len(prompt) - 1))),
         )
         self.engine.info.check(request)

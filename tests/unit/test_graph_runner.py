@@ -104,13 +104,14 @@ def make_row(
     start = rng.randint(0, MAX_MODEL_LEN - 1 - num_drafts)
     tokens = tuple(rng.randrange(vocab) for _ in range(1 + num_drafts))
     needed = min(-(-(start + len(tokens)) // PAGE_SIZE) + rng.randint(0, 2), MAX_PAGES)
+    recorded = trees and rng.random() < 0.9  # its draw, too
     seq = Sequence(
         Request(
             0,
             (1,),
-            sampling=rng.choice(SAMPLINGS),
-            speculation=rng.choice(SPECULATIONS),
-            top_logprobs=rng.choice((None, None, 3)),
+            sampling=rng.choice(SAMPLINGS[:3] if recorded else SAMPLINGS),
+            speculation=rng.choice(SPECULATIONS[:1] if recorded else SPECULATIONS),
+            top_logprobs=None if recorded else rng.choice((None, None, 3)),
         ),
         max_len=MAX_MODEL_LEN,
         stop_ids=frozenset(),
@@ -146,7 +147,8 @@ def with_true_drafts(step: Step, runner: Runner, rng: random.Random) -> Step:
             tokens = list(row.slice.token_ids)
             chosen, drawn = drawn[: len(tokens)], drawn[len(tokens) :]
             for i, parent in enumerate(row.slice.parents or chain_parents(len(row.draft))):
-                if rng.random() < 0.8:
+                # Of siblings not always the first one.
+                if rng.random() < (0.5 if row.slice.parents else 0.8):
                     tokens[1 + i] = chosen[1 + parent]
             piece = row.slice._replace(token_ids=tuple(tokens))
             rows.append(ScheduledRow(row.seq, piece, tuple(tokens[1:])))
@@ -185,8 +187,10 @@ def test_recorded_steps_equal_eager_ones(
     torch.testing.assert_close(kept_keys(model, step, result), kept)
     assert not left_to_eager
     assert list(result.accepted) == list(expected.accepted)
-    for row, got, want in zip(step.rows, result.choices, expected.choices, strict=True):
-        assert list(got[: row.slice.num_logits]) == list(want[: row.slice.num_logits])
+    for got, want, accepted in zip(
+        result.choices, expected.choices, expected.accepted, strict=True
+    ):
+        assert list(got[: accepted + 1]) == list(want[: accepted + 1])
     assert list(map(len, result.logprobs)) == list(map(len, expected.logprobs))
     told = zip(chain(*result.logprobs), chain(*expected.logprobs), strict=True)
     for got_one, want_one in told:
@@ -345,6 +349,8 @@ class GraphScenario(Scenario):
 
     def __init__(self, rng: random.Random, config: EngineConfig, policy: Policy) -> None:
         super().__init__(rng, config, policy)
+        if rng.random() < 0.7:  # what is drawn in the recorded step itself
+            self.samplings, self.top_logprobs = SAMPLINGS[:3], (None,)
         self.model = model = RecordableHashModel(config.page_size, config.num_pages)
         buckets = make_buckets(config.max_num_seqs, (1, 3, 5), (5, 9))
         self.graphs = GraphRunner(model, buckets, record=rerun, choose_and_verify=choose_and_verify)

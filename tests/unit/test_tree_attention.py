@@ -17,6 +17,7 @@ from outrider.engine.cpu.attention import NumbaAttention
 from outrider.engine.kv_cache import KVPools
 from outrider.engine.sdpa import SdpaAttention
 from outrider.engine.tree_mask import MAX_TREE_NODES, chain_parents, depths
+from outrider.features import FeatureSpec
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
@@ -184,8 +185,19 @@ def test_a_chain_needs_no_mask() -> None:
 @pytest.mark.parametrize("page_major", [True, False])
 @pytest.mark.parametrize("num_layers", [None, 2])
 def test_moved_slots_hold_what_was_there_before(page_major: bool, num_layers: int | None) -> None:
-    pools = KVPools(5, PAGE_SIZE, torch.float32, CPU, page_major=page_major, num_layers=num_layers)
+    states = FeatureSpec(2, (1,))
+    pools = KVPools(
+        5,
+        PAGE_SIZE,
+        torch.float32,
+        CPU,
+        page_major=page_major,
+        num_layers=num_layers,
+        features=states,
+    )
     layers = [pools.allocate(i, KV_HEADS, DIM, DIM) for i in range(2)]
+    assert pools.features is not None
+    pools.features.rows.copy_(torch.arange(10.0 * PAGE_SIZE).view(-1, 2))
     everywhere = torch.arange(5 * PAGE_SIZE)
     for layer in layers:
         keys, values = (torch.randn(len(everywhere), KV_HEADS, DIM) for _ in range(2))
@@ -196,6 +208,7 @@ def test_moved_slots_hold_what_was_there_before(page_major: bool, num_layers: in
     pools.move_slots(source, target)
     expected = everywhere.clone()
     expected[target] = source
+    assert torch.equal(pools.features.rows[:, 0] / 2, expected.to(torch.bfloat16))
     for layer, (keys, values) in zip(layers, before, strict=True):
         now_keys, now_values = layer.gather(everywhere)
         assert torch.equal(now_keys, keys[:, expected])
