@@ -297,7 +297,7 @@ class StaticInputs:
         """Takes in what was appended to the table of the row at place i."""
         # Trees may reach beyond the longest context, and are not recorded then.
         known, length = constants.num_pages, min(len(constants.table), self._sizes.table_width)
-        constants.pages[known:length] = constants.table[known:]
+        constants.pages[known:length] = constants.table[known:length]
         constants.num_pages = length
         new = slice(self._lengths[i], length)
         self._tables[i, new] = constants.pages[new]

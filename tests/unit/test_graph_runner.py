@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import chain
 
 import numpy as np
@@ -99,12 +99,17 @@ def fill_pools(model: PagedModel, seed: int) -> None:
 
 
 def make_row(
-    rng: random.Random, num_drafts: int, pages: list[int], vocab: int, trees: bool = False
+    rng: random.Random,
+    num_drafts: int,
+    pages: list[int],
+    vocab: int,
+    trees: bool = False,
+    recorded: bool = False,
 ) -> ScheduledRow:
+    """`trees`: it may hold one; `recorded`: its draw is, too."""
     start = rng.randint(0, MAX_MODEL_LEN - 1 - num_drafts)
     tokens = tuple(rng.randrange(vocab) for _ in range(1 + num_drafts))
     needed = min(-(-(start + len(tokens)) // PAGE_SIZE) + rng.randint(0, 2), MAX_PAGES)
-    recorded = trees and rng.random() < 0.9  # its draw, too
     seq = Sequence(
         Request(
             0,
@@ -131,10 +136,10 @@ def make_row(
 
 def make_step(rng: random.Random, num_drafts: list[int], vocab: int, trees: bool = False) -> Step:
     pages = rng.sample(range(NUM_PAGES), NUM_PAGES)
-    rows = []
+    rows, recorded = [], trees and rng.random() < 0.6
     for i, drafts in enumerate(num_drafts):
         share = [pages.pop() for _ in range(len(pages) // (len(num_drafts) - i))]
-        rows.append(make_row(rng, drafts, share, vocab, trees))
+        rows.append(make_row(rng, drafts, share, vocab, trees, recorded))
     return Step(tuple(rows), sum(n + 1 for n in num_drafts), ())
 
 
@@ -265,6 +270,28 @@ def test_prompts_and_steps_that_are_too_large_run_eagerly(model: PagedModel) -> 
     assert left_to_eager == [long, wide, prompt]
 
 
+def one_row(seq: Sequence, start: int, draft: tuple[int, ...], *parents: int) -> ScheduledRow:
+    piece = RowSlice((7, *draft), start, seq.block_table, 1 + len(draft), parents)
+    return ScheduledRow(seq, piece, draft)
+
+
+def test_nodes_behind_the_longest_context_run_eagerly_and_do_no_harm(
+    model: PagedModel, graphs: GraphRunner
+) -> None:
+    seq = make_row(random.Random(3), 0, list(range(NUM_PAGES)), 97, recorded=True, trees=True).seq
+    start = MAX_MODEL_LEN - 2
+    seq.block_table = list(range(MAX_PAGES + 4))  # more than a recorded step has places for
+    tree = Step((one_row(seq, start, (1, 2, 3, 4, 5), *(-1,) * 5),), 6, ())
+    chain_step = Step((one_row(seq, start, (1,)),), 2, ())
+    left_to_eager = count_launches(graphs)
+    for step in (tree, chain_step):
+        expected = Runner(model).launch(step).wait()
+        result = graphs.launch(step).wait()
+        assert list(result.accepted) == list(expected.accepted)
+        assert result.choices[0][0] == expected.choices[0][0]
+    assert left_to_eager == [tree]
+
+
 def test_a_row_may_grow_move_and_leave() -> None:
     """The host's buffer says the same as one that never saw another step."""
     sizes = StaticSizes(8, 5, MAX_MODEL_LEN, PAGE_SIZE, NUM_PAGES)
@@ -342,6 +369,28 @@ class RecordableHashModel(HashModel):
     def move_slots(self, source: Tensor, target: Tensor) -> None:
         real = target < self.num_pages * self.page_size
         super().move_slots(source[real], target[real])
+
+
+class Zeros(RecordableHashModel):
+    """Chooses token 0, which is also what fills up."""
+
+    def logits(self, batch: PackedBatch, out: Tensor) -> Tensor:  # noqa: ARG002
+        return out.zero_()
+
+
+def test_what_fills_up_beside_a_tree_is_never_accepted() -> None:
+    model = Zeros(PAGE_SIZE, NUM_PAGES)
+    graphs = GraphRunner(
+        model, make_buckets(4, (), (6,)), record=rerun, choose_and_verify=choose_and_verify
+    )
+    rows = []
+    for draft, parents in (((0, 5, 0), (-1, -1, 0)), ((0,), ()), ((), ()), ((5, 0), (-1, 0))):
+        row = make_row(random.Random(len(rows)), 0, [len(rows), 9 + len(rows)], 2, True, True)
+        row.seq.block_table = [2 * len(rows), 2 * len(rows) + 1]
+        row.seq.request = replace(row.seq.request, sampling=SAMPLINGS[0])
+        rows.append(one_row(row.seq, 1, draft, *parents))
+    result = graphs.launch(Step(tuple(rows), 10, ())).wait()
+    assert list(result.accepted) == [2, 1, 0, 0]
 
 
 class GraphScenario(Scenario):
