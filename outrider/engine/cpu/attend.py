@@ -87,9 +87,11 @@ def attend(arguments):
             last = place + i // group
             position = last
             if last >= tree:
-                levels = _hide(seen[tree - begin :], visible[token + i // group], window)
-                position = tree + levels - 1
+                nodes, lineage = seen[tree - begin :], visible[token + i // group]
+                position = tree + _hide(nodes, lineage, window, -np.inf) - 1
             _softmax(seen, max(0, min(position - window + 1, tree)) - begin, last + 1 - begin)
+            if last >= tree:  # its exp(-inf) is a little more than 0, and slow to multiply with
+                _hide(nodes, lineage, window, 0)
         for first in range(begin, end, _KEYS):
             _gather(values, table, page_size, first, end, rows)
             _weigh(scores[first - begin :], width, rows, sums, tiles, min(_KEYS, end - first))
@@ -139,8 +141,8 @@ def _score(queries, rows, scores, width, count, keys):
 
 
 @loop
-def _hide(scores, lineage, window):
-    """The depth of the node that sees `lineage`; -inf where scores are of nodes that it does not.
+def _hide(scores, lineage, window, value):
+    """Puts `value` where scores are of nodes that one does not see; its level, the first being 1.
 
     `window`: levels that it sees, its own included.
     """
@@ -150,7 +152,7 @@ def _hide(scores, lineage, window):
             levels += 1
             if levels <= window:
                 continue
-        scores[node] = -np.inf
+        scores[node] = value
     return levels
 
 
