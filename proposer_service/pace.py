@@ -6,7 +6,7 @@ from typing import Final
 
 from outrider.drafting.branch_plan import Pace
 from outrider.drafting.proposer import SessionKey
-from outrider.engine.adaptive import Average
+from outrider.engine.measured import Average
 
 _RISE: Final = 1 / 16
 

@@ -10,9 +10,9 @@ from outrider.drafting.branch_plan import NUM_RANKS, Outcomes, Pace, choose_budg
 from outrider.drafting.branches import Branch, DraftedBranch, ForkDrafter, draft_branches
 from outrider.drafting.draft_state import DraftRow, DraftState
 from outrider.drafting.draft_steps import Forks
-from outrider.engine.adaptive import Average, StepTimes
 from outrider.engine.batch import RowSlice
 from outrider.engine.block_pool import BlockPool
+from outrider.engine.measured import Average, StepTimes
 from outrider.params import SamplingParams
 
 _FREE = 1.25

@@ -37,11 +37,11 @@ device. Whether to draft at all is therefore also decided by trial (contest.py).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Rows
 from itertools import takewhile
 
 from outrider.engine.contest import Contests
+from outrider.engine.measured import DraftTimes, StepTimes
 from outrider.engine.policy import FIRST_PATIENCE_S, Policy
 from outrider.engine.sequence import Drafting, Round, Sequence
 from outrider.types import Request
@@ -51,88 +51,12 @@ FADE = 0.9  # per round, of what is known about a row's acceptance
 PROPOSER_FADE = 0.98  # and about a proposer's, over all its rows
 FORGETTING = 1 / 16  # per round without a draft, of what tells a row from its proposer's others
 NEARLY = 0.95  # of the best goodput: such differences between sizes are noise
-STALE_AFTER = 12  # steps of other sizes after which a size's average is forgotten
 PROBE_EVERY = 16  # rounds with a smaller K before a greater one renews what was measured
 PROBE_ROUNDS = 4  # that it lasts at most: a row that does not wait has its draft a round later
 LARGEST_PROBE = 16  # or twice the present K: one round of 128 costs as much as several
 SIZES = (*range(1, 17), 20, 24, 32, 48, 64, 96)  # of K that are compared, beside the limit
 MIN_PATIENCE_S, MAX_PATIENCE_S = 0.002, 0.1
 STEPS_OF_PATIENCE = 3.0
-
-
-class Average:
-    """Moving mean and mean deviation, as RFC 6298 keeps them for round-trip times.
-
-    With two exceptions, because what is measured here can be a second instead of milliseconds once
-    (a kernel is compiled, memory is mapped): one value moves the mean little, however large, and a
-    mean that such a value began is left quickly.
-    """
-
-    def __init__(self) -> None:
-        self.mean = 0.0
-        self.deviation = 0.0
-        self.count = 0
-
-    def add(self, value: float) -> None:
-        """Takes in one measurement."""
-        if self.count == 0 or value < self.mean / 4:
-            self.mean, self.deviation = value, value / 2
-        else:
-            value = min(value, 4 * self.mean)
-            self.deviation += (abs(value - self.mean) - self.deviation) / 4
-            self.mean += (value - self.mean) / 8
-        self.count += 1
-
-
-class StepTimes:
-    """Seconds of a step by its number of tokens: moving averages per power of two.
-
-    They follow improvements faster than delays: noise comes in bursts that only ever add time. And
-    no step is taken to be slower than one of more tokens: a size that ran once, cold, would be. A
-    size that was not run for a while is measured anew: an average from before a burst, or from
-    within one, would be held against sizes that were measured since.
-    """
-
-    def __init__(self) -> None:
-        self._points: dict[int, tuple[float, float]] = {}  # bucket: mean tokens, mean seconds
-        self._sorted: list[tuple[float, float]] = []
-        self._steps = 0
-        self._seen: dict[int, int] = {}  # bucket: the last step of that size
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Takes in one step."""
-        bucket = (num_tokens - 1).bit_length()
-        self._steps += 1
-        stale = self._steps - self._seen.get(bucket, 0) > STALE_AFTER
-        self._seen[bucket] = self._steps
-        if stale:
-            self._points.pop(bucket, None)
-        tokens, mean = self._points.get(bucket, (num_tokens, seconds))
-        gain = 1 / 4 if seconds < mean else 1 / 16
-        point = (tokens + (num_tokens - tokens) / 8, mean + (seconds - mean) * gain)
-        self._points[bucket] = point
-        self._sorted = []
-        fastest = math.inf
-        for mean_tokens, mean in sorted(self._points.values(), reverse=True):
-            fastest = min(fastest, mean)
-            self._sorted.insert(0, (mean_tokens, fastest))
-
-    def estimate(self, num_tokens: int) -> float:
-        """Linear between the measured sizes; below the smallest as fast as that one.
-
-        Beyond the largest, its slope from the smallest goes on; 0 if nothing was measured.
-        """
-        points = self._sorted
-        if not points or num_tokens <= points[0][0]:
-            return points[0][1] if points else 0.0
-        if len(points) == 1:
-            return points[0][1]
-        low, high = points[0], points[-1]
-        if num_tokens <= high[0]:
-            i = next(i for i, point in enumerate(points) if num_tokens <= point[0])
-            low, high = points[i - 1], points[i]
-        slope = (high[1] - low[1]) / (high[0] - low[0])
-        return low[1] + slope * (num_tokens - low[0])
 
 
 def accepted(acceptance: float, depth: float) -> float:
@@ -148,10 +72,8 @@ class AdaptivePolicy(Policy):
     def __init__(self, num_speculative_tokens: int) -> None:
         super().__init__(num_speculative_tokens)
         self._steps = StepTimes()
-        self._delays: dict[str, Average] = {}  # by drafter
+        self._drafts: dict[str, DraftTimes] = {}  # by drafter
         self._acceptance: dict[str, tuple[float, float]] = {}  # by proposer: successes, trials
-        self._token_s: dict[str, Average] = {}  # by drafter: seconds per drafted token
-        self._draft_len: dict[str, float] = {}  # by drafter: mean tokens of a draft
         self._contests = Contests()
         self._num_rows = 1  # of the last step
         self._step_times: dict[int, float] = {}  # by k, the same for all rows until the next step
@@ -166,11 +88,13 @@ class AdaptivePolicy(Policy):
         if not plain:
             return limit
         acceptance = d.successes / d.trials
-        token_s = (1.0 - d.hit_share) * self._mean_token_s(d.drafter)
+        times = self._drafts.get(d.drafter)
+        missed = 1.0 - d.hit_share
+        token_s = 0.0 if times is None else missed * times.token_s
         if d.runs_ahead:
             wait_s = d.wait_s - token_s * d.num_draft_tokens
         else:
-            wait_s = (1.0 - d.hit_share) * self._base_delay(d.drafter)
+            wait_s = 0.0 if times is None else missed * times.base_s
         sizes: list[int] = [*takewhile(lambda k: k < limit, SIZES), limit]
         rates = [
             (1.0 + accepted(acceptance, k * d.levels))
@@ -181,17 +105,6 @@ class AdaptivePolicy(Policy):
         if best <= 1.0 / plain:
             return 0
         return max([k for k, rate in zip(sizes, rates, strict=True) if rate >= NEARLY * best])
-
-    def _base_delay(self, drafter: str) -> float:
-        """Seconds from a commit to its draft's arrival, without the time per drafted token."""
-        delay = self._delays.get(drafter)
-        if delay is None:
-            return 0.0
-        return delay.mean - self._mean_token_s(drafter) * self._draft_len[drafter]
-
-    def _mean_token_s(self, drafter: str) -> float:
-        known = self._token_s.get(drafter)
-        return known.mean if known is not None else 0.0
 
     def patience(self, seq: Sequence) -> float:
         """Blocks' mean delay plus four deviations, at most as long as waiting pays.
@@ -206,9 +119,10 @@ class AdaptivePolicy(Policy):
             return max(0.0, d.awaited_since + allowed - d.committed_at)
         gain = accepted(d.successes / d.trials, d.num_draft_tokens * d.levels)
         worth = max(MIN_PATIENCE_S, gain * step / (1.0 + d.free_tokens))
-        delay = self._delays.get(d.drafter)
-        if delay is None:
+        times = self._drafts.get(d.drafter)
+        if times is None:
             return min(MAX_PATIENCE_S, worth)
+        delay = times.delay
         if d.short_rounds >= PROBE_EVERY:  # what comes too late tells nothing
             worth = max(worth, STEPS_OF_PATIENCE * step)
         if delay.mean > worth:
@@ -237,8 +151,8 @@ class AdaptivePolicy(Policy):
     def _due(self, seq: Sequence, now: float) -> float:
         """When a row's draft is expected; its deadline if it is overdue."""
         d = seq.drafting
-        delay = self._delays.get(d.drafter)
-        expected = d.committed_at + delay.mean if delay else d.deadline
+        times = self._drafts.get(d.drafter)
+        expected = d.deadline if times is None else d.committed_at + times.delay.mean
         return expected if now < expected < d.deadline else d.deadline
 
     def drafting(self, request: Request) -> Drafting:
@@ -254,17 +168,12 @@ class AdaptivePolicy(Policy):
             drafting.trials = PRIOR_TRIALS
 
     def observe_delay(
-        self, drafting: Drafting, seconds: float, draft_s: float, num_tokens: int
+        self, drafting: Drafting, seconds: float, draft_s: float, num_tokens: int, *, calm: bool
     ) -> None:
-        drafter = drafting.drafter
-        if drafter not in self._delays:
-            self._delays[drafter] = Average()
-        self._delays[drafter].add(seconds)
-        if num_tokens:
-            # A proposer need not be believed.
-            self._token_s.setdefault(drafter, Average()).add(min(draft_s, seconds) / num_tokens)
-        length = self._draft_len.setdefault(drafter, num_tokens)
-        self._draft_len[drafter] = length + (num_tokens - length) / 8
+        times = self._drafts.get(drafting.drafter)
+        if times is None:
+            times = self._drafts[drafting.drafter] = DraftTimes()
+        times.observe(seconds, draft_s, num_tokens, calm=calm)
 
     def observe_round(self, drafting: Drafting, round_: Round) -> None:
         d = drafting

@@ -32,6 +32,7 @@ class Policy:
         self.max_wait_s = max_wait_s
         self.counts = StepCounts()  # since the last step's events; the engine adds to it too
         self._drafters: dict[str, str] = {}  # by proposer: what drafted for it last
+        self._launched_at = 0.0
 
     # What a subclass may decide otherwise.
 
@@ -51,9 +52,12 @@ class Policy:
         """A proposer begins with a row: what is known of the proposer holds for the row."""
 
     def observe_delay(
-        self, drafting: Drafting, seconds: float, draft_s: float, num_tokens: int
+        self, drafting: Drafting, seconds: float, draft_s: float, num_tokens: int, *, calm: bool
     ) -> None:
-        """A draft of so many tokens, which took `draft_s`, came this long after it was wanted."""
+        """A draft of so many tokens, which took `draft_s`, came this long after it was wanted.
+
+        `calm`: no step was launched meanwhile.
+        """
 
     def observe_round(self, drafting: Drafting, round_: Round) -> None:
         """A row's round verified tokens, perhaps none."""
@@ -139,7 +143,8 @@ class Policy:
             if length == base_len:
                 del d.commits[i]  # a second block for the same commit measures nothing
                 if wanted and d.blocks > 1:  # the first one also took the prompt's processing
-                    self.observe_delay(d, now - when, draft_s, len(block.token_ids))
+                    calm = self._launched_at < when
+                    self.observe_delay(d, now - when, draft_s, len(block.token_ids), calm=calm)
                 return max(0.0, now - when)
         return 0.0
 
@@ -169,6 +174,7 @@ class Policy:
     def launch(self, seq: Sequence, drafted: int, now: float) -> bool:
         """A row goes into a step with `drafted` tokens. True if its proposer is set aside by it."""
         d, c = seq.drafting, seq.counters
+        self._launched_at = now
         c.iter_count += 1
         if d.looked_at is None:  # prompt processing waits for nothing and misses nothing
             c.hits += bool(drafted)

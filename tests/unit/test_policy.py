@@ -10,8 +10,9 @@ import pytest
 
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
-from outrider.engine.adaptive import AdaptivePolicy, StepTimes
+from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.engine import Engine
+from outrider.engine.measured import StepTimes
 from outrider.engine.policy import FIRST_PATIENCE_S, FIRST_REST, Policy
 from outrider.engine.sequence import Drafting, Round
 from outrider.params import SamplingParams, SpeculationParams, StopParams

@@ -1,0 +1,126 @@
+"""What the policy measures: step times by size, and how long drafts take."""
+
+from __future__ import annotations
+
+import math
+
+STALE_AFTER = 12  # steps of other sizes after which a size's average is forgotten
+CALM_LASTS = 64  # drafts made beside steps until they count although there were others
+
+
+class Average:
+    """Moving mean and mean deviation, as RFC 6298 keeps them for round-trip times.
+
+    With two exceptions, because what is measured here can be a second instead of milliseconds once
+    (a kernel is compiled, memory is mapped): one value moves the mean little, however large, and a
+    mean that such a value began is left quickly.
+    """
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+        self.deviation = 0.0
+        self.count = 0
+
+    def add(self, value: float) -> None:
+        """Takes in one measurement."""
+        if self.count == 0 or value < self.mean / 4:
+            self.mean, self.deviation = value, value / 2
+        else:
+            value = min(value, 4 * self.mean)
+            self.deviation += (abs(value - self.mean) - self.deviation) / 4
+            self.mean += (value - self.mean) / 8
+        self.count += 1
+
+
+class StepTimes:
+    """Seconds of a step by its number of tokens: moving averages per power of two.
+
+    They follow improvements faster than delays: noise comes in bursts that only ever add time. And
+    no step is taken to be slower than one of more tokens: a size that ran once, cold, would be. A
+    size that was not run for a while is measured anew: an average from before a burst, or from
+    within one, would be held against sizes that were measured since.
+    """
+
+    def __init__(self) -> None:
+        self._points: dict[int, tuple[float, float]] = {}  # bucket: mean tokens, mean seconds
+        self._sorted: list[tuple[float, float]] = []
+        self._steps = 0
+        self._seen: dict[int, int] = {}  # bucket: the last step of that size
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Takes in one step."""
+        bucket = (num_tokens - 1).bit_length()
+        self._steps += 1
+        stale = self._steps - self._seen.get(bucket, 0) > STALE_AFTER
+        self._seen[bucket] = self._steps
+        if stale:
+            self._points.pop(bucket, None)
+        tokens, mean = self._points.get(bucket, (num_tokens, seconds))
+        gain = 1 / 4 if seconds < mean else 1 / 16
+        point = (tokens + (num_tokens - tokens) / 8, mean + (seconds - mean) * gain)
+        self._points[bucket] = point
+        self._sorted = []
+        fastest = math.inf
+        for mean_tokens, mean in sorted(self._points.values(), reverse=True):
+            fastest = min(fastest, mean)
+            self._sorted.insert(0, (mean_tokens, fastest))
+
+    def estimate(self, num_tokens: int) -> float:
+        """Linear between the measured sizes; below the smallest as fast as that one.
+
+        Beyond the largest, its slope from the smallest goes on; 0 if nothing was measured.
+        """
+        points = self._sorted
+        if not points or num_tokens <= points[0][0]:
+            return points[0][1] if points else 0.0
+        if len(points) == 1:
+            return points[0][1]
+        low, high = points[0], points[-1]
+        if num_tokens <= high[0]:
+            i = next(i for i, point in enumerate(points) if num_tokens <= point[0])
+            low, high = points[i - 1], points[i]
+        slope = (high[1] - low[1]) / (high[0] - low[0])
+        return low[1] + slope * (num_tokens - low[0])
+
+
+class DraftTimes:
+    """How long one drafter's drafts take, from the commit to the arrival.
+
+    A draft that is made while a step runs may share the device with it, and then both take longer.
+    Whether waiting pays is asked for a row that would wait instead: so calm drafts, with no step
+    beside them, are what counts, and others only as long as there are none. (Otherwise rows that
+    once went ahead would never wait again: going ahead is what makes their drafts late.)
+    """
+
+    def __init__(self) -> None:
+        self._calm = False
+        self._others = 0  # since the last calm one
+        self._begin()
+
+    def _begin(self) -> None:
+        self.delay = Average()
+        self._token_s = Average()
+        self._length = 0.0  # mean tokens of a draft
+
+    def observe(self, seconds: float, draft_s: float, num_tokens: int, *, calm: bool) -> None:
+        """A draft of so many tokens, of which the drafting took `draft_s`."""
+        self._others = 0 if calm else self._others + 1
+        if not calm and self._calm and self._others < CALM_LASTS:
+            return
+        if calm != self._calm:
+            self._calm = calm
+            self._begin()
+        self.delay.add(seconds)
+        if num_tokens:
+            self._token_s.add(min(draft_s, seconds) / num_tokens)  # it need not be believed
+        self._length += (num_tokens - self._length) / min(8, self.delay.count)
+
+    @property
+    def token_s(self) -> float:
+        """Mean seconds per drafted token."""
+        return self._token_s.mean
+
+    @property
+    def base_s(self) -> float:
+        """Mean seconds from a commit to the arrival, without the time per drafted token."""
+        return self.delay.mean - self.token_s * self._length

@@ -1,0 +1,41 @@
+"""What the policy makes of its measurements."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.engine.measured import CALM_LASTS, Average, DraftTimes
+
+
+def test_one_value_moves_a_mean_little_and_one_that_began_it_is_left_at_once() -> None:
+    average = Average()
+    for value in (0.005, 0.005, 2.0):
+        average.add(value)
+    assert average.mean < 0.01
+    late = Average()
+    late.add(2.0)
+    late.add(0.005)
+    assert late.mean == pytest.approx(0.005)
+
+
+def test_drafts_beside_steps_do_not_count_where_there_are_calm_ones() -> None:
+    times = DraftTimes()
+    for _ in range(4):
+        times.observe(0.012, 0.008, 4, calm=False)
+    assert times.delay.mean == pytest.approx(0.012), "better than nothing"
+    for _ in range(4):
+        times.observe(0.005, 0.004, 4, calm=True)
+    assert times.delay.mean == pytest.approx(0.005)
+    for _ in range(CALM_LASTS - 1):
+        times.observe(0.012, 0.008, 4, calm=False)
+    assert times.delay.mean == pytest.approx(0.005)
+    assert times.token_s == pytest.approx(0.001)
+    assert times.base_s == pytest.approx(0.001)
+    times.observe(0.012, 0.008, 4, calm=False)
+    assert times.delay.mean == pytest.approx(0.012), "there are no calm ones any more"
+
+
+def test_a_proposer_is_not_believed_to_have_drafted_longer_than_it_was_waited_for() -> None:
+    times = DraftTimes()
+    times.observe(0.004, 60.0, 4, calm=True)
+    assert times.token_s == pytest.approx(0.001)
