@@ -34,8 +34,8 @@ class StepAttention(Protocol):
     def attend(self, query: Tensor, pool: LayerPool, params: AttentionParams) -> Tensor:
         """Query [tokens, num_kv_heads, group, key_dim] to [tokens, num_kv_heads, group, value_dim].
 
-        `group` is the number of query heads per key head. The step's own keys and values are
-        already in the pool.
+        `group` is the number of query heads per key head; a token's heads lie one after the other
+        in memory. The step's own keys and values are already in the pool.
         """
         ...
 
@@ -90,7 +90,9 @@ def paged_attention_forward(
         sinks=s_aux,
     )
     kv_heads = key.shape[1]
-    grouped = query[0].transpose(0, 1).reshape(tokens, kv_heads, heads // kv_heads, dim)
+    # Where only a part of each head is turned, modules put the parts together head after head.
+    by_token = query[0].transpose(0, 1).contiguous()
+    grouped = by_token.view(tokens, kv_heads, heads // kv_heads, dim)
     if paged.pool_of is not None:
         pool = paged.pool_of(module.layer_idx)
         out = paged.attention.attend(grouped, pool, params)

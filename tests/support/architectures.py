@@ -62,7 +62,7 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
         sliding_window=7,
         layer_types=_HYBRID,
     ),
-    # Heads of 32: what the compiled attention of a CPU asks for.
+    # Heads of 32, here and below: what the compiled attention of a CPU asks for.
     "qwen3": _build("Qwen3Config", "Qwen3ForCausalLM", head_dim=32),
     "mistral": _build("MistralConfig", "MistralForCausalLM", sliding_window=9, head_dim=32),
     "gemma2": _build(
@@ -80,7 +80,7 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
         query_pre_attn_scalar=8,
         layer_types=_HYBRID,
     ),
-    "phi3": _build("Phi3Config", "Phi3ForCausalLM", sliding_window=11),
+    "phi3": _build("Phi3Config", "Phi3ForCausalLM", sliding_window=11, head_dim=32),
     "opt": _build(
         "OPTConfig",
         "OPTForCausalLM",
@@ -114,6 +114,7 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "glm4_moe": _build(
         "Glm4MoeConfig",
         "Glm4MoeForCausalLM",
+        head_dim=32,
         n_routed_experts=4,
         n_shared_experts=1,
         n_group=1,

@@ -38,6 +38,7 @@ class NumbaAttention:
 
     def attend(self, query: Tensor, pool: LayerPool, params: AttentionParams) -> Tensor:
         tokens, kv_heads, group, dim = query.shape
+        assert query.stride()[1:] == (group * dim, dim, 1)
         batch = self.batch
         longest = batch.max_context_len
         out = query.new_empty(tokens, kv_heads, group, dim)
