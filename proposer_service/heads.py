@@ -10,7 +10,6 @@ from typing import cast
 
 import torch
 
-from outrider.drafting.checkpoints import shared_files
 from outrider.drafting.heads.base import RecurrentHead
 from outrider.drafting.heads.eagle import load_eagle
 from outrider.drafting.heads.eagle3 import load_eagle3
@@ -23,7 +22,7 @@ from outrider.drafting.recurrent import RecurrentProposer
 from outrider.engine.backends import choose_backend
 from outrider.engine.kv_cache import KVPools
 from outrider.errors import ConfigError
-from outrider.models.resolve import resolve_model
+from outrider.models.modules import resolve_module
 from outrider.models.tokenizer import tokenizer_hash
 from outrider.rpc.runtime import progress
 from proposer_service.config import HeadConfig
@@ -31,7 +30,6 @@ from proposer_service.masks import load_masks
 
 PAGE_SIZE = 16
 _MIB = 2**20
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt")  # published in all of these
 
 LoadRecurrent = Callable[[Path, Path, torch.dtype, torch.device], RecurrentHead]
 _ONE_SHOT: dict[str, Callable[[Path, Path, torch.dtype, torch.device], OneShotHead]] = {
@@ -51,10 +49,7 @@ def build_head(
     torch.set_num_threads(method.threads)
     if method.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device.")
-    folder = resolve_model(method.model, "draft", weights=_WEIGHTS)
-    target = resolve_model(method.target_model, "target", tokenizer_only=True)
-    # Of one that is to be downloaded only what is needed.
-    target = resolve_model(method.target_model, "target", weights=shared_files(target))
+    folder, target = resolve_module(method.model, method.name, method.target_model)
     progress("proposer", f"loading the {method.name} module {folder} for {target}")
     try:
         proposer = _build(method, folder, target, max_sessions, prefill_budget)

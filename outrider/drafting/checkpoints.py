@@ -14,14 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outrider.errors import ConfigError
-
-_EMBEDDINGS = (
-    "model.embed_tokens.weight",
-    "model.language_model.embed_tokens.weight",
-    "language_model.model.embed_tokens.weight",
-    "embed_tokens.weight",
-)
-_HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
+from outrider.models.modules import EMBEDDINGS, HEADS
 
 
 class TensorSource(Protocol):
@@ -137,15 +130,15 @@ class TargetTensors:
 
     def embedding(self) -> Tensor:
         """[vocab_size, hidden_size], as it is stored."""
-        return self._matrix(_EMBEDDINGS)
+        return self._matrix(EMBEDDINGS)
 
     def head(self) -> Tensor:
         """[vocab_size, hidden_size], as it is stored; the embedding if they are tied."""
-        if not any(name in self._checkpoint for name in _HEADS):
+        if not any(name in self._checkpoint for name in HEADS):
             if not self.config.get("tie_word_embeddings", True):
-                raise ConfigError(f"{self.folder} holds no tensor {_HEADS[0]}.")
+                raise ConfigError(f"{self.folder} holds no tensor {HEADS[0]}.")
             return self.embedding()
-        return self._matrix(_HEADS)
+        return self._matrix(HEADS)
 
     def _matrix(self, names: tuple[str, ...]) -> Tensor:
         name = next((each for each in names if each in self._checkpoint), names[0])
@@ -162,15 +155,6 @@ class TargetTensors:
         if not isinstance(value, int):
             raise ConfigError(f"config.json in {self.folder} has no {key}.")
         return value
-
-
-def shared_files(folder: Path) -> tuple[str, ...]:
-    """The files of a target that hold what modules share with it, as its index says."""
-    try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-        return tuple({index[name] for name in (*_EMBEDDINGS, *_HEADS) if name in index})
-    except (OSError, ValueError, KeyError, TypeError):  # one file, or the target says what is wrong
-        return ("*.safetensors",)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -10,19 +10,28 @@ import sys
 from collections.abc import Sequence
 
 from outrider.errors import ConfigError
+from outrider.models.modules import resolve_module
 from outrider.models.resolve import resolve_model
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the folder; returns the exit code, 2 for a model that cannot be had."""
+    """Prints the folders; returns the exit code, 2 for a model that cannot be had."""
     parser = argparse.ArgumentParser(
         prog="python -m outrider.models.fetch", description="Downloads a model into HF_HOME."
     )
     parser.add_argument("model", help="a Hugging Face id")
     parser.add_argument("--tokenizer-only", action="store_true", help="leave the weights out")
+    parser.add_argument(
+        "--module-of",
+        metavar="TARGET",
+        help="MODEL is a draft module: fetch it in any format, and of its target what both share",
+    )
     args = parser.parse_args(argv)
     try:
-        print(resolve_model(args.model, "target", tokenizer_only=args.tokenizer_only))
+        if args.module_of is not None:
+            print(*resolve_module(args.model, "draft", args.module_of), sep="\n")
+        else:
+            print(resolve_model(args.model, "target", tokenizer_only=args.tokenizer_only))
     except ConfigError as error:
         print(f"fetch: {error.message}", file=sys.stderr)
         return 2

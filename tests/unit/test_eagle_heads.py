@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outrider.drafting.checkpoints import shared_files
 from outrider.drafting.head_forward import HeadForward
 from outrider.drafting.heads.base import RecurrentHead
 from outrider.drafting.heads.eagle import load_eagle
@@ -24,6 +23,7 @@ from outrider.engine.backends import choose_backend
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache import KVPools
 from outrider.errors import ConfigError
+from outrider.models.modules import shared_files
 from outrider.params import SamplingParams
 from tests.support import eagle_checkpoints as made
 from tests.support import eagle_reference as reference

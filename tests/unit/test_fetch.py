@@ -20,10 +20,24 @@ FILES = {
     "model.safetensors": b"weights",
     "training_log.csv": b"never wanted",
 }
+WEIGHT_MAP = {
+    "model.embed_tokens.weight": "model-1-of-3.safetensors",
+    "model.layers.0.mlp.up_proj.weight": "model-2-of-3.safetensors",
+    "lm_head.weight": "model-3-of-3.safetensors",
+}
+REPOSITORIES = {
+    "org/model": FILES,
+    "org/module": {"config.json": b"{}", "pytorch_model.bin": b"weights", "README.md": b""},
+    "org/parts": {
+        "config.json": b"{}",
+        "model.safetensors.index.json": json.dumps({"weight_map": WEIGHT_MAP}).encode(),
+        **dict.fromkeys(WEIGHT_MAP.values(), b"weights"),
+    },
+}
 
 
 class Hub(BaseHTTPRequestHandler):
-    """What huggingface_hub asks for, for one repository."""
+    """What huggingface_hub asks for."""
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -32,18 +46,21 @@ class Hub(BaseHTTPRequestHandler):
         self._answer()
 
     def _answer(self) -> None:
-        name = self.path.rpartition("/")[2]
-        if self.path.startswith("/api/models/org/model/revision/"):
-            siblings = [{"rfilename": file} for file in FILES]
-            body = json.dumps({"id": "org/model", "sha": COMMIT, "siblings": siblings}).encode()
-        elif self.path.startswith(f"/api/models/org/model/tree/{COMMIT}"):
+        path = self.path.removeprefix("/api/models")
+        repository, name = "/".join(path.split("/")[1:3]), path.rpartition("/")[2]
+        files = REPOSITORIES.get(repository, {})
+        kind = path.removeprefix(f"/{repository}/").partition("/")[0]
+        if kind == "revision" and files:
+            siblings = [{"rfilename": file} for file in files]
+            body = json.dumps({"id": repository, "sha": COMMIT, "siblings": siblings}).encode()
+        elif kind == "tree" and files:
             tree = [
                 {"type": "file", "path": file, "size": len(content), "oid": COMMIT}
-                for file, content in FILES.items()
+                for file, content in files.items()
             ]
             body = json.dumps(tree).encode()
-        elif self.path.startswith("/org/model/resolve/") and name in FILES:
-            body = FILES[name]
+        elif kind == "resolve" and name in files:
+            body = files[name]
         else:
             self.send_error(404)
             return
@@ -101,6 +118,21 @@ def test_a_tokenizer_comes_without_weights(tmp_path: Path) -> None:
     assert fetched.returncode == 0, fetched.stderr
     names = {path.name for path in Path(fetched.stdout.strip()).iterdir()}
     assert names == {"config.json", "tokenizer.json"}
+
+
+def test_a_module_comes_with_what_it_shares_with_its_target(tmp_path: Path) -> None:
+    wanted = ("org/module", "--module-of", "org/parts")
+    with hub() as endpoint:
+        fetched = fetch(tmp_path, *wanted, HF_ENDPOINT=endpoint)
+    assert fetched.returncode == 0, fetched.stderr
+    module, target = map(Path, fetched.stdout.split())
+    assert {path.name for path in module.iterdir()} == {"config.json", "pytorch_model.bin"}
+    assert {path.name for path in target.iterdir()} == {
+        *("config.json", "model.safetensors.index.json"),
+        *("model-1-of-3.safetensors", "model-3-of-3.safetensors"),
+    }
+    offline = fetch(tmp_path, *wanted, HF_HUB_OFFLINE="1")
+    assert offline.stdout == fetched.stdout, offline.stderr
 
 
 def test_a_missing_model_is_one_line(tmp_path: Path) -> None:

@@ -1,0 +1,39 @@
+"""Where a draft module is, and what of its target it shares. Knows nothing of torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final
+
+from outrider.models.resolve import resolve_model
+
+EMBEDDINGS: Final = (
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+    "embed_tokens.weight",
+)
+"""Names that targets give their embedding."""
+HEADS: Final = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
+"""And their output layer."""
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt")  # modules are published in all of these
+
+
+def resolve_module(name: str, role: str, target: str) -> tuple[Path, Path]:
+    """The folders of a module and of its target, as `resolve_model` finds them.
+
+    Of a target that is to be downloaded only what modules share with it. Raises `ConfigError`.
+    """
+    folder = resolve_model(name, role, weights=_WEIGHTS)
+    index = resolve_model(target, "target", tokenizer_only=True)
+    return folder, resolve_model(target, "target", weights=shared_files(index))
+
+
+def shared_files(folder: Path) -> tuple[str, ...]:
+    """The files of a target that hold what modules share with it, as its index says."""
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+        return tuple({index[name] for name in (*EMBEDDINGS, *HEADS) if name in index})
+    except (OSError, ValueError, KeyError, TypeError):  # one file, or the target says what is wrong
+        return ("*.safetensors",)
