@@ -12,9 +12,8 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import nn
 
-from outrider.drafting.heads.mtp_modules import ModuleWeights
+from outrider.drafting.heads.mtp_modules import ModuleWeights, Rotary
 from outrider.engine.attention import ATTENTION_NAME
 from outrider.errors import ConfigError
 
@@ -30,6 +29,7 @@ class Family:
     settings: Mapping[str, Any] | None = None  # that make every layer what a module holds
     llama: bool = False  # a Llama-like layer: it is run by `mtp_llama`
     gated: bool = False  # and has Qwen3.5's conventions
+    grids: int = 0  # its rotary embedding takes positions in so many grids: alike in a text
 
     def config(self, values: Mapping[str, Any], num_modules: int) -> Any:
         """The config of `num_modules` layers, from what config.json holds."""
@@ -50,10 +50,12 @@ class Family:
                 layer(config, index), int(config.hidden_size), float(config.rms_norm_eps)
             )
 
-    def rotary(self, config: Any) -> nn.Module:
+    def rotary(self, config: Any, device: torch.device) -> Rotary:
         name = f"{self.prefix}{self.text}RotaryEmbedding"
-        rotary: nn.Module = getattr(self._modeling, name)(config)
-        return rotary
+        rotary: Rotary = getattr(self._modeling, name)(config).to(device)
+        if not self.grids:
+            return rotary
+        return lambda x, positions: rotary(x, positions.expand(self.grids, -1, -1))
 
     @property
     def _modeling(self) -> Any:
@@ -134,11 +136,13 @@ _QWEN = MtpFormat(
         ),
         **dict.fromkeys(
             ("qwen3_5", "qwen3_5_text"),
-            Family("qwen3_5", "Qwen3_5", "Text", typed_layers=True, llama=True, gated=True),
+            Family(
+                "qwen3_5", "Qwen3_5", "Text", typed_layers=True, llama=True, gated=True, grids=3
+            ),
         ),
         **dict.fromkeys(
             ("qwen3_5_moe", "qwen3_5_moe_text"),
-            Family("qwen3_5_moe", "Qwen3_5Moe", "Text", typed_layers=True),
+            Family("qwen3_5_moe", "Qwen3_5Moe", "Text", typed_layers=True, grids=3),
         ),
     },
 )

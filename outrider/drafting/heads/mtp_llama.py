@@ -11,10 +11,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from outrider.drafting.checkpoints import TensorSource
 from outrider.drafting.heads.llama_layers import LlamaLayer, LlamaShape, Place
+from outrider.drafting.heads.mtp_modules import Rotary
 from outrider.engine.attention import StepAttention
 from outrider.engine.kv_cache import KVPools
 from outrider.engine.linear import Linear, pack_linear
@@ -123,7 +124,7 @@ class LlamaModule:
         return self._ops.rms_norm(outputs, self._norm, self._eps)
 
 
-def rope_table(rotary: nn.Module, shape: LlamaShape, place: Place) -> tuple[Tensor, int]:
+def rope_table(rotary: Rotary, shape: LlamaShape, place: Place) -> tuple[Tensor, int]:
     """For all positions [max_model_len, 2, 2, head_dim / 2], and how much of a head is turned.
 
     The cosines of both halves, then the sines as -sin, sin; what is not turned has 1 and 0.

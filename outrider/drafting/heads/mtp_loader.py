@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor, nn
+from torch import Tensor
 
 from outrider.drafting.checkpoints import Checkpoint, TargetTensors
 from outrider.drafting.heads.block_fp8 import DequantisedTensors
@@ -16,7 +16,7 @@ from outrider.drafting.heads.llama_layers import LlamaShape, Place
 from outrider.drafting.heads.mtp import FeedBack, MtpHead, MtpModule, MtpShape, Vocabulary
 from outrider.drafting.heads.mtp_formats import Family, MtpFormat, detect, family_of
 from outrider.drafting.heads.mtp_llama import LlamaModule, LlamaTensors, rope_table
-from outrider.drafting.heads.mtp_modules import LayerModule, ModuleWeights
+from outrider.drafting.heads.mtp_modules import LayerModule, ModuleWeights, Rotary
 from outrider.engine.loader import choose_llama_ops
 from outrider.errors import ConfigError
 
@@ -43,7 +43,7 @@ def load_mtp(
     try:
         config = family.config(values, len(numbers))
         weights = [family.weights(config, i) for i in range(len(numbers))]
-        rotary = family.rotary(config).to(device)
+        rotary = family.rotary(config, device)
     except _BAD_SETTINGS as error:
         raise ConfigError(f"config.json in {folder} makes no {family.package}: {error}") from error
     if config.hidden_size != target.hidden_size:
@@ -145,7 +145,7 @@ def _llama_modules(
     readers: list[ModuleTensors],
     family: Family,
     config: Any,
-    rotary: nn.Module,
+    rotary: Rotary,
     shape: MtpShape,
     place: Place,
 ) -> list[MtpModule]:

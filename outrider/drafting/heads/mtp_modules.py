@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,10 @@ from outrider.engine.kv_cache import KVPools, PagedCache
 from outrider.engine.linear import prepack_linears
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
+
+
+Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Of a tensor in the wanted dtype and positions [1, n]: cosines and sines [1, n, turned]."""
 
 
 class ModuleWeights(nn.Module):
@@ -40,7 +45,7 @@ class LayerModule:
     The layer must have been made with the attention implementation `ATTENTION_NAME`.
     """
 
-    def __init__(self, weights: ModuleWeights, rotary: nn.Module, *, latent: bool) -> None:
+    def __init__(self, weights: ModuleWeights, rotary: Rotary, *, latent: bool) -> None:
         prepack_linears(weights.eval().requires_grad_(False))
         self._weights = weights
         self._block: Any = weights.block
