@@ -77,6 +77,8 @@ class FeatureSession:
         if start > self.end:
             return False
         fresh = rows[self.end - start :]
+        if len(fresh) < len(rows):
+            fresh = fresh.clone()  # a view would keep the repeated rows
         if len(fresh):
             self._chunks.append(fresh)
             self.end += len(fresh)
@@ -112,7 +114,8 @@ class FeatureMethod:
     """Bookkeeping of a `FeatureProposer`; a subclass has `draft`, and may extend the hooks.
 
     Sessions are bounded by `traits.max_sessions`, the rows that they hold by `max_feature_bytes`;
-    beyond these the session that has not been drafted for the longest is lost.
+    beyond these the session that has not been drafted for the longest is lost; for the sake of
+    rows none that holds few of them itself.
     """
 
     def __init__(
@@ -159,7 +162,9 @@ class FeatureMethod:
             return
         self._used(state)
         while self._held.count > self._max_held:
-            others = (each for each in self._sessions if each != session)
+            few = self._held.count / len(self._sessions) / 2
+            large = (key for key, each in self._sessions.items() if each.num_held > few)
+            others = (key for key in large if key != session)
             self._lose(next(others, session))
 
     def commit(

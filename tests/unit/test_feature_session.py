@@ -109,6 +109,32 @@ def test_rows_are_bounded_at_the_cost_of_who_was_not_asked_for_the_longest() -> 
     assert method.draft([]).lost == []
 
 
+def test_a_session_with_too_many_rows_does_not_cost_those_with_few() -> None:
+    method = _method(max_rows=20)
+    for key in (1, 2, 3):
+        method.open(key, range(15), GREEDY, 4, 20)
+        _send(method, key, 0, 3)
+    _send(method, 2, 3, 12)  # it is not drafted for, and goes on to be sent
+    method.draft([1, 3])
+    assert method.draft([]).lost == []
+    _send(method, 2, 12, 15)
+    assert method.draft([]).lost == [2]
+    method.open(4, range(15), GREEDY, 4, 20)
+    _send(method, 4, 0, 13)
+    _send(method, 1, 3, 5)  # whoever brings the rows that are too many
+    assert method.draft([]).lost == [4]
+
+
+def test_repeated_rows_take_no_memory() -> None:
+    method = _method()
+    method.open(1, range(15), GREEDY, 4, 20)
+    for end in range(1, 15):
+        _send(method, 1, 0, end)
+    rows = [method.state(1).rows(i, i + 1) for i in range(14)]
+    assert torch.equal(torch.cat(rows), ROWS[:14])
+    assert {row.untyped_storage().nbytes() for row in rows} == {WIDTH * 2}
+
+
 def test_a_session_that_is_too_long_holds_nothing() -> None:
     method = _method(max_rows=20)
     method.open(1, range(18), GREEDY, 4, 40)
