@@ -9,7 +9,7 @@ import pytest
 from gateway import __main__ as gateway_main
 from outrider.rpc.codec import METHODS
 from proposer_service import __main__ as proposer_main
-from proposer_service.config import SuffixConfig
+from proposer_service.config import HeadConfig, SuffixConfig
 from scorer_service import __main__ as scorer_main
 from tests.support import helm
 
@@ -29,6 +29,20 @@ from tests.support import helm
         ("scorer.flags.port=1", "scorer.flags.port: the chart sets --port itself"),
         ("proposers.draft.flags.method=x", "proposers.draft.flags.method: the chart sets"),
         ("proposers.draft.method=suffix\\,suffix", "name each method once"),
+        ("proposers.draft.method=suffix\\,hydra", 'is "suffix,hydra": known are deterministic,'),
+        ("proposers.draft.method=eagle3\\,draft_model", "one of draft_model,eagle3 drafts with"),
+        ("proposers.draft.method=mtp\\,eagle", "one of mtp,eagle drafts with"),
+        ("proposers.draft.method=eagle", "method eagle needs the folder or the Hugging Face id"),
+        ("proposers.draft.method=mtp,model.name=org/model", "that was trained for org/model"),
+        ("proposers.draft.flags.target-model=x", "target-model: the chart sets"),
+        ("scorer.flags.hidden-features=final", "hidden-features: the chart sets"),
+        ("scorer.hiddenFeatures=first", "at '/scorer/hiddenFeatures': 'first' does not match"),
+        (
+            "scorer.hiddenFeatures=eagle3,proposers.draft.method=medusa",
+            "method medusa of proposers.draft reads final",
+        ),
+        ("scorer.device=cuda", "scorer.resources need a GPU"),
+        ("proposers.draft.device=cuda", "proposers.draft.device is cuda: its resources need a GPU"),
         ("tls.enabled=true", "tls.enabled needs tls.secretName or tls.certManager.enabled"),
         ("tls.certManager.enabled=true", "needs tls.certManager.issuerRef.name"),
         ("scorer.tensorParallel.size=3,scorer.tensorParallel.nodes=2", "shared out evenly over 2"),
@@ -160,9 +174,53 @@ def test_only_what_downloads_sees_the_token() -> None:
 
 def test_the_chart_takes_the_methods_that_proposers_have() -> None:
     for method in METHODS:
-        helm.render(f"proposers.draft.method={method}")
+        helm.render(f"proposers.draft.method={method}", "proposers.draft.model=org/draft")
     several = helm.render("proposers.draft.method=suffix\\,draft_model")
     args = helm.containers(helm.only(several, "Deployment", "outrider-proposer-draft"))[0]["args"]
     assert {"--method=suffix,draft_model", "--model=embedded"} <= set(args)
-    refused = helm.template("proposers.draft.method=suffix\\,medusa")
-    assert "this release serves" in refused.stderr
+
+
+def test_scorers_keep_the_states_that_pools_read() -> None:
+    def kept(*sets: str) -> list[str]:
+        scorer = helm.only(helm.render(*sets), "StatefulSet", "outrider-scorer")
+        args = helm.containers(scorer)[0]["args"]
+        return [a for a in args if a.startswith("--hidden-features")]
+
+    assert kept() == []
+    module = ("proposers.draft.method=eagle3\\,ngram", "proposers.draft.model=org/module")
+    assert kept(*module) == ["--hidden-features=eagle3"]
+    second = "proposers.second.method=mtp"
+    assert kept(*module, second) == ["--hidden-features=eagle3,final"]
+    assert kept(*module, "scorer.hiddenFeatures=1\\,14") == ["--hidden-features=1,14"]
+
+
+def test_a_module_knows_its_target_and_comes_with_what_it_shares() -> None:
+    sets = ("model.name=org/target", "proposers.draft.method=mtp")
+    ours = "proposers.draft.model=/models/module"
+    rendered = helm.render(*sets, ours, "model.volume.emptyDir.medium=Memory")
+    pool = helm.only(rendered, "Deployment", "outrider-proposer-draft")
+    (fetch,) = pool["spec"]["template"]["spec"]["initContainers"]
+    assert fetch["args"] == ["/models/module", "--module-of=org/target"]
+    assert "/models" in {mount["mountPath"] for mount in fetch["volumeMounts"]}
+    config, _ = proposer_main.parse(helm.containers(pool)[0]["args"])
+    (method,) = config.methods
+    assert isinstance(method, HeadConfig)
+    assert (method.model, method.target_model, method.dtype) == (
+        *("/models/module", "org/target"),
+        None,
+    )
+    policy = helm.only(rendered, "NetworkPolicy", "outrider-proposer")
+    assert {"ports": [{"port": 443}]} in policy["spec"]["egress"]
+
+
+@pytest.mark.parametrize(
+    "gpu",
+    [
+        "resources.limits.nvidia\\.com/gpu=1",
+        "resources.limits.nvidia\\.com/mig-1g\\.18gb=1",
+        "resources.claims[0].name=gpu",
+    ],
+)
+def test_a_gpu_may_be_a_part_of_one_or_a_claim(gpu: str) -> None:
+    for owner in ("scorer", "proposers.draft"):
+        helm.render(f"{owner}.device=cuda", f"{owner}.{gpu}")

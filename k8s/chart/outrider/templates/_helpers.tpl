@@ -73,6 +73,12 @@ dns:{{ include "outrider.fullname" . }}-scorer.{{ .Release.Namespace }}.svc:7001
 {{- if and (contains "/" .) (not (hasPrefix "/" .)) }}true{{ end -}}
 {{- end -}}
 
+{{/* Whether resources name a GPU, a part of one, or a claim. */}}
+{{- define "outrider.hasGpu" -}}
+{{- range $name, $_ := .limits }}{{ if hasPrefix "nvidia.com/" $name }}true{{ end }}{{ end -}}
+{{- if .claims }}true{{ end -}}
+{{- end -}}
+
 {{- define "outrider.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: 10001
@@ -128,6 +134,9 @@ securityContext:
 volumeMounts:
   - {name: tmp, mountPath: /tmp}
   - {name: cache, mountPath: /var/cache/outrider}
+  {{- if .root.Values.model.volume }}
+  - {name: models, mountPath: /models, readOnly: true} # a module may lie there, and its target not
+  {{- end }}
   {{- with include "outrider.hubMount" .root }}{{ . | trim | nindent 2 }}{{ end }}
 {{- end -}}
 

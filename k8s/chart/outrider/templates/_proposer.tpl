@@ -18,9 +18,14 @@ args:
   - --pool={{ .pool }}
   - --scorer={{ if $sidecar }}unix:/run/outrider/scorer.sock{{ else }}{{ include "outrider.scorers" .root }}{{ end }}
   - --method={{ .values.method }}
-  {{- if has "draft_model" (splitList "," .values.method) }}
+  {{- if include "outrider.weights" . }}
   - --model={{ .values.model }}
-  - --dtype={{ .values.dtype }}
+  {{- if include "outrider.module" . }}
+  - --target-model={{ .root.Values.model.name }}
+  {{- end }}
+  {{- with .values.dtype }}
+  - --dtype={{ . }}
+  {{- end }}
   - --device={{ .values.device }}
   {{- end }}
   - --start-timeout={{ .root.Values.startSeconds }}
@@ -62,7 +67,26 @@ volumeMounts:
   {{- end }}
 {{- end -}}
 
-{{/* Whether a pool's model has to be downloaded. Arguments: values. */}}
+{{/* A pool's methods that read the target's hidden states, with commas between. Arguments: values. */}}
+{{- define "outrider.module" -}}
+{{- $found := list -}}
+{{- range $method := splitList "," .values.method -}}
+{{- if has $method (list "eagle3" "mtp" "eagle" "medusa" "mlp_speculator") }}{{ $found = append $found $method }}{{ end -}}
+{{- end -}}
+{{- join "," $found -}}
+{{- end -}}
+
+{{/* A pool's methods that have weights, likewise: --model can name those of one. */}}
+{{- define "outrider.weights" -}}
+{{- $found := ternary (list "draft_model") list (has "draft_model" (splitList "," .values.method)) -}}
+{{- with include "outrider.module" . }}{{ $found = append $found . }}{{ end -}}
+{{- join "," $found -}}
+{{- end -}}
+
+{{/* Whether a pool has to download: its model, or of the target what a module shares with it.
+     Arguments: root, values. */}}
 {{- define "outrider.poolFetches" -}}
-{{- if has "draft_model" (splitList "," .values.method) }}{{ include "outrider.isRemote" .values.model }}{{ end -}}
+{{- $names := ternary (list .values.model) list (not (empty (include "outrider.weights" .))) -}}
+{{- if include "outrider.module" . }}{{ $names = append $names .root.Values.model.name }}{{ end -}}
+{{- range $names }}{{ include "outrider.isRemote" . }}{{ end -}}
 {{- end -}}

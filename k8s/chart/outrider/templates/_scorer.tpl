@@ -9,6 +9,17 @@
 {{- toJson $names -}}
 {{- end -}}
 
+{{/* Hidden states that the scorers keep: what is asked for, else what the pools' methods read. */}}
+{{- define "outrider.hiddenFeatures" -}}
+{{- $states := list -}}
+{{- range $pool := keys .Values.proposers -}}
+{{- with include "outrider.module" (dict "values" (include "outrider.pool" (dict "root" $ "pool" $pool) | fromYaml)) -}}
+{{- $states = append $states (ternary "eagle3" "final" (eq . "eagle3")) -}}
+{{- end -}}
+{{- end -}}
+{{- default ($states | uniq | sortAlpha | join ",") .Values.scorer.hiddenFeatures -}}
+{{- end -}}
+
 {{/* torchrun, which starts this pod's ranks of the service. */}}
 {{- define "outrider.torchrun" -}}
 {{- $parallel := .Values.scorer.tensorParallel -}}
@@ -47,7 +58,7 @@ command:
 {{- range $pool := include "outrider.sidecars" .root | fromJsonArray -}}
 {{- $merged := include "outrider.pool" (dict "root" $root "pool" $pool) | fromYaml -}}
 {{- $sidecars = append $sidecars (dict "root" $root "pool" $pool "values" $merged "index" (len $sidecars)) -}}
-{{- $fetches = or $fetches (include "outrider.poolFetches" (dict "values" $merged)) -}}
+{{- $fetches = or $fetches (include "outrider.poolFetches" (dict "root" $root "values" $merged)) -}}
 {{- end -}}
 {{- end -}}
 {{- $_ := set $args "fetches" $fetches -}}
@@ -83,6 +94,9 @@ spec:
         - --device={{ $values.device }}
         - --start-timeout={{ .root.Values.startSeconds }}
         - --drain-grace-seconds={{ $values.drainGraceSeconds }}
+        {{- with include "outrider.hiddenFeatures" .root }}
+        - --hidden-features={{ . }}
+        {{- end }}
         {{- if $sidecars }}
         - --listen-unix=/run/outrider/scorer.sock
         {{- end }}
