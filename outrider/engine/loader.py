@@ -104,7 +104,7 @@ def build_paged_model(
         reference = eager_reference(
             model, page_size=page_size, num_pages=num_pages, max_model_len=length
         )
-    fused = fused and group is None and fits(model)
+    fused = fused and fits(model)
     pools = KVPools(
         num_pages + 1,  # the last one is for scratch
         page_size,

@@ -47,7 +47,7 @@ def load(
 
 
 def say(model: PagedModel) -> dict[str, Any]:
-    """Three texts without drafts, the same with drafts of which some are wrong, and more."""
+    """Three texts without drafts, the same with drafts of which some are wrong, and how."""
     config = EngineConfig(
         page_size=model.page_size,
         num_pages=model.num_pages,
@@ -60,7 +60,8 @@ def say(model: PagedModel) -> dict[str, Any]:
     plain, _ = _generate(engine, 0, None)
     drafted, cached = _generate(engine, 100, plain)
     engine.check_invariants()
-    return {"plain": plain, "drafted": drafted, "cached": cached}
+    way = type(model._step).__name__
+    return {"plain": plain, "drafted": drafted, "cached": cached, "way": way}
 
 
 def _generate(
