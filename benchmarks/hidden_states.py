@@ -1,15 +1,17 @@
 """How much of their drafts methods that read hidden states see accepted, and what drafting costs.
 
-    python -m benchmarks.hidden_states --head eagle3=FOLDER --head medusa=FOLDER ...
-        [--model TARGET] [--draft-model FOLDER] [--temperatures 0 1] [--tree-nodes 8 16]
+    python -m benchmarks.hidden_states [--head eagle3 mtp=FOLDER] [--model TARGET]
+        [--draft-model FOLDER] [--temperatures 0 1] [--chain 3 4 5] [--tree-nodes 4 8 16]
 
-Engine and proposer take turns in one process, a request at a time, float32, on held-out prompts.
-Each head drafts chains of K tokens and trees of several sizes; beside it stand a draft model and no
-speculation. Every prompt runs under all of them, one right after the other and in changing order.
+Engine and proposer take turns in one process, a request at a time, on held-out prompts: the target
+in float32, proposers as they are started. Each head drafts chains and trees of several sizes;
+beside it stand a draft model and no speculation. Every prompt runs under all of them, one right
+after the other and in changing order.
 `length` is 1 + accepted tokens per round with a draft; the positions say in how many of these
-rounds at least so many tokens were accepted; `draft ms` is the time inside the module per round,
-`state B` what it was sent of the target's states per token. Texts must be those of no speculation:
-exits with 1 if one is not.
+rounds at least so many tokens were accepted; `draft ms` is the CPU time of a draft (not of a
+prompt's first, which processes the prompt), `speed-up` that of no speculation's CPU time per token
+after that draft, `state B` what the module was sent of the target's states per token. Texts must be
+those of no speculation: exits with 1 if one is not.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from outrider.engine.loader import load_model
 from outrider.engine.policy import Policy
 from outrider.errors import ConfigError
 from outrider.features import FeatureBatch, FeatureOrder, FeatureSpec, FeatureWindow
-from outrider.models.resolve import resolve_model
+from outrider.models.resolve import EMBEDDED, resolve_model
 from outrider.params import SamplingParams, SpeculationParams, StopParams, TokenIds
 from outrider.types import Request, RequestStats
 from proposer_service.config import HEAD_CONFIGS
@@ -61,8 +63,8 @@ class Sample:
 
     token_ids: TokenIds
     stats: RequestStats
-    decode_s: float  # after the first token
-    draft_s: float
+    decode_s: float  # CPU time after the first draft
+    draft_s: tuple[float, ...]  # of each later draft
 
     @property
     def tokens_per_s(self) -> float:
@@ -134,7 +136,7 @@ class Bench:
             order = None if spec is None else FeatureOrder(0, spec, FeatureWindow())
             engine.set_drafting(session, "draft", one.k, features=order)
         tokens: list[int] = []
-        began = draft_s = 0.0
+        began, draft_s = 0.0, list[float]()
         while True:
             events = engine.step()
             if events is None:
@@ -146,24 +148,25 @@ class Bench:
             tokens += commit.token_ids
             if commit.finish_reason is not None:
                 break
-            began = began or time.perf_counter()
             if method is not None:
                 k = commit.num_draft_tokens
                 method.commit(session, commit.base_len, commit.token_ids, k)
-                draft_s += self._draft(method, session)
-        ended = time.perf_counter()
+                draft_s.append(self._draft(method, session))
+            began = began or time.process_time()
+        ended = time.process_time()
         if method is not None:
             method.close(session)
         assert commit.stats is not None
-        return Sample(tuple(tokens), commit.stats, ended - began, draft_s)
+        return Sample(tuple(tokens), commit.stats, ended - began, tuple(draft_s[1:]))
 
     def _draft(self, method: Proposer, session: int) -> float:
-        """Posts a draft; returns the seconds it took inside the module."""
+        """Posts a draft; returns the CPU seconds it took."""
         seconds = 0.0
         while True:
+            began = time.process_time()
             round_ = method.draft([session])
+            seconds += time.process_time() - began
             assert not round_.lost
-            seconds += round_.forward_s
             if round_.drafts:
                 self._engine.post_block(session, round_.drafts[0][1], "draft", 0)
                 return seconds
@@ -180,33 +183,36 @@ class Bench:
 
 
 def heads(
-    given: Mapping[str, str], target: Path, k: int, tree_nodes: Sequence[int]
+    given: Mapping[str, str], target: str, chains: Sequence[int], tree_nodes: Sequence[int]
 ) -> list[Contender]:
-    """Those that `--head` names, by method. Raises `ConfigError`."""
+    """Those that `--head` names, by method: chains and trees. Raises `ConfigError`.
+
+    Chains that are longer than a head foresees are left out.
+    """
     found: list[Contender] = []
+    shapes = [(name, sizes) for name, sizes in (("chain", chains), ("tree", tree_nodes)) if sizes]
     for method, name in given.items():
         if method not in HEAD_CONFIGS:
-            raise ConfigError(
-                f"--head {method}=...: the method is one of {', '.join(HEAD_CONFIGS)}."
-            )
-        for shape, size in (("chain", k), *(("tree", nodes) for nodes in tree_nodes)):
+            raise ConfigError(f"--head {method}: the method is one of {', '.join(HEAD_CONFIGS)}.")
+        for shape, sizes in shapes:
             config = HEAD_CONFIGS[method](
                 model=name,
-                target_model=str(target),
-                max_draft_tokens=size,
+                target_model=target,
+                max_draft_tokens=max(sizes),
                 tree_width=1 if shape == "chain" else TREE_WIDTH,
             )
             proposer, _ = build_head(config, max_sessions=1, prefill_budget=256)
-            found.append(Contender(method, shape, size, proposer))
+            longest = proposer.traits.max_draft_tokens
+            found += [Contender(method, shape, k, proposer) for k in sizes if k <= longest]
     return found
 
 
-def draft_model(folder: Path, k: int) -> Contender:
+def draft_model(folder: Path, chains: Sequence[int]) -> list[Contender]:
     """A draft model, on demand: no branches ahead."""
     model = load_model(folder, dtype=torch.float32, page_size=PAGE_SIZE, num_pages=NUM_PAGES)
     fast = LlamaChains.load(folder, model.pools, model.max_model_len)
     proposer = DraftModelProposer(model, name="draft", chain_drafter=fast)
-    return Contender("draft_model", "chain", k, proposer)
+    return [Contender("draft_model", "chain", k, proposer) for k in chains]
 
 
 def row(
@@ -222,6 +228,7 @@ def row(
     ]
     spec = None if one.proposer is None else one.proposer.traits.features
     pairs = list(zip(samples, plain, strict=True))
+    draft_s = [seconds for sample in samples for seconds in sample.draft_s]
     return Row(
         temperature=temperature,
         name=one.name,
@@ -230,7 +237,7 @@ def row(
         length=1 + sum(reached) / with_draft if with_draft else None,
         positions=tuple([count / with_draft for count in reached if count]),
         drafted=sum(each.drafted for each in stats) / with_draft if with_draft else None,
-        draft_ms=sum(s.draft_s for s in samples) / with_draft * 1e3 if with_draft else None,
+        draft_ms=statistics.mean(draft_s) * 1e3 if draft_s else None,
         state_bytes=0 if spec is None else spec.row_bytes,
         speed_up=statistics.median(a.tokens_per_s / b.tokens_per_s for a, b in pairs),
         equal=sum(a.token_ids == b.token_ids for a, b in pairs) / len(pairs),
@@ -278,14 +285,18 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--model", default="embedded")
     p.add_argument(
-        "--head", action="append", default=[], metavar="METHOD=FOLDER", help="repeatable"
+        "--head",
+        nargs="*",
+        default=["eagle3", "mtp", "medusa", "mlp_speculator"],
+        metavar="METHOD[=FOLDER]",
+        help="no folder: the embedded one (default: all of these)",
     )
     p.add_argument("--draft-model", default="embedded", help='"none": leave it out')
     p.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    p.add_argument("--num-prompts", type=int, default=12)
+    p.add_argument("--num-prompts", type=int, default=48)
     p.add_argument("--max-tokens", type=int, default=64)
-    p.add_argument("--num-speculative-tokens", type=int, default=4, help="of a chain")
-    p.add_argument("--tree-nodes", type=int, nargs="*", default=[4, 8, 16])
+    p.add_argument("--chain", type=int, nargs="+", default=[3, 4, 5], help="lengths of chains")
+    p.add_argument("--tree-nodes", type=int, nargs="*", default=[3, 4, 5, 8, 16])
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     return p
@@ -294,19 +305,17 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     torch.set_num_threads(args.threads)
-    k, target = args.num_speculative_tokens, resolve_model(args.model, "target")
+    target = resolve_model(args.model, "target")
+    named = [each.partition("=") for each in args.head]
+    given = {method: folder or EMBEDDED for method, _, folder in named}
     try:
-        given = dict(each.split("=", 1) for each in args.head)
-        contenders = heads(given, target, k, args.tree_nodes)
-    except ValueError:
-        print("--head is METHOD=FOLDER", file=sys.stderr)
-        return 2
+        contenders = heads(given, args.model, args.chain, args.tree_nodes)
     except ConfigError as error:
         print(error.message, file=sys.stderr)
         return 2
     specs = [c.proposer.traits.features for c in contenders if c.proposer is not None]
     if args.draft_model != "none":
-        contenders.append(draft_model(resolve_model(args.draft_model, "draft"), k))
+        contenders += draft_model(resolve_model(args.draft_model, "draft"), args.chain)
     contenders.insert(0, Contender("none", "", 0, None))
     bench = Bench(target, [spec for spec in specs if spec], max(c.k for c in contenders) or 1)
     file = resolve_model("embedded", "target").parent / "heldout_prompts.jsonl"

@@ -9,6 +9,7 @@ from typing import ClassVar, Final, Literal
 from outrider.drafting.proposer import TREE_WIDTH
 from outrider.drafting.suffix_settings import SuffixSettings
 from outrider.errors import ConfigError
+from outrider.models.resolve import EMBEDDED, EMBEDDED_HEADS
 from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.rpc.deployment import Deployment
 from outrider.rpc.targets import DNS_REFRESH_S, check_entries, check_refresh
@@ -100,7 +101,9 @@ class HeadConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         MethodConfig.__post_init__(self)
-        if self.model == "embedded":
+        if self.model == EMBEDDED and not (
+            self.target_model == EMBEDDED and self.name in EMBEDDED_HEADS
+        ):
             raise ConfigError(
                 f"--method {self.name} needs --model: the folder or the Hugging Face id of its "
                 "checkpoint."

@@ -116,7 +116,8 @@ def _add_stack_flags(parser: argparse.ArgumentParser) -> None:
         "--draft-model",
         metavar="NAME",
         help="draft: Hugging Face id or folder; a model with the same tokenizer, or what --method "
-        "eagle3, mtp, eagle, medusa or mlp_speculator made for the target",
+        "eagle3, mtp, eagle, medusa or mlp_speculator made for the target (default: embedded, but "
+        "there is none for eagle)",
     )
     parser.add_argument(
         "--method",

@@ -10,6 +10,7 @@ from pathlib import Path
 from outrider.aux_layers import aux_layers
 from outrider.cli.process import ServiceSpec
 from outrider.errors import ConfigError
+from outrider.models.resolve import EMBEDDED_HEADS, resolve_model
 
 HOST = "127.0.0.1"
 HIDDEN_STATES = ("eagle3", "mtp", "eagle", "medusa", "mlp_speculator")
@@ -36,7 +37,9 @@ class StackConfig:
 
     def __post_init__(self) -> None:
         drafts = "draft_model" in self.methods
-        if (head := self.head) and self.draft_model is None:
+        head = self.head
+        embedded = self.model is None and head in EMBEDDED_HEADS
+        if head and self.draft_model is None and not embedded:
             raise ConfigError(
                 f"--method {head} needs --draft-model: the folder or the Hugging Face id of its "
                 "checkpoint."
@@ -97,7 +100,8 @@ def _hidden_features(config: StackConfig) -> str:
     """What the scorer is to keep for the method: of an EAGLE-3 module on disk what it names."""
     if config.head != "eagle3":
         return "final"
-    path = Path(config.draft_model or "") / "config.json"
+    folder = config.draft_model
+    path = (resolve_model(None, "eagle3") if folder is None else Path(folder)) / "config.json"
     try:
         layers = aux_layers(json.loads(path.read_text()))
     except (OSError, ValueError):  # to be downloaded, or the proposer says what is wrong with it

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Final
 
 from outrider.errors import ConfigError
 
 EMBEDDED = "embedded"
+EMBEDDED_HEADS: Final = frozenset({"eagle3", "mtp", "medusa", "mlp_speculator"})
+"""Methods whose module for the embedded target ships with Outrider."""
 
 
 def resolve_model(
     name: str | None,
-    role: Literal["target", "draft"],
+    role: str,
     *,
     tokenizer_only: bool = False,
     weights: tuple[str, ...] = ("*.safetensors",),
 ) -> Path:
     """The folder of a model: the embedded one, a folder on disk, or a Hugging Face id.
 
-    None or "embedded" is the model that ships with Outrider for that role. With `tokenizer_only`
-    no weights are downloaded, else the files that `weights` names. Raises `ConfigError` with what
-    to do about it.
+    None or "embedded" is the model that ships with Outrider for that role: "target", "draft", or
+    one of `EMBEDDED_HEADS`. With `tokenizer_only` no weights are downloaded, else the files that
+    `weights` names. Raises `ConfigError` with what to do about it.
     """
     if name is None or name == EMBEDDED:
         folder = Path(str(resources.files("outrider.models"))) / "data" / role

@@ -134,9 +134,19 @@ def test_the_scorer_keeps_what_the_module_reads(
     assert scorer_spec(medusa, 1).argv[-2:] == ("--hidden-features", "final")
 
 
-def test_a_module_must_be_named() -> None:
-    with pytest.raises(ConfigError, match="--method eagle3 needs --draft-model"):
-        StackConfig(methods=("eagle3",))
+def test_a_module_must_be_named_where_none_is_embedded() -> None:
+    with pytest.raises(ConfigError, match="--method eagle needs --draft-model"):
+        StackConfig(methods=("eagle",))
+    with pytest.raises(ConfigError, match="--method mtp needs --draft-model"):
+        StackConfig(model="target", methods=("mtp",))
+
+
+def test_embedded_modules_need_no_flags() -> None:
+    for method, features in (("eagle3", "2,4,5"), ("mtp", "final"), ("medusa", "final")):
+        stack = StackConfig(methods=(method,))
+        assert scorer_spec(stack, 1).argv[-2:] == ("--hidden-features", features)
+        argv = proposer_spec(stack, "s:1").argv
+        assert argv[-4:] == ("--model", "embedded", "--target-model", "embedded")
 
 
 @pytest.mark.parametrize(

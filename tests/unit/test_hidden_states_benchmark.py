@@ -66,7 +66,7 @@ def test_a_head_that_knows_the_text_sees_all_of_it_accepted(tmp_path: Path) -> N
         "mlp_speculator": str(speculator(tmp_path / "mlp", config.hidden_size, config.vocab_size)),
         "eagle3": str(eagle3(tmp_path / "eagle3", config.hidden_size, config.vocab_size)),
     }
-    contenders = heads(given, target, K, tree_nodes=[9])
+    contenders = heads(given, str(target), [K], tree_nodes=[9])
     assert [(c.name, c.shape, c.k) for c in contenders] == [
         *(("medusa", "chain", K), ("medusa", "tree", 9)),
         *(("mlp_speculator", "chain", K), ("mlp_speculator", "tree", 9)),
@@ -96,4 +96,4 @@ def test_a_head_that_knows_the_text_sees_all_of_it_accepted(tmp_path: Path) -> N
 
 def test_refuses_a_method_that_reads_no_states(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="the method is one of"):
-        heads({"ngram": "x"}, tmp_path, K, [])
+        heads({"ngram": "x"}, str(tmp_path), [K], [])
