@@ -63,13 +63,17 @@ class Projections:
     def __init__(self, worker: EngineWorker, limits: DraftLimits) -> None:
         self._worker = worker
         self._limits = limits
-        self._held: dict[bytes, None] = {}  # the ones longest not asked for first
+        self._held: dict[bytes, asyncio.Future[None]] = {}
+        """Done once the engine has it; the ones longest not asked for first."""
+        # They are large: no more are read at once than may be kept.
+        self._reading = asyncio.Semaphore(limits.max_projections)
 
     def lacks(self, spec: FeatureSpec | None) -> bool:
         """Whether a proposer has to send its matrix."""
         if spec is None or not spec.projection_dim:
             return False
-        if spec.projection_sha256 not in self._held:
+        held = self._held.get(spec.projection_sha256)
+        if held is None or not held.done():
             return True
         self._held[spec.projection_sha256] = self._held.pop(spec.projection_sha256)
         return False
@@ -87,12 +91,21 @@ class Projections:
         """
         try:
             async with asyncio.timeout(self._limits.projection_timeout_s):
-                matrix = await _read_matrix(spec, requests)
+                async with self._reading:
+                    matrix = await _read_matrix(spec, requests)
+                # Another proposer may wait for it, too, when this one's stream ends.
+                await asyncio.shield(self._hold(spec, matrix, in_use))
         except TimeoutError:
             seconds = self._limits.projection_timeout_s
             raise DeadlineError(f"the projection was not complete within {seconds:g} s") from None
-        if spec.projection_sha256 in self._held:  # another proposer's came meanwhile
-            return
+
+    def _hold(
+        self, spec: FeatureSpec, matrix: bytearray, in_use: Callable[[], Iterable[bytes]]
+    ) -> asyncio.Future[None]:
+        digest = spec.projection_sha256
+        held = self._held.get(digest)
+        if held is not None:  # another proposer's came meanwhile
+            return held
         needed = set(in_use())
         idle = [digest for digest in self._held if digest not in needed]
         if len(self._held) >= self._limits.max_projections:
@@ -102,26 +115,27 @@ class Projections:
                     "project in the proposer",
                     reason=_REASON,
                 )
-            self._drop(idle[0])
-        self._held[spec.projection_sha256] = None
+            del self._held[idle[0]]
+            self._worker.drop_projection(idle[0])
+        put = asyncio.wrap_future(self._worker.put_projection(spec, matrix))
+        self._held[digest] = kept = asyncio.ensure_future(self._keep(digest, put))
+        return kept
+
+    async def _keep(self, digest: bytes, put: asyncio.Future[None]) -> None:
         try:
-            await asyncio.wrap_future(self._worker.put_projection(spec, matrix))
-        except BaseException as error:  # also where the stream ends meanwhile
-            self._drop(spec.projection_sha256)
-            if not isinstance(error, Exception):
-                raise
+            await put
+        except Exception as error:
+            self._held.pop(digest, None)
             raise ProposerRefusedError(
                 f"the projection could not be kept on the device ({type(error).__name__}): give "
                 "keys and values less memory, or project in the proposer",
                 reason=_REASON,
             ) from error
 
-    def _drop(self, digest: bytes) -> None:
-        self._held.pop(digest, None)
-        self._worker.drop_projection(digest)
 
-
-async def _read_matrix(spec: FeatureSpec, requests: AsyncIterator[draft_pb2.DraftRequest]) -> bytes:
+async def _read_matrix(
+    spec: FeatureSpec, requests: AsyncIterator[draft_pb2.DraftRequest]
+) -> bytearray:
     matrix, digest = bytearray(), hashlib.sha256()
     while len(matrix) < spec.projection_bytes:
         request = await anext(requests, None)
@@ -144,4 +158,4 @@ async def _read_matrix(spec: FeatureSpec, requests: AsyncIterator[draft_pb2.Draf
         raise InvalidRequestError(
             "the projection is not the one of FeatureSpec.projection_sha256", param="projection"
         )
-    return bytes(matrix)
+    return matrix

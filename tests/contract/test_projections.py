@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from dataclasses import replace
 
 import grpc
@@ -22,6 +23,8 @@ from tests.support.scripted_proposer import ScriptedProposer, hello
 
 SPEC, MATRIX = selection(CAPTURED, 6)
 PACKED = MATRIX.view(torch.uint8).numpy().tobytes()
+OTHER = replace(SPEC, projection_dim=3, projection_sha256=hashlib.sha256(bytes(96)).digest())
+assert OTHER.projection_bytes == 96
 
 
 async def dialled(
@@ -124,24 +127,69 @@ async def test_a_device_without_room_refuses_and_can_be_asked_again(
 
 async def test_few_projections_are_kept_and_idle_ones_make_room() -> None:
     limits = DraftLimits(max_projections=1)
-    other = replace(SPEC, projection_dim=3, projection_sha256=hashlib.sha256(bytes(96)).digest())
-    assert other.projection_bytes == 96
     async with running_scorer(features=CAPTURED, limits=limits) as scorer:
         first = await dialled(scorer)
         await first.send(projection=chunk(0, PACKED))
         [attached] = scorer.hub.roster.proposers
         await scorer.until(lambda: attached.ready, "it is ready")
-        second = await dialled(scorer, other, "q")
+        second = await dialled(scorer, OTHER, "q")
         await second.send(projection=chunk(0, bytes(96)))
         error = await ending(second)
         assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert "in use" in str(error.details())
         first.call.cancel()
         await scorer.until(lambda: not scorer.hub.roster.proposers, "both are gone")
-        third = await dialled(scorer, other, "r")
+        third = await dialled(scorer, OTHER, "r")
         await third.send(projection=chunk(0, bytes(96)))
         await scorer.until(lambda: any(p.ready for p in scorer.hub.roster.proposers), "it is ready")
         third.call.cancel()
+
+
+async def test_a_stream_that_ends_takes_no_projection_from_another_proposer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+    put = FeatureStreams.put_projection
+
+    def slow(streams: FeatureStreams, spec: FeatureSpec, matrix: bytearray) -> None:
+        entered.set()
+        assert go_on.wait(20)
+        put(streams, spec, matrix)
+
+    monkeypatch.setattr(FeatureStreams, "put_projection", slow)
+    async with running_scorer(features=CAPTURED) as scorer:
+        first = await dialled(scorer)
+        await first.send(projection=chunk(0, PACKED))
+        await scorer.until(entered.is_set, "the engine takes it")
+        second = await dialled(scorer, name="q")
+        assert second.welcome is not None
+        assert second.welcome.wants_projection, "it is not there yet"
+        first.call.cancel()
+        await scorer.until(lambda: len(scorer.hub.roster.proposers) == 1, "the first is gone")
+        await second.send(projection=chunk(0, PACKED))
+        go_on.set()
+        [attached] = scorer.hub.roster.proposers
+        await scorer.until(lambda: attached.ready, "it is ready")
+        third = await dialled(scorer, name="r")
+        assert third.welcome is not None
+        assert not third.welcome.wants_projection
+        for each in (second, third):
+            each.call.cancel()
+
+
+async def test_no_more_projections_are_read_at_once_than_may_be_kept() -> None:
+    async with running_scorer(features=CAPTURED, limits=DraftLimits(max_projections=1)) as scorer:
+        first = await dialled(scorer)
+        await first.send(projection=chunk(0, PACKED[:-1]))
+        reading = scorer.hub.roster.projections._reading
+        await scorer.until(reading.locked, "the first is read")
+        second = await dialled(scorer, OTHER, "q")
+        await second.send(projection=chunk(0, bytes(96)))
+        await first.send(projection=chunk(len(PACKED) - 1, PACKED[-1:]))
+        assert "in use" in str((await ending(second)).details()), "the first was before it"
+        [attached] = scorer.hub.roster.proposers
+        assert attached.ready
+        first.call.cancel()
 
 
 async def test_a_projection_must_not_be_too_large() -> None:
