@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -23,6 +23,7 @@ from outrider.features import FeatureBatch, FeatureOrder, FeatureRows, FeatureSp
 log = logging.getLogger(__name__)
 
 MAX_ROWS = 1024  # of one session at once, so that no other waits long
+MAX_READ_BYTES = 64 * 2**20  # before projections, which may leave a few bytes of a row, per step
 HELD_ROWS = 64  # fewer of one that wants no draft stay in the pool, where they cost nothing
 
 
@@ -87,9 +88,9 @@ class FeatureStreams:
         window.on_the_way -= size
         self.due = True
 
-    def put_projection(self, spec: FeatureSpec, matrix: bytes) -> None:
+    def put_projection(self, spec: FeatureSpec, matrix: bytearray) -> None:
         """Keeps a matrix on the device. Raises what the device raises if it has no room."""
-        tensor = torch.frombuffer(bytearray(matrix), dtype=torch.bfloat16)
+        tensor = torch.frombuffer(matrix, dtype=torch.bfloat16)
         shape = (spec.projection_dim, spec.captured_width)
         self._projections[spec.projection_sha256] = tensor.view(shape).to(self._pool.rows.device)
 
@@ -106,12 +107,11 @@ class FeatureStreams:
         if not self._streams:
             return False
         began = time.perf_counter()
-        try:
-            self._gather(sessions)
-        except Exception:
-            log.exception("features cannot be sent any more to the sessions that run")
-            self._streams.clear()
-            self._copies.clear()
+        for spec, parts in self._choose(sessions).items():
+            try:
+                self._copies.append(self._copy(spec, parts))
+            except Exception:
+                self._give_up(parts)
         self._seconds += time.perf_counter() - began
         return bool(self._copies)
 
@@ -123,18 +123,14 @@ class FeatureStreams:
         rows: list[FeatureRows] = []
         copies, self._copies = self._copies, []
         for copy in copies:
-            if copy.done is not None:
-                copy.done.synchronize()
-            data = copy.rows.view(torch.uint8).numpy()  # [n, row_bytes]
-            end = 0
-            for part in copy.parts:
-                start, end = end, end + part.count
-                session_id, order = part.stream.seq.session_id, part.stream.order
-                rows.append(FeatureRows(session_id, order, part.start, data[start:end].tobytes()))
+            try:
+                rows += _on_host(copy)
+            except Exception:
+                self._give_up(copy.parts)
         seconds, self._seconds = self._seconds + time.perf_counter() - began, 0.0
         return FeatureBatch(tuple(rows), seconds)
 
-    def _gather(self, sessions: Mapping[int, Sequence]) -> None:
+    def _choose(self, sessions: Mapping[int, Sequence]) -> dict[FeatureSpec, list[_Part]]:
         waiting: list[tuple[int, _Stream]] = []
         for session_id, stream in list(self._streams.items()):
             if sessions.get(session_id) is not stream.seq:
@@ -143,18 +139,28 @@ class FeatureStreams:
                 waiting.append((due, stream))
         waiting.sort(key=itemgetter(0))  # those that go on with their text before prompts
         parts: dict[FeatureSpec, list[_Part]] = {}
+        left = max(1, MAX_READ_BYTES // self._pool.spec.row_bytes)
         for due, stream in waiting:
             order = stream.order
             row_bytes = order.spec.row_bytes
             wanted = min(due, order.window.room(row_bytes))
-            count = min(wanted, MAX_ROWS)
+            count = min(wanted, MAX_ROWS, left)
+            left -= count
             self.due = self.due or count < wanted
             if count:
                 parts.setdefault(order.spec, []).append(_Part(stream, stream.sent, count))
                 order.window.on_the_way += count * row_bytes
                 stream.sent += count
-        for spec, group in parts.items():
-            self._copies.append(self._copy(spec, group))
+        return parts
+
+    def _give_up(self, parts: Iterable[_Part]) -> None:
+        """Nothing more is sent of these sessions: a gap would be of no use."""
+        log.exception("features cannot be sent any more to sessions that run")
+        for part in parts:
+            order, session_id = part.stream.order, part.stream.seq.session_id
+            order.window.on_the_way -= part.count * order.spec.row_bytes
+            if self._streams.get(session_id) is part.stream:
+                del self._streams[session_id]
 
     @torch.inference_mode()
     def _copy(self, spec: FeatureSpec, parts: list[_Part]) -> _Copy:
@@ -175,3 +181,17 @@ class FeatureStreams:
         # Most are a few rows, for which NumPy takes longer.
         positions = range(part.start, part.start + part.count)
         return [table[p // size] * size + p % size for p in positions]
+
+
+def _on_host(copy: _Copy) -> list[FeatureRows]:
+    """Waits for a copy."""
+    if copy.done is not None:
+        copy.done.synchronize()
+    data = copy.rows.view(torch.uint8).numpy()  # [n, row_bytes]
+    rows: list[FeatureRows] = []
+    end = 0
+    for part in copy.parts:
+        start, end = end, end + part.count
+        session_id, order = part.stream.seq.session_id, part.stream.order
+        rows.append(FeatureRows(session_id, order, part.start, data[start:end].tobytes()))
+    return rows

@@ -40,6 +40,12 @@ class _Block:
     arrived_at: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Command:
+    session_id: int | None  # None: it is no session's, and holds when all of them have failed
+    carry_out: Callable[[Engine], None]
+
+
 class EngineWorker:
     """Thread-safe outside of an `Engine`; its methods never wait for a step.
 
@@ -56,7 +62,7 @@ class EngineWorker:
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._wakeup = threading.Condition()
         # Under the condition's lock:
-        self._commands: deque[Callable[[Engine], None]] = deque()
+        self._commands: deque[_Command] = deque()
         self._blocks: dict[int, deque[_Block]] = {}
         self._sessions: set[int] = set()  # submitted and not yet ended
         self._submitted = 0  # submissions among the commands
@@ -99,7 +105,7 @@ class EngineWorker:
                 raise CapacityError("Too many requests wait already. Try again later.")
             self._sessions.add(request.session_id)
             self._submitted += 1
-            self._push(lambda engine: engine.submit(request, constraint))
+            self._push(lambda engine: engine.submit(request, constraint), request.session_id)
 
     def abort(self, session_id: int) -> None:
         """Ends a session without further events. Unknown sessions are ignored."""
@@ -107,7 +113,7 @@ class EngineWorker:
             if session_id in self._sessions:
                 self._sessions.discard(session_id)
                 self._blocks.pop(session_id, None)
-                self._push(lambda engine: engine.abort(session_id))
+                self._push(lambda engine: engine.abort(session_id), session_id)
 
     def set_drafting(
         self,
@@ -134,7 +140,8 @@ class EngineWorker:
                         runs_ahead=runs_ahead,
                         asked=asked,
                         features=features,
-                    )
+                    ),
+                    session_id,
                 )
 
     @property
@@ -154,7 +161,7 @@ class EngineWorker:
         with self._wakeup:
             self._push(command)
 
-    def put_projection(self, spec: FeatureSpec, matrix: bytes) -> Future[None]:
+    def put_projection(self, spec: FeatureSpec, matrix: bytearray) -> Future[None]:
         """Keeps a projection on the device; done when it is there, or with what was raised."""
         done: Future[None] = Future()
 
@@ -210,8 +217,8 @@ class EngineWorker:
             if self._thread.is_alive():
                 raise DeadlineError(f"The engine did not stop within {timeout_s:.1f} s.")
 
-    def _push(self, command: Callable[[Engine], None]) -> None:
-        self._commands.append(command)
+    def _push(self, command: Callable[[Engine], None], session_id: int | None = None) -> None:
+        self._commands.append(_Command(session_id, command))
         self._wakeup.notify()
 
     # The engine's thread.
@@ -257,7 +264,7 @@ class EngineWorker:
             blocks, self._blocks = self._blocks, {}
             submitted, stop = self._submitted, self._stopping
         for command in commands:
-            command(engine)
+            command.carry_out(engine)
         for session_id, queue in blocks.items():
             for block in queue:
                 engine.post_block(
@@ -278,7 +285,8 @@ class EngineWorker:
         """Also the sessions of which the engine knows nothing any more, or not yet."""
         engine.fail_all(error)
         with self._wakeup:
-            self._commands.clear()
+            kept = [command for command in self._commands if command.session_id is None]
+            self._commands = deque(kept)
             self._submitted = 0
             failures = tuple(Failure(session_id, error) for session_id in self._sessions)
         return StepEvents((), failures, None)

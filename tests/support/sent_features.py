@@ -36,7 +36,7 @@ def write(
     assert model.pools.features is not None
     streams = FeatureStreams(model.pools.features)
     if matrix is not None:
-        streams.put_projection(spec, matrix.view(torch.uint8).numpy().tobytes())
+        streams.put_projection(spec, bytearray(matrix.view(torch.uint8).numpy()))
     config = EngineConfig(
         page_size=model.page_size,
         num_pages=model.num_pages,

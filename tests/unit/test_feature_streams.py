@@ -1,0 +1,144 @@
+"""What fails while hidden states are read costs drafts: never a request, nor another proposer."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from outrider.config import EngineConfig
+from outrider.engine import feature_streams
+from outrider.engine.engine import Engine
+from outrider.engine.feature_pool import FeaturePool
+from outrider.engine.feature_streams import FeatureStreams
+from outrider.engine.policy import Policy
+from outrider.engine.worker import EngineWorker
+from outrider.features import FeatureOrder, FeatureWindow
+from outrider.params import SamplingParams, StopParams
+from outrider.types import Request, StepEvents
+from tests.support.features import CAPTURED, FeatureHash
+from tests.support.hash_model import HashModel
+
+CONFIG = EngineConfig(page_size=4, num_pages=64, max_model_len=64, max_num_batched_tokens=64)
+PROMPT = tuple(range(20))
+
+
+class FeatureModel(FeatureHash, HashModel):
+    """The target."""
+
+
+def make() -> Engine:
+    model = FeatureModel(32, CONFIG.page_size, CONFIG.num_pages, CONFIG.max_model_len)
+    streams = FeatureStreams(model.capture())
+    return Engine(model, CONFIG, policy=Policy(3, max_wait_s=0.0), features=streams)
+
+
+def request(session_id: int, max_tokens: int = 6) -> Request:
+    stop = StopParams(max_tokens=max_tokens, ignore_eos=True)
+    return Request(session_id, PROMPT, SamplingParams(temperature=0.0), stop)
+
+
+def follow(engine: Engine, session_id: int, window: FeatureWindow) -> None:
+    engine.submit(request(session_id))
+    engine.set_drafting(session_id, "p", 3, features=FeatureOrder(1, CAPTURED, window))
+
+
+@contextmanager
+def running() -> Iterator[tuple[EngineWorker, queue.SimpleQueue[StepEvents], Engine]]:
+    events: queue.SimpleQueue[StepEvents] = queue.SimpleQueue()
+    engines: list[Engine] = []
+
+    def build() -> Engine:
+        engines.append(make())
+        return engines[0]
+
+    worker = EngineWorker(build, events.put)
+    worker.start(20)
+    try:
+        yield worker, events, engines[0]
+    finally:
+        worker.stop(20)
+
+
+def test_rows_that_could_not_be_read_leave_the_proposers_window() -> None:
+    engine, window = make(), FeatureWindow()
+    follow(engine, 1, window)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FeaturePool, "read", _broken)
+        events = engine.step()
+    assert events is not None
+    assert events.commits
+    assert events.features is None
+    assert window.on_the_way == 0
+    follow(engine, 2, window)
+    events = engine.step()
+    assert events is not None
+    assert events.features is not None
+    [rows] = events.features.rows
+    assert (rows.session_id, window.on_the_way) == (2, len(rows.rows))
+
+
+def test_a_copy_that_fails_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as (worker, events, _):
+        monkeypatch.setattr(feature_streams, "FeatureRows", _broken)
+        window = FeatureWindow()
+        worker.submit(request(1))
+        worker.set_drafting(1, "p", 3, features=FeatureOrder(1, CAPTURED, window))
+        tokens = 0
+        while tokens < 6:
+            for commit in events.get(timeout=20).commits:
+                tokens += len(commit.token_ids)
+        assert window.on_the_way == 0
+
+
+def test_one_step_reads_a_bounded_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feature_streams, "MAX_READ_BYTES", 7 * CAPTURED.row_bytes)
+    engine = make()
+    order = FeatureOrder(1, CAPTURED, FeatureWindow())
+    for session in (1, 2):
+        engine.submit(request(session, max_tokens=30))
+        engine.set_drafting(session, "p", 3, features=order)
+    sent = {1: 0, 2: 0}
+    while sent[1] + sent[2] < 2 * len(PROMPT):
+        events = engine.step() or engine.collect()
+        assert events is not None
+        features = events.features or engine.take_features()
+        assert features is not None
+        counts = [len(part.rows) // CAPTURED.row_bytes for part in features.rows]
+        assert 0 < sum(counts) <= 7
+        for part, count in zip(features.rows, counts, strict=True):
+            assert part.start == sent[part.session_id]
+            sent[part.session_id] += count
+
+
+def test_a_failing_step_forgets_no_command_that_is_not_its_sessions() -> None:
+    with running() as (worker, events, engine):
+        assert engine.features is not None
+        entered, go_on = queue.SimpleQueue[None](), queue.SimpleQueue[None]()
+
+        def failing() -> None:
+            entered.put(None)
+            go_on.get(timeout=20)
+            raise RuntimeError("a bug")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "launch", failing)
+            worker.submit(request(1))
+            entered.get(timeout=20)
+            window = FeatureWindow()
+            window.on_the_way = 10
+            spec = replace(CAPTURED, projection_dim=1, projection_sha256=bytes(32))
+            worker.give_back(window, 10)
+            done = worker.put_projection(spec, bytearray(spec.projection_bytes))
+        go_on.put(None)
+        done.result(timeout=20)
+        assert window.on_the_way == 0
+        assert events.get(timeout=20).failures
+
+
+def _broken(*_: Any) -> None:
+    raise RuntimeError("the device fell over")
