@@ -17,8 +17,8 @@ def aux_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
     layers before (ModelOpt: 1, N/2 - 1, N - 4). Only the first number tells: 1 is an output's, for
     what enters layer 1 is nearly the embedding. Raises `ConfigError`.
     """
-    nested = config.get("eagle_config") or {}
-    given = config.get(KEY, nested.get(KEY))
+    nested = config.get("eagle_config")
+    given = config.get(KEY, nested.get(KEY) if isinstance(nested, dict) else None)
     if given is None:
         return None
     if not isinstance(given, list) or not given or not all(type(i) is int for i in given):

@@ -4,7 +4,6 @@ target's."""
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,7 +44,7 @@ class Checkpoint:
         self._taken: set[str] = set()
         try:
             self._find()
-        except (OSError, SafetensorError, RuntimeError, ValueError, pickle.PickleError) as error:
+        except (OSError, SafetensorError, ValueError) as error:
             raise ConfigError(f"The weights in {folder} cannot be read: {error}") from error
         if not self._file_of and not self._loaded:
             raise ConfigError(f"{folder} holds no weights (*.safetensors, *.bin or *.pt).")
@@ -102,6 +101,13 @@ class Checkpoint:
             raise ConfigError(f"config.json in {self.folder}: {key} must be a number above 0.")
         return value
 
+    def group(self, key: str) -> dict[str, Any]:
+        """A group of settings of config.json; empty if there is none. Raises `ConfigError`."""
+        value = self.config.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise ConfigError(f"config.json in {self.folder}: {key} must be a group of settings.")
+        return value or {}
+
     def _find(self) -> None:
         paths = sorted(self.folder.glob("*.safetensors"))
         for path in paths:
@@ -110,7 +116,10 @@ class Checkpoint:
         if paths:
             return
         for path in sorted([*self.folder.glob("*.bin"), *self.folder.glob("*.pt")]):
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            try:
+                content = torch.load(path, map_location="cpu", weights_only=True)
+            except Exception as error:  # a broken pickle raises anything
+                raise ValueError(f"{path.name}: {error or type(error).__name__}") from error
             if isinstance(content, dict):
                 tensors = {k: v for k, v in content.items() if isinstance(v, Tensor)}
                 self._loaded.update(tensors)
@@ -123,7 +132,7 @@ class TargetTensors:
         self._checkpoint = Checkpoint(folder)
         config = self._checkpoint.config
         self.folder = folder
-        self.config: dict[str, Any] = {**config, **config.get("text_config", {})}
+        self.config: dict[str, Any] = {**config, **self._checkpoint.group("text_config")}
         self.hidden_size = self._number("hidden_size")
         self.vocab_size = self._number("vocab_size")
         self.num_layers = self._number("num_hidden_layers")

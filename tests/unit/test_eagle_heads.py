@@ -334,6 +334,10 @@ def test_eagle3_without_what_it_was_trained_for(tmp_path: Path, target: Target) 
         ({}, {aux: [2, 4]}, r"fc.weight .* \[32, 64\] follows"),
         ({}, {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
         ({}, {"target_hidden_size": 64}, "states of 64"),
+        ({}, {"eagle_config": [2, 4, 6]}, "eagle_config"),
+        ({}, {"transformer_layer_config": "llama"}, "transformer_layer_config"),
+        ({}, {"num_hidden_layers": "one"}, "num_hidden_layers"),
+        ({}, {"max_position_embeddings": -1}, "-1 positions"),
         ({}, {"norm_before_fc": True}, "no tensor input_norm.weight"),
         ({}, {"speculators_model_type": "mlp"}, "'mlp', not an EAGLE-3"),
         ({}, {"rope_scaling": {"rope_type": "longrope"}}, "longrope|rope"),
@@ -344,14 +348,27 @@ def test_eagle3_without_what_it_was_trained_for(tmp_path: Path, target: Target) 
 
 def test_files_that_are_none(tmp_path: Path, target: Target) -> None:
     folder = made.save_head(tmp_path / "head", made.eagle3_tensors(), made.LLAMA)
-    (folder / "pytorch_model.bin").write_bytes(b"not a checkpoint")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_eagle3(folder, target.folder, torch.float32, CPU)
+    for content in (b"not a checkpoint", b"", b"\x80"):
+        (folder / "pytorch_model.bin").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"cannot be read: pytorch_model\.bin"):
+            load_eagle3(folder, target.folder, torch.float32, CPU)
     (folder / "pytorch_model.bin").unlink()
     with pytest.raises(ConfigError, match="no weights"):
         load_eagle3(folder, target.folder, torch.float32, CPU)
     (folder / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"no config\.json"):
+        load_eagle3(folder, target.folder, torch.float32, CPU)
+
+
+def test_groups_of_settings_may_be_null(tmp_path: Path, target: Target) -> None:
+    path = target.folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "text_config": None}))
+    nothing = dict.fromkeys(("transformer_layer_config", "eagle_config", "text_config"))
+    tensors = made.eagle3_tensors()
+    folder = made.save_head(tmp_path / "head", tensors, {**made.LLAMA, **nothing})
+    assert load_eagle3(folder, target.folder, torch.float32, CPU).features.layers == (2, 4, 6)
+    path.write_text(json.dumps({"text_config": "llama"}))
+    with pytest.raises(ConfigError, match="text_config must be a group"):
         load_eagle3(folder, target.folder, torch.float32, CPU)
 
 

@@ -147,6 +147,7 @@ BROKEN_MEDUSA: dict[str, tuple[dict[str, Any], dict[str, Tensor | None], str]] =
         r"0\.0\.linear\.weight in .* \[8, 8\]",
     ),
     "more than heads": ({}, {"fc.weight": random(3, seed=0)}, r"holds fc\.weight"),
+    "a scale that is none": ({"logit_scale": "x"}, {}, "logit_scale must be a number"),
     "no map": ({"truncated_vocab_size": 20}, {}, "no tensor token_map"),
     "map of unknown tokens": ({}, {"token_map": torch.tensor([1, VOCAB])}, "token_map in"),
     "map with repeats": ({}, {"token_map": torch.tensor([1, 1])}, "token_map in"),

@@ -33,7 +33,7 @@ class Eagle3Format:
             )
         root = "model." if any(name.startswith("model.") for name in names) else ""
         layer = "midlayer." if any(n.startswith(f"{root}midlayer.") for n in names) else "layers.0."
-        layer_config = config.get("transformer_layer_config", config)
+        layer_config = checkpoint.group("transformer_layer_config") or config
         return Eagle3Format(checkpoint, layer_config, root, root + layer)
 
     def layer_prefix(self, index: int) -> str:
@@ -50,8 +50,7 @@ class Eagle3Format:
 
     def flag(self, key: str, suffix: str | None = None) -> bool:
         """A setting; where config.json is silent, whether the tensor that it takes is there."""
-        config = self.checkpoint.config
-        value = config.get(key, (config.get("eagle_config") or {}).get(key))
+        value = self.checkpoint.config.get(key, self.checkpoint.group("eagle_config").get(key))
         if value is None:
             return suffix is not None and self.name(suffix) in self.checkpoint
         return bool(value)
@@ -59,7 +58,7 @@ class Eagle3Format:
     def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         """The layers of the target, which has `num_layers`, whose inputs it reads."""
         config, where = self.checkpoint.config, self.checkpoint.folder
-        if (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
+        if self.checkpoint.group("eagle_config").get("use_aux_hidden_state") is False:
             raise ConfigError(f"{where}: use_aux_hidden_state false is not supported.")
         layers = aux_layers(config)
         if layers is None:

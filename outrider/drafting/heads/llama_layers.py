@@ -58,6 +58,9 @@ class LlamaShape:
         except (StrictDataclassError, ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"config.json in {where}: {error}") from error
         rope: dict[str, Any] = config.rope_parameters
+        longest = max_model_len or config.max_position_embeddings
+        if longest < 1:
+            raise ConfigError(f"{where}: {longest} positions are none to draft at.")
         if config.hidden_act != "silu":
             raise ConfigError(f"{where}: hidden_act {config.hidden_act!r} is not supported.")
         if rope.get("rope_type", "default") not in _ROPE_TYPES:
@@ -69,7 +72,7 @@ class LlamaShape:
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             eps=config.rms_norm_eps,
-            max_model_len=max_model_len or config.max_position_embeddings,
+            max_model_len=longest,
             config=config,
         )
 
@@ -98,7 +101,7 @@ class LlamaShape:
 _SETTINGS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "rms_norm_eps", "max_position_embeddings", "hidden_act"),
-    *("rope_theta", "rope_scaling", "rope_parameters"),
+    *("num_hidden_layers", "rope_theta", "rope_scaling", "rope_parameters"),
 )
 
 

@@ -135,7 +135,9 @@ def load_medusa(
     layout, prefix, num_heads, num_layers = _find_heads(checkpoint)
     needs_bias = layout is _LAYOUTS[0] or bool(config.get("medusa_fc_bias", False))
     token_map = _token_map(checkpoint, f"{prefix}token_map", target.vocab_size)
-    scale = float(config.get("logit_scale", 1.0))
+    scale = config.get("logit_scale") or 1.0
+    if not isinstance(scale, int | float):
+        raise ConfigError(f"config.json in {folder}: logit_scale must be a number.")
 
     def layer(i: int, j: int) -> tuple[Tensor, Tensor | None]:
         name = prefix + layout.layer.format(i=i, j=j)

@@ -37,7 +37,7 @@ def load_mtp(
     tensor or setting, for what is missing, of another shape, or not of a known format.
     """
     checkpoint, target = Checkpoint(folder), TargetTensors(target_folder)
-    values: dict[str, Any] = {**checkpoint.config, **checkpoint.config.get("text_config", {})}
+    values: dict[str, Any] = {**checkpoint.config, **checkpoint.group("text_config")}
     stored, numbers = detect(checkpoint.names)
     family, place = family_of(stored, values), Place(dtype, device)
     try:
