@@ -23,7 +23,7 @@ class Average:
 
     def add(self, value: float) -> None:
         """Takes in one measurement."""
-        if self.count == 0 or value < self.mean / 4:
+        if not self.mean or value < self.mean / 4:  # no multiple of 0 is more
             self.mean, self.deviation = value, value / 2
         else:
             value = min(value, 4 * self.mean)

@@ -18,6 +18,13 @@ def test_one_value_moves_a_mean_little_and_one_that_began_it_is_left_at_once() -
     assert late.mean == pytest.approx(0.005)
 
 
+def test_a_zero_does_not_hold_a_mean() -> None:
+    average = Average()
+    for value in (0.0, 0.004, 0.0, 0.004):
+        average.add(value)
+    assert average.mean == pytest.approx(0.004)
+
+
 def test_drafts_beside_steps_do_not_count_where_there_are_calm_ones() -> None:
     times = DraftTimes()
     for _ in range(4):
