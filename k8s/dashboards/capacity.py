@@ -6,6 +6,9 @@ from grafana_foundation_sdk.builders.dashboard import Dashboard
 
 from k8s.dashboards.panels import ALL, MODEL, Graph, Series, build, total
 
+_STEP = "outrider:step_time_seconds"
+_FORWARD = f'{MODEL},part="forward"'
+
 
 def capacity() -> Dashboard:
     """Cache, rows, pools, and the signals that autoscalers follow."""
@@ -106,6 +109,46 @@ def capacity() -> Dashboard:
                     ),
                 ),
             ),
+            "Hidden states": (
+                Graph(
+                    "Sent to proposers",
+                    "Of what scorers send to proposers that draft from hidden states. A pool that "
+                    "is not a sidecar takes it over the network.",
+                    "Bps",
+                    (Series(total("outrider:feature_bytes_total", "instance"), "{{instance}}"),),
+                ),
+                Graph(
+                    "Bytes per token",
+                    "Of those whose states were read. Prompts are sent, too, also those that the "
+                    "prefix cache held; less is sent than read where a session moves.",
+                    "bytes",
+                    (
+                        Series(
+                            f"{total('outrider:feature_bytes_total')} / "
+                            f"{total('outrider:feature_rows_total')}",
+                            "bytes",
+                        ),
+                    ),
+                ),
+                Graph(
+                    "Time per step",
+                    "Mean time that the engine's thread spends on reading states, beside the mean "
+                    "forward.",
+                    "s",
+                    (
+                        Series(
+                            f"{total('outrider:feature_seconds_total')} / "
+                            f"{total('outrider:step_rows_count')}",
+                            "reading states",
+                        ),
+                        Series(
+                            f"{total(f'{_STEP}_sum', matchers=_FORWARD)} / "
+                            f"{total(f'{_STEP}_count', matchers=_FORWARD)}",
+                            "forward",
+                        ),
+                    ),
+                ),
+            ),
             "Draft pools": (
                 Graph(
                     "Proposers attached",
@@ -156,6 +199,19 @@ def capacity() -> Dashboard:
                     ),
                 ),
                 Graph(
+                    "Time ahead",
+                    "Part of a proposer's time spent on guessing past its drafts, in which nobody "
+                    "waits for it.",
+                    "percentunit",
+                    (
+                        Series(
+                            "avg by (pool) (rate(outrider:proposer_ahead_seconds_sum"
+                            "[$__rate_interval]))",
+                            "{{pool}}",
+                        ),
+                    ),
+                ),
+                Graph(
                     "Scorers connected",
                     "By proposer: 0 means that every scorer is away or refuses it.",
                     "short",
@@ -186,6 +242,22 @@ def capacity() -> Dashboard:
                         Series("outrider:gateway_requests_in_flight", "{{instance}}"),
                         Series("outrider:gateway_requests_limit", "{{instance}} limit"),
                     ),
+                    width=12,
+                ),
+                Graph(
+                    "Tokens per second",
+                    "Of completions that ended well, at their end.",
+                    "short",
+                    (
+                        Series(
+                            total("outrider:gateway_prompt_tokens_total", matchers=ALL), "prompt"
+                        ),
+                        Series(
+                            total("outrider:gateway_generation_tokens_total", matchers=ALL),
+                            "generated",
+                        ),
+                    ),
+                    width=12,
                 ),
                 Graph(
                     "Requests by outcome",
@@ -201,6 +273,7 @@ def capacity() -> Dashboard:
                             "refused",
                         ),
                     ),
+                    width=12,
                 ),
                 Graph(
                     "Scorers and retries",
@@ -213,6 +286,7 @@ def capacity() -> Dashboard:
                             "retries per second",
                         ),
                     ),
+                    width=12,
                 ),
             ),
             "Processes": (

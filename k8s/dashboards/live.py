@@ -61,6 +61,7 @@ def main() -> int:
 def serving(endpoint: str) -> Iterator[tuple[str, list[str]]]:
     """`outrider up` with the embedded models: the gateway's URL, and where metrics are."""
     command = [sys.executable, "-m", "outrider.cli", "up", "--http-port", "0", "--grpc-port", "0"]
+    command += ["--method", "eagle3"]  # all that a method may have: it reads hidden states, too
     env = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_BSP_SCHEDULE_DELAY": "200"}
     with running(command, env) as process:
         assert process.stdout is not None

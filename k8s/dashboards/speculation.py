@@ -69,12 +69,31 @@ def speculation() -> Dashboard:
                             "position {{position}}",
                         ),
                     ),
+                    width=12,
                 ),
                 Graph(
                     "Mean acceptance length by model",
                     "Tokens per round that verified a draft.",
                     "short",
                     (Series(f"1 + {accepted_by_model} / {drafts_by_model}", "{{model_name}}"),),
+                    width=12,
+                ),
+                Graph(
+                    "Draft tokens asked for and verified",
+                    "K where a request names none, and the mean of rounds that had a draft. Far "
+                    "below: longer drafts are measured not to pay.",
+                    "short",
+                    (
+                        Series(
+                            f"max by (model_name) (outrider:num_speculative_tokens{{{MODEL}}})",
+                            "{{model_name}} asked for",
+                        ),
+                        Series(
+                            f"{total(_DRAFTED, 'model_name')} / {drafts_by_model}",
+                            "{{model_name}} verified",
+                        ),
+                    ),
+                    width=12,
                 ),
                 Graph(
                     "Draft tokens verified per round",
@@ -83,6 +102,7 @@ def speculation() -> Dashboard:
                     "percentunit",
                     (Series(total(_ROUNDS, "num_draft_tokens"), "{{num_draft_tokens}}"),),
                     stack="percent",
+                    width=12,
                 ),
             ),
             "Hits and misses": (

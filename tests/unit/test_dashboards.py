@@ -40,6 +40,15 @@ def test_every_query_is_promql_over_our_metrics() -> None:
             assert selector.metric.startswith(("outrider:", "gen_ai_server_")), query
 
 
+def test_every_metric_is_shown() -> None:
+    text = (ROOT / "docs/operations.md").read_text()  # it has them all: tests/e2e/test_metrics.py
+    metrics = re.findall(r"`((?:outrider:|gen_ai_)\w+)`", text)
+    shown = {selector.metric for query in dashboard_queries() for selector in selectors(query.expr)}
+    suffixes = ("", "_total", "_bucket", "_sum")
+    assert len(metrics) > 40
+    assert [m for m in metrics if not shown & {m + suffix for suffix in suffixes}] == []
+
+
 def test_every_panel_says_what_it_shows() -> None:
     for path in DASHBOARDS.glob("*.json"):
         for panel in json.loads(path.read_text())["panels"]:
