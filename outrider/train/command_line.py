@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     answers = commands.add_parser("responses", help="the target's continuations of text, as rows")
     _add_common(answers)
     answers.add_argument("--out", type=Path, required=True, help=".npy file to write")
-    answers.add_argument("--count", type=int, required=True, help="rows")
+    answers.add_argument("--count", type=_positive, required=True, help="rows")
     return parser
 
 
@@ -44,9 +44,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         help="text, .jsonl (`text` or `messages`), .bin (uint16 stream) or .npy (stream or rows "
         "of tokens); several get equal shares of the steps",
     )
-    parser.add_argument("--prompt-length", type=int, default=256, help="of generated rows")
-    parser.add_argument("--new-tokens", type=int, default=256, help="of generated rows")
-    parser.add_argument("--generate-batch", type=int, default=256, help="rows at a time")
+    parser.add_argument("--prompt-length", type=_positive, default=256, help="of generated rows")
+    parser.add_argument("--new-tokens", type=_positive, default=256, help="of generated rows")
+    parser.add_argument("--generate-batch", type=_positive, default=256, help="rows at a time")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -57,30 +57,39 @@ def _add_method(parser: argparse.ArgumentParser, method: str) -> None:
     parser.add_argument(
         "--generate", type=int, default=0, metavar="N", help="also train on N responses"
     )
-    parser.add_argument("--steps", type=int)
+    parser.add_argument("--steps", type=_positive)
     parser.add_argument("--seconds", type=float, help="the bound that comes first counts")
     parser.add_argument("--resume", action="store_true", help="go on from OUT/state.pt")
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a window")
-    parser.add_argument("--tokens-per-step", type=int, default=32768, help="of each process")
-    parser.add_argument("--num-draft-tokens", type=int, default=4, help="positions trained")
+    parser.add_argument("--length", type=_positive, default=1024, help="tokens of a window")
+    parser.add_argument("--tokens-per-step", type=_positive, default=32768, help="of each process")
+    parser.add_argument("--num-draft-tokens", type=_positive, default=4, help="positions trained")
     parser.add_argument("--lr", type=float, default=4e-3, help="of matrices (Muon)")
     parser.add_argument("--table-lr", type=float, default=4e-3, help="of the rest (AdamW)")
-    parser.add_argument("--save-steps", type=int, default=1000)
+    parser.add_argument("--save-steps", type=_positive, default=1000)
     parser.add_argument("--mantissa-bits", type=int, default=7, choices=range(2, 8))
-    parser.add_argument("--eval-rows", type=int, default=128, help="held-out prompts")
+    parser.add_argument("--eval-rows", type=_positive, default=128, help="held-out prompts")
     if method == "mlp_speculator":
-        parser.add_argument("--inner-size", type=int, help="default: the target's hidden size")
+        parser.add_argument(
+            "--inner-size", type=_positive, help="default: the target's hidden size"
+        )
     elif method != "medusa":
         if method != "mtp":
-            parser.add_argument("--hidden-size", type=int, help="default: the target's")
-        parser.add_argument("--intermediate-size", type=int, help="default: the target's")
-        parser.add_argument("--heads", type=int, help="default: the target's")
-        parser.add_argument("--kv-heads", type=int, help="default: the target's")
-        parser.add_argument("--head-dim", type=int, help="default: the target's")
+            parser.add_argument("--hidden-size", type=_positive, help="default: the target's")
+        parser.add_argument("--intermediate-size", type=_positive, help="default: the target's")
+        parser.add_argument("--heads", type=_positive, help="default: the target's")
+        parser.add_argument("--kv-heads", type=_positive, help="default: the target's")
+        parser.add_argument("--head-dim", type=_positive, help="default: the target's")
     if method == "eagle3":
-        parser.add_argument("--draft-vocab-size", type=int, help="default: the target's")
+        parser.add_argument("--draft-vocab-size", type=_positive, help="default: the target's")
     if method == "draft_model":
-        parser.add_argument("--num-layers", type=int, default=2)
+        parser.add_argument("--num-layers", type=_positive, default=2)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
 
 
 def main(argv: Sequence[str] | None = None) -> int:

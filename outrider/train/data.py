@@ -44,7 +44,10 @@ def _documents(path: Path, tokenizer: Any) -> Iterator[str]:
     if path.suffix != ".jsonl":
         yield path.read_text(encoding="utf-8")
         return
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    # Not `splitlines`: JSON strings may hold what else Unicode takes for the end of a line.
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        if not line.strip():
+            continue
         row = json.loads(line)
         if isinstance(row, dict) and isinstance(row.get("text"), str):
             yield row["text"]

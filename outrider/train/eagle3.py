@@ -49,6 +49,7 @@ class Eagle3(nn.Module):
     """
 
     table_names: ClassVar = ("embed_tokens", "lm_head")
+    draft_ids: Tensor | None
 
     def __init__(self, target: Target, shape: BlockShape, draft_ids: Tensor | None) -> None:
         super().__init__()
@@ -56,7 +57,8 @@ class Eagle3(nn.Module):
         self.target_size, self.vocab_size = int(config.hidden_size), int(config.vocab_size)
         count = int(config.num_hidden_layers)
         self.layers = (2, count // 2, count - 3)
-        self.shape, self.draft_ids = shape, draft_ids
+        self.shape = shape
+        self.register_buffer("draft_ids", draft_ids)  # saved: rows of the head mean nothing without
         self.max_positions = int(config.max_position_embeddings)
         size = shape.hidden_size
         self.fc = nn.Linear(3 * self.target_size, size, bias=False)

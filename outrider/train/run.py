@@ -71,6 +71,7 @@ def _train(args: argparse.Namespace, config: TrainConfig, processes: Processes) 
     target = _load(folder, processes.device)
     _check_length(max(args.length, args.prompt_length + args.new_tokens), target)
     arrays, heldout = _read_data(args, folder, target)
+    prompts = _heldout_prompts(heldout, args)
     if args.generate:
         arrays.append(_generate(target, arrays, args, args.generate, processes))
     torch.manual_seed(args.seed)
@@ -94,7 +95,8 @@ def _train(args: argparse.Namespace, config: TrainConfig, processes: Processes) 
         write(head.export(), args.out)
         if args.method == "draft_model":
             _copy_tokenizer(folder, args.out)
-        text = _heldout_text(target, heldout, args)
+        zero = torch.zeros(len(prompts), device=target.device)
+        text = continue_rows(target, prompts.to(target.device), args.new_tokens // 2, zero)
         result = acceptance(head, target, text, args.prompt_length, args.num_draft_tokens)
         for line in result.lines():
             logger.info(line)
@@ -211,8 +213,9 @@ def _check_length(length: int, target: Target) -> None:
 
 
 def _checked(array: Any, target: Target) -> Any:
-    if array.size and int(array.max()) >= target.config.vocab_size:
-        raise ConfigError(f"--data holds token {array.max()}, which the target does not have.")
+    for token in (int(array.min()), int(array.max())) if array.size else ():
+        if not 0 <= token < target.config.vocab_size:
+            raise ConfigError(f"--data holds token {token}, which the target does not have.")
     return array
 
 
@@ -238,12 +241,12 @@ def _generate(
     return rows.numpy()
 
 
-def _heldout_text(target: Target, heldout: Any, args: argparse.Namespace) -> Tensor:
-    """Greedy continuations of held-out prompts."""
+def _heldout_prompts(heldout: Any, args: argparse.Namespace) -> Tensor:
+    """What the evaluation continues, `[rows, prompt]`. Raises `ConfigError`: before training."""
+    if args.new_tokens // 2 < args.num_draft_tokens:
+        raise ConfigError("--new-tokens must be twice --num-draft-tokens at least.")
     source = Source(heldout, args.prompt_length - 1, args.seed)
-    prompts = source.rows(0, min(args.eval_rows, source.count)).to(target.device)
-    zero = torch.zeros(len(prompts), device=target.device)
-    return continue_rows(target, prompts, args.new_tokens // 2, zero)
+    return source.rows(0, min(args.eval_rows, source.count))
 
 
 def _copy_tokenizer(folder: Path, out: Path) -> None:

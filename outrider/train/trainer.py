@@ -41,8 +41,6 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.steps is None and self.seconds is None:
             raise ConfigError("Give --steps or --seconds: how long to train.")
-        if min(self.unroll_steps, self.save_steps) < 1:
-            raise ConfigError("--num-draft-tokens and --save-steps must be at least 1.")
 
     def progress(self, step: int, spent_s: float) -> float:
         """From 0 to 1, by whichever bound is nearer."""
@@ -80,21 +78,30 @@ class Trainer:
         self._stopped = False
         device = target.device
         self._loss = torch.compile(guess_loss, disable=device.type == "cpu", dynamic=False)
-        ids = head.draft_ids
-        self._ids = None if ids is None else ids.to(device)
-        if self._ids is not None:
-            self._place = torch.full((int(target.config.vocab_size),), -1, device=device)
-            self._place[self._ids] = torch.arange(len(self._ids), device=device)
+        self._index_draft_ids()
 
     def resume(self) -> None:
         """Goes on from `state_file`. Raises `ConfigError` if it is missing or another head's."""
         try:
             saved = torch.load(self._state_file, map_location=self._target.device)
+        except Exception as error:  # whatever an unpickler trips over
+            what = f"{self._state_file} is no saved training"
+            raise ConfigError(f"--resume: {what} ({type(error).__name__}).") from error
+        try:
             self._head.load_state_dict(saved["head"])
+            self._index_draft_ids()
             self._optimiser.load(saved["optimiser"])
             self._progress = Progress(**saved["progress"])
-        except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
+        except (RuntimeError, KeyError, ValueError, TypeError) as error:
             raise ConfigError(f"--resume: {self._state_file} does not fit: {error}") from error
+
+    def _index_draft_ids(self) -> None:
+        """Where each of the target's tokens is among those that can be drafted."""
+        device, ids = self._target.device, self._head.draft_ids
+        self._ids = None if ids is None else ids.to(device)
+        if self._ids is not None:
+            self._place = torch.full((int(self._target.config.vocab_size),), -1, device=device)
+            self._place[self._ids] = torch.arange(len(self._ids), device=device)
 
     def stop(self) -> None:
         """Makes `run` save and return after the step that it is in. Safe in a signal handler."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -35,7 +36,7 @@ from tests.support.train import process_environment, save_target, save_text
 CPU = torch.device("cpu")
 STEPS = 3
 """Drafted tokens of a chain."""
-SHORT, FOREIGN = "short.npy", "foreign.npy"
+SHORT, FOREIGN, NEGATIVE = "short.npy", "foreign.npy", "negative.npy"
 METHODS = {
     "eagle3": "--hidden-size 32 --intermediate-size 48",
     "eagle3 narrow": "--hidden-size 16 --heads 2 --kv-heads 1 --head-dim 16 "
@@ -239,6 +240,27 @@ def test_resuming_gives_the_weights_of_an_uninterrupted_run(folder: Path, tmp_pa
         assert torch.equal(weight, parts["head"][name]), name
 
 
+def test_resuming_keeps_the_draft_vocabulary(folder: Path, tmp_path: Path) -> None:
+    """It is counted in the data, which are not the same when the target writes them again."""
+    more = ["--out", str(tmp_path), "--steps"]
+    assert main(flags("eagle3 narrow", folder, *more, "1")) == 0
+    before = load_file(tmp_path / "model.safetensors")["d2t"]
+    np.save(folder / "others.npy", np.load(folder / "text.npy") + 200)
+    others = ["--data", str(folder / "others.npy"), "--resume"]
+    assert main(flags("eagle3 narrow", folder, *more, "2", *others)) == 0
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["d2t"], before)
+
+
+@pytest.mark.parametrize("content", [b"", b"something else"])
+def test_a_file_that_is_no_state_is_told(
+    content: bytes, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "state.pt").write_bytes(content)
+    more = ["--steps", "1", "--resume", "--out", str(tmp_path)]
+    assert main(flags("medusa", folder, *more)) == 2
+    assert "state.pt is no saved training" in capsys.readouterr().err
+
+
 def test_a_step_in_parts_is_the_same_step(folder: Path, tmp_path: Path) -> None:
     run_steps(folder, tmp_path / "whole")
     run_steps(folder, tmp_path / "parts", tokens_per_forward=48)
@@ -287,14 +309,20 @@ def test_two_processes_agree_with_one_that_takes_both_parts(folder: Path, tmp_pa
         ("eagle3", ["--steps", "1", "--length", "4000"], "takes 128 at most"),
         ("eagle3", ["--steps", "1", "--data", SHORT], "too few"),
         ("eagle3", ["--steps", "1", "--data", FOREIGN], "holds token 900"),
+        ("eagle3", ["--steps", "1", "--data", NEGATIVE], "holds token -100"),
+        # Before hours of training, not after them.
+        ("eagle3", ["--steps", "100000000", "--heldout", SHORT], "too few"),
+        ("eagle3", ["--steps", "100000000", "--new-tokens", "5"], "--new-tokens"),
     ],
 )
 def test_wrong_set_ups_are_told(
     case: str, more: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    np.save(folder / SHORT, np.arange(40))
+    np.save(folder / SHORT, np.arange(30))
     np.save(folder / FOREIGN, np.arange(901))
-    more = [str(folder / name) if name in (SHORT, FOREIGN) else name for name in more]
+    np.save(folder / NEGATIVE, np.arange(-100, 300))
+    files = (SHORT, FOREIGN, NEGATIVE)
+    more = [str(folder / name) if name in files else name for name in more]
     assert main(flags(case, folder, *more)) == 2
     assert message in capsys.readouterr().err
 

@@ -131,8 +131,9 @@ def test_text_becomes_documents_that_end(folder: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     path = tmp_path / "rows.jsonl"
     chat = {"messages": [{"role": "user", "content": "hello world"}]}
-    path.write_text(json.dumps({"text": "STOP"}) + "\n" + json.dumps(chat) + "\n")
+    line = json.dumps({"text": "STOP\u2028"}, ensure_ascii=False)
+    path.write_text(line + "\n\n" + json.dumps(chat) + "\n", encoding="utf-8")
     tokens = read_tokens(path, tokenizer).tolist()
     assert tokens.count(1) == 2
     assert tokens[-1] == 1
-    assert tokenizer.decode(tokens) == "STOP</s><s><|user|>hello world\n</s>"
+    assert tokenizer.decode(tokens) == "STOP\u2028</s><s><|user|>hello world\n</s>"
