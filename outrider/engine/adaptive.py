@@ -206,9 +206,9 @@ class AdaptivePolicy(Policy):
         self._step_times = {}
 
     def step_done(
-        self, num_running: int, tokens: int, now: float, *, drafted: bool, pure: bool
+        self, num_running: int, tokens: int, now: float, *, drafted: bool, comparable: bool
     ) -> None:
-        self._contests.step_done(num_running, tokens, now, drafted=drafted, pure=pure)
+        self._contests.step_done(num_running, tokens, now, drafted=drafted, comparable=comparable)
 
     @property
     def undrafted_sizes(self) -> frozenset[int]:

@@ -139,15 +139,16 @@ class Contests:
         return frozenset(size for size, each in self._by_size.items() if not each.drafting)
 
     def step_done(
-        self, num_running: int, tokens: int, now: float, *, drafted: bool, pure: bool
+        self, num_running: int, tokens: int, now: float, *, drafted: bool, comparable: bool
     ) -> None:
-        """A step ended at `now`. `pure`: it processed no prompts; others are not compared."""
+        """A step ended at `now`. `comparable`: it processed no prompts, and
+        somebody could have drafted for a row of it."""
         before, self._last_step_at = self._last_step_at, now
         contest = self._at(num_running)
         if contest is not self._current:
             self._current = contest
             contest.settle()
-        elif pure and before is not None:
+        elif comparable and before is not None:
             contest.observe(tokens, now - before, drafted=drafted)
 
     def _at(self, num_rows: int) -> Contest:

@@ -66,10 +66,10 @@ class Policy:
         """A step of that size took this long, forward and verification."""
 
     def step_done(
-        self, num_running: int, tokens: int, now: float, *, drafted: bool, pure: bool
+        self, num_running: int, tokens: int, now: float, *, drafted: bool, comparable: bool
     ) -> None:
         """A step ended: all rows that are admitted, tokens committed, whether any draft was
-        verified, and whether no prompt was processed."""
+        verified, and whether no prompt was processed and somebody could have drafted."""
 
     @property
     def undrafted_sizes(self) -> frozenset[int]:

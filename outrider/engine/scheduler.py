@@ -125,7 +125,9 @@ class Scheduler:
             now,
             drafted=any(row.draft for row in step.rows),
             # A row's first step, however short, may follow on any time without work.
-            pure=decoding and all(r.slice.start >= r.seq.num_prompt_tokens for r in step.rows),
+            comparable=decoding
+            and all(row.slice.start >= row.seq.num_prompt_tokens for row in step.rows)
+            and any(row.seq.drafting.proposer_id is not None for row in step.rows),
         )
         return commits
 

@@ -113,7 +113,7 @@ def test_each_size_of_batch_has_its_own_answer() -> None:
             drafts = contests.drafting
             drafted[rows] += drafts
             now += step_s if drafts else 0.010
-            contests.step_done(rows, 3 if drafts else 1, now, drafted=drafts, pure=True)
+            contests.step_done(rows, 3 if drafts else 1, now, drafted=drafts, comparable=True)
     assert drafted[1] > 0.98 * 4000
     assert drafted[32] < 0.06 * 4000
     assert contests.undrafted_sizes == {(32).bit_length()}
@@ -124,5 +124,5 @@ def test_steps_with_prompts_are_not_compared() -> None:
     for i in range(4000):
         drafts, pure = contests.drafting, i % 2 == 0
         now += 0.012 if pure else 1.0
-        contests.step_done(1, 3 if drafts else 1, now, drafted=drafts, pure=pure)
+        contests.step_done(1, 3 if drafts else 1, now, drafted=drafts, comparable=comparable)
     assert contests.drafting

@@ -318,6 +318,24 @@ def test_without_speculation_nothing_waits_or_counts(speculation: SpeculationPar
     assert (stats.waits, stats.drafted, stats.fallback_rounds, stats.hits) == (0, 0, 0, 0)
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_steps_for_which_nobody_could_draft_are_not_compared(enabled: bool) -> None:
+    compared: list[bool] = []
+
+    class Watched(AdaptivePolicy):
+        def step_done(
+            self, num_running: int, tokens: int, now: float, *, drafted: bool, comparable: bool
+        ) -> None:
+            compared.append(comparable)
+            super().step_done(num_running, tokens, now, drafted=drafted, comparable=comparable)
+
+    bench = Bench(Watched(4), max_tokens=40)
+    if not enabled:
+        bench.engine.set_drafting(0, None, 0)
+    bench.run()
+    assert any(compared) == enabled
+
+
 def test_a_request_may_ask_for_another_k() -> None:
     speculation = SpeculationParams(num_speculative_tokens=2)
     (stats,) = Bench(Policy(4, max_wait_s=0.1), speculation=speculation).run()
@@ -392,7 +410,7 @@ def test_a_greater_k_is_tried_again_after_a_time_without_drafts() -> None:
         chosen_k.append(k)
         now += step_times().estimate(1 + k)
         policy.observe_step(1, 1 + k, step_times().estimate(1 + k))
-        policy.step_done(1, 1, now, drafted=k > 0, pure=True)
+        policy.step_done(1, 1, now, drafted=k > 0, comparable=True)
         policy.observe_round(drafting, Round(k, k, 0, k > 0))
     assert any(chosen_k[-100:]), "what was useless for long may not be any more"
 
