@@ -130,7 +130,7 @@ class OneShotProposer(FeatureMethod):
         self._at_once = max(1, _MAX_SCORES // (tree_width * head.vocab_size))
 
     def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:  # noqa: ARG002
-        done = DraftRound(lost=self._take_lost())
+        done = DraftRound()
         trees: list[_Row] = []
         chains: dict[Lane, list[_Row]] = {}
         for state in self._asked(sessions):
@@ -145,8 +145,6 @@ class OneShotProposer(FeatureMethod):
                 chains.setdefault(Lane.SHARED, []).append(row)
             else:
                 trees.append(row)
-        if not trees and not chains:
-            return done
         started = self._clock()
         with torch.inference_mode():
             for i in range(0, len(trees), self._at_once):
@@ -154,7 +152,9 @@ class OneShotProposer(FeatureMethod):
             for lane, rows in chains.items():
                 for i in range(0, len(rows), self._at_once):
                     done.drafts.extend(self._chain(rows[i : i + self._at_once], lane))
-        return replace(done, forward_s=self._clock() - started)
+        forward_s = self._clock() - started if trees or chains else 0.0
+        done.lost.extend(self._take_lost())  # at last: if the head fails, the next round says it
+        return replace(done, forward_s=forward_s)
 
     def _grow(self, rows: Sequence[_Row]) -> list[tuple[SessionKey, DraftTree]]:
         followers = [row.state.follower for row in rows]

@@ -137,9 +137,23 @@ class RecurrentProposer(FeatureMethod):
     def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:  # noqa: ARG002
         done = DraftRound()
         rows = self._plan(self._asked(sessions), done)
-        done.lost.extend(self._take_lost())
-        if not rows:
-            return done
+        if rows:
+            done = replace(done, forward_s=self._run(rows, done))
+        done.lost.extend(self._take_lost())  # at last: if a forward fails, the next round says it
+        return done
+
+    def check_invariants(self) -> None:
+        """Raises `AssertionError` unless pages, rows and sessions agree."""
+        assert self._caches.keys() == self._sessions.keys()
+        self._pool.check_invariants([cache.block_table for cache in self._caches.values()])
+        for key, cache in self._caches.items():
+            state = self._sessions[key]
+            assert cache.computed <= len(cache.block_table) * self._page_size
+            assert cache.computed <= max(0, len(state.follower.tokens) - 1)
+            assert state.first <= cache.computed or state.first == state.end
+
+    def _run(self, rows: list[_Row], done: DraftRound) -> float:
+        """Feeds and drafts; returns how long it took."""
         started = self._clock()
         trees = [row for row in rows if not row.chain]
         chains = [row for row in rows if row.chain and not row.sampled]
@@ -158,17 +172,7 @@ class RecurrentProposer(FeatureMethod):
             self._used(row.state)
             if row.wanted == 0:
                 done.unfinished.append(row.state.key)
-        return replace(done, forward_s=forward_s)
-
-    def check_invariants(self) -> None:
-        """Raises `AssertionError` unless pages, rows and sessions agree."""
-        assert self._caches.keys() == self._sessions.keys()
-        self._pool.check_invariants([cache.block_table for cache in self._caches.values()])
-        for key, cache in self._caches.items():
-            state = self._sessions[key]
-            assert cache.computed <= len(cache.block_table) * self._page_size
-            assert cache.computed <= max(0, len(state.follower.tokens) - 1)
-            assert state.first <= cache.computed or state.first == state.end
+        return forward_s
 
     def _opened(self, state: FeatureSession) -> None:
         cache = self._caches[state.key] = RowCache()

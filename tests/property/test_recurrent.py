@@ -164,6 +164,29 @@ def test_gaps_and_rows_of_another_size_lose_the_session(tmp_path: Path) -> None:
     proposer.check_invariants()
 
 
+def test_a_failure_does_not_hide_who_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = _load("eagle", tmp_path / "files")
+    proposer = _proposer(head, 32, 100)
+    tokens = list(range(1, 9))
+    width = head.features.width
+    for key, start in ((1, 1), (2, 0)):
+        proposer.open(key, tokens, GREEDY, 3, 50)
+        proposer.features(key, start, _rows(tokens, start, 7, width))  # 1: with a gap
+    with monkeypatch.context() as patch:
+        patch.setattr(head, "logits", _fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            proposer.draft([1, 2])
+    done = proposer.draft([2])
+    assert done.lost == [1]
+    assert [key for key, _ in done.drafts] == [2]
+
+
+def _fail(*_: object) -> Tensor:
+    raise RuntimeError("out of memory")
+
+
 def test_a_session_without_all_its_rows_has_no_draft_yet(tmp_path: Path) -> None:
     head = _load("eagle3", tmp_path / "files")
     proposer = _proposer(head, 32, 100)

@@ -348,3 +348,19 @@ def test_the_heads_say_what_the_formulas_say() -> None:
             expected = mlp_reference(MLP, MLP_CONFIG, STATES[row], tokens[: depth + 1])
             torch.testing.assert_close(found[0].double(), expected, rtol=1e-4, atol=1e-4)
         assert states.shape == (1, INNER)
+
+
+def test_a_failure_does_not_hide_who_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = proposer("medusa")
+    for session, start in ((1, 1), (2, 0)):
+        method.open(session, range(6), GREEDY, 3, 64)
+        feed(method, session, start, 5)  # 1: with a gap
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HEADS["medusa"], "grow", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            method.draft([1, 2])
+    assert method.draft([2]).lost == [1]
