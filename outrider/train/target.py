@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from outrider.errors import ConfigError
 
+_FINAL = -1  # among layers: what the final norm makes of the last one's output
+
 
 @dataclass(frozen=True)
 class TargetBatch:
@@ -56,15 +58,20 @@ class Target:
     def read(self, token_ids: Tensor, layers: tuple[int, ...]) -> TargetBatch:
         """One forward of whole windows; `layers` count as Hugging Face's `hidden_states`."""
         hooks = [self._hook(layer) for layer in layers]
+        hooks.append(self.decoder.register_forward_hook(self._at_the_end))
         try:
-            hidden = self.decoder(input_ids=token_ids, use_cache=False).last_hidden_state
+            # Not the head alone: some models scale its logits, or cap them.
+            logits = self.model(input_ids=token_ids, use_cache=False).logits
         finally:
             for hook in hooks:
                 hook.remove()
         states = [self._states.pop(layer) for layer in layers]
+        hidden = self._states.pop(_FINAL)
         joined = torch.cat(states, -1) if states else hidden[..., :0]
-        logits = self.model.get_output_embeddings()(hidden)
         return TargetBatch(token_ids, joined, hidden, logits)
+
+    def _at_the_end(self, _: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        self._states[_FINAL] = output[0]
 
     def _hook(self, layer: int) -> Any:
         blocks = self.decoder.layers

@@ -19,7 +19,8 @@ from outrider.cli.stack import free_port
 from outrider.train.data import Source, draft_vocabulary, read_tokens
 from outrider.train.evaluate import acceptance
 from outrider.train.layers import chain_mask
-from outrider.train.target import TargetBatch, load_target
+from outrider.train.target import Target, TargetBatch, load_target
+from tests.support.architectures import ARCHITECTURES, random_model
 from tests.support.train import process_environment, save_target, save_text
 
 CPU = torch.device("cpu")
@@ -31,6 +32,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_target(path / "target")
     save_text(path / "text.npy")
     return path
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere2"])
+def test_the_target_is_read_as_it_speaks(name: str) -> None:
+    model: Any = random_model(ARCHITECTURES[name], torch.float32)
+    token_ids = torch.randint(0, 40, (2, 12), generator=torch.Generator().manual_seed(0))
+    read = Target(model).read(token_ids, (1, 2))
+    with torch.no_grad():
+        said = model(input_ids=token_ids, use_cache=False, output_hidden_states=True)
+    assert torch.equal(read.logits, said.logits)  # capped, scaled
+    assert torch.equal(read.hidden, said.hidden_states[-1])
+    assert torch.equal(read.layers[..., : read.hidden.shape[-1]], said.hidden_states[1])
 
 
 AVERAGE = """
