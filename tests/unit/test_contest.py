@@ -122,7 +122,7 @@ def test_each_size_of_batch_has_its_own_answer() -> None:
 def test_steps_with_prompts_are_not_compared() -> None:
     contests, now = Contests(), 0.0
     for i in range(4000):
-        drafts, pure = contests.drafting, i % 2 == 0
-        now += 0.012 if pure else 1.0
+        drafts, comparable = contests.drafting, i % 2 == 0
+        now += 0.012 if comparable else 1.0
         contests.step_done(1, 3 if drafts else 1, now, drafted=drafts, comparable=comparable)
     assert contests.drafting

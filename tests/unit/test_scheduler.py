@@ -136,13 +136,14 @@ def test_time_without_work_is_no_steps() -> None:
     """A short prompt's step looks like decoding, but nothing says since when it was to run."""
 
     class Witness(Policy):
-        def step_done(self, *_: object, pure: bool, **__: object) -> None:
-            seen.append(pure)
+        def step_done(self, *_: object, comparable: bool, **__: object) -> None:
+            seen.append(comparable)
 
     seen: list[bool] = []
     config = EngineConfig(page_size=4, num_pages=64, max_model_len=64)
     e = Engine(HashModel(32, 4, 64, 64), config, policy=Witness(4))
     submit(e, 1, prompt_len=2, max_tokens=3)
+    e.set_drafting(1, "a", 0)
     run(e)
     assert seen == [False, True, True]
 
