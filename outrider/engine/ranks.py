@@ -108,6 +108,7 @@ class RankGroup:
         self._called_at = 0.0  # on the monotonic clock; 0: never
         self._stopped = threading.Event()
         self._on_lost: Callable[[str], None] | None = None
+        self._lost: str | None = None  # why, once a rank is
 
     def least(self, number: int) -> int:
         """The least of all ranks' numbers. Every rank calls this."""
@@ -134,9 +135,12 @@ class RankGroup:
     def watch(self, on_lost: Callable[[str], None]) -> None:
         """From now on `on_lost` hears, from any thread, that the replica cannot go on."""
         self._on_lost = on_lost
+        if self._lost is not None:  # before anybody watched; only the heartbeat may have seen it
+            on_lost(self._lost)
 
     def lost(self, reason: str) -> None:
         """Says that the ranks may no longer agree on what was run, if anybody watches."""
+        self._lost = reason
         if self._on_lost is not None and not self._stopped.is_set():
             self._on_lost(reason)
 

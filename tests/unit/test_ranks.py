@@ -12,16 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
+from outrider.cli.stack import free_port
 from outrider.engine.backends import attention_traits
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.gate import check_shardable
 from outrider.engine.leading_model import LeadingModel
 from outrider.engine.loader import kv_bytes_per_page
 from outrider.engine.paged_model import PagedModel
-from outrider.engine.ranks import Ranks, _dumps, _loads
+from outrider.engine.ranks import RankGroup, Ranks, _dumps, _loads
 from outrider.errors import ConfigError, UnsupportedModelError
 from tests.support.architectures import ARCHITECTURES, VOCAB_SIZE, random_model
 from tests.support.shards import load, say
@@ -122,6 +124,20 @@ def test_a_rank_without_a_device_says_so() -> None:
     beyond = Ranks(rank=9, size=10, local_rank=torch.cuda.device_count())
     with pytest.raises(ConfigError, match="--nproc-per-node"):
         beyond.device("cuda")
+
+
+def test_a_rank_lost_before_anybody_watches_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    for name, value in (("MASTER_PORT", free_port()), ("RANK", 0), ("WORLD_SIZE", 1)):
+        monkeypatch.setenv(name, str(value))
+    heard: list[str] = []
+    group = RankGroup(Ranks(0, 1, 0), torch.device("cpu"), start_timeout_s=60.0)
+    try:
+        group.lost("rank 1 is gone")
+        group.watch(heard.append)
+    finally:
+        dist.destroy_process_group()
+    assert heard == ["rank 1 is gone"]
 
 
 def test_heads_must_divide() -> None:
