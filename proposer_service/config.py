@@ -80,6 +80,13 @@ class ModelConfig(MethodConfig):
     attention_backend: str | None = None
     """None: the best that fits."""
 
+    def __post_init__(self) -> None:
+        MethodConfig.__post_init__(self)
+        if self.threads < 1 or self.kv_cache_memory < 1:
+            raise ConfigError("--threads and --kv-cache-memory are at least 1.")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError("--max-model-len is at least 2.")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftModelConfig(ModelConfig):
@@ -100,7 +107,7 @@ class HeadConfig(ModelConfig):
     """eagle3: let the scorer apply the module's first product."""
 
     def __post_init__(self) -> None:
-        MethodConfig.__post_init__(self)
+        ModelConfig.__post_init__(self)
         if self.model == EMBEDDED and not (
             self.target_model == EMBEDDED and self.name in EMBEDDED_HEADS
         ):

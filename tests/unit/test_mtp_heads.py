@@ -255,6 +255,8 @@ REFUSED: list[tuple[Callable[[], MtpCheckpoint], Callable[[MtpCheckpoint], objec
         r"model\.d2t",
     ),
     (rtp_qwen2, setting("hidden_act", "swish2"), r"config\.json"),
+    (rtp_qwen2, setting("max_position_embeddings", -1), r"max_position_embeddings is -1"),
+    (deepseek, setting("kv_lora_rank", -1), r"config\.json .* makes no deepseek_v3"),
     (
         lambda: rtp_qwen2(hidden_size=64),
         lambda _: None,

@@ -75,8 +75,12 @@ def test_chains_and_trees(folders: dict[str, Path]) -> None:
     config, _ = parse(argv)
     proposer, _ = build_proposer(config)
     assert proposer.traits.max_draft_tokens == 3, "as many as there are heads"
-    with pytest.raises(ConfigError, match="--tree-width"):
-        parse([*argv, "--tree-width", "0"])
+    for flag, value in (
+        *(("--tree-width", "0"), ("--threads", "0"), ("--kv-cache-memory", "-1")),
+        *(("--max-model-len", "0"), ("--max-model-len", "-5")),
+    ):
+        with pytest.raises(ConfigError, match=flag):
+            parse([*argv, flag, value])
 
 
 def test_refuses_a_checkpoint_of_another_kind(folders: dict[str, Path]) -> None:

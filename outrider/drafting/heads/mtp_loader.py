@@ -71,7 +71,7 @@ def load_mtp(
 
 _BAD_SETTINGS = (
     *(StrictDataclassError, ArithmeticError, AttributeError),
-    *(TypeError, ValueError, KeyError),
+    *(TypeError, ValueError, KeyError, RuntimeError),
 )
 """What `transformers` raises for settings that are missing or make no sense."""
 
@@ -179,6 +179,8 @@ def _shape(config: Any, max_model_len: int | None) -> MtpShape:
     if getattr(config, "kv_lora_rank", None) is not None:
         latents = (int(config.kv_lora_rank), int(config.qk_rope_head_dim))
     longest = int(config.max_position_embeddings)
+    if longest < 1:
+        raise ConfigError(f"max_position_embeddings is {longest} in the config.json of the head.")
     return MtpShape(
         hidden_size=int(config.hidden_size),
         num_heads=heads,
