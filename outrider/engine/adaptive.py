@@ -41,7 +41,7 @@ from collections.abc import Sequence as Rows
 from itertools import takewhile
 
 from outrider.engine.contest import Contests
-from outrider.engine.measured import DraftTimes, StepTimes
+from outrider.engine.measured import DraftTimes, StepTimes, remember
 from outrider.engine.policy import FIRST_PATIENCE_S, Policy
 from outrider.engine.sequence import Drafting, Round, Sequence
 from outrider.types import Request
@@ -170,9 +170,8 @@ class AdaptivePolicy(Policy):
     def observe_delay(
         self, drafting: Drafting, seconds: float, draft_s: float, num_tokens: int, *, calm: bool
     ) -> None:
-        times = self._drafts.get(drafting.drafter)
-        if times is None:
-            times = self._drafts[drafting.drafter] = DraftTimes()
+        times = self._drafts.get(drafting.drafter) or DraftTimes()
+        remember(self._drafts, drafting.drafter, times)
         times.observe(seconds, draft_s, num_tokens, calm=calm)
 
     def observe_round(self, drafting: Drafting, round_: Round) -> None:
@@ -188,10 +187,9 @@ class AdaptivePolicy(Policy):
             d.levels += (round_.depth / round_.drafted - d.levels) * (1 - FADE)
             prior = (PRIOR_SUCCESSES, PRIOR_TRIALS)
             successes, trials = self._acceptance.get(d.proposer_id or "", prior)
-            self._acceptance[d.proposer_id or ""] = (
-                PROPOSER_FADE * successes + accepted,
-                PROPOSER_FADE * trials + tried,
-            )
+            successes = PROPOSER_FADE * successes + accepted
+            trials = PROPOSER_FADE * trials + tried
+            remember(self._acceptance, d.proposer_id or "", (successes, trials))
         if d.short_rounds >= PROBE_EVERY:  # until a draft was verified
             over = round_.drafted or d.short_rounds + 1 >= PROBE_EVERY + PROBE_ROUNDS
             d.short_rounds = 0 if over else d.short_rounds + 1

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 STALE_AFTER = 12  # steps of other sizes after which a size's average is forgotten
+MAX_NAMES = 256  # of proposers about which something is kept
 CALM_LASTS = 64  # drafts made beside steps until they count although there were others
+
+V = TypeVar("V")
+
+
+def remember(known: dict[str, V], name: str, value: V) -> None:
+    """Keeps `value` of a proposer, of the latest `MAX_NAMES`: it may call itself what it likes."""
+    known.pop(name, None)
+    known[name] = value
+    if len(known) > MAX_NAMES:
+        del known[next(iter(known))]
 
 
 class Average:

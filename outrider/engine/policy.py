@@ -12,6 +12,7 @@ from collections.abc import Sequence as Rows
 
 from outrider.counts import StepCounts
 from outrider.draft_tree import DraftTree
+from outrider.engine.measured import remember
 from outrider.engine.sequence import BlockFate, Drafting, Round, Sequence
 from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.types import Request
@@ -130,7 +131,8 @@ class Policy:
         d, base_len = seq.drafting, block.base_len
         d.blocks += 1
         if block.token_ids and d.proposer_id is not None:
-            d.drafter = self._drafters[d.proposer_id] = f"{d.proposer_id} {method}"
+            d.drafter = f"{d.proposer_id} {method}"
+            remember(self._drafters, d.proposer_id, d.drafter)
         if fate is BlockFate.USEFUL:
             d.misses = d.rest = 0
             if base_len < len(seq.token_ids):  # the guess was right, and late

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ import pytest
 
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
+from outrider.engine import measured
 from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.engine import Engine
 from outrider.engine.measured import StepTimes
@@ -495,3 +497,28 @@ def test_misses_are_told_apart() -> None:
     assert total(late, "misses_late") > total(late, "misses_wrong")
     few = ahead(branches=1)
     assert total(few, "misses_wrong") > total(few, "misses_late")
+
+
+def test_proposers_of_ever_new_names_do_not_fill_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measured, "MAX_NAMES", 8)
+    policy = AdaptivePolicy(4)
+    model = HashModel(32, 4, 4096, 2048)
+    truth = Sequential(model)
+    now = itertools.count(0.0, 0.01)
+    engine = Engine(model, CONFIG, policy=policy, clock=now.__next__)
+    request = Request(0, (1, 2, 3), SamplingParams(temperature=0.0), StopParams(max_tokens=100))
+    text = [*request.prompt_token_ids, *truth.output(request, 2048, frozenset())[0]]
+    engine.submit(request)
+    length = 3
+    for i in range(20):
+        engine.set_drafting(0, f"p{i}", 4)
+        for _ in range(2):
+            engine.post_block(0, DraftTree.chain(length, text[length : length + 1]), f"p{i}", 1)
+            while (events := engine.step()) is None:
+                assert next(now) < 100.0
+            length += sum(len(commit.token_ids) for commit in events.commits)
+    assert length < len(text)
+    for known in (policy._drafts, policy._acceptance, policy._drafters):
+        assert 0 < len(known) <= 8
