@@ -227,6 +227,10 @@ def check_hello(hello: draft_pb2.Hello, served: ServedModel) -> None:
             raise InvalidRequestError(
                 f"Hello.{name} must be at most {_MAX_NAME_CHARS} characters long", param=name
             )
+    if len(hello.methods) > len(codec.METHODS):  # before going through them, which takes time
+        raise InvalidRequestError(
+            f"Hello.methods must be at most {len(codec.METHODS)}", param="methods"
+        )
     methods = tuple(hello.methods) or (hello.method,)
     if len(methods) > len(set(methods)):
         raise InvalidRequestError(

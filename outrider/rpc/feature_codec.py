@@ -29,10 +29,11 @@ def features_to_proto(spec: FeatureSpec | None) -> draft_pb2.FeatureSpec | None:
 
 def features_from_proto(msg: draft_pb2.FeatureSpec) -> FeatureSpec:
     """Raises `InvalidRequestError` for what no target could have."""
+    # First of all: going through millions of them takes a second.
+    require(len(msg.layers) <= MAX_LAYERS, "features.layers", f"at most {MAX_LAYERS}")
     layers = tuple(msg.layers)
     require(bool(layers) or msg.final_norm, "features.layers", "set, or final_norm")
     require(len(set(layers)) == len(layers), "features.layers", "different from each other")
-    require(len(layers) <= MAX_LAYERS, "features.layers", f"at most {MAX_LAYERS}")
     require(msg.hidden_size > 0, "features.hidden_size", "above 0")
     digest = msg.projection_sha256
     require(

@@ -198,6 +198,7 @@ REFUSED = {
     "digest": (replace(FINAL, projection_dim=2), "projection_sha256"),
     "nothing": (FeatureSpec(SIZE), "layers"),
     "twice": (FeatureSpec(SIZE, (2, 2)), "different"),
+    "many": (FeatureSpec(SIZE, (2,) * 17), "at most 16"),
 }
 
 

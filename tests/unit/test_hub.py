@@ -155,6 +155,11 @@ async def test_events_of_one_step_travel_in_one_message() -> None:
     assert [c.session for c in batch.commits] == [sessions[1].id]
 
 
+async def test_more_methods_than_there_are_need_not_be_looked_at() -> None:
+    with pytest.raises(InvalidRequestError, match="at most"):
+        Bench().attach("a", method="ngram", methods=["ngram"] * 100)
+
+
 async def test_features_travel_with_the_commits_that_they_belong_to() -> None:
     bench = Bench()
     asked = draft_pb2.FeatureSpec(final_norm=True, hidden_size=2)
