@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import yaml
 from torch.distributed.run import get_args_parser
+from transformers import AutoConfig
 
+from outrider.engine.gate import check_shardable
 from tests.support import helm
 
 POD = helm.EXAMPLES / "llama-70b-tp4.yaml"
 GROUP = helm.EXAMPLES / "two-nodes.yaml"
+MTP = helm.EXAMPLES / "deepseek-mtp-sidecar.yaml"
 WORKLOADS = {
     POD: ["outrider-scorer"],
     GROUP: ["outrider-scorer-ranks-leader", "outrider-scorer-ranks-worker"],
@@ -74,6 +77,21 @@ def test_leaders_alone_are_served_and_have_the_sidecars() -> None:
     budget = helm.only(manifests, "PodDisruptionBudget", "outrider-scorer")["spec"]["selector"]
     for pod in (leader, follower):  # losing either loses the group
         assert budget["matchLabels"].items() <= pod["metadata"]["labels"].items()
+
+
+def test_a_target_that_brings_its_module_shares_its_folder_with_it() -> None:
+    leader, follower = scorer_pods(MTP).values()
+    scorer, module = leader["spec"]["containers"]
+    (other,) = follower["spec"]["containers"]
+    for rank in (scorer, other):  # all keep the states: they run the same steps
+        assert "--hidden-features=final" in rank["args"]
+    folder = next(a for a in scorer["args"] if a.startswith("--model="))
+    target = folder.replace("--model", "--target-model")
+    assert {"--method=mtp", folder, target} <= set(module["args"])
+    assert "/models" in {mount["mountPath"] for mount in module["volumeMounts"]}
+    gpus = [c["resources"]["limits"]["nvidia.com/gpu"] for c in (scorer, module, other)]
+    assert gpus == [4, 1, 4]
+    check_shardable(AutoConfig.for_model("deepseek_v3"), 16)  # its defaults are DeepSeek-V3's
 
 
 @pytest.mark.parametrize(("values", "open_to_ranks"), [(POD, False), (GROUP, True)])
