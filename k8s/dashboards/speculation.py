@@ -109,7 +109,7 @@ def speculation() -> Dashboard:
                 Graph(
                     "Rounds by what became of their draft",
                     "hit: at hand at once; late: right or unknown, but not there in time; wrong: "
-                    "what was guessed ahead was not what came.",
+                    "what was there was for another text, guessed ahead or drafted too late.",
                     "percentunit",
                     (Series(total(_BLOCKS, "fate", _ROUND_FATES), "{{fate}}"),),
                     stack="percent",
