@@ -117,6 +117,8 @@ class HeadConfig(ModelConfig):
             )
         if self.tree_width < 1:
             raise ConfigError("--tree-width is at least 1.")
+        if self.project_features and self.name != "eagle3":
+            raise ConfigError("--project-features is for --method eagle3 alone.")
 
 
 class EagleConfig(HeadConfig):

@@ -74,12 +74,6 @@ class Checkpoint:
             )
         return found
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, which is not loaded for that. Raises `ConfigError`."""
-        if name in self._file_of:
-            return tuple(self._file_of[name].get_slice(name).get_shape())
-        return tuple(self.tensor(name).shape)
-
     def check_all_taken(self, ignored: Iterable[str] = ()) -> None:
         """Raises `ConfigError` if tensors were left: the module would compute something else."""
         left = sorted(

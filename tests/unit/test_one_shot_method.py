@@ -81,6 +81,8 @@ def test_chains_and_trees(folders: dict[str, Path]) -> None:
     ):
         with pytest.raises(ConfigError, match=flag):
             parse([*argv, flag, value])
+    with pytest.raises(ConfigError, match="--project-features"):
+        parse([*argv, "--project-features"])
 
 
 def test_refuses_a_checkpoint_of_another_kind(folders: dict[str, Path]) -> None:
