@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from outrider.draft_tree import DraftTree
 from outrider.engine.constraint import ConstraintEditor
@@ -22,6 +22,7 @@ from scorer_service.roster import Roster
 from scorer_service.sessions import Session
 
 _MAX_FAILED_STEPS = 8
+_MAX_BLOCKS = 2**14  # in a message: all streams wait while one is gone through
 _log = logging.getLogger(__name__)
 
 
@@ -176,11 +177,14 @@ class Hub:
 
     # Drafts
 
-    def on_blocks(self, proposer: AttachedProposer, blocks: Iterable[draft_pb2.Block]) -> None:
+    def on_blocks(self, proposer: AttachedProposer, blocks: Collection[draft_pb2.Block]) -> None:
         """Hands good blocks to the engine. Stale ones are dropped, bad ones dropped and counted.
 
         After several bad ones the proposer is detached.
         """
+        if len(blocks) > _MAX_BLOCKS:
+            self.on_bad(proposer, f"{len(blocks)} blocks in a message")
+            return
         for block in blocks:
             if proposer.detached.done():
                 return
@@ -204,6 +208,10 @@ class Hub:
                 raise InvalidRequestError(
                     f"method_index {block.method_index} is none of Hello.methods",
                     param="method_index",
+                )
+            if len(block.draft_probs) > self._limits.max_block_tokens:  # not worth converting
+                raise InvalidRequestError(
+                    "one distribution per token, or none", param="draft_probs"
                 )
             tree = DraftTree.validated(
                 block.base_len,

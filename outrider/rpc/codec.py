@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from google.protobuf.message import Message
 
-from outrider.draft_tree import DraftProbs
+from outrider.draft_tree import MAX_DRAFT_PROBS, DraftProbs
 from outrider.errors import InvalidRequestError
 from outrider.params import (
     NO_ADVICE,
@@ -195,8 +195,15 @@ def draft_probs_to_proto(probs: DraftProbs | None) -> draft_pb2.DraftProbs:
 
 
 def draft_probs_from_proto(msg: draft_pb2.DraftProbs) -> DraftProbs:
-    """Not checked: `DraftTree.validated` does that. Raises `InvalidRequestError` for odd bytes."""
+    """Hardly checked: `DraftTree.validated` does that.
+
+    Raises `InvalidRequestError` for odd bytes, and for more than would be worth converting.
+    """
     count, rest = divmod(len(msg.probs), 4)
+    if max(count, len(msg.token_ids)) > MAX_DRAFT_PROBS:
+        raise InvalidRequestError(
+            f"a distribution has at most {MAX_DRAFT_PROBS} tokens", param="draft_probs"
+        )
     if rest:
         raise InvalidRequestError("probs are float32 values", param="draft_probs")
     return DraftProbs(tuple(msg.token_ids), struct.unpack(f"<{count}f", msg.probs))

@@ -17,6 +17,7 @@ from outrider.errors import (
 )
 from outrider.features import FeatureBatch, FeatureOrder, FeatureRows, FeatureSpec, FeatureWindow
 from outrider.params import NO_ADVICE, Advice, SamplingParams, SpeculationParams
+from outrider.rpc import codec
 from outrider.rpc.channel import MAX_MESSAGE_BYTES
 from outrider.types import (
     Commit,
@@ -158,6 +159,36 @@ async def test_events_of_one_step_travel_in_one_message() -> None:
 async def test_more_methods_than_there_are_need_not_be_looked_at() -> None:
     with pytest.raises(InvalidRequestError, match="at most"):
         Bench().attach("a", method="ngram", methods=["ngram"] * 100)
+
+
+async def test_a_message_of_too_many_blocks_is_bad_as_a_whole() -> None:
+    bench = Bench()
+    proposer = bench.attach("a")
+    session = bench.submit()
+    block = draft_pb2.Block(session=session.id, epoch=1, base_len=3, token_ids=[1])
+    bench.hub.on_blocks(proposer, [block] * (2**14 + 1))
+    assert (proposer.bad_blocks, bench.worker.blocks) == (1, [])
+    bench.hub.on_blocks(proposer, [block])
+    assert len(bench.worker.blocks) == 1
+
+
+async def test_distributions_that_cannot_be_right_are_not_converted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    proposer = bench.attach("a")
+    session = bench.submit()
+    block = draft_pb2.Block(session=session.id, epoch=1, base_len=3, token_ids=[1])
+    block.draft_probs.add(token_ids=[1] * 257, probs=bytes(4 * 257))
+    with monkeypatch.context() as patch:
+        patch.setattr(codec, "DraftProbs", None)
+        bench.hub.on_blocks(proposer, [block])
+    del block.draft_probs[:]
+    block.draft_probs.extend([draft_pb2.DraftProbs()] * 513)
+    with monkeypatch.context() as patch:
+        patch.setattr(codec, "draft_probs_from_proto", None)
+        bench.hub.on_blocks(proposer, [block])
+    assert (proposer.bad_blocks, bench.worker.blocks) == (2, [])
 
 
 async def test_features_travel_with_the_commits_that_they_belong_to() -> None:
