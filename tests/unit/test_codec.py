@@ -157,7 +157,7 @@ def test_method_names_resolve() -> None:
     assert resolve("inference_with_reference").methods == ("ngram",)
     assert resolve("none") == SpeculationParams(enabled=False)
     assert resolve("ngram") == SpeculationParams(methods=("ngram",))
-    with pytest.raises(InvalidRequestError, match="draft_model, ngram") as caught:
+    with pytest.raises(InvalidRequestError, match="draft_model, medusa") as caught:
         resolve("telepathy")
     assert caught.value.param == "method"
 
