@@ -224,6 +224,16 @@ REFUSED: list[tuple[Callable[[], MtpCheckpoint], Callable[[MtpCheckpoint], objec
     ),
     (
         lambda: to_block_fp8(deepseek(), 16),
+        setting("quantization_config", {"quant_method": "fp8", "weight_block_size": [16, 0]}),
+        r"quantization_config",
+    ),
+    (
+        lambda: to_block_fp8(rtp_qwen2(), 16),
+        put("lm_head.weight", torch.zeros(VOCAB_SIZE, HIDDEN_SIZE).to(torch.float8_e4m3fn)),
+        r"no tensor lm_head\.weight_scale_inv",
+    ),
+    (
+        lambda: to_block_fp8(deepseek(), 16),
         lambda checkpoint: checkpoint.config.pop("quantization_config"),
         r"q_a_proj\.weight .*float8_e4m3fn",
     ),

@@ -7,7 +7,6 @@ that the block is *multiplied* by; blocks at the edges are cut off.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,13 +60,14 @@ def dequantise(weight: Tensor, factors: Tensor, block: tuple[int, int]) -> Tenso
 
 def _block_size(checkpoint: Checkpoint) -> tuple[int, int] | None:
     """Rows and columns of a block; None for a checkpoint that is not quantised."""
-    config: dict[str, Any] | None = checkpoint.config.get("quantization_config")
-    if config is None:
+    config = checkpoint.group("quantization_config")
+    if not config:
         return None
     block = config.get("weight_block_size")
-    if config.get("quant_method") != "fp8" or not isinstance(block, list) or len(block) != 2:
+    sizes = [n for n in block if isinstance(n, int) and n > 0] if isinstance(block, list) else []
+    if config.get("quant_method") != "fp8" or len(sizes) != 2 or sizes != block:
         raise ConfigError(
             f"config.json in {checkpoint.folder}: of quantised heads those are known with "
             'quantization_config {"quant_method": "fp8", "weight_block_size": [128, 128]}.'
         )
-    return int(block[0]), int(block[1])
+    return sizes[0], sizes[1]

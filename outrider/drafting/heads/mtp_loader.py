@@ -64,9 +64,8 @@ def load_mtp(
         ]
     for reader in readers:
         reader.check_all_taken()
-    return MtpHead(
-        modules, shape, _vocabulary(checkpoint, target, stored, place), _feed_back(checkpoint)
-    )
+    vocabulary = _vocabulary(checkpoint, tensors, target, stored, place)
+    return MtpHead(modules, shape, vocabulary, _feed_back(checkpoint))
 
 
 _BAD_SETTINGS = (
@@ -193,6 +192,7 @@ def _shape(config: Any, max_model_len: int | None) -> MtpShape:
 
 def _vocabulary(
     checkpoint: Checkpoint,
+    tensors: DequantisedTensors,
     target: TargetTensors,
     stored: MtpFormat,
     place: Place,
@@ -201,12 +201,12 @@ def _vocabulary(
     size = (target.vocab_size, target.hidden_size)
     embedding, head, ids = None, None, None
     if stored.own_vocabulary and "model.embed_tokens.weight" in checkpoint:
-        embedding = checkpoint.tensor("model.embed_tokens.weight", *size)
+        embedding = tensors.tensor("model.embed_tokens.weight", *size)
     if stored.own_vocabulary and "model.d2t" in checkpoint:
         ids = _draft_ids(checkpoint, target.vocab_size)
     if stored.own_vocabulary and "lm_head.weight" in checkpoint:
         rows = len(ids) if ids is not None else target.vocab_size
-        head = checkpoint.tensor("lm_head.weight", rows, target.hidden_size)
+        head = tensors.tensor("lm_head.weight", rows, target.hidden_size)
     elif ids is not None:
         raise ConfigError(f"{checkpoint.folder} holds model.d2t but no lm_head.weight for it.")
     elif embedding is not None and checkpoint.config.get("tie_word_embeddings", False):
