@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import sys
 import time
@@ -20,6 +21,7 @@ from benchmarks.records import Completion, Run, TokenIds
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, scorer_pb2
 from outrider.v1.scorer_pb2_grpc import ScorerServiceStub
+from proposer_service.config import HEAD_CONFIGS
 
 HOST = "127.0.0.1"
 METHODS = ("draft_model", "ngram")
@@ -50,6 +52,8 @@ class StackConfig:
     proposer_flags: tuple[str, ...] = ()
     wrapper: tuple[str, ...] = ()  # a module that runs the services' modules
     env: tuple[tuple[str, str], ...] = ()
+    unix_socket: str = ""  # a path: proposers dial this socket of the scorer's
+    round_trip_ms: float = 0.0  # added between proposers and scorer, if they use TCP
 
 
 @dataclass(frozen=True)
@@ -73,31 +77,21 @@ class Stack:
         scorer = self._start(
             "scorer",
             config.scorer_module,
-            *("--port", scorer_grpc.rpartition(":")[2], "--model", config.model),
-            *("--num-speculative-tokens", config.num_speculative_tokens),
-            *("--dtype", config.dtype, "--threads", config.scorer_threads),
-            # The same prompts come again and again.
-            "--no-enable-prefix-caching",
-            *_device(config.device),
-            *config.scorer_flags,
+            *("--port", scorer_grpc.rpartition(":")[2], *scorer_flags(config)),
+            *(("--listen-unix", config.unix_socket) if config.unix_socket else ()),
         )
+        dialled = f"unix:{config.unix_socket}" if config.unix_socket else scorer_grpc
+        if config.round_trip_ms:
+            dialled = self._delayed(scorer_grpc)
         says = scorer.ready(config.start_timeout_s)
         self.metrics_url = says["metrics"]
         proposers = [
             self._start(
                 f"proposer-{method}",
                 "proposer_service",
-                *("--scorer", scorer_grpc, "--method", method, "--port", 0),
+                *("--scorer", dialled, "--method", method, "--port", 0),
                 *("--threads", config.proposer_threads),
-                *(
-                    (
-                        *("--model", config.draft_model, "--dtype", config.draft_dtype),
-                        *_device(config.device),
-                        *config.proposer_flags,
-                    )
-                    if method == "draft_model"
-                    else ()
-                ),
+                *model_flags(config, method),
             )
             for method in config.methods
         ]
@@ -225,6 +219,16 @@ class Stack:
         self._children.append(child)
         return child
 
+    def _delayed(self, target: str) -> str:
+        """Where a proxy listens that adds the round trip."""
+        command = [sys.executable, "-P", "-m", "benchmarks.delay_proxy", "--target", target]
+        proxy = Child("proxy", command, self._log_dir, env=dict(self.config.env))
+        self._children.append(proxy)
+        address = proxy.ready(self.config.start_timeout_s)["address"]
+        proxy.write(json.dumps({"delay_s": self.config.round_trip_ms / 2e3}))
+        proxy.line(_RPC_TIMEOUT_S)
+        return address
+
     async def _connect(self, scorer: str, gateway: str) -> None:
         self._channels = [open_channel(scorer), open_channel(gateway)]
         self._scorer = ScorerServiceStub(self._channels[0])
@@ -311,6 +315,29 @@ async def _consume(stream: object) -> Completion:
         accepted_per_pos=tuple(aux.accepted_per_pos),
         round_gaps_s=tuple(b - a for a, b in pairwise(arrivals)),
     )
+
+
+def scorer_flags(config: StackConfig) -> tuple[str, ...]:
+    """What a scorer is told of the model and the engine."""
+    return (
+        *("--model", config.model, "--dtype", config.dtype),
+        *("--num-speculative-tokens", str(config.num_speculative_tokens)),
+        *("--threads", str(config.scorer_threads)),
+        "--no-enable-prefix-caching",  # the same prompts come again and again
+        *_device(config.device),
+        *config.scorer_flags,
+    )
+
+
+def model_flags(config: StackConfig, method: str) -> tuple[str, ...]:
+    """Of a proposer with a model; one that reads hidden states knows its dtype best."""
+    if method == "draft_model":
+        model = ("--model", config.draft_model, "--dtype", config.draft_dtype)
+    elif method in HEAD_CONFIGS:
+        model = ("--model", config.draft_model, "--target-model", config.model)
+    else:
+        return ()
+    return (*model, *_device(config.device), *config.proposer_flags)
 
 
 def _device(name: str) -> tuple[str, ...]:

@@ -1,0 +1,268 @@
+"""What hidden features cost a round, and where: in one process, over a Unix socket, over TCP.
+
+    python -m benchmarks.feature_path [--method eagle3] [--head FOLDER --model TARGET]
+        [--device cuda --dtype bfloat16 --scorer-flags "..." --proposer-flags "..."]
+
+The same engine and the same drafting method, put together in several ways: taking turns in one
+process, with features handed over as arguments (`in process`); as a scorer and a proposer that
+dials its Unix socket (`colocated`), its port on loopback (`remote`), or the same with a round trip
+added by the delay proxy. Every round drafts K tokens and waits for them (fixed_k.py), so that all
+ways do the same rounds; beside them stands no speculation. Every repetition runs the same prompts
+in all ways, in turning order. Clients ask the scorer itself, greedily, without a gateway. Texts
+must be those of no speculation: exits with 1 if one is not, in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Final, NoReturn, Protocol
+
+from benchmarks import prompts, report
+from benchmarks.feature_rows import IN_PROCESS, NONE, Row, Sample, Sent, document, row
+from benchmarks.gpu import gpu_name
+from benchmarks.outrider_stack import (
+    OutriderSystem,
+    Stack,
+    StackConfig,
+    model_flags,
+    scorer_flags,
+)
+from benchmarks.processes import Child, ProcessError, Worker, stopping
+from benchmarks.records import Completion, Run, TokenIds
+from outrider.aux_layers import aux_layers
+from outrider.errors import ConfigError, OutriderError
+from outrider.models.resolve import resolve_model
+from proposer_service.config import HEAD_CONFIGS
+
+_ROOT: Final = Path(__file__).parents[1]
+_SENT: Final = ("bytes", "rows", "seconds")
+
+
+class Way(Protocol):
+    """One way of putting engine and method together."""
+
+    def run(self, group: Sequence[TokenIds], max_tokens: int, at_once: int) -> Sample:
+        """All of `group`, `at_once` in flight. Raises `ProcessError`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Engine and method in one process (in_process.py)."""
+
+    worker: Worker
+    timeout_s: float
+
+    def run(self, group: Sequence[TokenIds], max_tokens: int, at_once: int) -> Sample:
+        request = {"prompts": group, "max_tokens": max_tokens, "concurrency": at_once}
+        answer = self.worker.ask(request, self.timeout_s * len(group))
+        done = tuple(
+            Completion(**{**each, "token_ids": tuple(each["token_ids"])})
+            for each in answer["completions"]
+        )
+        sent = answer["features"]
+        counts = Sent(sent["bytes"], sent["rows"], sent["seconds"], sent["steps"])
+        return Sample(Run(done, answer["wall_s"]), counts, sum(map(len, group)))
+
+
+@dataclass(frozen=True)
+class Services:
+    """Scorer and proposer as processes."""
+
+    system: OutriderSystem
+
+    def run(self, group: Sequence[TokenIds], max_tokens: int, at_once: int) -> Sample:
+        before = self._counters()
+        run = self.system.run(group, max_tokens, at_once)
+        spent = [b - a for a, b in zip(before, self._counters(), strict=True)]
+        return Sample(run, Sent(*spent), sum(map(len, group)))
+
+    def _counters(self) -> list[float]:
+        stack = self.system.stack
+        values = {sample.name: sample.value for sample in stack.metrics()}
+        steps = stack.step_seconds().get("steps", 0.0)
+        return [*(values.get(f"outrider:feature_{name}_total", 0.0) for name in _SENT), steps]
+
+
+def hidden_features(method: str, head: str) -> str:
+    """What the scorer is to keep for the module. Raises `ConfigError`."""
+    if method != "eagle3":
+        return "final"
+    try:
+        layers = aux_layers(json.loads((resolve_model(head, method) / "config.json").read_text()))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--head {head}: no config.json that can be read ({error}).") from error
+    return "eagle3" if layers is None else ",".join(map(str, layers))
+
+
+@contextlib.contextmanager
+def ways(args: argparse.Namespace, k: int) -> Iterator[dict[str, Way]]:
+    """All of them, started and warm. Raises `ProcessError`."""
+    memory = ("--gpu-memory-utilization", str(args.scorer_memory))
+    base = StackConfig(
+        model=args.model,
+        draft_model=args.head,
+        dtype=args.dtype,
+        num_speculative_tokens=k,
+        scorer_threads=args.threads,
+        proposer_threads=args.threads,
+        start_timeout_s=args.start_timeout,
+        methods=(args.method,),
+        device=args.device,
+        scorer_flags=(
+            *("--hidden-features", hidden_features(args.method, args.head)),
+            *(memory if args.device != "cpu" else ()),
+            *args.scorer_flags,
+        ),
+        proposer_flags=tuple(args.proposer_flags),
+        wrapper=("benchmarks.fixed_k",),
+        # The wrapper loads torch before the services can say so.
+        env=(
+            ("PYTHONPATH", str(_ROOT)),
+            ("OMP_NUM_THREADS", str(args.threads)),
+            ("GOMP_SPINCOUNT", "10000"),
+        ),
+    )
+    with contextlib.ExitStack() as cleanup:
+        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="path-")))
+        children = cleanup.enter_context(stopping([]))
+        found: dict[str, Way] = {IN_PROCESS: _turns(base, children, folder, args)}
+        configs = {
+            "colocated": replace(base, unix_socket=str(folder / "scorer.sock")),
+            "remote": base,
+            f"remote +{args.round_trip_ms:g} ms": replace(base, round_trip_ms=args.round_trip_ms),
+        }
+        for name, config in configs.items():
+            say(f"K = {k}: starting {name}")
+            log_dir = folder / str(len(found))
+            log_dir.mkdir()
+            stack = Stack(config, children, log_dir)
+            cleanup.callback(stack.close)
+            stack.require_proposers()
+            found[name] = _services(name, stack, args.method, args)
+        found[NONE] = _services(NONE, stack, "none", args)
+        yield found
+
+
+def _services(name: str, stack: Stack, method: str, args: argparse.Namespace) -> Services:
+    at_once, timeout_s = frozenset(args.at_once), args.request_timeout
+    return Services(OutriderSystem(name, stack, method, at_once, timeout_s, through_gateway=False))
+
+
+def _turns(
+    config: StackConfig, children: list[Child], log_dir: Path, args: argparse.Namespace
+) -> Turns:
+    (method,) = config.methods
+    proposer = ["--method", method, "--threads", str(config.proposer_threads)]
+    proposer += model_flags(config, method)
+    flags = [shlex.join(scorer_flags(config)), shlex.join(proposer)]
+    command = [sys.executable, "-P", "-m", "benchmarks.in_process", *flags]
+    child = Child(IN_PROCESS, command, log_dir, env=dict(config.env))
+    children.append(child)
+    say(f"K = {config.num_speculative_tokens}: starting {IN_PROCESS}")
+    return Turns(Worker(child, config.start_timeout_s), args.request_timeout)
+
+
+def measure(args: argparse.Namespace, loaded: prompts.Prompts, k: int) -> list[Row]:
+    """All ways at one K. Raises `ProcessError` if one drafts nothing."""
+    rows: list[Row] = []
+    with ways(args, k) as found:
+        names = list(found)
+        for at_once in args.at_once:
+            size = max(args.min_prompts, at_once)
+            for way in found.values():  # every kind of step, before any is measured
+                way.run(loaded.group(0, size), args.max_tokens // 2, at_once)
+            samples: dict[str, list[Sample]] = {name: [] for name in names}
+            for r in range(args.rounds):
+                group = loaded.group(r, size)
+                for turn in range(len(names)):
+                    name = names[(r + turn) % len(names)]
+                    sample = found[name].run(group, args.max_tokens, at_once)
+                    drafted = [each.stats["drafted"] > 0 for each in sample.run.completions]
+                    if name != NONE and not all(drafted):
+                        raise ProcessError(f"{name}: a request without drafts; see the proposer")
+                    samples[name].append(sample)
+                    speed = f"{sample.run.tokens_per_s:.1f} tok/s"
+                    say(f"K = {k}, {at_once} at once, {r + 1}/{args.rounds}: {name}: {speed}")
+            rows += [row(k, at_once, name, samples) for name in names]
+    return rows
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m benchmarks.feature_path",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("--method", choices=sorted(HEAD_CONFIGS), default="eagle3")
+    p.add_argument("--head", default="embedded", help="its module: a folder")
+    p.add_argument("--model", default="embedded", help="the target: a folder")
+    p.add_argument("--dtype", default="float32", help="of the target")
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--threads", type=int, default=1, help="of each process, on a CPU")
+    p.add_argument("--k", type=int, nargs="+", default=[3, 5], help="draft tokens per round")
+    p.add_argument("--at-once", type=int, nargs="+", default=[1, 8], help="requests")
+    p.add_argument("--rounds", type=int, default=5, help="repetitions")
+    p.add_argument("--min-prompts", type=int, default=2, help="of a repetition")
+    p.add_argument("--max-tokens", type=int, default=128, help="output tokens of each request")
+    p.add_argument("--max-prompt-tokens", type=int, default=256)
+    p.add_argument("--prompts", type=Path, help="JSON lines; default: the held-out prompts")
+    p.add_argument("--round-trip-ms", type=float, default=1.0, help="added to the last way")
+    p.add_argument("--scorer-flags", type=shlex.split, default=[], help="more of them, quoted")
+    p.add_argument("--proposer-flags", type=shlex.split, default=[], help="more of them, quoted")
+    p.add_argument("--scorer-memory", type=float, default=0.15, help="part of the GPU, per engine")
+    p.add_argument("--start-timeout", type=float, default=300.0, help="seconds, per process")
+    p.add_argument("--request-timeout", type=float, default=120.0, help="seconds, per request")
+    p.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results/feature_path"), help="without suffix"
+    )
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: measured; 1: a text differs in float32; 2: it could not run."""
+    args = parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, _on_sigterm)  # the children are stopped on the way out
+    given = sys.argv[1:] if argv is None else argv
+    command = shlex.join(["python", "-m", "benchmarks.feature_path", *given])
+    names = ("method", "head", "model", "dtype", "device", "threads", "rounds", "max_tokens")
+    settings = {name: getattr(args, name) for name in names}
+    rows: list[Row] = []
+    try:
+        target = resolve_model(args.model, "target")
+        file = args.prompts or resolve_model("embedded", "target").parent / "heldout_prompts.jsonl"
+        loaded = prompts.load(file, target, count=64, max_prompt_tokens=args.max_prompt_tokens)
+        machine = report.machine() | ({} if args.device == "cpu" else {"gpu": gpu_name()})
+        for k in args.k:
+            rows += measure(args, loaded, k)
+            text = "\n".join(document(rows, command, machine, settings))
+            setup = {**machine, **settings, "command": command, "prompts": loaded.sha256}
+            found = {"setup": setup, "results": [asdict(each) for each in rows]}
+            report.write(found, text, args.out)  # so far
+    except (ProcessError, OutriderError, prompts.PromptsError) as error:
+        print(f"benchmark: {error}", file=sys.stderr)
+        return 2
+    print(text)
+    return int(args.dtype == "float32" and any(each.equal < 1.0 for each in rows))
+
+
+def say(message: str) -> None:
+    """Progress, on stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def _on_sigterm(*_: object) -> NoReturn:
+    raise SystemExit(143)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
