@@ -80,9 +80,9 @@ class GatheredLinear:
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [tokens, in] to [tokens, out], in `out` if given."""
         part = self._linear(x).contiguous()
-        parts = part.new_empty(self._size * len(part), part.shape[1])  # by rank
-        dist.all_gather_into_tensor(parts, part)
-        y = parts.view(self._size, *part.shape).transpose(0, 1).flatten(1)[:, : self._outputs]
+        parts = part.new_empty(self._size, *part.shape)
+        dist.all_gather(list(parts), part)
+        y = parts.transpose(0, 1).flatten(1)[:, : self._outputs]
         return y.contiguous() if out is None else out.copy_(y)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:

@@ -84,6 +84,7 @@ def said_by_two(folder: Path, dtype: str, *names: str) -> dict[str, Any]:
         timeout=110,
     )
     assert done.returncode == 0, done.stderr
+    assert "Warning: `torch" not in done.stderr  # nothing that a rank runs is deprecated
     said: dict[str, Any] = json.loads(out.read_text())
     return {Path(path).name: what for path, what in said.items()}
 
