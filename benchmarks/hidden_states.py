@@ -3,15 +3,16 @@
     python -m benchmarks.hidden_states [--head eagle3 mtp=FOLDER] [--model TARGET]
         [--draft-model FOLDER] [--temperatures 0 1] [--chain 3 4 5] [--tree-nodes 4 8 16]
 
-Engine and proposer take turns in one process, a request at a time, on held-out prompts: the target
-in float32, proposers as they are started. Each head drafts chains and trees of several sizes;
-beside it stand a draft model and no speculation. Every prompt runs under all of them, one right
-after the other and in changing order.
-`length` is 1 + accepted tokens per round with a draft; the positions say in how many of these
-rounds at least so many tokens were accepted; `draft ms` is the CPU time of a draft (not of a
-prompt's first, which processes the prompt), `speed-up` that of no speculation's CPU time per token
-after that draft, `state B` what the module was sent of the target's states per token. Texts must be
-those of no speculation: exits with 1 if one is not.
+The target in float32, proposers as they are started, held-out prompts. Each head drafts chains and
+trees of several sizes; beside it stand a draft model and no speculation. What is accepted is found
+out along texts that are written once (benchmarks/replay.py): `length` is 1 + accepted tokens per
+round, the positions say in how many rounds at least so many tokens were accepted.
+Times come from fewer prompts, on which engine and proposer take turns in one process, a request at
+a time, each prompt under all contenders, one right after the other and in changing order: `draft
+ms` is the CPU time of a draft (not of a prompt's first, which processes the prompt), `speed-up` no
+speculation's CPU time per token after that draft to this one's. `state B` is what the module is
+sent of the target's states per token. Texts must be those of no speculation: exits with 1 if one
+is not.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import cast
 import torch
 
 from benchmarks import prompts, report
+from benchmarks.replay import Recording, Replay, record, replay
 from outrider.config import EngineConfig
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.llama_chains import LlamaChains
@@ -40,11 +42,11 @@ from outrider.errors import ConfigError
 from outrider.features import FeatureBatch, FeatureOrder, FeatureSpec, FeatureWindow
 from outrider.models.resolve import EMBEDDED, resolve_model
 from outrider.params import SamplingParams, SpeculationParams, StopParams, TokenIds
-from outrider.types import Request, RequestStats
+from outrider.types import Request
 from proposer_service.config import HEAD_CONFIGS
 from proposer_service.heads import build_head
 
-PAGE_SIZE, NUM_PAGES = 16, 64
+PAGE_SIZE, NUM_PAGES = 16, 1024
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,6 @@ class Sample:
     """One prompt under one contender."""
 
     token_ids: TokenIds
-    stats: RequestStats
     decode_s: float  # CPU time after the first draft
     draft_s: tuple[float, ...]  # of each later draft
 
@@ -81,8 +82,8 @@ class Row:
     k: int
     length: float | None
     positions: tuple[float, ...]
-    """Of the rounds with a draft, the share in which so many tokens and more were accepted."""
-    drafted: float | None  # tokens per such round
+    """Of the rounds, the share in which so many tokens and more were accepted."""
+    drafted: float | None  # tokens per round
     draft_ms: float | None
     state_bytes: int
     speed_up: float  # over no speculation
@@ -100,14 +101,14 @@ class Bench:
                 tuple(sorted({layer for spec in specs for layer in spec.layers})),
                 any(spec.final_norm for spec in specs),
             )
-        model = load_model(
+        self._model = model = load_model(
             target,
             dtype=torch.float32,
             page_size=PAGE_SIZE,
             num_pages=NUM_PAGES,
             features=captured,
         )
-        config = EngineConfig(
+        self._config = config = EngineConfig(
             page_size=PAGE_SIZE,
             num_pages=NUM_PAGES,
             max_model_len=min(model.max_model_len, PAGE_SIZE * NUM_PAGES),
@@ -120,6 +121,12 @@ class Bench:
         policy = Policy(max_k, max_wait_s=60.0)
         self._engine = Engine(model, config, policy=policy, features=self._streams)
         self._sessions = 0
+
+    def record(
+        self, requests: Sequence[tuple[TokenIds, SamplingParams]], num_tokens: int
+    ) -> list[Recording]:
+        """Their texts and states."""
+        return record(self._model, self._config, requests, num_tokens)
 
     def run(
         self, prompt: TokenIds, sampling: SamplingParams, max_tokens: int, one: Contender
@@ -156,8 +163,7 @@ class Bench:
         ended = time.process_time()
         if method is not None:
             method.close(session)
-        assert commit.stats is not None
-        return Sample(tuple(tokens), commit.stats, ended - began, tuple(draft_s[1:]))
+        return Sample(tuple(tokens), ended - began, tuple(draft_s[1:]))
 
     def _draft(self, method: Proposer, session: int) -> float:
         """Posts a draft; returns the CPU seconds it took."""
@@ -201,7 +207,7 @@ def heads(
                 max_draft_tokens=max(sizes),
                 tree_width=1 if shape == "chain" else TREE_WIDTH,
             )
-            proposer, _ = build_head(config, max_sessions=1, prefill_budget=256)
+            proposer, _ = build_head(config, max_sessions=256, prefill_budget=256)
             longest = proposer.traits.max_draft_tokens
             found += [Contender(method, shape, k, proposer) for k in sizes if k <= longest]
     return found
@@ -216,16 +222,13 @@ def draft_model(folder: Path, chains: Sequence[int]) -> list[Contender]:
 
 
 def row(
-    temperature: float, one: Contender, samples: Sequence[Sample], plain: Sequence[Sample]
+    temperature: float,
+    one: Contender,
+    found: Replay | None,
+    samples: Sequence[Sample],
+    plain: Sequence[Sample],
 ) -> Row:
-    """Sums up a contender's samples; `plain` are the same prompts without speculation."""
-    stats = [sample.stats for sample in samples]
-    with_draft = sum(sum(each.k_histogram[1:]) for each in stats)
-    deepest = max(len(each.accepted_per_pos) for each in stats)
-    reached = [
-        sum(each.accepted_per_pos[i] for each in stats if i < len(each.accepted_per_pos))
-        for i in range(deepest)
-    ]
+    """Sums up a contender; `plain` are the prompts of its `samples` without speculation."""
     spec = None if one.proposer is None else one.proposer.traits.features
     pairs = list(zip(samples, plain, strict=True))
     draft_s = [seconds for sample in samples for seconds in sample.draft_s]
@@ -234,9 +237,9 @@ def row(
         name=one.name,
         shape=one.shape,
         k=one.k,
-        length=1 + sum(reached) / with_draft if with_draft else None,
-        positions=tuple([count / with_draft for count in reached if count]),
-        drafted=sum(each.drafted for each in stats) / with_draft if with_draft else None,
+        length=found.length if found else None,
+        positions=found.positions if found else (),
+        drafted=found.drafted / found.rounds if found else None,
         draft_ms=statistics.mean(draft_s) * 1e3 if draft_s else None,
         state_bytes=0 if spec is None else spec.row_bytes,
         speed_up=statistics.median(a.tokens_per_s / b.tokens_per_s for a, b in pairs),
@@ -294,6 +297,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--draft-model", default="embedded", help='"none": leave it out')
     p.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     p.add_argument("--num-prompts", type=int, default=48)
+    p.add_argument("--timed-prompts", type=int, default=2, help="of them, those that are timed")
     p.add_argument("--max-tokens", type=int, default=64)
     p.add_argument("--chain", type=int, nargs="+", default=[3, 4, 5], help="lengths of chains")
     p.add_argument("--tree-nodes", type=int, nargs="*", default=[3, 4, 5, 8, 16])
@@ -326,20 +330,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     for one in contenders:  # warm up
         bench.run(loaded.token_ids[0], SamplingParams(1.0), 8, one)
     for temperature in args.temperatures:
+        requests = [
+            (prompt, SamplingParams(temperature, seed=seed))
+            for seed, prompt in enumerate(loaded.token_ids)
+        ]
+        texts = bench.record(requests, args.max_tokens)
+        came_true = [
+            None if one.proposer is None else replay(texts, one.proposer, one.k)
+            for one in contenders
+        ]
         samples: list[list[Sample]] = [[] for _ in contenders]
-        for seed, prompt in enumerate(loaded.token_ids):
-            sampling = SamplingParams(temperature, seed=seed)
+        for seed, (prompt, sampling) in enumerate(requests[: args.timed_prompts]):
             for turn in range(len(contenders)):
                 i = (seed + turn) % len(contenders)
                 samples[i].append(bench.run(prompt, sampling, args.max_tokens, contenders[i]))
             print(f"temperature {temperature:g}: prompt {seed + 1}", file=sys.stderr, flush=True)
         rows += [
-            row(temperature, one, mine, samples[0])
-            for one, mine in zip(contenders, samples, strict=True)
+            row(temperature, one, found, mine, samples[0])
+            for one, found, mine in zip(contenders, came_true, samples, strict=True)
         ]
-        found = {"machine": machine, "settings": settings, "rows": [asdict(each) for each in rows]}
+        data = {"machine": machine, "settings": settings, "rows": [asdict(each) for each in rows]}
         text = "\n".join(document(rows, machine, settings))
-        report.write(found, text, args.out / "hidden_states")  # so far
+        report.write(data, text, args.out / "hidden_states")  # so far
     print(text)
     return 0 if all(each.equal == 1.0 for each in rows) else 1
 

@@ -1,0 +1,174 @@
+"""Which drafts of a text come true, without running the target again for every way to draft.
+
+The text of a request never depends on its drafts, so it is written once, with the target's hidden
+states, by an engine that serves all requests at once; then proposers draft along it. A round's
+tokens are the drafted ones that agree with the text, and the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from outrider.config import EngineConfig
+from outrider.draft_tree import DraftTree
+from outrider.drafting.proposer import FeatureProposer, Proposer
+from outrider.engine.engine import Engine
+from outrider.engine.feature_streams import FeatureStreams
+from outrider.engine.paged_model import PagedModel
+from outrider.engine.policy import Policy
+from outrider.features import FeatureOrder, FeatureSpec, FeatureWindow
+from outrider.params import SamplingParams, StopParams, TokenIds
+from outrider.types import Request
+
+SPARE = 16
+"""Tokens that are recorded beyond those of interest, so that no round runs into the end."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A request's text, and the states that it was drawn from."""
+
+    prompt: TokenIds
+    token_ids: TokenIds
+    sampling: SamplingParams
+    spec: FeatureSpec | None
+    rows: Tensor  # bfloat16 [positions, spec.width]
+
+    def states(self, start: int, end: int, spec: FeatureSpec) -> bytes:
+        """What the proposer is sent of positions `start` to `end` - 1."""
+        assert self.spec is not None
+        size, kept = self.spec.hidden_size, self.spec.states
+        starts = [kept.index(state) * size for state in spec.states]
+        rows = self.rows[start:end]
+        parts = torch.cat([rows[:, first : first + size] for first in starts], dim=1)
+        return parts.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What came of the drafts for some recordings."""
+
+    rounds: int
+    drafted: int
+    reached: tuple[int, ...]  # rounds in which so many draft tokens and more came true, from 1 on
+
+    @property
+    def length(self) -> float:
+        """Tokens per round."""
+        return 1 + sum(self.reached) / self.rounds
+
+    @property
+    def positions(self) -> tuple[float, ...]:
+        """`reached` as shares of the rounds."""
+        return tuple([count / self.rounds for count in self.reached])
+
+
+def record(
+    model: PagedModel,
+    config: EngineConfig,
+    requests: Sequence[tuple[TokenIds, SamplingParams]],
+    num_tokens: int,
+) -> list[Recording]:
+    """Writes `num_tokens` and `SPARE` more for each request, in the order of `requests`."""
+    pool = model.pools.features
+    streams = None if pool is None else FeatureStreams(pool)
+    engine = Engine(model, config, policy=Policy(1, max_wait_s=60.0), features=streams)
+    stop = StopParams(max_tokens=num_tokens + SPARE, ignore_eos=True)
+    for session, (prompt, sampling) in enumerate(requests):
+        engine.submit(Request(session, prompt, sampling, stop))
+        order = None if pool is None else FeatureOrder(0, pool.spec, FeatureWindow())
+        engine.set_drafting(session, "reader", 1, features=order)
+    tokens: list[list[int]] = [[] for _ in requests]
+    rows: list[list[Tensor]] = [[] for _ in requests]
+    running = set(range(len(requests)))
+    while running:
+        events = engine.step()
+        if events is None:
+            continue
+        for session, order, _, sent in events.features.rows if events.features else ():
+            assert streams is not None
+            streams.give_back(order.window, len(sent))
+            rows[session].append(torch.frombuffer(bytearray(sent), dtype=torch.bfloat16))
+        for commit in events.commits:
+            tokens[commit.session_id] += commit.token_ids
+            length = commit.base_len + len(commit.token_ids)
+            engine.post_block(commit.session_id, DraftTree.chain(length, ()), "reader", 0)
+            if commit.finish_reason is not None:
+                running.remove(commit.session_id)
+    spec = None if pool is None else pool.spec
+    width = 0 if spec is None else spec.width
+    return [
+        Recording(
+            prompt,
+            tuple(tokens[i]),
+            sampling,
+            spec,
+            torch.cat(rows[i]).view(-1, width) if rows[i] else torch.empty(0, 0),
+        )
+        for i, (prompt, sampling) in enumerate(requests)
+    ]
+
+
+def replay(recordings: Sequence[Recording], proposer: Proposer, k: int) -> Replay:
+    """Drafts `k` tokens in every round that begins before a recording's last `SPARE` tokens."""
+    texts = [each.prompt + each.token_ids for each in recordings]
+    known = [len(each.prompt) + 1 for each in recordings]
+    states = [0] * len(recordings)  # sent of each
+
+    def send(session: int) -> None:
+        spec = proposer.traits.features
+        if spec is not None:
+            start, states[session] = states[session], known[session] - 1
+            sent = recordings[session].states(start, known[session] - 1, spec)
+            cast(FeatureProposer, proposer).features(session, start, sent)
+
+    for session, one in enumerate(recordings):
+        proposer.open(session, one.prompt, one.sampling, k, len(texts[session]))
+        send(session)
+        proposer.commit(session, len(one.prompt), one.token_ids[:1], k)
+    running = set(range(len(recordings)))
+    rounds = drafted = 0
+    reached = [0] * k
+    while running:
+        for session, tree in _drafts(proposer, sorted(running)).items():
+            rounds += 1
+            drafted += len(tree.token_ids)
+            accepted = _agreeing(tree, texts[session][known[session] :])
+            for depth in range(accepted):
+                reached[depth] += 1
+            base_len = known[session]
+            known[session] += accepted + 1
+            send(session)
+            new = texts[session][base_len : known[session]]
+            proposer.commit(session, base_len, new, k)
+            if known[session] >= len(texts[session]) - SPARE:
+                running.remove(session)
+                proposer.close(session)
+    return Replay(rounds, drafted, tuple([count for count in reached if count]))
+
+
+def _drafts(proposer: Proposer, sessions: Sequence[int]) -> Mapping[int, DraftTree]:
+    found: dict[int, DraftTree] = {}
+    waiting: Sequence[int] = sessions
+    while waiting:
+        round_ = proposer.draft(waiting)
+        assert not round_.lost
+        found.update(round_.drafts)
+        waiting = [session for session in waiting if session not in found]
+    return found
+
+
+def _agreeing(tree: DraftTree, text: Sequence[int]) -> int:
+    """Nodes of the path along `text`."""
+    node, depth = -1, 0
+    while depth < len(text):
+        child = tree.descend(text[depth : depth + 1], node)
+        if child is None:
+            break
+        node, depth = child, depth + 1
+    return depth

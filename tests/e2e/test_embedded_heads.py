@@ -1,0 +1,48 @@
+"""The embedded heads in a whole stack: no flags but the method, and drafts that come true."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import resources
+
+import pytest
+
+from outrider.cli.client import GenerateOptions
+from tests.support.up import Up, complete, running
+
+pytestmark = pytest.mark.timeout(400)
+
+SAMPLINGS = ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5})
+NUM_TOKENS = 48
+
+
+@pytest.fixture(scope="module", params=["eagle3", "mtp"])
+def stack(request: pytest.FixtureRequest) -> Iterator[tuple[str, Up]]:
+    with running("--method", request.param) as up:
+        yield request.param, up
+
+
+async def test_text_is_the_targets_and_drafts_come_true(stack: tuple[str, Up]) -> None:
+    method, up = stack
+    file = resources.files("outrider.models") / "data" / "heldout_prompts.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines()
+    accepted = rounds = 0
+    for line in lines[9:30:10]:
+        for sampling in SAMPLINGS:
+            options = GenerateOptions(
+                prompt=json.loads(line)["prompt"],
+                max_tokens=NUM_TOKENS,
+                ignore_eos=True,
+                aux_info=True,
+                **sampling,
+            )
+            drafted = await complete(up.grpc, options, timeout_s=120)
+            plain = await complete(up.grpc, replace(options, speculation=False), timeout_s=120)
+            assert len(plain.token_ids) == NUM_TOKENS
+            assert drafted.token_ids == plain.token_ids
+            assert [counts.method for counts in drafted.aux.by_method] == [method]
+            accepted += drafted.aux.accepted
+            rounds += sum(drafted.aux.k_histogram[1:])
+    assert 1 + accepted / rounds > 1.5
