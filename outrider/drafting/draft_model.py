@@ -168,10 +168,33 @@ class DraftModelProposer:
     def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:
         done = DraftRound()
         rows = self._plan(sessions, done)
-        done.lost.extend(self._lost)
+        if rows:
+            done = replace(done, forward_s=self._run(rows, done, pace))
+        done.lost.extend(self._lost)  # at last: if a forward fails, the next round says it
         self._lost.clear()
-        if not rows:
-            return done
+        return done
+
+    def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:
+        if self._brancher is None:
+            return DraftRound()
+        started = self._clock()
+        states = [self._sessions[session] for session in sessions if session in self._sessions]
+        branched = self._brancher.branch(states, pace)
+        trees = [(state.session, state.push_tree()) for state in branched]
+        return DraftRound(trees=trees, forward_s=self._clock() - started)
+
+    def check_invariants(self) -> None:
+        """Raises `AssertionError` unless pages and sessions agree."""
+        states = self._sessions.values()
+        branches = [branch.pages for state in states for branch in state.ahead.branches]
+        self._pool.check_invariants([*(state.block_table for state in states), *branches])
+        for state in states:
+            room = len(state.block_table) * self._model.page_size
+            assert state.computed + len(state.ahead.line) <= room
+            assert state.computed <= len(state.follower.tokens)
+
+    def _run(self, rows: list[DraftRow], done: DraftRound, pace: Pace) -> float:
+        """Feeds and drafts; returns how long it took."""
         started = self._clock()
         forked = [row for row in rows if row.num_forked]
         sampled = [row for row in rows if row.sampled]
@@ -195,26 +218,7 @@ class DraftModelProposer:
             tree = DraftTree.chain(len(state.follower.tokens), chain, probs)
             state.hit, state.follower.pushed = False, tree
             done.drafts.append((row.session, tree))
-        return replace(done, forward_s=forward_s)
-
-    def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:
-        if self._brancher is None:
-            return DraftRound()
-        started = self._clock()
-        states = [self._sessions[session] for session in sessions if session in self._sessions]
-        branched = self._brancher.branch(states, pace)
-        trees = [(state.session, state.push_tree()) for state in branched]
-        return DraftRound(trees=trees, forward_s=self._clock() - started)
-
-    def check_invariants(self) -> None:
-        """Raises `AssertionError` unless pages and sessions agree."""
-        states = self._sessions.values()
-        branches = [branch.pages for state in states for branch in state.ahead.branches]
-        self._pool.check_invariants([*(state.block_table for state in states), *branches])
-        for state in states:
-            room = len(state.block_table) * self._model.page_size
-            assert state.computed + len(state.ahead.line) <= room
-            assert state.computed <= len(state.follower.tokens)
+        return forward_s
 
     def _plan(self, sessions: Sequence[SessionKey], done: DraftRound) -> list[DraftRow]:
         """Who takes part with how many tokens, their pages reserved; most drafts wanted first."""

@@ -356,6 +356,22 @@ def test_too_many_sessions_lose_the_least_recently_drafted() -> None:
     assert [key for key, _ in done.drafts] == [2, 3]
 
 
+def test_a_failure_does_not_hide_who_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = HashModel(32, 4, 64, 64)
+    method = DraftModelProposer(model, name="hash", max_sessions=1)
+    method.open(1, [1, 2, 3], GREEDY, 4, 64)
+    method.open(2, [1, 2, 3], GREEDY, 4, 64)  # 1 makes room
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "forward", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            method.draft([1, 2])
+    assert method.draft([2]).lost == [1]
+
+
 @pytest.mark.parametrize("prefix", [[1] * 65, [1, 32], []])
 def test_unusable_prefixes_are_followed_in_silence(prefix: list[int]) -> None:
     """Too long, outside the vocabulary, empty: no draft, no Lost that would be opened again."""
