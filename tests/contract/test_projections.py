@@ -188,7 +188,7 @@ async def test_no_more_projections_are_read_at_once_than_may_be_kept() -> None:
         await first.send(projection=chunk(len(PACKED) - 1, PACKED[-1:]))
         assert "in use" in str((await ending(second)).details()), "the first was before it"
         [attached] = scorer.hub.roster.proposers
-        assert attached.ready
+        await scorer.until(lambda: attached.ready, "the first is there")
         first.call.cancel()
 
 
