@@ -46,8 +46,15 @@ class _Open:
 
     index: int
     started: float
+    length: int  # committed tokens
+    num_rows: int = 0  # whose hidden states were handed over
     token_ids: list[int] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """The method lacks nothing to draft."""
+        return self.num_rows >= self.length - 1
 
     def completion(self, stats: RequestStats) -> Completion:
         values = {name: float(getattr(stats, name)) for name in _STATS}
@@ -98,16 +105,16 @@ class InProcess:
             while waiting and len(running) < concurrency:
                 index, prompt = waiting.popleft()
                 session = self._submit(prompt, max_tokens)
-                running[session] = _Open(index, time.perf_counter())
+                running[session] = _Open(index, time.perf_counter(), len(prompt))
                 wanting[session] = None
             events = self._engine.collect()
             came = time.perf_counter()
             batch = self._engine.take_features()
             began = time.perf_counter()
-            self._hand_over(batch)
+            self._hand_over(batch, running)
             if events is not None:
                 done |= self._apply(events, running, wanting, came)
-            self._draft(wanting, began)
+            self._draft(running, wanting, began)
             self._engine.launch()
         wall_s = time.perf_counter() - started
         return {
@@ -127,13 +134,15 @@ class InProcess:
         self._engine.set_drafting(session, _NAME, self._k, features=order)
         return session
 
-    def _hand_over(self, batch: FeatureBatch | None) -> None:
+    def _hand_over(self, batch: FeatureBatch | None, running: dict[int, _Open]) -> None:
         if batch is None:
             return
         self._features["seconds"] += batch.seconds
         for session, order, start, rows in batch.rows:
             self._features["bytes"] += len(rows)
-            self._features["rows"] += len(rows) // self._spec.row_bytes
+            num_rows = len(rows) // self._spec.row_bytes
+            self._features["rows"] += num_rows
+            running[session].num_rows = start + num_rows
             self._method.features(session, start, rows)
             assert self._engine.features is not None
             self._engine.features.give_back(order.window, len(rows))
@@ -149,6 +158,7 @@ class InProcess:
             session = commit.session_id
             request = running[session]
             request.token_ids += commit.token_ids
+            request.length = commit.base_len + len(commit.token_ids)
             request.arrivals.append(came)
             if commit.finish_reason is not None:
                 assert commit.stats is not None
@@ -163,17 +173,21 @@ class InProcess:
                 wanting[session] = None
         return done
 
-    def _draft(self, wanting: dict[int, None], began: float) -> None:
-        """Drafts for all that want it; like a proposer's, the time counts what was handed over."""
-        if not wanting:
-            return
-        round_ = self._method.draft(list(wanting))
-        if round_.lost:
-            raise ConfigError("a session was lost: give --proposer-flags more --kv-cache-memory")
-        draft_us = round((time.perf_counter() - began) * 1e6)
-        for session, tree in round_.drafts:
-            del wanting[session]
-            self._engine.post_block(session, tree, _NAME, draft_us)
+    def _draft(self, running: dict[int, _Open], wanting: dict[int, None], began: float) -> None:
+        """Drafts for all that want it; like a proposer's, the time counts what was handed over.
+
+        A long prompt takes several calls, which a proposer makes while its scorer goes on.
+        """
+        asked = list(wanting)
+        while asked:
+            round_ = self._method.draft(asked)
+            if round_.lost:
+                raise ConfigError("a session was lost: give --proposer-flags a --kv-cache-memory")
+            draft_us = round((time.perf_counter() - began) * 1e6)
+            for session, tree in round_.drafts:
+                del wanting[session]
+                self._engine.post_block(session, tree, _NAME, draft_us)
+            asked = [session for session in round_.unfinished if running[session].complete]
 
 
 def build() -> Handler:
