@@ -9,13 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.hidden_states import Bench, Contender, document, heads, row
-from benchmarks.replay import SPARE, replay
+from benchmarks.replay import replay
 from outrider.params import SamplingParams
 from tests.support import eagle_checkpoints
 from tests.support.one_shot_checkpoints import mlp_config, mlp_speculator, random, save
 from tests.support.tiny_pair import save_pair
 
-PROMPT, OUTPUT, K = tuple(range(2, 30)), 32, 3
+PROMPT, OUTPUT, K = tuple(range(2, 30)), 24, 3
 NONE = Contender("none", "", 0, None)
 
 
@@ -78,13 +78,14 @@ def test_a_head_that_knows_the_text_sees_all_of_it_accepted(tmp_path: Path) -> N
     rows = []
     for sampling in (greedy, SamplingParams(0.9, seed=3)):
         alone = [bench.run(PROMPT, sampling, OUTPUT, NONE)]
-        texts = bench.record([(PROMPT, sampling)] * 2, OUTPUT - SPARE)
-        assert [one.token_ids for one in texts] == [alone[0].token_ids] * 2
+        texts = bench.record([(PROMPT, sampling)] * 2, OUTPUT)
+        assert [one.token_ids[:OUTPUT] for one in texts] == [alone[0].token_ids] * 2
         for one in contenders:
             samples = [bench.run(PROMPT, sampling, OUTPUT, one)]
             assert samples[0].token_ids == alone[0].token_ids
             assert one.proposer is not None
             found = replay(texts, one.proposer, one.k)
+            assert found.rounds == 2 * (len(samples[0].draft_s) + 1), "as many as the engine's"
             rows.append(row(sampling.temperature, one, found, samples, alone))
     for known in rows[:2]:
         assert known.length is not None
