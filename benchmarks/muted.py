@@ -1,4 +1,4 @@
-"""A service that counts nothing. For benchmarks only: what its metrics cost is the difference.
+"""A service that counts nothing, and drafts as `fixed_k` does. For benchmarks only.
 
 python -m benchmarks.muted scorer_service|proposer_service|gateway [the service's flags]
 """
@@ -22,8 +22,10 @@ def main(argv: list[str]) -> int:
         for method in methods:
             mock.patch.object(instrument, method, _nothing).start()
     if module == "scorer_service":
+        from benchmarks.fixed_k import fix
         from scorer_service.metrics import ScorerMetrics
 
+        fix()
         mock.patch.object(ScorerMetrics, "observe_step", _nothing).start()
     run = importlib.import_module(f"{module}.__main__").main
     code: int = run(flags)

@@ -8,7 +8,9 @@ by default and is scraped every second, `traces` also sends the spans of every r
 OpenTelemetry's default sampling, to a collector in this process. Each turn decodes the same prompts
 in all three, in an order that changes, and a ratio is the median of the turns' ratios, with the
 range of the middle half of turns and a 90% interval of the median (bootstrap). CPU is the services'
-own time per token: on a machine with other work it is the steadier of the two.
+own time per token: on a machine with other work it is the steadier of the two. Every round drafts K
+tokens and waits for them (`fixed_k`), so that all three do the same rounds: what the policy makes
+of a noisy moment would cost more than what is measured.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ def running(folder: Path, endpoint: str) -> Iterator[dict[str, Arm]]:
                 proposer_threads=1,
                 start_timeout_s=120.0,
                 methods=("draft_model",),
-                wrapper=("benchmarks.muted",) if name == "muted" else (),
+                wrapper=("benchmarks.muted" if name == "muted" else "benchmarks.fixed_k",),
                 env=(
                     ("PYTHONPATH", _ROOT),
                     ("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint if name == "traces" else ""),
