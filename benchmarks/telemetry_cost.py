@@ -2,15 +2,14 @@
 
     python -m benchmarks.telemetry_cost            # under four minutes on two cores
 
-Three stacks of processes stand side by side and take turns; only one works at a time. `muted`
-counts nothing and traces nothing (the engine still adds up a step's sums), `metrics` is what runs
-by default and is scraped every second, `traces` also sends the spans of every request, which is
-OpenTelemetry's default sampling, to a collector in this process. Each turn decodes the same prompts
-in all three, in an order that changes, and a ratio is the median of the turns' ratios, with the
-range of the middle half of turns and a 90% interval of the median (bootstrap). CPU is the services'
-own time per token: on a machine with other work it is the steadier of the two. Every round drafts K
-tokens and waits for them (`fixed_k`), so that all three do the same rounds: what the policy makes
-of a noisy moment would cost more than what is measured.
+One stack of processes, whose telemetry is switched between turns (switched.py): two stacks of the
+same kind differ by more than what is measured. `muted` counts nothing and traces nothing (the
+engine still adds up a step's sums), `metrics` is what runs by default and is scraped every second,
+`traces` also sends the spans of every request, which is OpenTelemetry's default sampling, to a
+collector in this process. Each turn decodes the same prompts in all three modes, in an order that
+changes, and a ratio is the median of the turns' ratios, with the range of the middle half of turns
+and a 90% interval of the median (bootstrap). CPU is the services' own time per token: on a machine
+with other work it is the steadier of the two.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import os
 import random
 import statistics
 import sys
@@ -37,21 +37,23 @@ from benchmarks import prompts
 from benchmarks.otlp import collecting
 from benchmarks.outrider_stack import Stack, StackConfig
 from benchmarks.processes import Child, ProcessError, stopping
+from benchmarks.switched import MODES
 from outrider.counts import StepCounts
 from outrider.models.resolve import resolve_model
 from outrider.types import StepTimings
 from scorer_service.metrics import ScorerMetrics
 
-ARMS = ("muted", "metrics", "traces")
 _ROOT = str(Path(__file__).parents[1])  # where the services' wrapper is found
 _WARM_UP_TURNS = 1
 _SCRAPE_S = 1.0
+_SWITCH_S = 0.05  # until the switch has happened
 
 
 @dataclass
 class Arm:
-    """One way of running the services."""
+    """One mode of the services' telemetry."""
 
+    mode: str
     stack: Stack
     children: list[Child]
     tokens_per_s: dict[int, list[float]] = field(default_factory=dict)  # by requests at once
@@ -59,6 +61,9 @@ class Arm:
 
     def turn(self, group: Sequence[tuple[int, ...]], max_tokens: int, at_once: int) -> None:
         """Decodes a group of prompts, `at_once` of them at a time."""
+        for child in self.children:
+            os.kill(child.pid, MODES[self.mode])
+        time.sleep(_SWITCH_S)
         before = sum(child.cpu_seconds() for child in self.children)
         done, seconds = self.stack.generate(
             group, max_tokens, at_once, method="draft_model", through_gateway=True, timeout_s=120
@@ -81,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             tempfile.TemporaryDirectory() as folder,
             collecting() as (collector, endpoint),
             running(Path(folder), endpoint) as arms,
-            scraping([arms[name].stack.metrics_url for name in ("metrics", "traces")]),
+            scraping(arms["muted"].stack.metrics_url),
         ):
             measure(arms, args.seconds, args.max_tokens, args.at_once)
     except ProcessError as error:
@@ -93,46 +98,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def running(folder: Path, endpoint: str) -> Iterator[dict[str, Arm]]:
-    """The three stacks, up and with their proposers."""
-    with contextlib.ExitStack() as stack:
-        arms = {}
-        for name in ARMS:
-            (folder / name).mkdir()
-            children = stack.enter_context(stopping([]))
-            config = StackConfig(
-                model="embedded",
-                draft_model="embedded",
-                dtype="float32",
-                num_speculative_tokens=4,
-                scorer_threads=2,
-                proposer_threads=1,
-                start_timeout_s=120.0,
-                methods=("draft_model",),
-                wrapper=("benchmarks.muted" if name == "muted" else "benchmarks.fixed_k",),
-                env=(
-                    ("PYTHONPATH", _ROOT),
-                    ("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint if name == "traces" else ""),
-                ),
-            )
-            arms[name] = Arm(Stack(config, children, folder / name), children)
-            stack.callback(arms[name].stack.close)
-        for arm in arms.values():
-            arm.stack.require_proposers()
-        yield arms
+    """A stack that is up and has its proposer, in all its modes."""
+    with contextlib.ExitStack() as cleanup:
+        children = cleanup.enter_context(stopping([]))
+        config = StackConfig(
+            model="embedded",
+            draft_model="embedded",
+            dtype="float32",
+            num_speculative_tokens=4,
+            scorer_threads=2,
+            proposer_threads=1,
+            start_timeout_s=120.0,
+            methods=("draft_model",),
+            wrapper=("benchmarks.switched",),
+            env=(("PYTHONPATH", _ROOT), ("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)),
+        )
+        stack = Stack(config, children, folder)
+        cleanup.callback(stack.close)
+        stack.require_proposers()
+        yield {mode: Arm(mode, stack, children) for mode in MODES}
 
 
 @contextlib.contextmanager
-def scraping(urls: Sequence[str]) -> Iterator[None]:
-    """Reads /metrics every second meanwhile, as Prometheus would."""
+def scraping(url: str) -> Iterator[None]:
+    """Reads /metrics every second meanwhile, as Prometheus would; in all modes."""
     over = threading.Event()
 
     def scrape() -> None:
         while not over.wait(_SCRAPE_S):
-            for url in urls:
-                request = urllib.request.Request(
-                    url, headers={"Accept": "application/openmetrics-text;version=1.0.0"}
-                )
-                urllib.request.urlopen(request, timeout=10).read()
+            request = urllib.request.Request(
+                url, headers={"Accept": "application/openmetrics-text;version=1.0.0"}
+            )
+            urllib.request.urlopen(request, timeout=10).read()
 
     thread = threading.Thread(target=scrape, daemon=True)
     thread.start()
@@ -153,7 +150,7 @@ def measure(arms: dict[str, Arm], seconds: float, max_tokens: int, at_once: Sequ
             deadline = time.monotonic() + seconds
         for rows in at_once:
             group = known.group(turn, max(2, rows))
-            for name in rng.sample(ARMS, len(ARMS)):
+            for name in rng.sample(list(MODES), len(MODES)):
                 arms[name].turn(group, max_tokens, rows)
         turn += 1
     for arm in arms.values():
