@@ -239,7 +239,8 @@ class EngineWorker:
             try:
                 if (collected := engine.collect()) is not None:
                     events.append(collected)
-                stop = self._carry_out_commands(engine)
+                # States that are sent without a step must not wait for one.
+                stop = self._carry_out_commands(engine, may_sleep=not events)
                 if stop:
                     events.append(engine.fail_all(UnavailableError("The engine stops.")))
                 else:
@@ -251,14 +252,15 @@ class EngineWorker:
             for event in events:  # while the device works on the next step
                 self._publish(engine, event)
 
-    def _carry_out_commands(self, engine: Engine) -> bool:
+    def _carry_out_commands(self, engine: Engine, *, may_sleep: bool) -> bool:
         """Carries out what was queued, sleeping first if nothing was and no step could run.
 
         True if the engine is to stop: nothing can be queued any more.
         """
         with self._wakeup:
             delay = engine.wake_at - time.perf_counter()
-            if delay > 0 and not (self._commands or self._blocks or self._stopping):
+            idle = not (self._commands or self._blocks or self._stopping)
+            if may_sleep and idle and delay > 0:
                 self._wakeup.wait(min(delay, MAX_SLEEP_S))
             commands, self._commands = self._commands, deque()
             blocks, self._blocks = self._blocks, {}

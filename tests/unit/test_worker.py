@@ -29,6 +29,7 @@ from outrider.errors import (
     PromptTooLongError,
     UnavailableError,
 )
+from outrider.features import FeatureWindow
 from outrider.params import SamplingParams, StopParams
 from outrider.types import Commit, FinishReason, Request, StepEvents
 from tests.support.hash_model import HashModel, Sequential
@@ -255,6 +256,27 @@ def test_a_step_is_published_while_the_next_is_in_flight() -> None:
     gaps = [timings.gap_ms for timings in (first, second, third) if timings is not None]
     assert gaps[0] is None, "it followed no step"
     assert all(gap is not None and gap > 0 for gap in gaps[1:])
+
+
+def test_events_without_a_step_are_published_though_no_step_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hidden states that waited for room: the draft that the next step waits for needs them."""
+    with running(HashModel(32, 4, 512, 64)) as (worker, inbox, engine):
+        due = threading.Event()
+        collect = engine.collect
+
+        def with_states() -> StepEvents | None:
+            events = collect()
+            if events is None and due.is_set():
+                due.clear()
+                return StepEvents((), (), None)
+            return events
+
+        monkeypatch.setattr(engine, "collect", with_states)
+        due.set()
+        worker.give_back(FeatureWindow(), 0)  # wakes the thread, as a proposer that has read does
+        inbox.wait(lambda inbox: any(events.timings is None for events in inbox.steps))
 
 
 def test_build_errors_reach_the_caller() -> None:
