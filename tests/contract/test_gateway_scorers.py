@@ -112,9 +112,17 @@ async def test_a_request_that_kills_every_scorer_is_given_up() -> None:
         assert len(scorer.requests) <= 4
 
 
+async def until_serving(http: str, count: int) -> None:
+    """The gateway starts with the first scorer that serves; who gets a page depends on all."""
+    async with asyncio.timeout(20), httpx.AsyncClient(base_url=http) as client:
+        while (await client.get("/health")).json()["scorers_serving"] < count:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
 async def test_a_full_scorer_is_passed_over() -> None:
     scorers = [fake_scorer(scripted(), name) for name in ("a", "b")]
     async with running_gateway(*scorers) as gateway:
+        await until_serving(gateway.http, 2)
         await complete(gateway)
         first, second = sorted(scorers, key=lambda scorer: not scorer.requests)
         first.script.refuse = CapacityError("full")
@@ -128,9 +136,7 @@ async def test_a_full_scorer_is_passed_over() -> None:
 async def test_the_same_first_page_goes_to_the_same_scorer_until_it_is_busy() -> None:
     scorers = [fake_scorer(scripted(), name) for name in ("a", "b", "c")]
     async with running_gateway(*scorers) as gateway:
-        await asyncio.sleep(0.5)  # until all are known
-        async with httpx.AsyncClient(base_url=gateway.http) as client:
-            assert (await client.get("/health")).json()["scorers_serving"] == 3
+        await until_serving(gateway.http, 3)
         for _ in range(6):
             await complete(gateway)
         assert sorted(len(scorer.requests) for scorer in scorers) == [0, 0, 6]
