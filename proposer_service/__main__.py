@@ -11,7 +11,7 @@ from typing import Any
 from outrider.drafting.proposer import TREE_WIDTH
 from outrider.drafting.suffix_settings import SuffixSettings
 from outrider.errors import OutriderError
-from outrider.rpc.codec import METHOD_ALIASES, METHODS
+from outrider.methods import METHOD_ALIASES, METHODS
 from outrider.rpc.deployment import add_deployment_flags, take_deployment
 from outrider.rpc.targets import DNS_REFRESH_S, parse_entries
 from proposer_service.config import (

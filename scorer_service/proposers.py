@@ -7,6 +7,7 @@ from typing import Final
 
 from outrider.errors import CapacityError, InvalidRequestError, OutriderError, ProposerRefusedError
 from outrider.features import FeatureOrder, FeatureRows, FeatureSpec, FeatureWindow
+from outrider.methods import METHODS
 from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.rpc import codec
 from outrider.rpc.versions import agreed_version
@@ -188,7 +189,7 @@ class AttachedProposer:
         useless = () if speculation.advice.token_ids else ("deterministic",)
         return tuple(
             name
-            for name in speculation.methods or codec.METHODS
+            for name in speculation.methods or METHODS
             if name in self.methods and name not in useless
         )
 
@@ -199,7 +200,7 @@ class AttachedProposer:
     def preference(self, session: Session) -> tuple[int, int]:
         """The smaller, the better it suits a session that it fits."""
         methods = self.methods_for(session)
-        order = session.request.speculation.methods or codec.METHODS
+        order = session.request.speculation.methods or METHODS
         return order.index(methods[0]), -len(methods)
 
     def draft_limit(self, session: Session) -> int:
@@ -227,19 +228,17 @@ def check_hello(hello: draft_pb2.Hello, served: ServedModel) -> None:
             raise InvalidRequestError(
                 f"Hello.{name} must be at most {_MAX_NAME_CHARS} characters long", param=name
             )
-    if len(hello.methods) > len(codec.METHODS):  # before going through them, which takes time
-        raise InvalidRequestError(
-            f"Hello.methods must be at most {len(codec.METHODS)}", param="methods"
-        )
+    if len(hello.methods) > len(METHODS):  # before going through them, which takes time
+        raise InvalidRequestError(f"Hello.methods must be at most {len(METHODS)}", param="methods")
     methods = tuple(hello.methods) or (hello.method,)
     if len(methods) > len(set(methods)):
         raise InvalidRequestError(
             "Hello.methods must be different from each other", param="methods"
         )
     for method in (hello.method, *methods):
-        if method not in codec.METHODS:
+        if method not in METHODS:
             raise ProposerRefusedError(
-                f"unknown method {method!r}; this scorer knows {', '.join(codec.METHODS)}",
+                f"unknown method {method!r}; this scorer knows {', '.join(METHODS)}",
                 reason="UNKNOWN_METHOD",
             )
     if hello.method != methods[0]:

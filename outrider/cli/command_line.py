@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from outrider import __version__
 from outrider.errors import ConfigError, OutriderError
+from outrider.methods import METHODS
 
 SERVICES = {
     "gateway": "gateway",
@@ -18,11 +19,6 @@ SERVICES = {
 }
 """Name on the command line -> the package that `python -m` runs."""
 
-METHODS = (
-    *("deterministic", "suffix", "eagle3", "mtp", "eagle"),
-    *("draft_model", "medusa", "mlp_speculator", "ngram"),
-)
-"""As `rpc.codec` has them, which brings gRPC's messages with it."""
 DEFAULT_HTTP_PORT = 8000
 DEFAULT_GRPC_PORT = 50051
 

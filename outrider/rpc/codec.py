@@ -9,6 +9,7 @@ from google.protobuf.message import Message
 
 from outrider.draft_tree import MAX_DRAFT_PROBS, DraftProbs
 from outrider.errors import InvalidRequestError
+from outrider.methods import METHOD_ALIASES, METHODS
 from outrider.params import (
     NO_ADVICE,
     Advice,
@@ -22,19 +23,6 @@ from outrider.params import (
 )
 from outrider.types import FinishReason, RequestStats, TokenKind, TokenLogprobs
 from outrider.v1 import common_pb2, draft_pb2
-
-METHODS: Final = (
-    *("deterministic", "suffix", "eagle3", "mtp", "eagle"),
-    *("draft_model", "medusa", "mlp_speculator", "ngram"),
-)
-"""Methods a proposer may name in Hello; the order in which they are preferred."""
-
-METHOD_ALIASES: Final = {
-    "inference_with_reference": "ngram",
-    "deepseek_mtp": "mtp",
-    "qwen3_next_mtp": "mtp",
-}
-"""Other names that clients may use in `SpeculationParams.method` and `methods`."""
 
 KIND_TO_PROTO: Final = {
     TokenKind.PLAIN: common_pb2.TOKEN_KIND_PLAIN,

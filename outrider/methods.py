@@ -1,0 +1,18 @@
+"""The drafting methods by name. No protobuf: the command line names them before anything starts."""
+
+from __future__ import annotations
+
+from typing import Final
+
+METHODS: Final = (
+    *("deterministic", "suffix", "eagle3", "mtp", "eagle"),
+    *("draft_model", "medusa", "mlp_speculator", "ngram"),
+)
+"""Methods a proposer may name in Hello; the order in which they are preferred."""
+
+METHOD_ALIASES: Final = {
+    "inference_with_reference": "ngram",
+    "deepseek_mtp": "mtp",
+    "qwen3_next_mtp": "mtp",
+}
+"""Other names that clients may use in `SpeculationParams.method` and `methods`."""
