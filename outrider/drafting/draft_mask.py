@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from outrider.drafting.proposer import SessionHints
 from outrider.engine.constraint import ConstraintCompiler, ConstraintEditor
 from outrider.params import Constraint, StopParams, TokenIds
 
@@ -59,3 +60,13 @@ class DraftMasks:
         output = tokens[len(tokens) - num_output :]
         compiling = self._pool.submit(self._compiler.editor, constraint, StopParams(), output)
         return DraftMask(compiling, len(tokens))
+
+
+def open_mask(
+    masks: DraftMasks | None, hints: SessionHints, tokens: Sequence[int]
+) -> DraftMask | None:
+    """The mask of a session that begins with `tokens`; None if it has no constraint, or no masks
+    can be made."""
+    if masks is None or hints.constraint is None:
+        return None
+    return masks.open(hints.constraint, tuple(tokens), hints.num_output_tokens)

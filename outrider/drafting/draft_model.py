@@ -28,7 +28,7 @@ from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.drafting.branch_plan import NO_PACE, Outcomes, Pace
 from outrider.drafting.brancher import Brancher
 from outrider.drafting.branches import ForkDrafter
-from outrider.drafting.draft_mask import DraftMasks
+from outrider.drafting.draft_mask import DraftMasks, open_mask
 from outrider.drafting.draft_state import DraftRow, DraftState
 from outrider.drafting.draft_steps import ReadyRow, draft_chains, sample_chains
 from outrider.drafting.proposer import (
@@ -138,8 +138,7 @@ class DraftModelProposer:
         follower = Follower(prefix, sampling, num_draft_tokens, max_len, self.traits)
         samples = hints.rule is VerificationRule.REJECTION and not sampling.greedy
         state = DraftState(session, follower, samples=samples)
-        if hints.constraint is not None and self._masks is not None:
-            state.mask = self._masks.open(hints.constraint, tuple(prefix), hints.num_output_tokens)
+        state.mask = open_mask(self._masks, hints, prefix)
         state.adopt_cached_prefix(self._pool, self._model.page_size)
         self._sessions[session] = state
 

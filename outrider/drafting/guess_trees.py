@@ -11,6 +11,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 import torch
@@ -23,6 +24,13 @@ from outrider.params import SamplingParams
 
 Nodes = tuple[list[int], list[int]]
 """Tokens and parents, as `DraftTree` has them: parents come first, siblings by preference."""
+
+_MAX_SCORES: Final = 2**25  # of one forward: float32, with as much again for noise
+
+
+def max_trees(width: int, vocab_size: int) -> int:
+    """Trees of up to `width` places a level that are grown at once, for the memory it takes."""
+    return max(1, _MAX_SCORES // (width * vocab_size))
 
 
 class TargetDraws:

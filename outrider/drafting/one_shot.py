@@ -18,9 +18,9 @@ from torch import Tensor
 from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.drafting.branch_plan import NO_PACE, Pace
 from outrider.drafting.candidates import draw_of_likeliest
-from outrider.drafting.draft_mask import DraftMask, DraftMasks
+from outrider.drafting.draft_mask import DraftMask, DraftMasks, open_mask
 from outrider.drafting.feature_session import FeatureMethod, FeatureSession
-from outrider.drafting.guess_trees import Nodes, TargetDraws
+from outrider.drafting.guess_trees import Nodes, TargetDraws, max_trees
 from outrider.drafting.proposer import TREE_WIDTH, DraftRound, ProposerTraits, SessionKey
 from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.sampling import Lane, SamplingBatch, sample
@@ -29,7 +29,6 @@ from outrider.features import FeatureSpec
 
 MAX_MODEL_LEN = 2**20
 """Of a session that is followed. The head itself sees one state, however long the text is."""
-_MAX_SCORES = 2**25  # of one batch: float32, with as much again for noise
 
 
 class OneShotHead(Protocol):
@@ -127,7 +126,7 @@ class OneShotProposer(FeatureMethod):
         self._masks = masks
         self._masked: dict[SessionKey, DraftMask] = {}
         self._clock = clock
-        self._at_once = max(1, _MAX_SCORES // (tree_width * head.vocab_size))
+        self._at_once = max_trees(tree_width, head.vocab_size)
 
     def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:  # noqa: ARG002
         done = DraftRound()
@@ -216,9 +215,8 @@ class OneShotProposer(FeatureMethod):
         return None if mask is None else mask.after(state.follower.tokens)
 
     def _opened(self, state: FeatureSession) -> None:
-        tokens, hints = state.follower.tokens, state.hints
-        if hints.constraint is not None and self._masks is not None:
-            mask = self._masks.open(hints.constraint, tuple(tokens), hints.num_output_tokens)
+        mask = open_mask(self._masks, state.hints, state.follower.tokens)
+        if mask is not None:
             self._masked[state.key] = mask
 
     def _used(self, state: FeatureSession) -> None:

@@ -20,9 +20,10 @@ import torch
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.branch_plan import NO_PACE, Pace
-from outrider.drafting.draft_mask import DraftMasks
+from outrider.drafting.draft_mask import DraftMasks, open_mask
 from outrider.drafting.draft_steps import ReadyRow, draft_chains, sample_chains
 from outrider.drafting.feature_session import FeatureMethod, FeatureSession
+from outrider.drafting.guess_trees import max_trees
 from outrider.drafting.head_forward import LEAD, HeadForward
 from outrider.drafting.heads.base import RecurrentHead
 from outrider.drafting.proposer import TREE_WIDTH, DraftRound, ProposerTraits, SessionKey
@@ -37,7 +38,6 @@ from outrider.errors import ConfigError
 
 _SHORT = 16
 """Rows that never wait for the prefill budget: what a round or two committed."""
-_MAX_SCORES = 2**25  # of one forward: float32, with as much again for noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class RecurrentProposer(FeatureMethod):
         self._pool = BlockPool(pools.num_pages)
         self._prefill_budget = prefill_budget
         self._tree_width = tree_width
-        self._at_once = max(1, _MAX_SCORES // (tree_width * head.vocab_size))  # trees
+        self._at_once = max_trees(tree_width, head.vocab_size)
         self._masks = masks
         self._clock = clock
         self._caches: dict[SessionKey, RowCache] = {}
@@ -176,10 +176,8 @@ class RecurrentProposer(FeatureMethod):
 
     def _opened(self, state: FeatureSession) -> None:
         cache = self._caches[state.key] = RowCache()
-        tokens, hints = state.follower.tokens, state.hints
-        cache.adopt(self._pool, tokens, self._page_size)
-        if hints.constraint is not None and self._masks is not None:
-            cache.mask = self._masks.open(hints.constraint, tuple(tokens), hints.num_output_tokens)
+        cache.adopt(self._pool, state.follower.tokens, self._page_size)
+        cache.mask = open_mask(self._masks, state.hints, state.follower.tokens)
 
     def _used(self, state: FeatureSession) -> None:
         # The last row is fed again if another draft is asked for.
