@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from outrider.draft_tree import DraftTree
 from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.engine import Engine
+from outrider.engine.feature_streams import FeatureStreams
 from outrider.errors import (
     CapacityError,
     DeadlineError,
@@ -153,13 +154,7 @@ class EngineWorker:
 
     def give_back(self, window: FeatureWindow, size: int) -> None:
         """So many bytes of features were read, or are of no use any more: others may follow."""
-
-        def command(engine: Engine) -> None:
-            if engine.features is not None:
-                engine.features.give_back(window, size)
-
-        with self._wakeup:
-            self._push(command)
+        self._with_features(lambda features: features.give_back(window, size))
 
     def put_projection(self, spec: FeatureSpec, matrix: bytearray) -> Future[None]:
         """Keeps a projection on the device; done when it is there, or with what was raised."""
@@ -182,13 +177,7 @@ class EngineWorker:
 
     def drop_projection(self, sha256: bytes) -> None:
         """Forgets a projection that no proposer uses."""
-
-        def command(engine: Engine) -> None:
-            if engine.features is not None:
-                engine.features.drop_projection(sha256)
-
-        with self._wakeup:
-            self._push(command)
+        self._with_features(lambda features: features.drop_projection(sha256))
 
     def post_block(
         self, session_id: int, tree: DraftTree, proposer_id: str, draft_us: int, method: str = ""
@@ -220,6 +209,16 @@ class EngineWorker:
     def _push(self, command: Callable[[Engine], None], session_id: int | None = None) -> None:
         self._commands.append(_Command(session_id, command))
         self._wakeup.notify()
+
+    def _with_features(self, action: Callable[[FeatureStreams], None]) -> None:
+        """Does something to the states that are sent, if there are any."""
+
+        def command(engine: Engine) -> None:
+            if engine.features is not None:
+                action(engine.features)
+
+        with self._wakeup:
+            self._push(command)
 
     # The engine's thread.
 
