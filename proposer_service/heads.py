@@ -21,15 +21,17 @@ from outrider.drafting.proposer import FeatureProposer
 from outrider.drafting.recurrent import RecurrentProposer
 from outrider.engine.backends import choose_backend
 from outrider.engine.kv_cache import KVPools
-from outrider.errors import ConfigError
 from outrider.models.modules import resolve_module
-from outrider.models.tokenizer import tokenizer_hash
 from outrider.rpc.runtime import progress
 from proposer_service.config import HeadConfig
 from proposer_service.masks import load_masks
-
-PAGE_SIZE = 16
-_MIB = 2**20
+from proposer_service.weights import (
+    PAGE_SIZE,
+    count_pages,
+    fitting,
+    hash_of_tokenizer,
+    prepare_device,
+)
 
 LoadRecurrent = Callable[[Path, Path, torch.dtype, torch.device], RecurrentHead]
 _ONE_SHOT: dict[str, Callable[[Path, Path, torch.dtype, torch.device], OneShotHead]] = {
@@ -46,21 +48,13 @@ def build_head(
     Raises `ConfigError`.
     """
     began = time.perf_counter()
-    torch.set_num_threads(method.threads)
-    if method.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no CUDA device.")
+    prepare_device(method)
     folder, target = resolve_module(method.model, method.name, method.target_model)
     progress("proposer", f"loading the {method.name} module {folder} for {target}")
-    try:
+    with fitting(method, "The module"):
         proposer = _build(method, folder, target, max_sessions, prefill_budget)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"The module and --kv-cache-memory {method.kv_cache_memory} do not fit into the "
-            "device's free memory."
-        ) from error
     progress("proposer", f"loaded after {time.perf_counter() - began:.1f} s")
-    has_tokenizer = (target / "tokenizer.json").is_file()
-    return proposer, tokenizer_hash(target) if has_tokenizer else ""
+    return proposer, hash_of_tokenizer(target)
 
 
 def _build(
@@ -83,11 +77,7 @@ def _build(
     module = _recurrent_loader(method)(folder, target, dtype, device)
     per_page = PAGE_SIZE * dtype.itemsize
     per_page *= sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in module.kv_layers)
-    num_pages = method.kv_cache_memory * _MIB // per_page
-    if num_pages < 1:
-        raise ConfigError(
-            f"--kv-cache-memory {method.kv_cache_memory} holds not one page of {per_page} bytes."
-        )
+    num_pages = count_pages(method, per_page)
     backend = choose_backend(method.attention_backend, module.attention_traits(PAGE_SIZE), device)
     return RecurrentProposer(
         module,

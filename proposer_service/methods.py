@@ -10,7 +10,6 @@ from outrider.drafting.deterministic import DeterministicProposer
 from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.ngram import NgramProposer
 from outrider.drafting.proposer import FeatureProposer, Proposer
-from outrider.errors import ConfigError
 from outrider.params import SamplingParams
 from outrider.rpc.runtime import progress
 from proposer_service.config import (
@@ -22,8 +21,6 @@ from proposer_service.config import (
     SuffixConfig,
 )
 
-_PAGE_SIZE = 16
-_MIB = 2**20
 _PREFILL_BUDGET = {"cpu": 256, "cuda": 4096}
 """Prompt tokens of one round: as many as take about as long as a few drafts."""
 _WARM_UP_TOKENS = 600
@@ -88,37 +85,32 @@ def _build_draft_model(method: DraftModelConfig, max_sessions: int) -> tuple[Pro
     from outrider.drafting.llama_chains import LlamaChains
     from outrider.engine.loader import kv_bytes_per_page, load_model
     from outrider.models.resolve import resolve_model
-    from outrider.models.tokenizer import tokenizer_hash
     from proposer_service.masks import load_masks
+    from proposer_service.weights import (
+        PAGE_SIZE,
+        count_pages,
+        fitting,
+        hash_of_tokenizer,
+        prepare_device,
+    )
 
     began = time.perf_counter()
-    torch.set_num_threads(method.threads)
-    if method.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no CUDA device.")
+    prepare_device(method)
     folder = resolve_model(method.model, "draft")
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[method.dtype or "float32"]
     progress("proposer", f"loading draft model {folder}")
-    per_page = kv_bytes_per_page(folder, dtype=dtype, page_size=_PAGE_SIZE)
-    num_pages = method.kv_cache_memory * _MIB // per_page
-    if num_pages < 1:
-        raise ConfigError(
-            f"--kv-cache-memory {method.kv_cache_memory} holds not one page of {per_page} bytes."
-        )
-    try:
+    per_page = kv_bytes_per_page(folder, dtype=dtype, page_size=PAGE_SIZE)
+    num_pages = count_pages(method, per_page)
+    with fitting(method, "The draft model"):
         model = load_model(
             folder,
             dtype=dtype,
-            page_size=_PAGE_SIZE,
+            page_size=PAGE_SIZE,
             num_pages=num_pages,
             max_model_len=method.max_model_len,
             device=torch.device(method.device),
             attention_backend=method.attention_backend,
         )
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"The draft model and --kv-cache-memory {method.kv_cache_memory} do not fit into the "
-            "device's free memory."
-        ) from error
     chain_drafter: ChainDrafter | None = None
     fork_drafter: ForkDrafter = EagerForks(model)
     if method.device == "cuda":
@@ -149,8 +141,7 @@ def _build_draft_model(method: DraftModelConfig, max_sessions: int) -> tuple[Pro
     progress("proposer", "warming up")
     _warm_up(proposer)
     progress("proposer", f"ready to draft after {time.perf_counter() - began:.1f} s")
-    has_tokenizer = (folder / "tokenizer.json").is_file()
-    return proposer, tokenizer_hash(folder) if has_tokenizer else ""
+    return proposer, hash_of_tokenizer(folder)
 
 
 def _build_head(method: HeadConfig, max_sessions: int) -> tuple[Proposer, str]:

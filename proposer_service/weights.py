@@ -1,0 +1,51 @@
+"""What every method with weights needs: a device, room for keys and values, a tokenizer's hash."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from outrider.errors import ConfigError
+from outrider.models.tokenizer import tokenizer_hash
+from proposer_service.config import ModelConfig
+
+PAGE_SIZE: Final = 16
+_MIB: Final = 2**20
+
+
+def prepare_device(method: ModelConfig) -> None:
+    """Before anything is loaded. Raises `ConfigError` if there is no such device."""
+    torch.set_num_threads(method.threads)
+    if method.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device.")
+
+
+def count_pages(method: ModelConfig, page_bytes: int) -> int:
+    """Pages that the memory for keys and values holds. Raises `ConfigError` if not even one."""
+    num_pages = method.kv_cache_memory * _MIB // page_bytes
+    if num_pages < 1:
+        raise ConfigError(
+            f"--kv-cache-memory {method.kv_cache_memory} holds not one page of {page_bytes} bytes."
+        )
+    return num_pages
+
+
+@contextlib.contextmanager
+def fitting(method: ModelConfig, what: str) -> Iterator[None]:
+    """Raises `ConfigError` if `what` is loaded within and does not fit into the device's memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{what} and --kv-cache-memory {method.kv_cache_memory} do not fit into the device's "
+            "free memory."
+        ) from error
+
+
+def hash_of_tokenizer(folder: Path) -> str:
+    """Of the tokenizer in a model's folder; empty if there is none."""
+    return tokenizer_hash(folder) if (folder / "tokenizer.json").is_file() else ""
