@@ -19,7 +19,7 @@ class Admission:
         metrics.limit.set(max_in_flight)
         self._in_flight = 0
         self._running: set[asyncio.Timeout] = set()
-        self._draining = False
+        self.draining = False
 
     def check_size(self, completions: int, param: str) -> None:
         """Raises `InvalidRequestError` naming `param` for more completions than could ever run."""
@@ -33,7 +33,7 @@ class Admission:
     @contextlib.contextmanager
     def admitted(self, completions: int) -> Iterator[None]:
         """Holds places for a number of completions; raises `CapacityError` if there are none."""
-        if self._draining:
+        if self.draining:
             raise UnavailableError("This gateway is shutting down. Try another.")
         limit = self.max_in_flight
         if self._in_flight + completions > limit:
@@ -58,7 +58,7 @@ class Admission:
                 finally:
                     self._running.discard(timeout)
         except TimeoutError as error:
-            if self._draining:
+            if self.draining:
                 raise UnavailableError("This gateway is shutting down. Try again.") from error
             raise DeadlineError(
                 "The request took too long. What was streamed so far is valid."
@@ -66,7 +66,7 @@ class Admission:
 
     def drain(self, grace_s: float) -> None:
         """No new requests from now on; those under way have `grace_s` seconds to end."""
-        self._draining = True
+        self.draining = True
         end = deadline_after(grace_s)
         for timeout in self._running:
             deadline = timeout.when()

@@ -9,12 +9,15 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.admission import deadline_after
+from gateway.admission import Admission, deadline_after
 from gateway.api_keys import ApiKeys
 from gateway.generation import Generator
 from gateway.intake import GenerationRequest
@@ -34,6 +37,23 @@ def create_app(generator: Generator, api_keys: ApiKeys) -> Starlette:
     return _OpenAI(generator, api_keys).app
 
 
+class _CloseWhileDraining:
+    """Answers of a gateway that is shutting down say so, or a client's next request on the
+    same connection meets its end."""
+
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
+        self._app = app
+        self._admission = admission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._admission.draining:
+                MutableHeaders(scope=message)["connection"] = "close"
+            await send(message)
+
+        await self._app(scope, receive, told)
+
+
 class _OpenAI:
     def __init__(self, generator: Generator, api_keys: ApiKeys) -> None:
         self._generator = generator
@@ -49,6 +69,7 @@ class _OpenAI:
                 Route("/metrics", self._metrics),
             ],
             exception_handlers={HTTPException: _http_error},
+            middleware=[Middleware(_CloseWhileDraining, generator.admission)],
         )
 
     def _guarded(

@@ -90,6 +90,7 @@ async def test_a_stream_under_way_ends_within_the_grace() -> None:
                 answer = await stream
                 assert answer.status_code == 200
                 assert answer.json()["choices"][0]["text"] == "hello world, the quick brown fox"
+                assert answer.headers["connection"] == "close"
                 with pytest.raises(httpx.ConnectError):
                     await client.get("/health")
             await asyncio.wait_for(process.communicate(), 20)  # long before the grace is over
