@@ -7,11 +7,10 @@ What a round costs by different ways can be compared only if all of them do the 
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from typing import Final
 from unittest import mock
+
+from benchmarks.wrapped import serve
 
 _PATIENCE_S: Final = 60.0
 
@@ -27,18 +26,5 @@ def fix() -> None:
     mock.patch.object(AdaptivePolicy, "patience", return_value=_PATIENCE_S).start()
 
 
-def main(argv: list[str]) -> int:
-    """Runs until a signal; returns the exit code."""
-    module, *flags = argv
-    if module == "scorer_service":
-        fix()
-    run = importlib.import_module(f"{module}.__main__").main
-    code: int = run(flags)
-    return code
-
-
 if __name__ == "__main__":
-    exit_code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)  # as the services do
+    serve(lambda service: fix() if service == "scorer_service" else None)

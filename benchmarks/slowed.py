@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Sequence
 from unittest import mock
 
 from torch import Tensor
+
+from benchmarks.wrapped import leave
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +51,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    exit_code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)  # as the services do
+    leave(main())

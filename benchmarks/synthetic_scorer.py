@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
+from benchmarks.wrapped import leave
 from scorer_service import __main__ as scorer
 
 
@@ -48,7 +49,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    exit_code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)  # as the scorer does
+    leave(main())
