@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from opentelemetry import trace
-
+from outrider.rpc.telemetry import PastSpan
 from outrider.types import Commit, RequestStats, StepTimings, TokenKind
 
 MAX_ROUNDS: Final = 8
@@ -29,19 +28,19 @@ Bounds = tuple[int, int, int, int, int, int]
 
 
 class RoundSpans:
-    """Made for requests that are sampled only. Used on the event loop, by the hub."""
+    """Made for requests that are sampled only. Used on the event loop, by the hub.
 
-    def __init__(
-        self, tracer: trace.Tracer, parent: trace.Span, clock: Callable[[], int] = time.time_ns
-    ) -> None:
-        self._tracer = tracer
-        self._context = trace.set_span_in_context(parent)
+    It only notes what happens, to hold up nobody's next round; `end` makes the spans.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.time_ns) -> None:
         self._clock = clock
         self._began = self._round_began = clock()
         self._submitted = self._began
         self._first: int | None = None  # when the first tokens came
         self._block: tuple[int, int] | None = None  # this round's: arrival, drafting time
         self._rounds = 0
+        self._shown: list[tuple[Commit, Bounds]] = []  # the rounds with a span of their own
         self._rest_began = 0
         self._rest_tokens = self._rest_accepted = 0
         self._rest_ns = [0] * len(PARTS)
@@ -64,16 +63,17 @@ class RoundSpans:
             self._add_round(commit, round_bounds(self._round_began, now, self._block, timings))
         self._block, self._round_began = None, now
 
-    def end(self, stats: RequestStats | None) -> None:
-        """No more will come; `stats` is what the engine told last."""
+    def end(self, stats: RequestStats | None) -> list[PastSpan]:
+        """The spans, in order; no round will come. `stats` is what the engine told last."""
         end = self._round_began if self._first is not None else self._clock()
         first = end if self._first is None else self._first
         admitted = first
         if stats is not None:
             admitted = min(first, self._submitted + round(stats.queue_ms * _MS))
-        self._span("queue", self._began, admitted, {})
+        spans = [PastSpan("queue", self._began, admitted)]
         if admitted < first:
-            self._span("prefill", admitted, first, {})
+            spans.append(PastSpan("prefill", admitted, first))
+        spans += [_round(commit, bounds) for commit, bounds in self._shown]
         if self._rounds > MAX_ROUNDS:
             sums = {
                 "outrider.rounds": self._rounds - MAX_ROUNDS,
@@ -82,33 +82,34 @@ class RoundSpans:
             }
             for name, took in zip(PARTS, self._rest_ns, strict=True):
                 sums[f"outrider.{name}_us"] = took // 1000
-            self._span("rounds", self._rest_began, end, sums)
+            spans.append(PastSpan("rounds", self._rest_began, end, sums))
+        return spans
 
     def _add_round(self, commit: Commit, bounds: Bounds) -> None:
-        accepted = commit.kinds.count(TokenKind.ACCEPTED)
         self._rounds += 1
-        if self._rounds > MAX_ROUNDS:
-            self._rest_began = self._rest_began or self._round_began
-            self._rest_tokens += len(commit.token_ids)
-            self._rest_accepted += accepted
-            for i in range(len(PARTS)):
-                self._rest_ns[i] += bounds[i + 1] - bounds[i]
+        if self._rounds <= MAX_ROUNDS:
+            self._shown.append((commit, bounds))
             return
-        attributes = {
+        self._rest_began = self._rest_began or self._round_began
+        self._rest_tokens += len(commit.token_ids)
+        self._rest_accepted += commit.kinds.count(TokenKind.ACCEPTED)
+        for i in range(len(PARTS)):
+            self._rest_ns[i] += bounds[i + 1] - bounds[i]
+
+
+def _round(commit: Commit, bounds: Bounds) -> PastSpan:
+    parts = zip(PARTS, bounds, bounds[1:], strict=False)
+    return PastSpan(
+        "round",
+        bounds[0],
+        bounds[-1],
+        {
             "outrider.base_len": commit.base_len,
             "outrider.tokens": len(commit.token_ids),
-            "outrider.accepted": accepted,
-        }
-        span = self._span("round", bounds[0], bounds[-1], attributes)
-        context = trace.set_span_in_context(span)
-        for name, start, end in zip(PARTS, bounds, bounds[1:], strict=False):
-            if start < end:
-                self._tracer.start_span(name, context, start_time=start).end(end)
-
-    def _span(self, name: str, start: int, end: int, attributes: dict[str, int]) -> trace.Span:
-        span = self._tracer.start_span(name, self._context, attributes=attributes, start_time=start)
-        span.end(end)
-        return span
+            "outrider.accepted": commit.kinds.count(TokenKind.ACCEPTED),
+        },
+        tuple(PastSpan(name, start, end) for name, start, end in parts if start < end),
+    )
 
 
 def round_bounds(

@@ -113,7 +113,7 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
         hub = serving.hub
         request = _request_from_proto(message, hub.next_session_id(), serving.served)
         span.set_attributes(_request_attributes(request, serving.served))
-        rounds = RoundSpans(self._telemetry.tracer, span) if span.is_recording() else None
+        rounds = RoundSpans() if span.is_recording() else None
         constraint = await serving.constraints.editor(request)
         session = hub.submit(request, dict(inject(span)).get("traceparent", ""), constraint)
         if rounds is not None:
@@ -128,7 +128,7 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
         finally:
             hub.abort(session)
             if rounds is not None:
-                rounds.end(session.stats)
+                self._telemetry.record(span, rounds.end(session.stats))
             # Also where the client hung up as soon as it had the last token.
             if session.stats is not None:
                 span.set_attributes(_aux_attributes(session))

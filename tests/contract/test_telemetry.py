@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import urllib.request
 
 import pytest
 from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import Counter
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from outrider.errors import ConfigError
-from outrider.rpc.telemetry import METRIC_PREFIX, configure, extract, inject
+from outrider.rpc.telemetry import METRIC_PREFIX, PastSpan, configure, extract, inject
 from tests.contract.test_scorer import PROMPT, greedy_truth
 from tests.support.scorer import running_scorer
 from tests.support.scripted_proposer import ScriptedProposer, follow, proposing
@@ -58,6 +60,44 @@ def test_a_request_that_is_not_sampled_costs_no_spans(monkeypatch: pytest.Monkey
 
     asyncio.run(request())
     assert spans.get_finished_spans() == ()
+
+
+def test_spans_that_are_over_are_recorded_as_if_they_had_been_started_and_ended() -> None:
+    spans = InMemorySpanExporter()
+    telemetry = configure("scorer", exporter=spans)
+    caller = extract((("traceparent", "00-" + "a" * 32 + "-" + "b" * 16 + "-01"),))
+    parent = telemetry.tracer.start_span("request", caller)
+    started = telemetry.tracer.start_span(
+        "part", trace.set_span_in_context(parent), attributes={"n": 1}, start_time=10
+    )
+    started.end(20)
+    inner = PastSpan("inner", 12, 15)
+    telemetry.record(parent, [PastSpan("part", 10, 20, {"n": 1}, (inner,))])
+    parent.end()
+    telemetry.record(parent, [PastSpan("late", 10, 20)])
+    (first, second, below, request) = spans.get_finished_spans()
+
+    def told(span: ReadableSpan) -> dict[str, object]:
+        told: dict[str, object] = json.loads(span.to_json())
+        context = told["context"]
+        assert isinstance(context, dict)
+        assert len(context.pop("span_id")) == len("0x") + 16
+        return told | {"scope": span.instrumentation_scope, "flags": span.context.trace_flags}
+
+    assert told(second) == told(first)
+    assert below.parent == second.context
+    assert second.parent == first.parent == request.context
+    assert len({span.context.span_id for span in (first, second, below, request)}) == 4
+
+
+@pytest.mark.parametrize("flags", ["00", "01"])
+def test_a_span_is_recorded_if_its_parent_is(flags: str) -> None:
+    spans = InMemorySpanExporter()
+    recorded, deaf = configure("scorer", exporter=spans), configure("scorer")
+    caller = extract((("traceparent", "00-" + "a" * 32 + "-" + "b" * 16 + "-" + flags),))
+    for telemetry in (recorded, deaf):
+        telemetry.record(telemetry.tracer.start_span("request", caller), [PastSpan("part", 1, 2)])
+    assert [span.name for span in spans.get_finished_spans()] == ["part"] * int(flags)
 
 
 async def test_a_failed_request_is_an_error_span() -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
+from outrider.rpc.telemetry import PastSpan
 from outrider.types import Commit, StepTimings, TokenKind
 from scorer_service.round_spans import MAX_ROUNDS, PARTS, RoundSpans, round_bounds
 
@@ -66,35 +64,29 @@ class Clock:
         return self.now
 
 
-def traced(rounds: int) -> list[ReadableSpan]:
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracer = provider.get_tracer("test")
-    with tracer.start_as_current_span("request") as parent:
-        spans = RoundSpans(tracer, parent, Clock())
-        spans.submitted()
-        for number in range(rounds + 1):
-            spans.commit(Commit(1, number, (7, 8), (TokenKind.ACCEPTED, TokenKind.BONUS), 4), STEP)
-        spans.end(None)
-    return [span for span in exporter.get_finished_spans() if span.name != "request"]
+def spans_of(rounds: int) -> list[PastSpan]:
+    spans = RoundSpans(Clock())
+    spans.submitted()
+    for number in range(rounds + 1):
+        spans.commit(Commit(1, number, (7, 8), (TokenKind.ACCEPTED, TokenKind.BONUS), 4), STEP)
+    return spans.end(None)
 
 
 def test_spans_of_a_long_request_are_bounded_and_add_up() -> None:
-    spans = traced(rounds=3000)
-    rounds = [span for span in spans if span.name == "round"]
-    assert len(rounds) == MAX_ROUNDS
-    assert len(spans) <= 3 + 6 * MAX_ROUNDS
-    (rest,) = [span for span in spans if span.name == "rounds"]
-    assert rest.attributes is not None
-    assert rest.attributes["outrider.rounds"] == 3000 - MAX_ROUNDS
-    assert rest.attributes["outrider.tokens"] == 2 * (3000 - MAX_ROUNDS)
-    assert rest.attributes["outrider.score_us"] == 6000 * (3000 - MAX_ROUNDS)
-    top = [span for span in spans if span.name in ("queue", "prefill", "round", "rounds")]
-    took = sum((span.end_time or 0) - (span.start_time or 0) for span in top)
-    assert took == (3000 + 2) * 10 * MS
+    spans = spans_of(rounds=3000)
+    assert [span.name for span in spans] == ["queue", *["round"] * MAX_ROUNDS, "rounds"]
+    for span in spans[1:-1]:
+        assert [part.name for part in span.children] == ["wait", "score", "commit"]
+        assert sum(part.end - part.start for part in span.children) == span.end - span.start
+    rest = spans[-1].attributes
+    assert rest is not None
+    assert rest["outrider.rounds"] == 3000 - MAX_ROUNDS
+    assert rest["outrider.tokens"] == 2 * (3000 - MAX_ROUNDS)
+    assert rest["outrider.score_us"] == 6000 * (3000 - MAX_ROUNDS)
+    assert sum(span.end - span.start for span in spans) == (3000 + 2) * 10 * MS
+    assert all(a.end == b.start for a, b in pairwise(spans))
 
 
 def test_a_request_aborted_before_its_first_token_was_queued() -> None:
-    (span,) = traced(rounds=-1)
-    assert span.name == "queue"
+    (span,) = spans_of(rounds=-1)
+    assert (span.name, span.children) == ("queue", ())
