@@ -9,27 +9,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.config import EngineConfig
 from outrider.drafting.branch_plan import NO_PACE, Pace
 from outrider.drafting.heads.medusa import MedusaHead, MedusaWeights
 from outrider.drafting.heads.mlp_speculator import MlpSpeculatorHead, SpeculatorStage
 from outrider.drafting.one_shot import OneShotHead, OneShotProposer
 from outrider.drafting.proposer import DraftRound, SessionKey
-from outrider.engine.feature_streams import FeatureStreams
-from outrider.engine.policy import Policy
-from outrider.params import SamplingParams, StopParams
-from outrider.types import Request
-from tests.support.features import SIZE, FeatureHash
-from tests.support.hash_model import HashModel, Sequential
+from tests.support.feature_world import feature_world, run_random_requests
+from tests.support.features import SIZE
 from tests.support.one_shot_checkpoints import random as weight
-from tests.support.simulation import VOCAB, Clock, Net, World
+from tests.support.simulation import VOCAB, Clock, Net
 
-MAX_LEN, PAGE_SIZE, NUM_PAGES, DEPTH, INNER = 48, 4, 26, 3, 8
-TRUTH = Sequential(HashModel(VOCAB, max_model_len=MAX_LEN))
-
-
-class FeatureModel(FeatureHash, HashModel):
-    """The target."""
+DEPTH, INNER = 3, 8
 
 
 class Counting(OneShotProposer):
@@ -75,30 +65,9 @@ def test_text_is_that_of_no_speculation(
     make: Callable[[], OneShotHead], seed: int, k: int, width: int, budget: int, net: Net
 ) -> None:
     """With chunked prompts, preemptions, shared prefixes, broken streams."""
-    rng = random.Random(seed)
-    config = EngineConfig(
-        page_size=PAGE_SIZE,
-        num_pages=NUM_PAGES,
-        max_num_seqs=3,
-        max_num_batched_tokens=max(budget, k + 1),
-        max_model_len=MAX_LEN,
-        num_speculative_tokens=k,
-    )
-    model = FeatureModel(VOCAB, PAGE_SIZE, NUM_PAGES, MAX_LEN)
-    streams = FeatureStreams(model.capture())
-    policy = Policy(k, max_wait_s=rng.choice((0.0, 0.02)))
-    world = World(policy, config, lambda n: 0.001 * (1 + n / 64), rng, model, streams)
+    world = feature_world(random.Random(seed), k, (0.0, 0.02), max(budget, k + 1))
     proposer = Counting(make(), method="medusa", name="test", tree_width=width)
     world.add((proposer, Clock()), net)
-    prefix = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(20)))
-    for session in range(5):
-        prompt = (*prefix, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 8))))
-        sampling = SamplingParams(temperature=rng.choice((0.0, 1.0)), seed=session)
-        room = StopParams(max_tokens=rng.randint(1, MAX_LEN - len(prompt)))
-        world.submit(Request(session, prompt, sampling=sampling, stop=room))
-    world.run()
-    for session, request in world.requests.items():
-        tokens, _ = TRUTH.output(request, MAX_LEN, frozenset())
-        assert world.committed[session][len(request.prompt_token_ids) :] == tokens
+    run_random_requests(world)
     longest = max(len(committed) for committed in world.committed.values())
     assert proposer.nodes > 0 or net != Net() or longest < 4

@@ -1,0 +1,55 @@
+"""A simulated scorer with known hidden states and too few pages, and random requests to it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from outrider.config import EngineConfig
+from outrider.engine.feature_streams import FeatureStreams
+from outrider.engine.policy import Policy
+from outrider.params import SamplingParams, StopParams
+from outrider.types import Request
+from tests.support.features import FeatureHash
+from tests.support.hash_model import HashModel, Sequential
+from tests.support.simulation import VOCAB, World
+
+MAX_LEN, PAGE_SIZE, NUM_PAGES, NUM_REQUESTS = 48, 4, 26, 5
+TRUTH = Sequential(HashModel(VOCAB, max_model_len=MAX_LEN))
+
+
+class FeatureModel(FeatureHash, HashModel):
+    """The target."""
+
+
+def feature_world(
+    rng: random.Random, k: int, waits_s: Sequence[float], max_num_batched_tokens: int
+) -> World:
+    """Drafts K tokens in every round, and waits for them for one of `waits_s`."""
+    config = EngineConfig(
+        page_size=PAGE_SIZE,
+        num_pages=NUM_PAGES,
+        max_num_seqs=3,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=MAX_LEN,
+        num_speculative_tokens=k,
+    )
+    model = FeatureModel(VOCAB, PAGE_SIZE, NUM_PAGES, MAX_LEN)
+    streams = FeatureStreams(model.capture())
+    policy = Policy(k, max_wait_s=rng.choice(waits_s))
+    return World(policy, config, lambda n: 0.001 * (1 + n / 64), rng, model, streams)
+
+
+def run_random_requests(world: World) -> None:
+    """Their prompts share a prefix. Each one's text must be the target's alone."""
+    rng = world.rng
+    prefix = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(20)))
+    for session in range(NUM_REQUESTS):
+        prompt = (*prefix, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 8))))
+        sampling = SamplingParams(temperature=rng.choice((0.0, 1.0)), seed=session)
+        room = StopParams(max_tokens=rng.randint(1, MAX_LEN - len(prompt)))
+        world.submit(Request(session, prompt, sampling=sampling, stop=room))
+    world.run()
+    for session, request in world.requests.items():
+        tokens, _ = TRUTH.output(request, MAX_LEN, frozenset())
+        assert world.committed[session][len(request.prompt_token_ids) :] == tokens
