@@ -46,7 +46,7 @@ class PastSpan:
 
 
 class _Resource(Resource):
-    """Hashed once: the exporter hashes it for each span, and the SDK would make JSON of it first."""
+    """Hashed once: the exporter hashes it for each span, and the SDK makes JSON of it to do so."""
 
     def __init__(self, resource: Resource) -> None:
         super().__init__(resource.attributes, resource.schema_url)
