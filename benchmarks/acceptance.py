@@ -26,7 +26,7 @@ from benchmarks import prompts, report
 from outrider.config import EngineConfig
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.llama_chains import LlamaChains
-from outrider.drafting.proposer import SessionHints
+from outrider.drafting.proposer import SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.loader import load_model
 from outrider.engine.policy import Policy
@@ -107,9 +107,11 @@ class Pair:
         stop = StopParams(max_tokens=max_tokens, ignore_eos=True)
         self._engine.submit(Request(session, prompt, sampling, stop, speculation))
         if speculation.enabled:
-            hints = SessionHints(rule=speculation.verification.rule)
             max_len = len(prompt) + max_tokens
-            self._method.open(session, prompt, sampling, self._k, max_len, hints)
+            start = SessionStart(
+                prompt, sampling, self._k, max_len, rule=speculation.verification.rule
+            )
+            self._method.open(session, start)
             self._engine.set_drafting(session, "draft", self._k)
         tokens: list[int] = []
         block_bytes, began = 0, 0.0

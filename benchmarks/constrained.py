@@ -24,7 +24,7 @@ import torch
 from outrider.config import EngineConfig
 from outrider.drafting.draft_mask import DraftMasks
 from outrider.drafting.draft_model import DraftModelProposer
-from outrider.drafting.proposer import SessionHints
+from outrider.drafting.proposer import SessionStart
 from outrider.engine.constraint import ConstraintCompiler
 from outrider.engine.engine import Engine
 from outrider.engine.loader import load_model
@@ -108,10 +108,11 @@ def decode(pair: Pair, request: Request, k: int, masks: DraftMasks | None) -> tu
     eos = pair.target.eos_token_ids
     engine = Engine(pair.target, config, eos_token_ids=eos, policy=Policy(k, max_wait_s=0.0))
     assert request.constraint is not None
-    prompt, hints = request.prompt_token_ids, SessionHints(constraint=request.constraint)
+    prompt, constraint = request.prompt_token_ids, request.constraint
     engine.submit(request, pair.compiler.editor(request.constraint, request.stop))
     engine.set_drafting(request.session_id, "draft", k)
-    proposer.open(request.session_id, prompt, request.sampling, k, 1024, hints)
+    start = SessionStart(prompt, request.sampling, k, 1024, constraint=constraint)
+    proposer.open(request.session_id, start)
     committed = list(prompt)
     while True:
         for session, tree in proposer.draft([request.session_id]).drafts:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.config import EngineConfig
-from outrider.drafting.proposer import Proposer, SessionHints
+from outrider.drafting.proposer import Proposer, SessionStart
 from outrider.engine.batch import Model, PackedBatch
 from outrider.engine.engine import Engine
 from outrider.engine.policy import Policy
@@ -93,8 +93,8 @@ def replay(
     text: list[int] = []
     if proposer is not None:
         engine.set_drafting(session, "proposer", k)
-        hints = SessionHints(advice=advice)
-        proposer.open(session, prompt, GREEDY, k, len(prompt) + len(output), hints)
+        start = SessionStart(prompt, GREEDY, k, len(prompt) + len(output), advice=advice)
+        proposer.open(session, start)
     began = clock()
     wanting = proposer is not None
     while True:

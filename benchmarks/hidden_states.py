@@ -33,7 +33,7 @@ from benchmarks.replay import Recording, Replay, record, replay
 from outrider.config import EngineConfig
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.llama_chains import LlamaChains
-from outrider.drafting.proposer import TREE_WIDTH, FeatureProposer, Proposer
+from outrider.drafting.proposer import TREE_WIDTH, FeatureProposer, Proposer, SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.feature_streams import FeatureStreams
 from outrider.engine.loader import load_model
@@ -138,7 +138,7 @@ class Bench:
         stop = StopParams(max_tokens=max_tokens, ignore_eos=True)
         engine.submit(Request(session, prompt, sampling, stop, speculation))
         if method is not None:
-            method.open(session, prompt, sampling, one.k, len(prompt) + max_tokens)
+            method.open(session, SessionStart(prompt, sampling, one.k, len(prompt) + max_tokens))
             spec = method.traits.features
             order = None if spec is None else FeatureOrder(0, spec, FeatureWindow())
             engine.set_drafting(session, "draft", one.k, features=order)

@@ -22,7 +22,7 @@ from typing import Any, Final, cast
 from benchmarks import fixed_k
 from benchmarks.records import Completion
 from benchmarks.worker_loop import Handler, serve
-from outrider.drafting.proposer import FeatureProposer
+from outrider.drafting.proposer import FeatureProposer, SessionStart
 from outrider.errors import ConfigError
 from outrider.features import FeatureBatch, FeatureOrder, FeatureWindow
 from outrider.models.resolve import resolve_model
@@ -129,7 +129,7 @@ class InProcess:
         stop = StopParams(max_tokens=max_tokens, ignore_eos=True)
         self._engine.submit(Request(session, prompt, sampling, stop, SpeculationParams()))
         max_len = min(len(prompt) + max_tokens, self._engine.info.max_model_len)
-        self._method.open(session, prompt, sampling, self._k, max_len)
+        self._method.open(session, SessionStart(prompt, sampling, self._k, max_len))
         order = FeatureOrder(0, self._spec, self._window)
         self._engine.set_drafting(session, _NAME, self._k, features=order)
         return session

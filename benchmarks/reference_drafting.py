@@ -36,7 +36,7 @@ from benchmarks.forced_target import GREEDY, PAGE_SIZE, ForcedTarget, Replay, re
 from benchmarks.reference_report import AGENTIC, EDITS, Row, report
 from outrider.drafting.deterministic import DeterministicProposer
 from outrider.drafting.ngram import NgramProposer
-from outrider.drafting.proposer import Proposer
+from outrider.drafting.proposer import Proposer, SessionStart
 from outrider.drafting.suffix import SuffixProposer
 from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.loader import load_model
@@ -140,7 +140,7 @@ def remember(proposer: Proposer, traces: Sequence[Tokens]) -> None:
     """Lets a proposer see requests and their answers pass by."""
     for i, trace in enumerate(traces):
         end = trace.prompt[-16:]
-        proposer.open(-1 - i, end, GREEDY, 1, len(end) + len(trace.output) + 1)
+        proposer.open(-1 - i, SessionStart(end, GREEDY, 1, len(end) + len(trace.output) + 1))
         proposer.commit(-1 - i, len(end), trace.output, 1)
         proposer.close(-1 - i)
 
@@ -180,7 +180,7 @@ def costs(text_of: Sequence[Tokens], remembered: Sequence[Tokens]) -> dict[str, 
         proposer = build()
         remember(proposer, remembered)
         known = min(_CONTEXT, len(text) // 2)
-        proposer.open(1, text[:known], GREEDY, k, 4 * _CONTEXT)
+        proposer.open(1, SessionStart(text[:known], GREEDY, k, 4 * _CONTEXT))
         drafts, commits = [], []
         while known < len(text):
             began = time.thread_time()

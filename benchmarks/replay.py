@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
-from outrider.drafting.proposer import FeatureProposer, Proposer
+from outrider.drafting.proposer import FeatureProposer, Proposer, SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.feature_streams import FeatureStreams
 from outrider.engine.paged_model import PagedModel
@@ -128,7 +128,7 @@ def replay(recordings: Sequence[Recording], proposer: Proposer, k: int) -> Repla
             cast(FeatureProposer, proposer).features(session, start, sent)
 
     for session, one in enumerate(recordings):
-        proposer.open(session, one.prompt, one.sampling, k, len(texts[session]))
+        proposer.open(session, SessionStart(one.prompt, one.sampling, k, len(texts[session])))
         send(session)
         proposer.commit(session, len(one.prompt), one.token_ids[:1], k)
     running = set(range(len(recordings)))

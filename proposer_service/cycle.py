@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.proposer import Proposer, SessionKey
+from outrider.drafting.proposer import Proposer, SessionKey, SessionStart
 from outrider.errors import CapacityError, UnavailableError
 from outrider.params import SamplingParams, TokenIds
 from outrider.rpc import codec
@@ -189,7 +189,8 @@ class Cycle:
             key = self._routes.new_key()
             self._asked[key] = item
             max_len = len(item.token_ids) + item.num_draft_tokens + 1
-            self._proposer.open(key, item.token_ids, item.sampling, item.num_draft_tokens, max_len)
+            start = SessionStart(item.token_ids, item.sampling, item.num_draft_tokens, max_len)
+            self._proposer.open(key, start)
 
     def _lose(self, keys: Sequence[int], outgoing: Outgoing) -> None:
         for key in keys:

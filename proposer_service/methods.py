@@ -9,7 +9,7 @@ from outrider.drafting.branch_plan import Pace
 from outrider.drafting.deterministic import DeterministicProposer
 from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.ngram import NgramProposer
-from outrider.drafting.proposer import FeatureProposer, Proposer
+from outrider.drafting.proposer import FeatureProposer, Proposer, SessionStart
 from outrider.params import SamplingParams
 from outrider.rpc.runtime import progress
 from proposer_service.config import (
@@ -163,7 +163,7 @@ def _warm_up(proposer: Proposer) -> None:
             # The first prompt is long: kernels for many tokens are others than for few.
             prefix = [1] * min(_WARM_UP_TOKENS, traits.max_model_len // 2)
             for key in keys:
-                proposer.open(key, prefix, sampling, 4, traits.max_model_len)
+                proposer.open(key, SessionStart(prefix, sampling, 4, traits.max_model_len))
                 _make_up_features(proposer, key, 0, len(prefix) - 1)
             while proposer.draft(keys).unfinished:  # the prompt's way
                 pass

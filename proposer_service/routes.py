@@ -9,7 +9,7 @@ from typing import cast
 
 from opentelemetry import trace
 
-from outrider.drafting.proposer import FeatureProposer, Proposer, SessionHints, SessionKey
+from outrider.drafting.proposer import FeatureProposer, Proposer, SessionKey, SessionStart
 from outrider.errors import InvalidRequestError
 from outrider.params import VerificationRule
 from outrider.rpc import codec
@@ -129,8 +129,7 @@ class Routes:
                 return
             self._close(former)
         try:
-            sampling = codec.sampling_from_proto(opened.sampling, seed=0)
-            hints = _hints(opened)
+            start = _start(opened)
         except InvalidRequestError as error:
             self._metrics.malformed.inc()
             _log.warning("dropped an Open of session %d: %s", opened.session, error.message)
@@ -141,9 +140,7 @@ class Routes:
         route.length = len(opened.prefix)
         self._by_name[link, opened.session] = route
         self._by_key[route.key] = route
-        self._proposer.open(
-            route.key, list(opened.prefix), sampling, opened.num_draft_tokens, opened.max_len, hints
-        )
+        self._proposer.open(route.key, start)
         self._want(route.key, opened.num_draft_tokens)
 
     def _take_features(self, route: Route, features: draft_pb2.Features) -> None:
@@ -189,9 +186,13 @@ class Routes:
         )
 
 
-def _hints(opened: draft_pb2.Open) -> SessionHints:
+def _start(opened: draft_pb2.Open) -> SessionStart:
     """Raises `InvalidRequestError` for a value out of range."""
-    return SessionHints(
+    return SessionStart(
+        prefix=tuple(opened.prefix),
+        sampling=codec.sampling_from_proto(opened.sampling, seed=0),
+        num_draft_tokens=opened.num_draft_tokens,
+        max_len=opened.max_len,
         methods=tuple(opened.methods),
         advice=codec.advice_from_proto(opened.advice),
         constraint=codec.constraint_from_proto(opened.constraint),

@@ -12,14 +12,13 @@ from typing import Protocol
 from outrider.draft_tree import DraftTree
 from outrider.drafting.branch_plan import NO_PACE, Pace
 from outrider.drafting.proposer import (
-    NO_HINTS,
     DraftRound,
     Follower,
     ProposerTraits,
-    SessionHints,
     SessionKey,
+    SessionStart,
 )
-from outrider.params import SamplingParams, TokenIds
+from outrider.params import TokenIds
 
 
 class Source(Protocol):
@@ -79,25 +78,17 @@ class CopyingProposer:
         self._num_tokens = 0
         self._lost: list[SessionKey] = []
 
-    def _source(self, follower: Follower, hints: SessionHints) -> Source:
+    def _source(self, follower: Follower, start: SessionStart) -> Source:
         raise NotImplementedError
 
     @property
     def num_sessions(self) -> int:
         return len(self._sessions)
 
-    def open(
-        self,
-        session: SessionKey,
-        prefix: Sequence[int],
-        sampling: SamplingParams,
-        num_draft_tokens: int,
-        max_len: int,
-        hints: SessionHints = NO_HINTS,
-    ) -> None:
+    def open(self, session: SessionKey, start: SessionStart) -> None:
         assert session not in self._sessions
-        follower = Follower(prefix, sampling, num_draft_tokens, max_len, self.traits)
-        opened = self._sessions[session] = _Session(follower, self._source(follower, hints))
+        follower = Follower(start, self.traits)
+        opened = self._sessions[session] = _Session(follower, self._source(follower, start))
         self._resize(session, opened)
 
     def commit(

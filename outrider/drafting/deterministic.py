@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from outrider.drafting.copying import CopyingProposer
 from outrider.drafting.edit_cursor import EditCursor, Original
-from outrider.drafting.proposer import Follower, SessionHints
+from outrider.drafting.proposer import Follower, SessionStart
 from outrider.params import Advice, TokenIds
 
 _COMPARED = 64  # tokens of the output's end
@@ -38,15 +38,14 @@ class DeterministicProposer(CopyingProposer):
             max_branches=max_branches,
         )
 
-    def _source(self, follower: Follower, hints: SessionHints) -> _Advised:
-        advice = hints.advice
+    def _source(self, follower: Follower, start: SessionStart) -> _Advised:
+        advice = start.advice
         room = min(self._max_tokens - len(follower.tokens), self.traits.max_model_len)
         if len(advice.token_ids) > room:  # what does not fit is left out
             advice = replace(advice, token_ids=advice.token_ids[: max(0, room)])
-        prompt_len = len(follower.tokens) - hints.num_output_tokens
         if advice.token_ids and advice.edit:
-            return _Edited(follower, advice, prompt_len)
-        return _Advised(follower, advice, prompt_len)
+            return _Edited(follower, advice, start.prompt_len)
+        return _Advised(follower, advice, start.prompt_len)
 
 
 class _Advised:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from outrider.drafting.proposer import SessionHints
+from outrider.drafting.proposer import SessionStart
 from outrider.engine.constraint import ConstraintCompiler, ConstraintEditor
 from outrider.params import Constraint, StopParams, TokenIds
 
@@ -62,11 +62,8 @@ class DraftMasks:
         return DraftMask(compiling, len(tokens))
 
 
-def open_mask(
-    masks: DraftMasks | None, hints: SessionHints, tokens: Sequence[int]
-) -> DraftMask | None:
-    """The mask of a session that begins with `tokens`; None if it has no constraint, or no masks
-    can be made."""
-    if masks is None or hints.constraint is None:
+def open_mask(masks: DraftMasks | None, start: SessionStart) -> DraftMask | None:
+    """The mask of a session; None if it has no constraint, or no masks can be made."""
+    if masks is None or start.constraint is None:
         return None
-    return masks.open(hints.constraint, tuple(tokens), hints.num_output_tokens)
+    return masks.open(start.constraint, tuple(start.prefix), start.num_output_tokens)

@@ -32,17 +32,15 @@ from outrider.drafting.draft_mask import DraftMasks, open_mask
 from outrider.drafting.draft_state import DraftRow, DraftState
 from outrider.drafting.draft_steps import ReadyRow, draft_chains, sample_chains
 from outrider.drafting.proposer import (
-    NO_HINTS,
     DraftRound,
     Follower,
     ProposerTraits,
-    SessionHints,
     SessionKey,
+    SessionStart,
 )
 from outrider.engine.batch import Model, RowSlice
 from outrider.engine.block_pool import BlockPool
 from outrider.errors import ConfigError
-from outrider.params import SamplingParams, VerificationRule
 
 _SHORT = 16
 """Tokens to catch up that never wait for the prefill budget: what a round or two committed."""
@@ -123,22 +121,12 @@ class DraftModelProposer:
     def num_sessions(self) -> int:
         return len(self._sessions)
 
-    def open(
-        self,
-        session: SessionKey,
-        prefix: Sequence[int],
-        sampling: SamplingParams,
-        num_draft_tokens: int,
-        max_len: int,
-        hints: SessionHints = NO_HINTS,
-    ) -> None:
+    def open(self, session: SessionKey, start: SessionStart) -> None:
         assert session not in self._sessions
         if len(self._sessions) >= self.traits.max_sessions:
             self._lose(next(iter(self._sessions)))
-        follower = Follower(prefix, sampling, num_draft_tokens, max_len, self.traits)
-        samples = hints.rule is VerificationRule.REJECTION and not sampling.greedy
-        state = DraftState(session, follower, samples=samples)
-        state.mask = open_mask(self._masks, hints, prefix)
+        state = DraftState(session, Follower(start, self.traits), samples=start.samples)
+        state.mask = open_mask(self._masks, start)
         state.adopt_cached_prefix(self._pool, self._model.page_size)
         self._sessions[session] = state
 

@@ -91,11 +91,11 @@ class DraftState:
         "session",
     )
 
-    def __init__(self, session: SessionKey, follower: Follower, *, samples: bool = False) -> None:
+    def __init__(self, session: SessionKey, follower: Follower, *, samples: bool) -> None:
         self.session = session
         self.follower = follower
         self.mask: DraftMask | None = None  # of what its constraint forbids
-        self.samples = samples  # drafts are drawn with noise of their own: rejection verifies them
+        self.samples = samples  # as `SessionStart` says
         self.block_table: list[int] = []
         self.computed = 0  # committed tokens whose keys and values are in the cache
         self.ahead = Lookahead()  # what follows them there

@@ -13,15 +13,13 @@ from torch import Tensor
 
 from outrider.drafting.branch_plan import NO_PACE, Pace
 from outrider.drafting.proposer import (
-    NO_HINTS,
     DraftRound,
     Follower,
     ProposerTraits,
-    SessionHints,
     SessionKey,
+    SessionStart,
 )
 from outrider.features import FeatureSpec
-from outrider.params import SamplingParams, VerificationRule
 
 MAX_FEATURE_BYTES = 2**30
 """Rows that wait to be used, all sessions together."""
@@ -39,14 +37,14 @@ class HeldRows:
 class FeatureSession:
     """A session's committed tokens, and the feature rows that are still of use."""
 
-    __slots__ = ("_chunks", "_held", "end", "first", "follower", "hints", "key")
+    __slots__ = ("_chunks", "_held", "end", "first", "follower", "key", "samples")
 
     def __init__(
-        self, key: SessionKey, follower: Follower, hints: SessionHints, held: HeldRows
+        self, key: SessionKey, follower: Follower, held: HeldRows, *, samples: bool
     ) -> None:
         self.key = key
         self.follower = follower
-        self.hints = hints
+        self.samples = samples  # as `SessionStart` says
         self.first = 0  # position of the first row that is held
         self.end = 0  # the position after the last row that came
         self._held = held
@@ -61,12 +59,6 @@ class FeatureSession:
     def ready(self) -> bool:
         """All rows of the committed text are there, and there is one."""
         return self.num_rows == len(self.follower.tokens) - 1 > 0
-
-    @property
-    def samples(self) -> bool:
-        """Drafts are drawn with noise of their own: rejection verifies them."""
-        rule, greedy = self.hints.rule, self.follower.sampling.greedy
-        return rule is VerificationRule.REJECTION and not greedy
 
     @property
     def num_held(self) -> int:
@@ -137,21 +129,14 @@ class FeatureMethod:
     def projection(self) -> bytes:
         return b""
 
-    def open(
-        self,
-        session: SessionKey,
-        prefix: Sequence[int],
-        sampling: SamplingParams,
-        num_draft_tokens: int,
-        max_len: int,
-        hints: SessionHints = NO_HINTS,
-    ) -> None:
+    def open(self, session: SessionKey, start: SessionStart) -> None:
         assert session not in self._sessions
         if len(self._sessions) >= self.traits.max_sessions:
             self._lose(next(iter(self._sessions)))
-        follower = Follower(prefix, sampling, num_draft_tokens, max_len, self.traits)
-        self._sessions[session] = FeatureSession(session, follower, hints, self._held)
-        self._opened(self._sessions[session])
+        follower = Follower(start, self.traits)
+        state = FeatureSession(session, follower, self._held, samples=start.samples)
+        self._sessions[session] = state
+        self._opened(state, start)
 
     def features(self, session: SessionKey, start: int, rows: bytes) -> None:
         state = self._sessions.get(session)
@@ -193,7 +178,7 @@ class FeatureMethod:
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:  # noqa: ARG002
         return DraftRound()
 
-    def _opened(self, state: FeatureSession) -> None:
+    def _opened(self, state: FeatureSession, start: SessionStart) -> None:
         """A session began."""
 
     def _used(self, state: FeatureSession) -> None:

@@ -9,17 +9,15 @@ from typing import cast
 from outrider.draft_tree import DraftTree
 from outrider.drafting.branch_plan import NO_PACE, Pace
 from outrider.drafting.proposer import (
-    NO_HINTS,
     DraftRound,
     FeatureProposer,
     Follower,
     Proposer,
     ProposerTraits,
-    SessionHints,
     SessionKey,
+    SessionStart,
 )
 from outrider.errors import ConfigError
-from outrider.params import SamplingParams
 
 _MAX_REOPENS = 3  # of a session that one method keeps losing
 
@@ -27,8 +25,8 @@ _MAX_REOPENS = 3  # of a session that one method keeps losing
 @dataclass(slots=True)
 class _Session:
     follower: Follower
-    hints: SessionHints
-    num_given_tokens: int  # of the first prefix: what follows is output
+    start: SessionStart  # without the prefix: the follower has it
+    prompt_len: int
     order: list[int]  # of methods, the preferred one first
     open: set[int] = field(default_factory=set)  # methods that know the session
     losses: int = 0
@@ -40,7 +38,7 @@ class _Session:
 class HybridProposer:
     """Asks its methods one after the other; all of them follow the commits.
 
-    A session's order is that of `SessionHints.methods`, else that of `children`; "deterministic"
+    A session's order is that of `SessionStart.methods`, else that of `children`; "deterministic"
     only takes part where there is advice. A method that loses a session is given it again when it
     is next asked, a few times; the session is lost when no method is left. Raises `ConfigError`.
     """
@@ -82,27 +80,18 @@ class HybridProposer:
         assert self._reader is not None
         return cast("FeatureProposer", self._children[self._reader]).projection
 
-    def open(
-        self,
-        session: SessionKey,
-        prefix: Sequence[int],
-        sampling: SamplingParams,
-        num_draft_tokens: int,
-        max_len: int,
-        hints: SessionHints = NO_HINTS,
-    ) -> None:
+    def open(self, session: SessionKey, start: SessionStart) -> None:
         assert session not in self._sessions
         if len(self._sessions) >= self.traits.max_sessions:
             self._lose(next(iter(self._sessions)))
-        wanted = [name for name in hints.methods or self._names if name in self._names]
+        wanted = [name for name in start.methods or self._names if name in self._names]
         order = [
             self._names.index(name)
             for name in wanted
-            if name != "deterministic" or hints.advice.token_ids
+            if name != "deterministic" or start.advice.token_ids
         ]
-        follower = Follower(prefix, sampling, num_draft_tokens, max_len, self.traits)
         known = self._sessions[session] = _Session(
-            follower, hints, len(prefix) - hints.num_output_tokens, order
+            Follower(start, self.traits), replace(start, prefix=()), start.prompt_len, order
         )
         for i in order:
             self._open_on(i, session, known)
@@ -223,15 +212,14 @@ class HybridProposer:
 
     def _open_on(self, i: int, key: SessionKey, known: _Session) -> None:
         follower = known.follower
-        num_output = max(0, len(follower.tokens) - known.num_given_tokens)
-        self._children[i].open(
-            key,
-            follower.tokens,
-            follower.sampling,
-            follower.num_draft_tokens,
-            follower.max_len,
-            replace(known.hints, num_output_tokens=num_output),
+        now = replace(
+            known.start,
+            prefix=tuple(follower.tokens),
+            num_draft_tokens=follower.num_draft_tokens,
+            max_len=follower.max_len,
+            num_output_tokens=max(0, len(follower.tokens) - known.prompt_len),
         )
+        self._children[i].open(key, now)
         known.open.add(i)
 
     def _ensure_open(self, i: int, key: SessionKey, known: _Session) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from outrider.drafting.copying import CopyingProposer
-from outrider.drafting.proposer import Follower, SessionHints
+from outrider.drafting.proposer import Follower, SessionStart
 from outrider.errors import ConfigError
 from outrider.params import TokenIds
 
@@ -55,10 +55,10 @@ class NgramProposer(CopyingProposer):
         self._sizes = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
         self._prefer: Prefer = prefer
 
-    def _source(self, follower: Follower, hints: SessionHints) -> _Lookup:
+    def _source(self, follower: Follower, start: SessionStart) -> _Lookup:
         room = self._max_tokens - len(follower.tokens)
         references: list[int] = []
-        for reference in hints.advice.references:
+        for reference in start.advice.references:
             if len(references) + len(reference) < room:  # what does not fit is left out
                 references += (*reference, _END)
         return _Lookup(follower, references, self._sizes, self._prefer)

@@ -21,7 +21,13 @@ from outrider.drafting.candidates import draw_of_likeliest
 from outrider.drafting.draft_mask import DraftMask, DraftMasks, open_mask
 from outrider.drafting.feature_session import FeatureMethod, FeatureSession
 from outrider.drafting.guess_trees import Nodes, TargetDraws, max_trees
-from outrider.drafting.proposer import TREE_WIDTH, DraftRound, ProposerTraits, SessionKey
+from outrider.drafting.proposer import (
+    TREE_WIDTH,
+    DraftRound,
+    ProposerTraits,
+    SessionKey,
+    SessionStart,
+)
 from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.sampling import Lane, SamplingBatch, sample
 from outrider.errors import ConfigError
@@ -214,8 +220,8 @@ class OneShotProposer(FeatureMethod):
         mask = self._masked.get(state.key)
         return None if mask is None else mask.after(state.follower.tokens)
 
-    def _opened(self, state: FeatureSession) -> None:
-        mask = open_mask(self._masks, state.hints, state.follower.tokens)
+    def _opened(self, state: FeatureSession, start: SessionStart) -> None:
+        mask = open_mask(self._masks, start)
         if mask is not None:
             self._masked[state.key] = mask
 

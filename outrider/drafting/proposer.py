@@ -41,9 +41,13 @@ class ProposerTraits:
 
 
 @dataclass(frozen=True, slots=True)
-class SessionHints:
-    """What a session may tell besides its tokens. A method uses what it understands."""
+class SessionStart:
+    """How a session begins. Fields with a default are hints: a method uses what it understands."""
 
+    prefix: Sequence[int]  # committed
+    sampling: SamplingParams
+    num_draft_tokens: int
+    max_len: int  # that the session can reach
     methods: tuple[str, ...] = ()  # of a proposer with several: those that may draft, in order
     advice: Advice = NO_ADVICE
     constraint: Constraint | None = None
@@ -51,8 +55,15 @@ class SessionHints:
     tenant: str = ""
     num_output_tokens: int = 0  # of the prefix: its last ones, what was generated before `open`
 
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prefix that output follows."""
+        return len(self.prefix) - self.num_output_tokens
 
-NO_HINTS = SessionHints()
+    @property
+    def samples(self) -> bool:
+        """Drafts are drawn with noise of their own: rejection verifies them."""
+        return self.rule is VerificationRule.REJECTION and not self.sampling.greedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +94,8 @@ class Proposer(Protocol):
     @property
     def num_sessions(self) -> int: ...
 
-    def open(
-        self,
-        session: SessionKey,
-        prefix: Sequence[int],
-        sampling: SamplingParams,
-        num_draft_tokens: int,
-        max_len: int,
-        hints: SessionHints = NO_HINTS,
-    ) -> None:
-        """A session begins with `prefix` committed. `max_len` is the length it can reach."""
+    def open(self, session: SessionKey, start: SessionStart) -> None:
+        """A session begins."""
         ...
 
     def commit(
@@ -160,23 +163,16 @@ class Follower:
         "vocab_size",
     )
 
-    def __init__(
-        self,
-        prefix: Sequence[int],
-        sampling: SamplingParams,
-        num_draft_tokens: int,
-        max_len: int,
-        traits: ProposerTraits,
-    ) -> None:
+    def __init__(self, start: SessionStart, traits: ProposerTraits) -> None:
         self.tokens: list[int] = []
         self.pushed: DraftTree | None = None
-        self.sampling = sampling
+        self.sampling = start.sampling
         self.max_model_len = traits.max_model_len
-        self.max_len = min(max_len, traits.max_model_len)
+        self.max_len = min(start.max_len, traits.max_model_len)
         self.vocab_size = traits.vocab_size or 2**31
         self.max_draft_tokens = traits.max_draft_tokens
-        self.num_draft_tokens = min(num_draft_tokens, traits.max_draft_tokens)
-        self._append(prefix)
+        self.num_draft_tokens = min(start.num_draft_tokens, traits.max_draft_tokens)
+        self._append(start.prefix)
 
     def commit(self, base_len: int, tokens: Sequence[int], num_draft_tokens: int) -> bool:
         """Appends what is new in `tokens`; False if they do not fit what is known."""

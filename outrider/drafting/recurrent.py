@@ -26,7 +26,13 @@ from outrider.drafting.feature_session import FeatureMethod, FeatureSession
 from outrider.drafting.guess_trees import max_trees
 from outrider.drafting.head_forward import LEAD, HeadForward
 from outrider.drafting.heads.base import RecurrentHead
-from outrider.drafting.proposer import TREE_WIDTH, DraftRound, ProposerTraits, SessionKey
+from outrider.drafting.proposer import (
+    TREE_WIDTH,
+    DraftRound,
+    ProposerTraits,
+    SessionKey,
+    SessionStart,
+)
 from outrider.drafting.row_cache import RowCache
 from outrider.drafting.tree_steps import draft_trees, max_fed_nodes
 from outrider.engine.attention import AttentionBackend
@@ -174,10 +180,10 @@ class RecurrentProposer(FeatureMethod):
                 done.unfinished.append(row.state.key)
         return forward_s
 
-    def _opened(self, state: FeatureSession) -> None:
+    def _opened(self, state: FeatureSession, start: SessionStart) -> None:
         cache = self._caches[state.key] = RowCache()
         cache.adopt(self._pool, state.follower.tokens, self._page_size)
-        cache.mask = open_mask(self._masks, state.hints, state.follower.tokens)
+        cache.mask = open_mask(self._masks, start)
 
     def _used(self, state: FeatureSession) -> None:
         # The last row is fed again if another draft is asked for.

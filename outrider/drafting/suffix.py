@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from outrider.drafting.copying import CopyingProposer
-from outrider.drafting.proposer import Follower, SessionHints
+from outrider.drafting.proposer import Follower, SessionStart
 from outrider.drafting.suffix_index import NO_PATH, NOTHING, SuffixIndex
 from outrider.drafting.suffix_kernels import Ints
 from outrider.drafting.suffix_settings import SuffixSettings
@@ -47,8 +47,8 @@ class SuffixProposer(CopyingProposer):
         self._settings = settings or SuffixSettings()
         self.responses = Responses(self._settings)
 
-    def _source(self, follower: Follower, hints: SessionHints) -> _Suffixes:
-        return _Suffixes(follower, hints, self.responses, self._settings)
+    def _source(self, follower: Follower, start: SessionStart) -> _Suffixes:
+        return _Suffixes(follower, start, self.responses, self._settings)
 
 
 class Responses:
@@ -101,16 +101,16 @@ class _Suffixes:
     def __init__(
         self,
         follower: Follower,
-        hints: SessionHints,
+        start: SessionStart,
         responses: Responses,
         settings: SuffixSettings,
     ) -> None:
         self._follower = follower
-        self._tenant = hints.tenant
+        self._tenant = start.tenant
         self._responses = responses
         self._settings = settings
         self._text = SuffixIndex(follower.tokens)
-        self._prompt_len = len(follower.tokens) - hints.num_output_tokens
+        self._prompt_len = start.prompt_len
 
     @property
     def num_tokens(self) -> int:

@@ -14,6 +14,7 @@ from outrider.draft_tree import DraftTree
 from outrider.drafting.heads.base import RecurrentHead
 from outrider.drafting.heads.eagle import load_eagle
 from outrider.drafting.heads.eagle3 import load_eagle3
+from outrider.drafting.proposer import SessionStart
 from outrider.drafting.recurrent import RecurrentProposer
 from outrider.engine.backends import choose_backend
 from outrider.engine.kv_cache import KVPools
@@ -55,7 +56,7 @@ def _drafts(head: RecurrentHead, sampling: SamplingParams, tree_width: int) -> l
     width = head.features.width
     lengths = {1: 60, 2: 9}
     for key, length in lengths.items():
-        proposer.open(key, [key + i % 90 for i in range(length)], sampling, 6, 120)
+        proposer.open(key, SessionStart([key + i % 90 for i in range(length)], sampling, 6, 120))
         proposer.features(key, 0, made.as_bytes(made.features(length - 1, width, key)))
     found: list[DraftTree] = []
     for i in range(ROUNDS):

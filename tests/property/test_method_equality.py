@@ -14,7 +14,7 @@ from outrider.drafting.deterministic import DeterministicProposer
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.ngram import NgramProposer
-from outrider.drafting.proposer import DraftRound, Proposer, SessionHints
+from outrider.drafting.proposer import DraftRound, Proposer, SessionStart
 from outrider.drafting.suffix import SuffixProposer
 from outrider.engine.engine import Engine
 from outrider.engine.policy import Policy
@@ -58,9 +58,11 @@ class Pair:
             self.engine.submit(request)
             ahead = self.proposer.traits.runs_ahead
             self.engine.set_drafting(i, "p", K, runs_ahead=ahead)
-            hints = SessionHints(advice=request.speculation.advice)
             prompt = request.prompt_token_ids
-            self.proposer.open(i, prompt, request.sampling, K, len(prompt) + OUTPUT, hints)
+            start = SessionStart(
+                prompt, request.sampling, K, len(prompt) + OUTPUT, advice=request.speculation.advice
+            )
+            self.proposer.open(i, start)
         while len(last) < len(requests):
             self.now += 1.0
             self.post(self.proposer.draft(wanting))

@@ -15,7 +15,7 @@ from outrider.draft_tree import DraftTree
 from outrider.drafting.heads.base import RecurrentHead
 from outrider.drafting.heads.eagle import load_eagle
 from outrider.drafting.heads.eagle3 import load_eagle3
-from outrider.drafting.proposer import SessionHints
+from outrider.drafting.proposer import SessionStart
 from outrider.drafting.recurrent import RecurrentProposer
 from outrider.engine.backends import choose_backend
 from outrider.engine.kv_cache import KVPools
@@ -85,7 +85,7 @@ def _alone(head: RecurrentHead, session: _Session, wanted: int, tree_width: int)
     """The draft of a proposer that sees nothing but the text and all its states, at once."""
     proposer = _proposer(head, 64, 1000, tree_width)
     width = head.features.width
-    proposer.open(1, session.tokens, session.sampling, wanted, 120)
+    proposer.open(1, SessionStart(session.tokens, session.sampling, wanted, 120))
     proposer.features(1, 0, _rows(session.tokens, 0, len(session.tokens) - 1, width))
     ((_, tree),) = proposer.draft([1]).drafts
     return tree
@@ -111,7 +111,7 @@ def test_drafts_are_those_of_a_fresh_start(
                 rng.randrange(made.VOCAB_SIZE) for _ in range(rng.randint(1, 20))
             ]
             sessions[key] = _Session(prompt, rng.choice((GREEDY, SAMPLED)))
-            proposer.open(key, prompt, sessions[key].sampling, rng.randint(1, 6), 120)
+            proposer.open(key, SessionStart(prompt, sessions[key].sampling, rng.randint(1, 6), 120))
         for name, session in sessions.items():
             if session.num_rows < len(session.tokens) - 1 and rng.random() < 0.8:
                 start = max(0, session.num_rows - rng.randint(0, 2))  # repeats are harmless
@@ -156,7 +156,7 @@ def test_gaps_and_rows_of_another_size_lose_the_session(tmp_path: Path) -> None:
         (1, 1, _rows(tokens, 1, 4, width)),
         (2, 0, _rows(tokens, 0, 4, width)[:-2]),
     ):
-        proposer.open(key, tokens, GREEDY, 3, 50)
+        proposer.open(key, SessionStart(tokens, GREEDY, 3, 50))
         proposer.features(key, start, rows)
         assert proposer.draft([key]).lost == [key]
     assert proposer.num_sessions == 0
@@ -172,7 +172,7 @@ def test_a_failure_does_not_hide_who_was_lost(
     tokens = list(range(1, 9))
     width = head.features.width
     for key, start in ((1, 1), (2, 0)):
-        proposer.open(key, tokens, GREEDY, 3, 50)
+        proposer.open(key, SessionStart(tokens, GREEDY, 3, 50))
         proposer.features(key, start, _rows(tokens, start, 7, width))  # 1: with a gap
     with monkeypatch.context() as patch:
         patch.setattr(head, "logits", _fail)
@@ -191,7 +191,7 @@ def test_a_session_without_all_its_rows_has_no_draft_yet(tmp_path: Path) -> None
     head = _load("eagle3", tmp_path / "files")
     proposer = _proposer(head, 32, 100)
     tokens = list(range(1, 9))
-    proposer.open(1, tokens, GREEDY, 3, 50)
+    proposer.open(1, SessionStart(tokens, GREEDY, 3, 50))
     assert proposer.draft([1]).unfinished == [1]
     proposer.features(1, 0, _rows(tokens, 0, 6, head.features.width))
     assert proposer.draft([1]).unfinished == [1]
@@ -206,7 +206,7 @@ def test_a_session_without_all_its_rows_has_no_draft_yet(tmp_path: Path) -> None
 def test_a_text_of_one_token_has_no_row_to_draft_from(tmp_path: Path) -> None:
     head = _load("eagle3", tmp_path / "files")
     proposer = _proposer(head, 32, 100)
-    proposer.open(1, [5], GREEDY, 3, 50)
+    proposer.open(1, SessionStart([5], GREEDY, 3, 50))
     assert proposer.draft([1]).drafts == [(1, DraftTree.chain(1, ()))]
 
 
@@ -214,9 +214,8 @@ def test_rejection_gets_what_drafts_were_drawn_from(tmp_path: Path) -> None:
     head = _load("eagle3", tmp_path / "files")
     proposer = _proposer(head, 32, 100)
     tokens = list(range(1, 9))
-    hints = SessionHints(rule=VerificationRule.REJECTION)
     for key, sampling in ((1, SAMPLED), (2, GREEDY)):
-        proposer.open(key, tokens, sampling, 4, 50, hints)
+        proposer.open(key, SessionStart(tokens, sampling, 4, 50, rule=VerificationRule.REJECTION))
         proposer.features(key, 0, _rows(tokens, 0, 7, head.features.width))
     trees = dict(proposer.draft([1, 2]).drafts)
     assert len(trees[1].probs) == 4
@@ -235,7 +234,7 @@ def test_a_prompt_that_was_seen_is_not_computed_again(tmp_path: Path) -> None:
     num_rounds: list[int] = []
     for key, last in ((1, 50), (2, 60)):
         text = [*tokens, last]
-        proposer.open(key, text, GREEDY, 3, 60)
+        proposer.open(key, SessionStart(text, GREEDY, 3, 60))
         proposer.features(key, 0, _rows(text, 0, len(text) - 1, head.features.width))
         num_rounds.append(1)
         while proposer.draft([key]).unfinished:

@@ -22,7 +22,7 @@ from outrider.drafting.deterministic import DeterministicProposer
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.ngram import NgramProposer
-from outrider.drafting.proposer import DraftRound, Proposer, SessionHints
+from outrider.drafting.proposer import DraftRound, Proposer, SessionStart
 from outrider.drafting.suffix import SuffixProposer
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
@@ -279,13 +279,17 @@ class World:
             )
         )
         prompt_len = len(request.prompt_token_ids)
-        max_len = prompt_len + request.stop.max_tokens
-        hints = SessionHints(
-            advice=request.speculation.advice, num_output_tokens=len(prefix) - prompt_len
+        start = SessionStart(
+            prefix,
+            request.sampling,
+            k,
+            max_len=prompt_len + request.stop.max_tokens,
+            advice=request.speculation.advice,
+            num_output_tokens=len(prefix) - prompt_len,
         )
 
         def opened(p: Player) -> None:
-            p.method.open(key, prefix, request.sampling, k, max_len, hints)
+            p.method.open(key, start)
             p.wanting[key] = None
 
         self._send(player, opened)

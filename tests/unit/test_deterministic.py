@@ -10,7 +10,7 @@ import pytest
 from outrider.drafting.branch_plan import NO_PACE
 from outrider.drafting.deterministic import DeterministicProposer, _Edited
 from outrider.drafting.edit_cursor import MAX_SEARCHES, EditCursor, Original
-from outrider.drafting.proposer import NO_HINTS, Follower, SessionHints
+from outrider.drafting.proposer import Follower, SessionStart
 from outrider.params import Advice, SamplingParams
 from outrider.types import common_prefix_len
 
@@ -124,7 +124,7 @@ def test_unrelated_output_is_survived(seed: int) -> None:
 def test_without_edit_it_goes_on_after_the_longest_match() -> None:
     proposer = DeterministicProposer()
     advice = Advice(token_ids=(1, 2, 3, 9, 1, 2, 4, 5, 2, 4, 6))
-    proposer.open(1, [4, 5], GREEDY, 128, 1000, SessionHints(advice=advice))
+    proposer.open(1, SessionStart([4, 5], GREEDY, 128, 1000, advice=advice))
     assert draft(proposer, 1) == [], "the prompt is not looked up"
     proposer.commit(1, 2, [1, 2], 128)
     assert draft(proposer, 1) == [3, 9, 1, 2, 4, 5, 2, 4, 6]
@@ -136,8 +136,8 @@ def test_without_edit_it_goes_on_after_the_longest_match() -> None:
 
 def test_with_edit_the_advice_is_what_the_output_begins_with() -> None:
     proposer = DeterministicProposer()
-    hints = SessionHints(advice=Advice(token_ids=TEXT, edit=True))
-    proposer.open(1, list(TEXT), GREEDY, 128, 1000, hints)
+    start = SessionStart(list(TEXT), GREEDY, 128, 1000, advice=Advice(token_ids=TEXT, edit=True))
+    proposer.open(1, start)
     assert draft(proposer, 1) == list(TEXT)
     proposer.commit(1, 100, [100, 101, 1], 128)
     assert draft(proposer, 1) == list(TEXT[3:11]), "a few tokens, as nothing is certain"
@@ -147,8 +147,15 @@ def test_with_edit_the_advice_is_what_the_output_begins_with() -> None:
 
 def test_a_session_that_is_opened_anew_goes_on_where_its_output_was() -> None:
     proposer = DeterministicProposer()
-    hints = SessionHints(advice=Advice(token_ids=TEXT, edit=True), num_output_tokens=30)
-    proposer.open(1, [5, 6, *TEXT[:30]], GREEDY, 128, 1000, hints)
+    start = SessionStart(
+        [5, 6, *TEXT[:30]],
+        GREEDY,
+        128,
+        1000,
+        advice=Advice(token_ids=TEXT, edit=True),
+        num_output_tokens=30,
+    )
+    proposer.open(1, start)
     assert draft(proposer, 1) == list(TEXT[30:])
 
 
@@ -157,8 +164,10 @@ def test_a_long_output_that_was_lost_is_caught_up_with_over_several_rounds() -> 
     written = [*chance.choices(range(50), k=3 * MAX_SEARCHES), *TEXT[:9]]
     proposer = DeterministicProposer()
     advice = Advice(token_ids=(*chance.choices(range(50), k=400), *TEXT), edit=True)
-    hints = SessionHints(advice=advice, num_output_tokens=len(written))
-    proposer.open(1, [5, *written], GREEDY, 16, 10_000, hints)
+    start = SessionStart(
+        [5, *written], GREEDY, 16, 10_000, advice=advice, num_output_tokens=len(written)
+    )
+    proposer.open(1, start)
     drafts = []
     for token in TEXT[9:15]:
         drafts.append(draft(proposer, 1))
@@ -182,14 +191,13 @@ def test_memory_does_not_grow_with_the_length_of_a_match(size: int) -> None:
 
 def test_without_advice_there_is_no_guess() -> None:
     proposer = DeterministicProposer()
-    proposer.open(1, [1, 2, 1, 2], GREEDY, 128, 1000, NO_HINTS)
+    proposer.open(1, SessionStart([1, 2, 1, 2], GREEDY, 128, 1000))
     assert draft(proposer, 1) == []
 
 
 def test_ahead_goes_on_with_the_advice() -> None:
     proposer = DeterministicProposer()
-    hints = SessionHints(advice=Advice(token_ids=TEXT, edit=True))
-    proposer.open(1, [1], GREEDY, 10, 1000, hints)
+    proposer.open(1, SessionStart([1], GREEDY, 10, 1000, advice=Advice(token_ids=TEXT, edit=True)))
     assert draft(proposer, 1) == list(TEXT[:10])
     [(_, tree)] = proposer.ahead([1], None).trees  # type: ignore[arg-type]
     assert tree.first_path(21) == TEXT[:21]
@@ -207,8 +215,7 @@ def test_drafting_ahead_of_a_long_copy_follows_its_tokens_few_times(
     )
     text = tuple(range(400))
     proposer = DeterministicProposer()
-    hints = SessionHints(advice=Advice(token_ids=text, edit=True))
-    proposer.open(1, [1], GREEDY, 128, 1000, hints)
+    proposer.open(1, SessionStart([1], GREEDY, 128, 1000, advice=Advice(token_ids=text, edit=True)))
     proposer.draft([1])
     followed.clear()
     proposer.ahead([1], NO_PACE)
@@ -223,7 +230,7 @@ def test_alternatives_are_the_same_in_any_order(seed: int) -> None:
 
     def source() -> _Edited:
         tokens = [9, *written]
-        follower = Follower(tokens, GREEDY, 16, 200, DeterministicProposer().traits)
+        follower = Follower(SessionStart(tokens, GREEDY, 16, 200), DeterministicProposer().traits)
         return _Edited(follower, advice, 1)
 
     kept = source()
@@ -239,6 +246,6 @@ def test_alternatives_are_the_same_in_any_order(seed: int) -> None:
 
 def test_advice_beyond_the_memory_is_cut() -> None:
     proposer = DeterministicProposer(max_tokens=20)
-    hints = SessionHints(advice=Advice(token_ids=TEXT, edit=True))
-    proposer.open(1, [1] * 5, GREEDY, 128, 1000, hints)
+    start = SessionStart([1] * 5, GREEDY, 128, 1000, advice=Advice(token_ids=TEXT, edit=True))
+    proposer.open(1, start)
     assert draft(proposer, 1) == list(TEXT[:14])

@@ -14,7 +14,7 @@ from outrider.drafting.draft_mask import DraftMask, DraftMasks
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.ngram import NgramProposer
-from outrider.drafting.proposer import SessionHints
+from outrider.drafting.proposer import SessionStart
 from outrider.engine.constraint import ConstraintCompiler, ConstraintEditor
 from outrider.engine.sampling import Lane, SamplingBatch, sample
 from outrider.params import (
@@ -79,8 +79,8 @@ def test_drafts_are_the_masked_model_s(temperature: float, rule: VerificationRul
     lane = Lane.DRAFT if samples else Lane.SHARED
     method = proposer()
     text = [7, 7, 7]
-    method.open(1, text, sampling, K, 250, SessionHints(constraint=SCHEMA, rule=rule))
-    method.open(2, text, sampling, K, 250)  # beside one without a constraint
+    method.open(1, SessionStart(text, sampling, K, 250, constraint=SCHEMA, rule=rule))
+    method.open(2, SessionStart(text, sampling, K, 250))  # beside one without a constraint
     for accepted in (2, 0, K, 1):
         drafts = dict(method.draft([1, 2]).drafts)
         expected = masked_chain(text, len(text) - 3, sampling, lane)
@@ -100,8 +100,8 @@ def test_drafts_are_the_masked_model_s(temperature: float, rule: VerificationRul
 def test_a_session_begins_in_the_middle_of_its_output() -> None:
     text = [7, 7, *TOKENIZER.encode("[12").ids]
     method = proposer()
-    hints = SessionHints(constraint=SCHEMA, num_output_tokens=len(text) - 2)
-    method.open(1, text, GREEDY, K, 250, hints)
+    start = SessionStart(text, GREEDY, K, 250, constraint=SCHEMA, num_output_tokens=len(text) - 2)
+    method.open(1, start)
     ((_, tree),) = method.draft([1]).drafts
     assert list(tree.token_ids) == masked_chain(text, len(text) - 2, GREEDY)
 
@@ -116,17 +116,19 @@ def test_a_session_begins_in_the_middle_of_its_output() -> None:
 def test_drafts_go_without_a_mask_that_cannot_be_made(constraint: Constraint, output: str) -> None:
     text = [7, 7, *TOKENIZER.encode(output).ids]
     method = proposer()
-    hints = SessionHints(constraint=constraint, num_output_tokens=len(text) - 2)
-    method.open(1, text, GREEDY, K, 250, hints)
-    method.open(2, text, GREEDY, K, 250)
+    start = SessionStart(
+        text, GREEDY, K, 250, constraint=constraint, num_output_tokens=len(text) - 2
+    )
+    method.open(1, start)
+    method.open(2, SessionStart(text, GREEDY, K, 250))
     drafts = dict(method.draft([1, 2]).drafts)
     assert drafts[1].token_ids == drafts[2].token_ids
 
 
 def test_output_that_breaks_the_constraint_ends_its_mask() -> None:
     method = proposer()
-    method.open(1, [7], GREEDY, K, 250, SessionHints(constraint=SCHEMA))
-    method.open(2, [7], GREEDY, K, 250)
+    method.open(1, SessionStart([7], GREEDY, K, 250, constraint=SCHEMA))
+    method.open(2, SessionStart([7], GREEDY, K, 250))
     wrong = TOKENIZER.encode("no array").ids
     method.draft([1, 2])
     for session in (1, 2):
@@ -152,7 +154,7 @@ def test_what_ended_before_it_was_compiled_is_compiled_no_more() -> None:
     assert compiling.wait(60)
     model = HashModel(VOCAB, num_pages=512, max_model_len=256)
     method = DraftModelProposer(model, name="hash", masks=masks)
-    method.open(1, [7], GREEDY, K, 250, SessionHints(constraint=SCHEMA))
+    method.open(1, SessionStart([7], GREEDY, K, 250, constraint=SCHEMA))
     mask = method._sessions[1].mask
     assert mask is not None
     method.close(1)
@@ -171,13 +173,12 @@ def test_a_session_that_a_hybrid_gives_back_is_masked_from_its_output_on() -> No
     model = HashModel(VOCAB, num_pages=512, max_model_len=256)
     small = DraftModelProposer(model, name="hash", max_sessions=1, masks=Ready(COMPILER))
     method = HybridProposer([NgramProposer(), small])
-    hints = SessionHints(constraint=SCHEMA, methods=("draft_model",))
-    text = [7, 7]
-    method.open(1, text, GREEDY, K, 250, hints)
+    start = SessionStart([7, 7], GREEDY, K, 250, constraint=SCHEMA, methods=("draft_model",))
+    method.open(1, start)
     output = TOKENIZER.encode("[12,").ids
-    method.commit(1, len(text), output, K)
-    small.open(2, text, GREEDY, K, 250, hints)  # at the cost of 1
+    method.commit(1, 2, output, K)
+    small.open(2, start)  # at the cost of 1
     method.draft([])
     ((session, tree),) = method.draft([1]).drafts
     assert session == 1
-    assert list(tree.token_ids) == masked_chain([*text, *output], len(output), GREEDY)
+    assert list(tree.token_ids) == masked_chain([7, 7, *output], len(output), GREEDY)

@@ -14,7 +14,7 @@ from outrider.draft_tree import DraftTree
 from outrider.drafting.branch_plan import Pace
 from outrider.drafting.branches import EagerForks
 from outrider.drafting.draft_model import DraftModelProposer
-from outrider.drafting.proposer import DraftRound, SessionHints
+from outrider.drafting.proposer import DraftRound, SessionStart
 from outrider.engine.loader import build_paged_model
 from outrider.engine.sampling import Lane, SamplingBatch, process_logits, sample
 from outrider.errors import ConfigError
@@ -106,7 +106,7 @@ class Bench:
         self.text[key], self.sampling[key], self.wanted[key] = list(prefix), sampling, k
         if rule is REJECTION and not sampling.greedy:
             self.sampled.add(key)
-        self.proposer.open(key, prefix, sampling, k, 50, SessionHints(rule=rule))
+        self.proposer.open(key, SessionStart(prefix, sampling, k, 50, rule=rule))
 
     def commit(self, which: int, node: int, more: list[int], overlap: int, k: int) -> None:
         key = list(self.text)[which % len(self.text)]
@@ -280,7 +280,7 @@ def test_equals_transformers_generate(
     texts = {1: list(range(1, 60)), 2: [7, 8, 9]}
     params = {key: SamplingParams(temperature=temperature, seed=key) for key in texts}
     for key, text in texts.items():
-        proposer.open(key, text, params[key], 4, 200)
+        proposer.open(key, SessionStart(text, params[key], 4, 200))
     for accepted in (4, 0, 1, 4, 4, 2, 3, 4, 0):
         drafts = dict(proposer.draft([1, 2]).drafts)
         while len(drafts) < 2:
@@ -313,12 +313,12 @@ def test_a_reopened_session_finds_its_prefix_in_the_cache() -> None:
     model = HashModel()
     proposer = DraftModelProposer(model, name="hash", prefill_budget=20)
     prefix = [i % 32 for i in range(45)]
-    proposer.open(1, prefix, GREEDY, 2, 60)
+    proposer.open(1, SessionStart(prefix, GREEDY, 2, 60))
     assert proposer.draft([1]).unfinished == [1]
     assert proposer.draft([1]).unfinished == [1]
     assert len(proposer.draft([1]).drafts) == 1
     proposer.close(1)
-    proposer.open(2, prefix, GREEDY, 2, 60)
+    proposer.open(2, SessionStart(prefix, GREEDY, 2, 60))
     assert len(proposer.draft([2]).drafts) == 1  # within one prefill budget
     proposer.check_invariants()
 
@@ -326,7 +326,7 @@ def test_a_reopened_session_finds_its_prefix_in_the_cache() -> None:
 def test_full_acceptance_feeds_the_last_draft_again_in_one_forward() -> None:
     model = HashModel()
     proposer = DraftModelProposer(model, name="hash")
-    proposer.open(1, [1, 2, 3], GREEDY, 4, 60)
+    proposer.open(1, SessionStart([1, 2, 3], GREEDY, 4, 60))
     [(_, tree)] = proposer.draft([1]).drafts
     before = model.forwards
     proposer.commit(1, 3, [*tree.token_ids, 9], 4)
@@ -337,10 +337,10 @@ def test_full_acceptance_feeds_the_last_draft_again_in_one_forward() -> None:
 def test_when_pages_run_out_the_least_recently_drafted_is_lost() -> None:
     proposer = DraftModelProposer(HashModel(num_pages=16), name="hash")
     for session in (1, 2):
-        proposer.open(session, [session] * 24, GREEDY, 4, 60)
+        proposer.open(session, SessionStart([session] * 24, GREEDY, 4, 60))
     proposer.draft([1, 2])
     proposer.draft([1])
-    proposer.open(3, [3] * 24, GREEDY, 4, 60)
+    proposer.open(3, SessionStart([3] * 24, GREEDY, 4, 60))
     done = proposer.draft([3])
     assert done.lost == [2]
     assert [key for key, _ in done.drafts] == [3]
@@ -350,7 +350,7 @@ def test_when_pages_run_out_the_least_recently_drafted_is_lost() -> None:
 def test_too_many_sessions_lose_the_least_recently_drafted() -> None:
     proposer = DraftModelProposer(HashModel(), name="hash", max_sessions=2)
     for session in (1, 2, 3):
-        proposer.open(session, [1], GREEDY, 4, 60)
+        proposer.open(session, SessionStart([1], GREEDY, 4, 60))
     done = proposer.draft([1, 2, 3])
     assert done.lost == [1]
     assert [key for key, _ in done.drafts] == [2, 3]
@@ -359,8 +359,8 @@ def test_too_many_sessions_lose_the_least_recently_drafted() -> None:
 def test_a_failure_does_not_hide_who_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     model = HashModel(32, 4, 64, 64)
     method = DraftModelProposer(model, name="hash", max_sessions=1)
-    method.open(1, [1, 2, 3], GREEDY, 4, 64)
-    method.open(2, [1, 2, 3], GREEDY, 4, 64)  # 1 makes room
+    method.open(1, SessionStart([1, 2, 3], GREEDY, 4, 64))
+    method.open(2, SessionStart([1, 2, 3], GREEDY, 4, 64))  # 1 makes room
 
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
@@ -376,7 +376,7 @@ def test_a_failure_does_not_hide_who_was_lost(monkeypatch: pytest.MonkeyPatch) -
 def test_unusable_prefixes_are_followed_in_silence(prefix: list[int]) -> None:
     """Too long, outside the vocabulary, empty: no draft, no Lost that would be opened again."""
     proposer = DraftModelProposer(HashModel(), name="hash")
-    proposer.open(1, prefix, GREEDY, 4, 1000)
+    proposer.open(1, SessionStart(prefix, GREEDY, 4, 1000))
     done = proposer.draft([1])
     assert [tree.token_ids for _, tree in done.drafts] == [()]
     assert done.lost == []
@@ -385,7 +385,7 @@ def test_unusable_prefixes_are_followed_in_silence(prefix: list[int]) -> None:
 
 def test_a_token_outside_the_vocabulary_frees_the_pages() -> None:
     proposer = DraftModelProposer(HashModel(), name="hash")
-    proposer.open(1, [1, 2, 3], GREEDY, 4, 60)
+    proposer.open(1, SessionStart([1, 2, 3], GREEDY, 4, 60))
     proposer.draft([1])
     proposer.commit(1, 3, [32], 4)
     proposer.check_invariants()
@@ -394,7 +394,7 @@ def test_a_token_outside_the_vocabulary_frees_the_pages() -> None:
 
 def test_drafts_stay_within_the_model_length() -> None:
     proposer = DraftModelProposer(HashModel(max_model_len=16), name="hash")
-    proposer.open(1, [1] * 13, GREEDY, 8, 1000)
+    proposer.open(1, SessionStart([1] * 13, GREEDY, 8, 1000))
     [(_, tree)] = proposer.draft([1]).drafts
     assert len(tree.token_ids) == 2
     proposer.commit(1, 13, [1, 1, 1], 8)

@@ -18,6 +18,7 @@ from outrider.drafting.head_forward import HeadForward
 from outrider.drafting.heads.base import RecurrentHead
 from outrider.drafting.heads.eagle import load_eagle
 from outrider.drafting.heads.eagle3 import Eagle3Head, load_eagle3
+from outrider.drafting.proposer import SessionStart
 from outrider.drafting.recurrent import RecurrentProposer
 from outrider.engine.backends import choose_backend
 from outrider.engine.batch import RowSlice, pack
@@ -449,7 +450,7 @@ def test_a_tree_holds_the_likeliest_nodes(tmp_path: Path, target: Target, num_no
         name="tiny",
         tree_width=12,
     )
-    proposer.open(1, TOKENS, SamplingParams(temperature=0.0), num_nodes, 100)
+    proposer.open(1, SessionStart(TOKENS, SamplingParams(temperature=0.0), num_nodes, 100))
     proposer.features(1, 0, made.as_bytes(rows))
     ((_, tree),) = proposer.draft([1]).drafts
     paths: list[tuple[int, ...]] = []

@@ -8,7 +8,7 @@ import torch
 
 from outrider.drafting.branch_plan import NO_PACE, Pace
 from outrider.drafting.feature_session import FeatureMethod, FeatureSession
-from outrider.drafting.proposer import DraftRound, ProposerTraits, SessionKey
+from outrider.drafting.proposer import DraftRound, ProposerTraits, SessionKey, SessionStart
 from outrider.features import FeatureSpec
 from outrider.params import SamplingParams
 from tests.support.eagle_checkpoints import as_bytes
@@ -47,7 +47,7 @@ def _send(method: Keeping, session: SessionKey, start: int, end: int) -> None:
 
 def test_rows_come_in_parts_and_go_in_others() -> None:
     method = _method()
-    method.open(1, range(12), GREEDY, 4, 20)
+    method.open(1, SessionStart(range(12), GREEDY, 4, 20))
     for start, end in ((0, 3), (1, 4), (2, 3), (4, 4), (4, 11)):  # with repeats, and with nothing
         _send(method, 1, start, end)
     state = method.state(1)
@@ -67,7 +67,7 @@ def test_rows_come_in_parts_and_go_in_others() -> None:
 
 def test_it_is_ready_when_all_rows_but_the_last_tokens_are_there() -> None:
     method = _method()
-    method.open(1, [1], GREEDY, 4, 20)
+    method.open(1, SessionStart([1], GREEDY, 4, 20))
     state = method.state(1)
     assert not state.ready  # a text of one token has no row that a draft can begin after
     _send(method, 1, 0, 1)
@@ -84,7 +84,7 @@ def test_it_is_ready_when_all_rows_but_the_last_tokens_are_there() -> None:
 def test_a_gap_and_a_part_of_a_row_lose_the_session() -> None:
     method = _method()
     for key in (1, 2, 3):
-        method.open(key, range(5), GREEDY, 4, 20)
+        method.open(key, SessionStart(range(5), GREEDY, 4, 20))
     _send(method, 1, 1, 3)
     method.features(2, 0, as_bytes(ROWS[:2])[:-1])
     method.features(9, 0, b"?")  # nobody's
@@ -96,7 +96,7 @@ def test_a_gap_and_a_part_of_a_row_lose_the_session() -> None:
 def test_rows_are_bounded_at_the_cost_of_who_was_not_asked_for_the_longest() -> None:
     method = _method(max_rows=20)
     for key in (1, 2, 3):
-        method.open(key, range(15), GREEDY, 4, 20)
+        method.open(key, SessionStart(range(15), GREEDY, 4, 20))
         _send(method, key, 0, 6)
     method.draft([1])
     _send(method, 3, 6, 9)
@@ -104,7 +104,7 @@ def test_rows_are_bounded_at_the_cost_of_who_was_not_asked_for_the_longest() -> 
     _send(method, 1, 6, 14)
     assert method.draft([]).lost == [3]
     for key in (4, 5):  # what was held is free again
-        method.open(key, range(15), GREEDY, 4, 20)
+        method.open(key, SessionStart(range(15), GREEDY, 4, 20))
     _send(method, 4, 0, 6)
     assert method.draft([]).lost == []
 
@@ -112,14 +112,14 @@ def test_rows_are_bounded_at_the_cost_of_who_was_not_asked_for_the_longest() -> 
 def test_a_session_with_too_many_rows_does_not_cost_those_with_few() -> None:
     method = _method(max_rows=20)
     for key in (1, 2, 3):
-        method.open(key, range(15), GREEDY, 4, 20)
+        method.open(key, SessionStart(range(15), GREEDY, 4, 20))
         _send(method, key, 0, 3)
     _send(method, 2, 3, 12)  # it is not drafted for, and goes on to be sent
     method.draft([1, 3])
     assert method.draft([]).lost == []
     _send(method, 2, 12, 15)
     assert method.draft([]).lost == [2]
-    method.open(4, range(15), GREEDY, 4, 20)
+    method.open(4, SessionStart(range(15), GREEDY, 4, 20))
     _send(method, 4, 0, 13)
     _send(method, 1, 3, 5)  # whoever brings the rows that are too many
     assert method.draft([]).lost == [4]
@@ -127,7 +127,7 @@ def test_a_session_with_too_many_rows_does_not_cost_those_with_few() -> None:
 
 def test_repeated_rows_take_no_memory() -> None:
     method = _method()
-    method.open(1, range(15), GREEDY, 4, 20)
+    method.open(1, SessionStart(range(15), GREEDY, 4, 20))
     for end in range(1, 15):
         _send(method, 1, 0, end)
     rows = [method.state(1).rows(i, i + 1) for i in range(14)]
@@ -137,11 +137,11 @@ def test_repeated_rows_take_no_memory() -> None:
 
 def test_a_session_that_is_too_long_holds_nothing() -> None:
     method = _method(max_rows=20)
-    method.open(1, range(18), GREEDY, 4, 40)
+    method.open(1, SessionStart(range(18), GREEDY, 4, 40))
     _send(method, 1, 0, 17)
     method.commit(1, 18, [1, 2, 3], 4)  # beyond the longest text
     _send(method, 1, 17, 20)
-    method.open(2, range(18), GREEDY, 4, 20)
+    method.open(2, SessionStart(range(18), GREEDY, 4, 20))
     _send(method, 2, 0, 17)
     assert method.draft([1, 2]).lost == []
     assert method.state(1).first == method.state(1).end
@@ -150,6 +150,6 @@ def test_a_session_that_is_too_long_holds_nothing() -> None:
 def test_sessions_are_bounded() -> None:
     method = _method(max_sessions=2)
     for key in (1, 2, 3):
-        method.open(key, range(5), GREEDY, 4, 20)
+        method.open(key, SessionStart(range(5), GREEDY, 4, 20))
     assert method.draft([2, 3]).lost == [1]
     assert method.num_sessions == 2

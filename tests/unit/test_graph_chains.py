@@ -12,6 +12,7 @@ import torch
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.draft_steps import ReadyRow, draft_chains, draft_forks
 from outrider.drafting.graph_chains import GraphChains, TorchDraws, make_shapes
+from outrider.drafting.proposer import SessionStart
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.paged_model import PagedModel
 from outrider.params import SamplingParams
@@ -142,7 +143,8 @@ def test_a_proposer_drafts_the_same_with_recorded_loops() -> None:
         rng = random.Random(3)
         said: list[tuple[int, ...]] = []
         for key, sampling in enumerate(SAMPLINGS):
-            proposer.open(key, [rng.randrange(60) for _ in range(5 + 20 * key)], sampling, 4, 120)
+            start = SessionStart([rng.randrange(60) for _ in range(5 + 20 * key)], sampling, 4, 120)
+            proposer.open(key, start)
         lengths = {key: 5 + 20 * key for key in range(len(SAMPLINGS))}
         for _ in range(12):
             done = proposer.draft(list(lengths))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from outrider.drafting.deterministic import DeterministicProposer
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.ngram import NgramProposer
-from outrider.drafting.proposer import NO_HINTS, DraftRound, SessionHints
+from outrider.drafting.proposer import DraftRound, SessionStart
 from outrider.drafting.suffix import SuffixProposer
 from outrider.errors import ConfigError
 from outrider.params import Advice, SamplingParams
@@ -55,19 +56,19 @@ def test_several_different_methods_make_a_hybrid(children: list[NgramProposer]) 
 @pytest.mark.parametrize(
     ("hints", "prefix", "method"),
     [
-        (NO_HINTS, [9, 1, 2], 2),  # neither advice nor a repetition
-        (NO_HINTS, [1, 2, 3, 1, 2], 1),
-        (SessionHints(advice=ADVICE), [1, 2, 3, 1, 2], 0),
-        (SessionHints(methods=("draft_model", "ngram")), [1, 2, 3, 1, 2], 2),
-        (SessionHints(methods=("ngram", "suffix", "deterministic"), advice=ADVICE), [5, 5, 5], 1),
-        (SessionHints(methods=("ngram", "deterministic"), advice=ADVICE), [5, 6], 0),
+        ({}, [9, 1, 2], 2),  # neither advice nor a repetition
+        ({}, [1, 2, 3, 1, 2], 1),
+        ({"advice": ADVICE}, [1, 2, 3, 1, 2], 0),
+        ({"methods": ("draft_model", "ngram")}, [1, 2, 3, 1, 2], 2),
+        ({"methods": ("ngram", "suffix", "deterministic"), "advice": ADVICE}, [5, 5, 5], 1),
+        ({"methods": ("ngram", "deterministic"), "advice": ADVICE}, [5, 6], 0),
     ],
 )
 def test_the_first_wanted_method_with_a_guess_drafts(
-    hints: SessionHints, prefix: list[int], method: int
+    hints: dict[str, Any], prefix: list[int], method: int
 ) -> None:
     proposer = hybrid()
-    proposer.open(1, prefix, GREEDY, 4, 100, hints)
+    proposer.open(1, SessionStart(prefix, GREEDY, 4, 100, **hints))
     who, tokens = drafted(proposer.draft([1]), 1)
     assert who == method
     assert len(tokens) >= 1
@@ -75,19 +76,18 @@ def test_the_first_wanted_method_with_a_guess_drafts(
 
 def test_nobody_that_is_wanted_has_a_guess() -> None:
     proposer = hybrid()
-    hints = SessionHints(methods=("deterministic", "ngram"))
-    proposer.open(1, [1, 2, 3], GREEDY, 4, 100, hints)
+    proposer.open(1, SessionStart([1, 2, 3], GREEDY, 4, 100, methods=("deterministic", "ngram")))
     assert drafted(proposer.draft([1]), 1) == (0, [])
     assert proposer.ahead([1], NO_PACE).trees == []
 
 
 def test_methods_that_were_passed_over_have_followed() -> None:
     proposer = hybrid()
-    proposer.open(1, [1, 2, 3, 1, 2], GREEDY, 4, 100)
+    proposer.open(1, SessionStart([1, 2, 3, 1, 2], GREEDY, 4, 100))
     assert drafted(proposer.draft([1]), 1) == (1, [3, 1, 2, 3])
     proposer.commit(1, 5, [9], 4)  # nothing like it came before
     alone = DraftModelProposer(HashModel(num_pages=64), name="hash")
-    alone.open(1, [1, 2, 3, 1, 2, 9], GREEDY, 4, 100)
+    alone.open(1, SessionStart([1, 2, 3, 1, 2, 9], GREEDY, 4, 100))
     [(_, tree)] = alone.draft([1]).drafts
     assert drafted(proposer.draft([1]), 1) == (2, list(tree.token_ids))
 
@@ -96,8 +96,10 @@ def test_a_draft_that_another_replaced_is_sent_again() -> None:
     """The n-gram's tree still holds the draft, but the scorer has the advice's by now."""
     proposer = hybrid()
     advice = Advice(token_ids=(3, 1, 8), edit=False)
-    hints = SessionHints(methods=("deterministic", "ngram"), advice=advice)
-    proposer.open(1, [1, 2, 3, 1, 2], GREEDY, 1, 100, hints)
+    start = SessionStart(
+        [1, 2, 3, 1, 2], GREEDY, 1, 100, methods=("deterministic", "ngram"), advice=advice
+    )
+    proposer.open(1, start)
     assert drafted(proposer.draft([1]), 1) == (1, [3])
     [(_, tree)] = proposer.ahead([1], NO_PACE).trees
     assert tree.first_path(3) == (3, 1, 2)
@@ -110,7 +112,7 @@ def test_a_draft_that_another_replaced_is_sent_again() -> None:
 
 def test_ahead_asks_who_drafted() -> None:
     proposer = hybrid()
-    proposer.open(1, [1, 2, 3, 1, 2], GREEDY, 2, 100)
+    proposer.open(1, SessionStart([1, 2, 3, 1, 2], GREEDY, 2, 100))
     proposer.draft([1])
     round_ = proposer.ahead([1], NO_PACE)
     assert (len(round_.trees), round_.methods) == (1, {1: 1})
@@ -120,8 +122,9 @@ def test_ahead_asks_who_drafted() -> None:
 
 def test_a_session_lost_by_one_method_goes_on_with_the_others_and_comes_back() -> None:
     proposer = hybrid(max_tokens=12)
-    proposer.open(1, [1, 2, 3, 1, 2], GREEDY, 2, 100)
-    proposer.open(2, [5, 6, 7, 5, 6, 7, 5, 6], GREEDY, 2, 100)  # ngram gives 1 up for it
+    proposer.open(1, SessionStart([1, 2, 3, 1, 2], GREEDY, 2, 100))
+    start = SessionStart([5, 6, 7, 5, 6, 7, 5, 6], GREEDY, 2, 100)
+    proposer.open(2, start)  # ngram gives 1 up for it
     round_ = proposer.draft([1])
     assert round_.lost == []
     assert drafted(round_, 1)[0] == 2
@@ -132,7 +135,7 @@ def test_a_session_lost_by_one_method_goes_on_with_the_others_and_comes_back() -
 def test_a_method_that_loses_again_and_again_is_left_alone() -> None:
     proposer = HybridProposer([NgramProposer(max_tokens=9), SuffixProposer(max_tokens=9)])
     for session in (1, 2):
-        proposer.open(session, [1, 2, 3, 1, 2], GREEDY, 2, 100)
+        proposer.open(session, SessionStart([1, 2, 3, 1, 2], GREEDY, 2, 100))
     lost: set[int] = set()
     for _ in range(40):
         for session in sorted({1, 2} - lost):
@@ -156,7 +159,7 @@ def test_every_session_that_is_asked_for_gets_one_answer(seed: int) -> None:
     for session in range(1, 200):
         text = chance.choices(range(4), k=chance.randint(1, 40))
         methods = chance.choice([(), ("ngram", "draft_model"), ("suffix", "ngram")])
-        proposer.open(session, text, GREEDY, 4, 60, SessionHints(methods=methods))
+        proposer.open(session, SessionStart(text, GREEDY, 4, 60, methods=methods))
         lengths[session] = len(text)
         if len(lengths) > 6:
             ended = chance.choice(list(lengths))
@@ -181,16 +184,16 @@ def test_it_holds_no_more_sessions_than_it_says() -> None:
     small = [NgramProposer(max_sessions=2), SuffixProposer(max_sessions=2)]
     proposer = HybridProposer(small)
     for session in (1, 2):
-        proposer.open(session, [1, 2, 1, 2], GREEDY, 4, 100)
+        proposer.open(session, SessionStart([1, 2, 1, 2], GREEDY, 4, 100))
     proposer.draft([1])
-    proposer.open(3, [1, 2, 1, 2], GREEDY, 4, 100)
+    proposer.open(3, SessionStart([1, 2, 1, 2], GREEDY, 4, 100))
     assert proposer.draft([1, 2, 3]).lost == [2]
     assert proposer.num_sessions == 2
 
 
 def test_a_gap_loses_the_session_once_and_for_all_methods() -> None:
     proposer = hybrid()
-    proposer.open(1, [1, 2, 3], GREEDY, 4, 100)
+    proposer.open(1, SessionStart([1, 2, 3], GREEDY, 4, 100))
     proposer.commit(1, 9, [4], 4)
     assert proposer.draft([1]).lost == [1]
     assert proposer.draft([1]).lost == []
@@ -200,10 +203,10 @@ def test_a_gap_loses_the_session_once_and_for_all_methods() -> None:
 def test_a_long_prompt_is_unfinished_only_where_nobody_else_has_a_guess() -> None:
     model = DraftModelProposer(HashModel(num_pages=64), name="hash", prefill_budget=4)
     proposer = HybridProposer([NgramProposer(), model])
-    proposer.open(1, list(range(30)), GREEDY, 2, 100)
+    proposer.open(1, SessionStart(list(range(30)), GREEDY, 2, 100))
     assert proposer.draft([1]).unfinished == [1]
     proposer.close(1)
-    proposer.open(2, [*range(28), 1, 2], GREEDY, 2, 100)
+    proposer.open(2, SessionStart([*range(28), 1, 2], GREEDY, 2, 100))
     round_ = proposer.draft([2])
     assert (round_.unfinished, drafted(round_, 2)) == ([], (0, [3, 4]))
 

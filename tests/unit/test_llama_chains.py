@@ -28,6 +28,7 @@ from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.draft_steps import ReadyRow, draft_chains
 from outrider.drafting.llama_chains import LlamaChains, can_run
 from outrider.drafting.llama_kernels import Draws, compiled, draw
+from outrider.drafting.proposer import SessionStart
 from outrider.engine.batch import RowSlice
 from outrider.engine.loader import load_model
 from outrider.engine.paged_model import PagedModel
@@ -139,7 +140,7 @@ def test_rounds_of_a_proposer(sampling: SamplingParams, tmp_path: Path) -> None:
     texts = {1: list(range(1, 40)), 2: list(range(50, 80))}
     for each in (slow, fast):
         for key, text in texts.items():
-            each.open(key, text, sampling, 4, 128)
+            each.open(key, SessionStart(text, sampling, 4, 128))
     for accepted in (4, 0, 2, 4, 4, 1, 3):
         expected = dict(slow.draft([1, 2]).drafts)
         assert dict(fast.draft([1, 2]).drafts) == expected
@@ -152,7 +153,7 @@ def test_rounds_of_a_proposer(sampling: SamplingParams, tmp_path: Path) -> None:
     # its last token is fed too.
     assert taken == [[2, 2], [1, 1], [1, 1], [2, 2], [2, 2], [1, 1]]
     for each in (slow, fast):  # a round with a prompt is torch's, over what the loops wrote
-        each.open(3, list(range(20)), sampling, 4, 128)
+        each.open(3, SessionStart(list(range(20)), sampling, 4, 128))
     assert dict(slow.draft([1, 2, 3]).drafts) == dict(fast.draft([1, 2, 3]).drafts)
     assert len(taken) == 6
 
@@ -193,7 +194,7 @@ def test_building_a_proposer_compiles_all_that_it_will_run() -> None:
     before = [list(kernel.signatures) for kernel in kernels]
     assert before[0]
     for key, sampling in enumerate(SAMPLINGS):
-        proposer.open(key, [5, 6, 7], sampling, key + 1, 100)
+        proposer.open(key, SessionStart([5, 6, 7], sampling, key + 1, 100))
     for sessions in ([0], [1], range(len(SAMPLINGS))):
         for _ in range(2):
             for key, tree in proposer.draft(sessions).drafts:

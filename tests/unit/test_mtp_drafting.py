@@ -13,6 +13,7 @@ from torch import Tensor
 from outrider.draft_tree import DraftTree
 from outrider.drafting.heads.mtp import MtpHead
 from outrider.drafting.heads.mtp_loader import load_mtp
+from outrider.drafting.proposer import SessionStart
 from outrider.drafting.recurrent import RecurrentProposer
 from outrider.engine.backends import choose_backend
 from outrider.engine.kv_cache import KVPools
@@ -97,7 +98,7 @@ def test_drafts_are_those_of_the_formula_whatever_was_rejected(
     lengths = {1: 21, 2: 3, 3: 9}  # the first prompt takes more than one round's budget
     for key, text in texts.items():
         prompt = text.tokens[: lengths[key]]
-        proposer.open(key, prompt, GREEDY, 4, 64)
+        proposer.open(key, SessionStart(prompt, GREEDY, 4, 64))
         proposer.features(key, 0, text.features(0, lengths[key] - 1))
     checked, branched = dict.fromkeys(texts, 0), 0
     for _ in range(9):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.drafting.ngram import NgramProposer
-from outrider.drafting.proposer import SessionHints
+from outrider.drafting.proposer import SessionStart
 from outrider.errors import ConfigError
 from outrider.params import Advice, SamplingParams
 
@@ -49,7 +49,7 @@ def test_guesses_equal_the_definition(
 ) -> None:
     smallest, largest = sizes[0], sizes[0] + sizes[1]
     proposer = NgramProposer(prompt_lookup_min=smallest, prompt_lookup_max=largest)
-    proposer.open(1, prefix, GREEDY, wanted, 1000)
+    proposer.open(1, SessionStart(prefix, GREEDY, wanted, 1000))
     text = list(prefix)
     for tokens in commits:
         expected = reference(text, range(largest, smallest - 1, -1), wanted)
@@ -62,19 +62,19 @@ def test_guesses_equal_the_definition(
 
 def test_overlapping_copy_continues_a_period() -> None:
     proposer = NgramProposer()
-    proposer.open(1, [5, 6, 5, 6, 5, 6], GREEDY, 7, 100)
+    proposer.open(1, SessionStart([5, 6, 5, 6, 5, 6], GREEDY, 7, 100))
     assert draft(proposer, 1) == (6, [5, 6, 5, 6, 5, 6, 5])
 
 
 def test_no_match_is_an_empty_tree() -> None:
     proposer = NgramProposer()
-    proposer.open(1, [1, 2, 3], GREEDY, 4, 100)
+    proposer.open(1, SessionStart([1, 2, 3], GREEDY, 4, 100))
     assert draft(proposer, 1) == (3, [])
 
 
 def test_never_guesses_past_the_end() -> None:
     proposer = NgramProposer()
-    proposer.open(1, [1, 1, 1, 1, 1], GREEDY, 4, 8)
+    proposer.open(1, SessionStart([1, 1, 1, 1, 1], GREEDY, 4, 8))
     assert draft(proposer, 1) == (5, [1, 1])  # the third token comes with the verification
     proposer.commit(1, 5, [1, 1], 4)
     assert draft(proposer, 1) == (7, [])
@@ -83,7 +83,7 @@ def test_never_guesses_past_the_end() -> None:
 @pytest.mark.parametrize("base_len", [4, 2**32 - 1])
 def test_a_gap_loses_the_session(base_len: int) -> None:
     proposer = NgramProposer()
-    proposer.open(1, [1, 2, 3], GREEDY, 4, 100)
+    proposer.open(1, SessionStart([1, 2, 3], GREEDY, 4, 100))
     proposer.commit(1, base_len, [4], 4)
     done = proposer.draft([1])
     assert (done.lost, done.drafts) == ([1], [])
@@ -93,7 +93,7 @@ def test_a_gap_loses_the_session(base_len: int) -> None:
 
 def test_contradicting_tokens_lose_the_session() -> None:
     proposer = NgramProposer()
-    proposer.open(1, [1, 2, 3], GREEDY, 4, 100)
+    proposer.open(1, SessionStart([1, 2, 3], GREEDY, 4, 100))
     proposer.commit(1, 1, [9, 3, 4], 4)
     assert proposer.draft([1]).lost == [1]
 
@@ -101,17 +101,17 @@ def test_contradicting_tokens_lose_the_session() -> None:
 def test_least_recently_drafted_session_is_evicted() -> None:
     proposer = NgramProposer(max_sessions=2)
     for session in (1, 2):
-        proposer.open(session, [1, 2], GREEDY, 4, 100)
+        proposer.open(session, SessionStart([1, 2], GREEDY, 4, 100))
     proposer.draft([1])
-    proposer.open(3, [1, 2], GREEDY, 4, 100)
+    proposer.open(3, SessionStart([1, 2], GREEDY, 4, 100))
     assert proposer.draft([]).lost == [2]
     assert proposer.num_sessions == 2
 
 
 def test_memory_is_bounded_in_tokens() -> None:
     proposer = NgramProposer(max_tokens=10)
-    proposer.open(1, [1] * 6, GREEDY, 4, 100)
-    proposer.open(2, [1] * 4, GREEDY, 4, 100)
+    proposer.open(1, SessionStart([1] * 6, GREEDY, 4, 100))
+    proposer.open(2, SessionStart([1] * 4, GREEDY, 4, 100))
     assert proposer.draft([1, 2]).lost == []
     proposer.commit(2, 4, [1], 4)
     assert proposer.draft([]).lost == [1]
@@ -119,7 +119,7 @@ def test_memory_is_bounded_in_tokens() -> None:
 
 def test_a_session_that_grows_too_long_falls_silent() -> None:
     proposer = NgramProposer(max_model_len=6)
-    proposer.open(1, [1] * 5, GREEDY, 4, 100)
+    proposer.open(1, SessionStart([1] * 5, GREEDY, 4, 100))
     proposer.commit(1, 5, [1, 1], 4)
     done = proposer.draft([1])
     assert done.lost == []
@@ -139,15 +139,14 @@ def test_the_most_frequent_continuation_can_be_preferred() -> None:
     text = [1, 2, 5, 10, 1, 2, 5, 11, 1, 2, 6, 12, 1, 2]
     for prefer, guess in (("recent", [6, 12]), ("frequent", [5, 11])):
         proposer = NgramProposer(prefer=prefer)  # type: ignore[arg-type]
-        proposer.open(1, text, GREEDY, 2, 100)
+        proposer.open(1, SessionStart(text, GREEDY, 2, 100))
         assert draft(proposer, 1) == (14, guess)
 
 
 def test_references_are_looked_up_like_the_prompt_but_not_across_their_ends() -> None:
     references = ((1, 2, 3, 4), (5, 6, 7))
     proposer = NgramProposer()
-    hints = SessionHints(advice=Advice(references=references))
-    proposer.open(1, [8, 1, 2], GREEDY, 4, 100, hints)
+    proposer.open(1, SessionStart([8, 1, 2], GREEDY, 4, 100, advice=Advice(references=references)))
     assert draft(proposer, 1) == (3, [3, 4])
     proposer.commit(1, 3, [9, 5, 6], 4)
     assert draft(proposer, 1) == (6, [7])
@@ -159,10 +158,12 @@ def test_references_are_looked_up_like_the_prompt_but_not_across_their_ends() ->
 
 def test_references_count_as_memory() -> None:
     proposer = NgramProposer(max_tokens=10)
-    hints = SessionHints(advice=Advice(references=((1, 2, 3), (1, 2, 3, 4, 5, 6, 7))))
-    proposer.open(1, [1, 2], GREEDY, 4, 100, hints)
+    start = SessionStart(
+        [1, 2], GREEDY, 4, 100, advice=Advice(references=((1, 2, 3), (1, 2, 3, 4, 5, 6, 7)))
+    )
+    proposer.open(1, start)
     assert draft(proposer, 1) == (2, [3]), "the second reference did not fit"
-    proposer.open(2, [1] * 5, GREEDY, 4, 100)
+    proposer.open(2, SessionStart([1] * 5, GREEDY, 4, 100))
     assert proposer.draft([]).lost == [1]
 
 

@@ -14,7 +14,7 @@ from outrider.drafting.draft_mask import DraftMasks
 from outrider.drafting.heads.medusa import MedusaHead, MedusaWeights
 from outrider.drafting.heads.mlp_speculator import MlpSpeculatorHead, SpeculatorStage
 from outrider.drafting.one_shot import OneShotHead, OneShotProposer
-from outrider.drafting.proposer import SessionHints
+from outrider.drafting.proposer import SessionStart
 from outrider.engine.constraint import ConstraintCompiler
 from outrider.engine.sampling import Lane, SamplingBatch, gumbel_noise
 from outrider.errors import ConfigError
@@ -121,7 +121,7 @@ def test_chain_takes_the_best_token_at_each_depth(name: str, sampling: SamplingP
     assert method.traits.max_draft_tokens == DEPTH
     assert not method.traits.runs_ahead
     prefix = [3, 1, 4, 1, 5]
-    method.open(1, prefix, sampling, 8, 64)
+    method.open(1, SessionStart(prefix, sampling, 8, 64))
     feed(method, 1, 0, 4)
     tree = drafted(method, 1)[1]
     path = [5]
@@ -135,7 +135,7 @@ def test_chain_takes_the_best_token_at_each_depth(name: str, sampling: SamplingP
 @pytest.mark.parametrize("name", HEADS)
 def test_tree_holds_the_best_of_all_paths(name: str, sampling: SamplingParams) -> None:
     method = proposer(name, tree_width=VOCAB)
-    method.open(1, [7, 8, 9], sampling, 12, 64)
+    method.open(1, SessionStart([7, 8, 9], sampling, 12, 64))
     feed(method, 1, 0, 2)
     tree = drafted(method, 1)[1]
     every: dict[tuple[int, ...], float] = {(): 0.0}
@@ -173,7 +173,8 @@ def test_drafts_do_not_depend_on_the_batch(
     for i, (length, wanted, temperature) in enumerate(rows):
         sampling = SamplingParams(temperature=temperature, top_k=i, seed=i)
         for method in (together, alone):
-            method.open(i, [(i + p) % VOCAB for p in range(length)], sampling, wanted, 64)
+            start = SessionStart([(i + p) % VOCAB for p in range(length)], sampling, wanted, 64)
+            method.open(i, start)
             feed(method, i, 0, length - 1)
     batch = drafted(together, *range(len(rows)))
     for i, (_, wanted, _) in enumerate(rows):
@@ -187,7 +188,7 @@ def test_drafts_do_not_depend_on_the_batch(
 @pytest.mark.parametrize("name", HEADS)
 def test_follows_a_session(name: str) -> None:
     method = proposer(name)
-    method.open(1, [1, 2, 3, 4], GREEDY, 6, 20)
+    method.open(1, SessionStart([1, 2, 3, 4], GREEDY, 6, 20))
     assert method.draft([1, 99]).unfinished == [1], "no state yet; nobody knows session 99"
     feed(method, 1, 0, 2)
     assert method.draft([1]).unfinished == [1], "the row before the last token's is missing"
@@ -200,7 +201,7 @@ def test_follows_a_session(name: str) -> None:
     second = drafted(method, 1)[1]
     assert second.base_len == 7
     other = proposer(name)
-    other.open(5, [1, 2, 3, 4, 5, 6, 7], GREEDY, 6, 20)
+    other.open(5, SessionStart([1, 2, 3, 4, 5, 6, 7], GREEDY, 6, 20))
     feed(other, 5, 0, 6)
     assert drafted(other, 5)[5] == second, "a session opened anew drafts the same"
     method.commit(1, 7, [1] * 11, 6)
@@ -215,7 +216,7 @@ def test_follows_a_session(name: str) -> None:
 def test_a_gap_or_a_broken_row_loses_the_session() -> None:
     method = proposer("medusa")
     for session in (1, 2, 3):
-        method.open(session, [1, 2, 3, 4], GREEDY, 4, 20)
+        method.open(session, SessionStart([1, 2, 3, 4], GREEDY, 4, 20))
         feed(method, session, 0, 2)
     feed(method, 1, 3, 4)
     method.features(2, 2, b"\0" * (2 * HIDDEN - 1))
@@ -227,7 +228,7 @@ def test_a_gap_or_a_broken_row_loses_the_session() -> None:
 
 def test_holds_one_row_of_a_long_prompt() -> None:
     method = proposer("medusa")
-    method.open(1, list(range(40)), GREEDY, 4, 64)
+    method.open(1, SessionStart(list(range(40)), GREEDY, 4, 64))
     for start in range(0, 39, 13):
         feed(method, 1, start, start + 13)
     (state,) = method._sessions.values()
@@ -239,8 +240,8 @@ def test_holds_one_row_of_a_long_prompt() -> None:
 def test_rejection_gets_a_chain_and_what_it_was_drawn_from(name: str) -> None:
     method = proposer(name)
     sampling = SamplingParams(temperature=0.7, top_k=9, seed=4)
-    method.open(1, [1, 2], sampling, 2, 64, SessionHints(rule=VerificationRule.REJECTION))
-    method.open(2, [1, 2, 3], sampling, 8, 64, SessionHints(rule=VerificationRule.REJECTION))
+    method.open(1, SessionStart([1, 2], sampling, 2, 64, rule=VerificationRule.REJECTION))
+    method.open(2, SessionStart([1, 2, 3], sampling, 8, 64, rule=VerificationRule.REJECTION))
     feed(method, 1, 0, 1)
     feed(method, 2, 0, 2)
     trees = drafted(method, 1, 2)
@@ -277,9 +278,11 @@ def test_constrained_drafts_keep_to_the_constraint(rule: VerificationRule) -> No
     )
     constraint = Constraint(ConstraintKind.REGEX, "[3-9]{9}")
     sampling = SamplingParams(temperature=1.0, seed=8)
-    hints = SessionHints(constraint=constraint, rule=rule, num_output_tokens=1)
-    method.open(1, [5, 6, first], sampling, 8, 64, hints)
-    method.open(2, [5, 6, first], sampling, 8, 64)
+    start = SessionStart(
+        [5, 6, first], sampling, 8, 64, constraint=constraint, rule=rule, num_output_tokens=1
+    )
+    method.open(1, start)
+    method.open(2, SessionStart([5, 6, first], sampling, 8, 64))
     for session in (1, 2):
         feed(method, session, 0, 2)
     method._masked[1]._future.exception(timeout=60)  # compiled
@@ -308,7 +311,7 @@ def test_constrained_drafts_keep_to_the_constraint(rule: VerificationRule) -> No
 
 def test_cut_tokens_are_not_drafted() -> None:
     method = proposer("medusa")
-    method.open(1, [1, 2], SamplingParams(temperature=1.0, top_k=1), 9, 64)
+    method.open(1, SessionStart([1, 2], SamplingParams(temperature=1.0, top_k=1), 9, 64))
     feed(method, 1, 0, 1)
     tree = drafted(method, 1)[1]
     expected = [int(medusa_reference(MEDUSA, i, STATES[0]).argmax()) for i in range(DEPTH)]
@@ -318,7 +321,7 @@ def test_cut_tokens_are_not_drafted() -> None:
 def test_evicts_the_session_that_waited_longest() -> None:
     method = proposer("medusa", max_sessions=2)
     for session in (1, 2, 3):
-        method.open(session, [1, 2], GREEDY, 4, 20)
+        method.open(session, SessionStart([1, 2], GREEDY, 4, 20))
         feed(method, session, 0, 1)
     round_ = method.draft([2, 3])
     assert round_.lost == [1]
@@ -353,7 +356,7 @@ def test_the_heads_say_what_the_formulas_say() -> None:
 def test_a_failure_does_not_hide_who_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     method = proposer("medusa")
     for session, start in ((1, 1), (2, 0)):
-        method.open(session, range(6), GREEDY, 3, 64)
+        method.open(session, SessionStart(range(6), GREEDY, 3, 64))
         feed(method, session, start, 5)  # 1: with a gap
 
     def fail(*_: object) -> None:

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 from outrider.drafting.one_shot import OneShotProposer
-from outrider.drafting.proposer import SessionHints
+from outrider.drafting.proposer import SessionStart
 from outrider.errors import ConfigError
 from outrider.models.tokenizer import tokenizer_hash
 from outrider.params import Constraint, ConstraintKind, SamplingParams
@@ -58,9 +58,9 @@ def test_starts_by_name(folders: dict[str, Path], config_of: type[HeadConfig], d
     assert proposer.num_sessions == 0, "warmed up"
     needed = traits.features
     assert needed is not None
-    constraint = SessionHints(constraint=Constraint(ConstraintKind.REGEX, "[0-9]{4}"))
-    for session, hints in ((1, SessionHints()), (2, constraint)):
-        proposer.open(session, [5, 6, 7], SamplingParams(seed=1), 9, 64, hints)
+    for session, constraint in ((1, None), (2, Constraint(ConstraintKind.REGEX, "[0-9]{4}"))):
+        start = SessionStart([5, 6, 7], SamplingParams(seed=1), 9, 64, constraint=constraint)
+        proposer.open(session, start)
         proposer.features(session, 0, bytes(2 * needed.row_bytes))
     proposer._masked[2]._future.result(timeout=60)  # compiled: the target's tokenizer is known
     trees = dict(proposer.draft([1, 2]).drafts)

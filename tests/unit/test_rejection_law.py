@@ -15,7 +15,7 @@ from outrider.config import EngineConfig
 from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.drafting.candidates import draw_of_likeliest
 from outrider.drafting.draft_model import DraftModelProposer
-from outrider.drafting.proposer import SessionHints
+from outrider.drafting.proposer import SessionStart
 from outrider.engine.constraint import ConstraintCompiler
 from outrider.engine.engine import Engine
 from outrider.engine.policy import Policy
@@ -76,9 +76,15 @@ class ByDraftModel(Drafts):
         self.wanting: list[int] = []
 
     def opened(self, request: Request) -> None:
-        hints = SessionHints(rule=request.speculation.verification.rule)
         session, prompt = request.session_id, request.prompt_token_ids
-        self.method.open(session, prompt, request.sampling, self.k, len(prompt) + LENGTH, hints)
+        start = SessionStart(
+            prompt,
+            request.sampling,
+            self.k,
+            len(prompt) + LENGTH,
+            rule=request.speculation.verification.rule,
+        )
+        self.method.open(session, start)
 
     def committed(self, commit: Commit) -> None:
         if commit.finish_reason is not None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.drafting.proposer import SessionHints
+from outrider.drafting.proposer import SessionStart
 from outrider.drafting.suffix import Responses, SuffixProposer
 from outrider.drafting.suffix_index import SuffixIndex
 from outrider.drafting.suffix_settings import SuffixSettings
@@ -99,29 +99,29 @@ def draft(proposer: SuffixProposer, session: int) -> list[int]:
 
 def answered(proposer: SuffixProposer, session: int, tokens: list[int], tenant: str = "") -> None:
     """A request to which the answer was `tokens`."""
-    proposer.open(session, [90, 91], GREEDY, 8, 100, SessionHints(tenant=tenant))
+    proposer.open(session, SessionStart([90, 91], GREEDY, 8, 100, tenant=tenant))
     proposer.commit(session, 2, tokens, 8)
     proposer.close(session)
 
 
 def test_a_draft_is_as_long_as_its_match() -> None:
     proposer = SuffixProposer()
-    proposer.open(1, [1, 2, 3, 4, 5, 6, 7, 8, 2, 3, 4], GREEDY, 8, 100)
+    proposer.open(1, SessionStart([1, 2, 3, 4, 5, 6, 7, 8, 2, 3, 4], GREEDY, 8, 100))
     assert draft(proposer, 1) == [5, 6, 7]
 
 
 def test_a_copy_of_its_own_text_continues_a_period() -> None:
     proposer = SuffixProposer()
-    proposer.open(1, [5, 6, 5, 6, 5, 6], GREEDY, 8, 100)
+    proposer.open(1, SessionStart([5, 6, 5, 6, 5, 6], GREEDY, 8, 100))
     assert draft(proposer, 1) == [5, 6, 5, 6]
 
 
 def test_earlier_responses_are_drafts_and_losses_are_not() -> None:
     proposer = SuffixProposer(max_sessions=1)
     answered(proposer, 1, [1, 2, 3, 4, 5])
-    proposer.open(2, [90, 91], GREEDY, 8, 100)
+    proposer.open(2, SessionStart([90, 91], GREEDY, 8, 100))
     proposer.commit(2, 2, [6, 7, 8, 9], 8)
-    proposer.open(3, [2, 3], GREEDY, 8, 100)  # 2 is lost
+    proposer.open(3, SessionStart([2, 3], GREEDY, 8, 100))  # 2 is lost
     assert draft(proposer, 3) == [4, 5]
     assert len(proposer.responses) == 1
     proposer.close(3)
@@ -130,7 +130,7 @@ def test_earlier_responses_are_drafts_and_losses_are_not() -> None:
 
 def test_a_resumed_request_is_remembered_from_its_first_output_on() -> None:
     proposer = SuffixProposer()
-    proposer.open(1, [1] * 20 + [2, 3], GREEDY, 8, 100, SessionHints(num_output_tokens=2))
+    proposer.open(1, SessionStart([1] * 20 + [2, 3], GREEDY, 8, 100, num_output_tokens=2))
     proposer.commit(1, 22, [4], 8)
     proposer.close(1)
     assert proposer.responses.num_tokens == 8 + 3 + 1  # some of the prompt, the output, an end
@@ -140,9 +140,9 @@ def test_what_one_tenant_was_answered_is_no_draft_for_another() -> None:
     for shared in (False, True):
         proposer = SuffixProposer(SuffixSettings(shared_across_tenants=shared))
         answered(proposer, 1, [1, 2, 3, 4, 5], tenant="a")
-        proposer.open(2, [2, 3], GREEDY, 8, 100, SessionHints(tenant="b"))
+        proposer.open(2, SessionStart([2, 3], GREEDY, 8, 100, tenant="b"))
         assert draft(proposer, 2) == ([4, 5] if shared else [])
-        proposer.open(3, [2, 3], GREEDY, 8, 100, SessionHints(tenant="a"))
+        proposer.open(3, SessionStart([2, 3], GREEDY, 8, 100, tenant="a"))
         assert draft(proposer, 3) == [4, 5]
 
 
@@ -178,8 +178,8 @@ def test_a_tenant_that_had_all_of_the_memory_gives_it_back() -> None:
 
 def test_memory_of_sessions_is_bounded_in_tokens() -> None:
     proposer = SuffixProposer(max_tokens=10)
-    proposer.open(1, [1] * 6, GREEDY, 4, 100)
-    proposer.open(2, [1] * 4, GREEDY, 4, 100)
+    proposer.open(1, SessionStart([1] * 6, GREEDY, 4, 100))
+    proposer.open(2, SessionStart([1] * 4, GREEDY, 4, 100))
     assert proposer.draft([1, 2]).lost == []
     proposer.commit(2, 4, [1], 4)
     assert proposer.draft([]).lost == [1]
@@ -187,7 +187,7 @@ def test_memory_of_sessions_is_bounded_in_tokens() -> None:
 
 def test_tokens_of_no_vocabulary_silence_a_session() -> None:
     proposer = SuffixProposer()
-    proposer.open(1, [2**32 - 1, 1, 1], GREEDY, 4, 100)
+    proposer.open(1, SessionStart([2**32 - 1, 1, 1], GREEDY, 4, 100))
     proposer.commit(1, 3, [1], 4)
     assert draft(proposer, 1) == []
     proposer.close(1)
