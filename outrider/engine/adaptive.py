@@ -74,6 +74,7 @@ class AdaptivePolicy(Policy):
         self._steps = StepTimes()
         self._drafts: dict[str, DraftTimes] = {}  # by drafter
         self._acceptance: dict[str, tuple[float, float]] = {}  # by proposer: successes, trials
+        self._short_rounds: dict[str, int] = {}  # by proposer, of the row that was seen last
         self._contests = Contests()
         self._num_rows = 1  # of the last step
         self._step_times: dict[int, float] = {}  # by k, the same for all rows until the next step
@@ -166,6 +167,8 @@ class AdaptivePolicy(Policy):
             successes, trials = known
             drafting.successes = PRIOR_TRIALS * successes / trials
             drafting.trials = PRIOR_TRIALS
+        # Counted on from row to row: answers may all be too short for a probe of their own.
+        drafting.short_rounds = self._short_rounds.get(proposer_id, 0)
 
     def observe_delay(
         self, drafting: Drafting, seconds: float, draft_s: float, num_tokens: int, *, calm: bool
@@ -197,6 +200,8 @@ class AdaptivePolicy(Policy):
             d.short_rounds += 1
         else:
             d.short_rounds = 0
+        if d.proposer_id is not None:
+            remember(self._short_rounds, d.proposer_id, d.short_rounds)
 
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         self._num_rows = num_rows

@@ -210,6 +210,23 @@ def test_one_draft_that_took_a_second_does_not_end_speculation() -> None:
     assert stats.output_tokens / stats.rounds > 4.0
 
 
+def test_short_answers_come_back_to_drafts_after_a_rush() -> None:
+    """In a rush drafts took long. Afterwards no answer is long enough to try again by itself."""
+    policy = AdaptivePolicy(4)
+    answers = Bench(policy, max_tokens=12).run()
+    assert answers[0].drafted > 0
+    row = policy.drafting(Request(0, (1,), SamplingParams(temperature=0.0)))
+    row.drafter = "a "
+    for _ in range(64):
+        policy.observe_delay(row, 0.5, 0.001, 4, calm=False)
+    for i in range(24):
+        bench = Bench(policy, max_tokens=12)
+        bench.now = 10.0 * (i + 1)
+        answers += bench.run()
+    assert answers[1].drafted == 0, "the rush is remembered"
+    assert sum(stats.drafted > 0 for stats in answers[-12:]) >= 10, "but not for ever"
+
+
 def test_a_row_that_gave_up_comes_back_to_a_proposer_that_is_good_for_others() -> None:
     policy = AdaptivePolicy(4)
     Bench(policy, max_tokens=400).run()
