@@ -18,6 +18,7 @@ from outrider.drafting.proposer import (
     SessionKey,
     SessionStart,
 )
+from outrider.drafting.sessions import SessionMethod
 from outrider.params import TokenIds
 
 
@@ -46,125 +47,11 @@ class Source(Protocol):
         ...
 
 
-class CopyingProposer:
-    """Drafts by copying; a subclass says from where. Needs no model, and so no vocabulary.
-
-    All sessions together hold `max_tokens` tokens at most; beyond that the session that has not
-    been drafted for the longest is lost.
-    """
-
-    def __init__(
-        self,
-        method: str,
-        *,
-        max_sessions: int,
-        max_draft_tokens: int,
-        max_model_len: int,
-        max_tokens: int,
-        max_branches: int,
-    ) -> None:
-        self.traits = ProposerTraits(
-            method=method,
-            model="",
-            vocab_size=0,
-            max_sessions=max_sessions,
-            max_draft_tokens=max_draft_tokens,
-            max_model_len=min(max_model_len, max_tokens),
-            runs_ahead=max_branches > 0,
-        )
-        self._max_tokens = max_tokens
-        self._max_branches = max_branches
-        self._sessions: dict[SessionKey, _Session] = {}  # least recently drafted first
-        self._num_tokens = 0
-        self._lost: list[SessionKey] = []
-
-    def _source(self, follower: Follower, start: SessionStart) -> Source:
-        raise NotImplementedError
-
-    @property
-    def num_sessions(self) -> int:
-        return len(self._sessions)
-
-    def open(self, session: SessionKey, start: SessionStart) -> None:
-        assert session not in self._sessions
-        follower = Follower(start, self.traits)
-        opened = self._sessions[session] = _Session(follower, self._source(follower, start))
-        self._resize(session, opened)
-
-    def commit(
-        self, session: SessionKey, base_len: int, tokens: Sequence[int], num_draft_tokens: int
-    ) -> None:
-        known = self._sessions.get(session)
-        if known is None:
-            return
-        if not known.follower.commit(base_len, tokens, num_draft_tokens):
-            self._lose(session)
-            return
-        known.source.commit()
-        self._resize(session, known)
-
-    def close(self, session: SessionKey) -> None:
-        known = self._forget(session)
-        if known is not None:
-            known.source.end()
-
-    def draft(
-        self,
-        sessions: Sequence[SessionKey],
-        pace: Pace = NO_PACE,  # noqa: ARG002
-    ) -> DraftRound:
-        done = DraftRound()
-        for session in sessions:
-            known = self._sessions.pop(session, None)
-            if known is None:
-                continue
-            self._sessions[session] = known  # now the most recently used
-            tree = known.draft()
-            if tree is None:
-                done.at_hand.append(session)
-            else:
-                done.drafts.append((session, tree))
-        done.lost.extend(self._lost)
-        self._lost.clear()
-        return done
-
-    def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:  # noqa: ARG002
-        done = DraftRound()
-        for session in sessions:
-            known = self._sessions.get(session)
-            tree = None if known is None else known.branched(self._max_branches)
-            if tree is not None:
-                done.trees.append((session, tree))
-        return done
-
-    def _resize(self, session: SessionKey, known: _Session) -> None:
-        """Accounts for what a session holds now, and makes room for it."""
-        num_tokens = known.source.num_tokens
-        self._num_tokens += num_tokens - known.num_tokens
-        known.num_tokens = num_tokens
-        while self._crowded and len(self._sessions) > 1:
-            self._lose(next(other for other in self._sessions if other != session))
-
-    @property
-    def _crowded(self) -> bool:
-        too_many = len(self._sessions) > self.traits.max_sessions
-        return too_many or self._num_tokens > self._max_tokens
-
-    def _lose(self, session: SessionKey) -> None:
-        self._forget(session)
-        self._lost.append(session)
-
-    def _forget(self, session: SessionKey) -> _Session | None:
-        known = self._sessions.pop(session, None)
-        if known is not None:
-            self._num_tokens -= known.num_tokens
-        return known
-
-
 class _Session:
     """A session's text, and what it copies from."""
 
-    def __init__(self, follower: Follower, source: Source) -> None:
+    def __init__(self, key: SessionKey, follower: Follower, source: Source) -> None:
+        self.key = key
         self.follower = follower
         self.source = source
         self.num_tokens = 0
@@ -209,3 +96,90 @@ class _Session:
             return None
         follower.pushed = tree
         return tree
+
+
+class CopyingProposer(SessionMethod[_Session]):
+    """Drafts by copying; a subclass says from where. Needs no model, and so no vocabulary.
+
+    All sessions together hold `max_tokens` tokens at most; beyond that the session that has not
+    been drafted for the longest is lost.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        *,
+        max_sessions: int,
+        max_draft_tokens: int,
+        max_model_len: int,
+        max_tokens: int,
+        max_branches: int,
+    ) -> None:
+        super().__init__(
+            ProposerTraits(
+                method=method,
+                model="",
+                vocab_size=0,
+                max_sessions=max_sessions,
+                max_draft_tokens=max_draft_tokens,
+                max_model_len=min(max_model_len, max_tokens),
+                runs_ahead=max_branches > 0,
+            )
+        )
+        self._max_tokens = max_tokens
+        self._max_branches = max_branches
+        self._num_tokens = 0
+
+    def _source(self, follower: Follower, start: SessionStart) -> Source:
+        raise NotImplementedError
+
+    def open(self, session: SessionKey, start: SessionStart) -> None:
+        super().open(session, start)
+        self._resize(self._sessions[session])
+
+    def close(self, session: SessionKey) -> None:
+        state = self._forget(session)
+        if state is not None:
+            state.source.end()
+
+    def draft(
+        self,
+        sessions: Sequence[SessionKey],
+        pace: Pace = NO_PACE,  # noqa: ARG002
+    ) -> DraftRound:
+        done = DraftRound()
+        for state in self._asked(sessions):
+            tree = state.draft()
+            if tree is None:
+                done.at_hand.append(state.key)
+            else:
+                done.drafts.append((state.key, tree))
+        done.lost.extend(self._take_lost())
+        return done
+
+    def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:  # noqa: ARG002
+        done = DraftRound()
+        for session in sessions:
+            state = self._sessions.get(session)
+            tree = None if state is None else state.branched(self._max_branches)
+            if tree is not None:
+                done.trees.append((session, tree))
+        return done
+
+    def _begin(self, key: SessionKey, follower: Follower, start: SessionStart) -> _Session:
+        return _Session(key, follower, self._source(follower, start))
+
+    def _follow(self, state: _Session, fresh: Sequence[int]) -> None:  # noqa: ARG002
+        state.source.commit()
+        self._resize(state)
+
+    def _release(self, state: _Session) -> None:
+        self._num_tokens -= state.num_tokens
+
+    def _resize(self, state: _Session) -> None:
+        """Accounts for what a session holds now, and makes room for it."""
+        num_tokens = state.source.num_tokens
+        self._num_tokens += num_tokens - state.num_tokens
+        state.num_tokens = num_tokens
+        while self._num_tokens > self._max_tokens and len(self._sessions) > 1:
+            self._lose(next(key for key in self._sessions if key != state.key))

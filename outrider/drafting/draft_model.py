@@ -38,6 +38,7 @@ from outrider.drafting.proposer import (
     SessionKey,
     SessionStart,
 )
+from outrider.drafting.sessions import SessionMethod
 from outrider.engine.batch import Model, RowSlice
 from outrider.engine.block_pool import BlockPool
 from outrider.errors import ConfigError
@@ -59,7 +60,7 @@ class ChainDrafter(Protocol):
         ...
 
 
-class DraftModelProposer:
+class DraftModelProposer(SessionMethod[DraftState]):
     """Drafts with `model`, whose page pool it owns. Raises `ConfigError` for a pool too small.
 
     `prefill_budget` bounds the prompt tokens processed in one call of `draft`, so that a long
@@ -88,14 +89,16 @@ class DraftModelProposer:
                 f"{model.num_pages} pages of {model.page_size} tokens hold no session of use: "
                 "give the draft model more KV-cache memory."
             )
-        self.traits = ProposerTraits(
-            method="draft_model",
-            model=name,
-            vocab_size=model.vocab_size,
-            max_sessions=max_sessions,
-            max_draft_tokens=max_draft_tokens,
-            max_model_len=min(model.max_model_len, room),
-            runs_ahead=fork_drafter is not None and max_branches > 0,
+        super().__init__(
+            ProposerTraits(
+                method="draft_model",
+                model=name,
+                vocab_size=model.vocab_size,
+                max_sessions=max_sessions,
+                max_draft_tokens=max_draft_tokens,
+                max_model_len=min(model.max_model_len, room),
+                runs_ahead=fork_drafter is not None and max_branches > 0,
+            )
         )
         self._model = model
         self._pool = BlockPool(model.num_pages)
@@ -114,51 +117,13 @@ class DraftModelProposer:
                 max_model_len=self.traits.max_model_len,
                 clock=clock,
             )
-        self._sessions: dict[SessionKey, DraftState] = {}  # least recently drafted first
-        self._lost: list[SessionKey] = []
-
-    @property
-    def num_sessions(self) -> int:
-        return len(self._sessions)
-
-    def open(self, session: SessionKey, start: SessionStart) -> None:
-        assert session not in self._sessions
-        if len(self._sessions) >= self.traits.max_sessions:
-            self._lose(next(iter(self._sessions)))
-        state = DraftState(session, Follower(start, self.traits), samples=start.samples)
-        state.mask = open_mask(self._masks, start)
-        state.adopt_cached_prefix(self._pool, self._model.page_size)
-        self._sessions[session] = state
-
-    def commit(
-        self, session: SessionKey, base_len: int, tokens: Sequence[int], num_draft_tokens: int
-    ) -> None:
-        state = self._sessions.get(session)
-        if state is None:
-            return
-        follower = state.follower
-        known = len(follower.tokens)
-        if not follower.commit(base_len, tokens, num_draft_tokens):
-            self._lose(session)
-        elif follower.silent:
-            state.drop(self._pool)
-        elif fresh := follower.tokens[known:]:
-            state.follow(self._pool, fresh, self._outcomes)
-
-    def close(self, session: SessionKey) -> None:
-        state = self._sessions.pop(session, None)
-        if state is not None:
-            state.drop(self._pool)
-            if state.mask is not None:
-                state.mask.close()
 
     def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:
         done = DraftRound()
         rows = self._plan(sessions, done)
         if rows:
             done = replace(done, forward_s=self._run(rows, done, pace))
-        done.lost.extend(self._lost)  # at last: if a forward fails, the next round says it
-        self._lost.clear()
+        done.lost.extend(self._take_lost())  # at last: if a forward fails, the next round says it
         return done
 
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:
@@ -167,7 +132,7 @@ class DraftModelProposer:
         started = self._clock()
         states = [self._sessions[session] for session in sessions if session in self._sessions]
         branched = self._brancher.branch(states, pace)
-        trees = [(state.session, state.push_tree()) for state in branched]
+        trees = [(state.key, state.push_tree()) for state in branched]
         return DraftRound(trees=trees, forward_s=self._clock() - started)
 
     def check_invariants(self) -> None:
@@ -180,6 +145,21 @@ class DraftModelProposer:
             assert state.computed + len(state.ahead.line) <= room
             assert state.computed <= len(state.follower.tokens)
 
+    def _begin(self, key: SessionKey, follower: Follower, start: SessionStart) -> DraftState:
+        mask = open_mask(self._masks, start)
+        state = DraftState(key, follower, mask, samples=start.samples)
+        state.adopt_cached_prefix(self._pool, self._model.page_size)
+        return state
+
+    def _follow(self, state: DraftState, fresh: Sequence[int]) -> None:
+        if state.follower.silent:
+            self._release(state)
+        elif fresh:
+            state.follow(self._pool, fresh, self._outcomes)
+
+    def _release(self, state: DraftState) -> None:
+        state.drop(self._pool)
+
     def _run(self, rows: list[DraftRow], done: DraftRound, pace: Pace) -> float:
         """Feeds and drafts; returns how long it took."""
         started = self._clock()
@@ -190,7 +170,7 @@ class DraftModelProposer:
             assert self._brancher is not None
             at_hand = [self._sessions[session] for session in done.at_hand]
             branched = self._brancher.draft(forked, at_hand, pace)
-            done.trees.extend([(state.session, state.push_tree()) for state in branched])
+            done.trees.extend([(state.key, state.push_tree()) for state in branched])
         chains = [row.state.ahead.line[: row.wanted] for row in forked] + self._run_chains(others)
         drawn = self._sample_chains(sampled)
         forward_s = self._clock() - started
@@ -199,12 +179,12 @@ class DraftModelProposer:
             state.computed += row.num_tokens
             state.publish(self._pool, self._model.page_size)
             if row.wanted == 0:
-                done.unfinished.append(row.session)
+                done.unfinished.append(state.key)
                 continue
             chain, probs = (chains.pop(0), []) if chains else drawn.pop(0)
             tree = DraftTree.chain(len(state.follower.tokens), chain, probs)
             state.hit, state.follower.pushed = False, tree
-            done.drafts.append((row.session, tree))
+            done.drafts.append((state.key, tree))
         return forward_s
 
     def _plan(self, sessions: Sequence[SessionKey], done: DraftRound) -> list[DraftRow]:
@@ -212,19 +192,15 @@ class DraftModelProposer:
         budget = self._prefill_budget
         asked = set(sessions)
         rows: list[DraftRow] = []
-        for session in sessions:
-            state = self._sessions.pop(session, None)
-            if state is None:
-                continue
-            self._sessions[session] = state  # now the most recently drafted
+        for state in self._asked(sessions):
             wanted = state.follower.wanted
             if state.at_hand:
                 state.hit = True
                 state.publish(self._pool, self._model.page_size)
-                done.at_hand.append(session)
+                done.at_hand.append(state.key)
                 continue
             if wanted == 0:
-                done.drafts.append((session, DraftTree.chain(len(state.follower.tokens), ())))
+                done.drafts.append((state.key, DraftTree.chain(len(state.follower.tokens), ())))
                 continue
             missing = state.settle(self._pool)
             if missing > _SHORT:
@@ -232,9 +208,9 @@ class DraftModelProposer:
                 budget -= missing
                 wanted = wanted if missing == whole else 0
             if missing == 0:
-                done.unfinished.append(session)
+                done.unfinished.append(state.key)
             else:
-                rows.append(DraftRow(session, state, missing, wanted))
+                rows.append(DraftRow(state, missing, wanted))
         rows.sort(key=lambda row: -row.wanted)
         if self._brancher is not None and rows:
             # All chains with candidates are drafted together, to one length.
@@ -255,7 +231,7 @@ class DraftModelProposer:
         """Pages for what a row's round writes; without them the session is lost."""
         if self._reserve(row.state, row.end + (row.num_forked or max(row.wanted - 1, 0)), asked):
             return True
-        self._lose(row.session)
+        self._lose(row.state.key)
         return False
 
     def _reserve(self, state: DraftState, num_tokens: int, asked: set[SessionKey]) -> bool:
@@ -294,7 +270,3 @@ class DraftModelProposer:
         for row, (chain, _) in zip(rows, drawn, strict=True):
             row.state.ahead.line = chain[:-1]  # the last token was never fed
         return drawn
-
-    def _lose(self, session: SessionKey) -> None:
-        self.close(session)
-        self._lost.append(session)

@@ -86,15 +86,17 @@ class DraftState:
         "follower",
         "hashes",
         "hit",
+        "key",
         "mask",
         "samples",
-        "session",
     )
 
-    def __init__(self, session: SessionKey, follower: Follower, *, samples: bool) -> None:
-        self.session = session
+    def __init__(
+        self, key: SessionKey, follower: Follower, mask: DraftMask | None, *, samples: bool
+    ) -> None:
+        self.key = key
         self.follower = follower
-        self.mask: DraftMask | None = None  # of what its constraint forbids
+        self.mask = mask  # of what its constraint forbids
         self.samples = samples  # as `SessionStart` says
         self.block_table: list[int] = []
         self.computed = 0  # committed tokens whose keys and values are in the cache
@@ -195,17 +197,19 @@ class DraftState:
             pool.publish(self.block_table[i], self.hashes[-1])
 
     def drop(self, pool: BlockPool) -> None:
+        """Gives up all that is held beside the text."""
         self.ahead.drop(pool)
         pool.release(self.block_table)
-        self.block_table, self.hashes = [], []
-        self.computed = 0
+        self.block_table, self.hashes, self.computed = [], [], 0
+        if self.mask is not None:
+            self.mask.close()
+            self.mask = None
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRow:
     """A session's part in one round."""
 
-    session: SessionKey
     state: DraftState
     num_tokens: int  # committed tokens fed by the catch-up forward
     wanted: int  # draft tokens; 0: the prompt is not through yet

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.drafting.branch_plan import NO_PACE, Pace
+from outrider.drafting.branch_plan import Pace
+from outrider.drafting.draft_mask import DraftMask, DraftMasks, open_mask
 from outrider.drafting.proposer import (
     DraftRound,
     Follower,
@@ -19,6 +20,7 @@ from outrider.drafting.proposer import (
     SessionKey,
     SessionStart,
 )
+from outrider.drafting.sessions import SessionMethod
 from outrider.features import FeatureSpec
 
 MAX_FEATURE_BYTES = 2**30
@@ -37,13 +39,20 @@ class HeldRows:
 class FeatureSession:
     """A session's committed tokens, and the feature rows that are still of use."""
 
-    __slots__ = ("_chunks", "_held", "end", "first", "follower", "key", "samples")
+    __slots__ = ("_chunks", "_held", "end", "first", "follower", "key", "mask", "samples")
 
     def __init__(
-        self, key: SessionKey, follower: Follower, held: HeldRows, *, samples: bool
+        self,
+        key: SessionKey,
+        follower: Follower,
+        mask: DraftMask | None,
+        held: HeldRows,
+        *,
+        samples: bool,
     ) -> None:
         self.key = key
         self.follower = follower
+        self.mask = mask  # of what its constraint forbids
         self.samples = samples  # as `SessionStart` says
         self.first = 0  # position of the first row that is held
         self.end = 0  # the position after the last row that came
@@ -101,42 +110,38 @@ class FeatureSession:
             self.first += dropped
             self._held.count -= dropped
 
+    def drop(self) -> None:
+        """Gives up all that is held beside the text."""
+        self.forget(self.end)
+        if self.mask is not None:
+            self.mask.close()
+            self.mask = None
 
-class FeatureMethod:
+
+class FeatureMethod(SessionMethod[FeatureSession]):
     """Bookkeeping of a `FeatureProposer`; a subclass has `draft`, and may extend the hooks.
 
-    Sessions are bounded by `traits.max_sessions`, the rows that they hold by `max_feature_bytes`;
-    beyond these the session that has not been drafted for the longest is lost; for the sake of
-    rows none that holds few of them itself.
+    The rows that sessions hold are bounded by `max_feature_bytes`; beyond it the session that has
+    not been drafted for the longest is lost, but none that holds few rows itself.
     """
 
     def __init__(
-        self, traits: ProposerTraits, *, max_feature_bytes: int = MAX_FEATURE_BYTES
+        self,
+        traits: ProposerTraits,
+        masks: DraftMasks | None = None,
+        *,
+        max_feature_bytes: int = MAX_FEATURE_BYTES,
     ) -> None:
         assert traits.features is not None
-        self.traits = traits
+        super().__init__(traits)
+        self._masks = masks
         self._spec: FeatureSpec = traits.features
         self._max_held = max_feature_bytes // self._spec.row_bytes
         self._held = HeldRows()
-        self._sessions: dict[SessionKey, FeatureSession] = {}  # least recently drafted first
-        self._lost: list[SessionKey] = []
-
-    @property
-    def num_sessions(self) -> int:
-        return len(self._sessions)
 
     @property
     def projection(self) -> bytes:
         return b""
-
-    def open(self, session: SessionKey, start: SessionStart) -> None:
-        assert session not in self._sessions
-        if len(self._sessions) >= self.traits.max_sessions:
-            self._lose(next(iter(self._sessions)))
-        follower = Follower(start, self.traits)
-        state = FeatureSession(session, follower, self._held, samples=start.samples)
-        self._sessions[session] = state
-        self._opened(state, start)
 
     def features(self, session: SessionKey, start: int, rows: bytes) -> None:
         state = self._sessions.get(session)
@@ -152,59 +157,25 @@ class FeatureMethod:
             others = (key for key in large if key != session)
             self._lose(next(others, session))
 
-    def commit(
-        self, session: SessionKey, base_len: int, tokens: Sequence[int], num_draft_tokens: int
-    ) -> None:
-        state = self._sessions.get(session)
-        if state is None:
-            return
-        if not state.follower.commit(base_len, tokens, num_draft_tokens):
-            self._lose(session)
-        elif state.follower.silent:
-            state.forget(state.end)
-            self._closed(state)
-        else:
-            self._used(state)
-
-    def close(self, session: SessionKey) -> None:
-        state = self._sessions.pop(session, None)
-        if state is not None:
-            state.forget(state.end)
-            self._closed(state)
-
-    def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:
-        raise NotImplementedError
-
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:  # noqa: ARG002
         return DraftRound()
 
-    def _opened(self, state: FeatureSession, start: SessionStart) -> None:
-        """A session began."""
+    def _begin(self, key: SessionKey, follower: Follower, start: SessionStart) -> FeatureSession:
+        mask = open_mask(self._masks, start)
+        return FeatureSession(key, follower, mask, self._held, samples=start.samples)
+
+    def _follow(self, state: FeatureSession, fresh: Sequence[int]) -> None:  # noqa: ARG002
+        if state.follower.silent:
+            self._release(state)
+        else:
+            self._used(state)
 
     def _used(self, state: FeatureSession) -> None:
         """Rows or tokens came: what is of no more use may be forgotten."""
 
-    def _closed(self, state: FeatureSession) -> None:
-        """A session is over, lost or silent: what it holds is to be given up. May be repeated."""
-
-    def _asked(self, sessions: Sequence[SessionKey]) -> list[FeatureSession]:
-        """Those of `sessions` that are known, which are now the most recently drafted."""
-        asked: list[FeatureSession] = []
-        for session in sessions:
-            state = self._sessions.pop(session, None)
-            if state is not None:
-                self._sessions[session] = state
-                asked.append(state)
-        return asked
-
-    def _lose(self, session: SessionKey) -> None:
-        self.close(session)
-        self._lost.append(session)
-
-    def _take_lost(self) -> list[SessionKey]:
-        """The sessions that were lost since it was asked last."""
-        lost, self._lost = self._lost, []
-        return lost
+    def _release(self, state: FeatureSession) -> None:
+        """Also for a session that is silent."""
+        state.drop()
 
     def _unpack(self, rows: bytes) -> Tensor:
         if not rows:

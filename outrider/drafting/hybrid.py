@@ -17,6 +17,7 @@ from outrider.drafting.proposer import (
     SessionKey,
     SessionStart,
 )
+from outrider.drafting.sessions import SessionMethod
 from outrider.errors import ConfigError
 
 _MAX_REOPENS = 3  # of a session that one method keeps losing
@@ -24,6 +25,7 @@ _MAX_REOPENS = 3  # of a session that one method keeps losing
 
 @dataclass(slots=True)
 class _Session:
+    key: SessionKey
     follower: Follower
     start: SessionStart  # without the prefix: the follower has it
     prompt_len: int
@@ -35,7 +37,7 @@ class _Session:
     drafted_by: int | None = None  # whose draft the scorer holds
 
 
-class HybridProposer:
+class HybridProposer(SessionMethod[_Session]):
     """Asks its methods one after the other; all of them follow the commits.
 
     A session's order is that of `SessionStart.methods`, else that of `children`; "deterministic"
@@ -57,44 +59,24 @@ class HybridProposer:
         self._reader = readers[0] if readers else None  # the method that is given features
         self._children = tuple(children)
         self._names = names
-        self.traits = ProposerTraits(
-            method=names[0],
-            model=" ".join(each.model for each in traits if each.model),
-            vocab_size=max(each.vocab_size for each in traits),
-            max_sessions=min(each.max_sessions for each in traits),
-            max_draft_tokens=max(each.max_draft_tokens for each in traits),
-            max_model_len=max(each.max_model_len for each in traits),
-            runs_ahead=any(each.runs_ahead for each in traits),
-            methods=names,
-            features=traits[readers[0]].features if readers else None,
+        super().__init__(
+            ProposerTraits(
+                method=names[0],
+                model=" ".join(each.model for each in traits if each.model),
+                vocab_size=max(each.vocab_size for each in traits),
+                max_sessions=min(each.max_sessions for each in traits),
+                max_draft_tokens=max(each.max_draft_tokens for each in traits),
+                max_model_len=max(each.max_model_len for each in traits),
+                runs_ahead=any(each.runs_ahead for each in traits),
+                methods=names,
+                features=traits[readers[0]].features if readers else None,
+            )
         )
-        self._sessions: dict[SessionKey, _Session] = {}  # least recently drafted first
-        self._lost: list[SessionKey] = []
-
-    @property
-    def num_sessions(self) -> int:
-        return len(self._sessions)
 
     @property
     def projection(self) -> bytes:
         assert self._reader is not None
         return cast("FeatureProposer", self._children[self._reader]).projection
-
-    def open(self, session: SessionKey, start: SessionStart) -> None:
-        assert session not in self._sessions
-        if len(self._sessions) >= self.traits.max_sessions:
-            self._lose(next(iter(self._sessions)))
-        wanted = [name for name in start.methods or self._names if name in self._names]
-        order = [
-            self._names.index(name)
-            for name in wanted
-            if name != "deterministic" or start.advice.token_ids
-        ]
-        known = self._sessions[session] = _Session(
-            Follower(start, self.traits), replace(start, prefix=()), start.prompt_len, order
-        )
-        for i in order:
-            self._open_on(i, session, known)
 
     def features(self, session: SessionKey, start: int, rows: bytes) -> None:
         known = self._sessions.get(session)
@@ -105,41 +87,23 @@ class HybridProposer:
     def commit(
         self, session: SessionKey, base_len: int, tokens: Sequence[int], num_draft_tokens: int
     ) -> None:
+        super().commit(session, base_len, tokens, num_draft_tokens)
         known = self._sessions.get(session)
-        if known is None:
-            return
-        before = len(known.follower.tokens)
-        if not known.follower.commit(base_len, tokens, num_draft_tokens):
-            self._lose(session)
-            return
-        fresh = known.follower.tokens[before:]
-        walked = {i: tree.walk(fresh) for i, tree in known.trees.items()}
-        known.trees = {i: tree for i, tree in walked.items() if tree is not None and tree.token_ids}
-        if known.drafted_by not in known.trees:
-            known.drafted_by = None
-        for i in known.open:
-            self._children[i].commit(session, base_len, tokens, num_draft_tokens)
-
-    def close(self, session: SessionKey) -> None:
-        known = self._sessions.pop(session, None)
         if known is not None:
             for i in known.open:
-                self._children[i].close(session)
+                self._children[i].commit(session, base_len, tokens, num_draft_tokens)
 
     def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:
         done = DraftRound()
         forward_s = 0.0
-        asking: dict[SessionKey, _Session] = {}
-        for key in sessions:
-            if (known := self._sessions.pop(key, None)) is not None:
-                asking[key] = self._sessions[key] = known  # now the most recently used
+        asking = {known.key: known for known in self._asked(sessions)}
         unfinished: set[SessionKey] = set()
         for rank in range(len(self._children)):
             for i, child in enumerate(self._children):
                 keys = [
                     key
                     for key, known in asking.items()
-                    if known.order[rank : rank + 1] == [i] and self._ensure_open(i, key, known)
+                    if known.order[rank : rank + 1] == [i] and self._ensure_open(i, known)
                 ]
                 if keys or rank == 0:  # a child that is not asked still says what it lost
                     round_ = child.draft(keys, pace)
@@ -156,8 +120,7 @@ class HybridProposer:
         # A method that was asked later may have lost a session that has a draft by now.
         done.drafts[:] = [draft for draft in done.drafts if draft[0] in self._sessions]
         done.at_hand[:] = [key for key in done.at_hand if key in self._sessions]
-        done.lost.extend(self._lost)
-        self._lost.clear()
+        done.lost.extend(self._take_lost())
         return replace(done, forward_s=forward_s)
 
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:
@@ -172,9 +135,26 @@ class HybridProposer:
                 self._take_trees(i, child.ahead(keys, pace), done)
         return done
 
-    def _lose(self, key: SessionKey) -> None:
-        self.close(key)
-        self._lost.append(key)
+    def _begin(self, key: SessionKey, follower: Follower, start: SessionStart) -> _Session:
+        order = [
+            self._names.index(name)
+            for name in start.methods or self._names
+            if name in self._names and (name != "deterministic" or start.advice.token_ids)
+        ]
+        known = _Session(key, follower, replace(start, prefix=()), start.prompt_len, order)
+        for i in order:
+            self._open_on(i, known)
+        return known
+
+    def _follow(self, state: _Session, fresh: Sequence[int]) -> None:
+        walked = {i: tree.walk(fresh) for i, tree in state.trees.items()}
+        state.trees = {i: tree for i, tree in walked.items() if tree is not None and tree.token_ids}
+        if state.drafted_by not in state.trees:
+            state.drafted_by = None
+
+    def _release(self, state: _Session) -> None:
+        for i in state.open:
+            self._children[i].close(state.key)
 
     def _take(
         self, i: int, round_: DraftRound, asking: dict[SessionKey, _Session], done: DraftRound
@@ -210,7 +190,7 @@ class HybridProposer:
         known.drafted_by = i
         done.methods[key] = i
 
-    def _open_on(self, i: int, key: SessionKey, known: _Session) -> None:
+    def _open_on(self, i: int, known: _Session) -> None:
         follower = known.follower
         now = replace(
             known.start,
@@ -219,12 +199,12 @@ class HybridProposer:
             max_len=follower.max_len,
             num_output_tokens=max(0, len(follower.tokens) - known.prompt_len),
         )
-        self._children[i].open(key, now)
+        self._children[i].open(known.key, now)
         known.open.add(i)
 
-    def _ensure_open(self, i: int, key: SessionKey, known: _Session) -> bool:
+    def _ensure_open(self, i: int, known: _Session) -> bool:
         if i not in known.open and known.losses <= _MAX_REOPENS:
-            self._open_on(i, key, known)
+            self._open_on(i, known)
         return i in known.open
 
     def _child_lost(self, i: int, key: SessionKey) -> None:
@@ -238,5 +218,4 @@ class HybridProposer:
             return
         known.losses += 1
         if not known.open and known.losses > _MAX_REOPENS:
-            del self._sessions[key]
-            self._lost.append(key)
+            self._lose(key)

@@ -18,16 +18,10 @@ from torch import Tensor
 from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.drafting.branch_plan import NO_PACE, Pace
 from outrider.drafting.candidates import draw_of_likeliest
-from outrider.drafting.draft_mask import DraftMask, DraftMasks, open_mask
+from outrider.drafting.draft_mask import DraftMasks
 from outrider.drafting.feature_session import FeatureMethod, FeatureSession
 from outrider.drafting.guess_trees import Nodes, TargetDraws, max_trees
-from outrider.drafting.proposer import (
-    TREE_WIDTH,
-    DraftRound,
-    ProposerTraits,
-    SessionKey,
-    SessionStart,
-)
+from outrider.drafting.proposer import TREE_WIDTH, DraftRound, ProposerTraits, SessionKey
 from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.sampling import Lane, SamplingBatch, sample
 from outrider.errors import ConfigError
@@ -125,12 +119,11 @@ class OneShotProposer(FeatureMethod):
                 else max_draft_tokens,
                 max_model_len=max_model_len,
                 features=head.features,
-            )
+            ),
+            masks,
         )
         self._head = head
         self._width = tree_width
-        self._masks = masks
-        self._masked: dict[SessionKey, DraftMask] = {}
         self._clock = clock
         self._at_once = max_trees(tree_width, head.vocab_size)
 
@@ -139,7 +132,8 @@ class OneShotProposer(FeatureMethod):
         trees: list[_Row] = []
         chains: dict[Lane, list[_Row]] = {}
         for state in self._asked(sessions):
-            row = _Row(state, self._mask(state))
+            mask = state.mask
+            row = _Row(state, None if mask is None else mask.after(state.follower.tokens))
             if state.follower.wanted == 0 or row.length < 2:
                 done.drafts.append((state.key, DraftTree.chain(row.length, ())))
             elif not state.ready:
@@ -216,22 +210,8 @@ class OneShotProposer(FeatureMethod):
         tokens = torch.tensor([row.state.follower.tokens[-1] for row in rows])
         return states, tokens.to(self._head.device, non_blocking=True)
 
-    def _mask(self, state: FeatureSession) -> ConstraintEditor | None:
-        mask = self._masked.get(state.key)
-        return None if mask is None else mask.after(state.follower.tokens)
-
-    def _opened(self, state: FeatureSession, start: SessionStart) -> None:
-        mask = open_mask(self._masks, start)
-        if mask is not None:
-            self._masked[state.key] = mask
-
     def _used(self, state: FeatureSession) -> None:
         state.forget(len(state.follower.tokens) - 2)  # no later draft looks at them
-
-    def _closed(self, state: FeatureSession) -> None:
-        mask = self._masked.pop(state.key, None)
-        if mask is not None:
-            mask.close()
 
 
 def _possible(token_ids: list[int], probs: list[float]) -> DraftProbs | None:

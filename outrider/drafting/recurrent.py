@@ -20,7 +20,7 @@ import torch
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.branch_plan import NO_PACE, Pace
-from outrider.drafting.draft_mask import DraftMasks, open_mask
+from outrider.drafting.draft_mask import DraftMasks
 from outrider.drafting.draft_steps import ReadyRow, draft_chains, sample_chains
 from outrider.drafting.feature_session import FeatureMethod, FeatureSession
 from outrider.drafting.guess_trees import max_trees
@@ -29,6 +29,7 @@ from outrider.drafting.heads.base import RecurrentHead
 from outrider.drafting.proposer import (
     TREE_WIDTH,
     DraftRound,
+    Follower,
     ProposerTraits,
     SessionKey,
     SessionStart,
@@ -122,7 +123,8 @@ class RecurrentProposer(FeatureMethod):
                 max_draft_tokens=max_draft_tokens,
                 max_model_len=min(longest, room),
                 features=head.features,
-            )
+            ),
+            masks,
         )
         head.bind(pools)
         self._head = head
@@ -132,7 +134,6 @@ class RecurrentProposer(FeatureMethod):
         self._prefill_budget = prefill_budget
         self._tree_width = tree_width
         self._at_once = max_trees(tree_width, head.vocab_size)
-        self._masks = masks
         self._clock = clock
         self._caches: dict[SessionKey, RowCache] = {}
 
@@ -180,17 +181,18 @@ class RecurrentProposer(FeatureMethod):
                 done.unfinished.append(row.state.key)
         return forward_s
 
-    def _opened(self, state: FeatureSession, start: SessionStart) -> None:
-        cache = self._caches[state.key] = RowCache()
-        cache.adopt(self._pool, state.follower.tokens, self._page_size)
-        cache.mask = open_mask(self._masks, start)
+    def _begin(self, key: SessionKey, follower: Follower, start: SessionStart) -> FeatureSession:
+        cache = self._caches[key] = RowCache()
+        cache.adopt(self._pool, follower.tokens, self._page_size)
+        return super()._begin(key, follower, start)
 
     def _used(self, state: FeatureSession) -> None:
         # The last row is fed again if another draft is asked for.
         computed = self._caches[state.key].computed
         state.forget(min(computed, max(0, len(state.follower.tokens) - 2)))
 
-    def _closed(self, state: FeatureSession) -> None:
+    def _release(self, state: FeatureSession) -> None:
+        super()._release(state)
         self._caches[state.key].drop(self._pool)
         if state.key not in self._sessions:
             del self._caches[state.key]
@@ -221,7 +223,7 @@ class RecurrentProposer(FeatureMethod):
         return [row for row in rows if self._reserve_row(row, keys)]
 
     def _row(self, state: FeatureSession, cache: RowCache, num_rows: int, wanted: int) -> _Row:
-        editor = cache.mask.after(state.follower.tokens) if cache.mask and wanted else None
+        editor = state.mask.after(state.follower.tokens) if state.mask and wanted else None
         single = state.samples or editor is not None
         chain = self._tree_width == 1 or (single and wanted > 0)
         num_guessed = wanted - 1 if chain else max_fed_nodes(wanted, self._tree_width)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from outrider.drafting.draft_mask import DraftMask
 from outrider.engine.block_pool import ROOT_HASH, BlockPool, PageHash, page_hash
 
 
@@ -11,13 +10,12 @@ class RowCache:
     these: one with rows a, ..., b by the tokens up to b + 1.
     """
 
-    __slots__ = ("block_table", "computed", "hashes", "mask")
+    __slots__ = ("block_table", "computed", "hashes")
 
     def __init__(self) -> None:
         self.block_table: list[int] = []
         self.computed = 0  # rows with true states; what follows them in the pages is of no use
         self.hashes: list[PageHash] = []  # of the full pages that are shared or published
-        self.mask: DraftMask | None = None  # of what the session's constraint forbids
 
     def adopt(self, pool: BlockPool, tokens: list[int], page_size: int) -> None:
         """Begins with what other sessions left of the same prefix."""
@@ -38,9 +36,6 @@ class RowCache:
         """Forgets all; the pages are free."""
         pool.release(self.block_table)
         self.block_table, self.hashes, self.computed = [], [], 0
-        if self.mask is not None:
-            self.mask.close()
-            self.mask = None
 
     def _hash(self, tokens: list[int], num_pages: int, page_size: int) -> None:
         for i in range(len(self.hashes), num_pages):

@@ -285,7 +285,9 @@ def test_constrained_drafts_keep_to_the_constraint(rule: VerificationRule) -> No
     method.open(2, SessionStart([5, 6, first], sampling, 8, 64))
     for session in (1, 2):
         feed(method, session, 0, 2)
-    method._masked[1]._future.exception(timeout=60)  # compiled
+    mask = method._sessions[1].mask
+    assert mask is not None
+    mask._future.exception(timeout=60)  # compiled
     trees = drafted(method, 1, 2)
     lane = Lane.DRAFT if rule is VerificationRule.REJECTION else Lane.SHARED
     expected = []
@@ -306,7 +308,7 @@ def test_constrained_drafts_keep_to_the_constraint(rule: VerificationRule) -> No
     feed(method, 1, 2, 6)
     assert all(first <= token < first + 7 for token in drafted(method, 1)[1].token_ids)
     method.close(1)
-    assert not method._masked
+    assert mask.after([5, 6]) is None, "closed"
 
 
 def test_cut_tokens_are_not_drafted() -> None:

@@ -62,7 +62,9 @@ def test_starts_by_name(folders: dict[str, Path], config_of: type[HeadConfig], d
         start = SessionStart([5, 6, 7], SamplingParams(seed=1), 9, 64, constraint=constraint)
         proposer.open(session, start)
         proposer.features(session, 0, bytes(2 * needed.row_bytes))
-    proposer._masked[2]._future.result(timeout=60)  # compiled: the target's tokenizer is known
+    mask = proposer._sessions[2].mask
+    assert mask is not None
+    mask._future.result(timeout=60)  # compiled: the target's tokenizer is known
     trees = dict(proposer.draft([1, 2]).drafts)
     assert len(trees[1].token_ids) == 9
     assert not trees[1].is_chain
