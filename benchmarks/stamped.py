@@ -1,0 +1,213 @@
+"""A scorer or proposer that sleeps instead of computing and notes how far rounds have come.
+
+    python -m benchmarks.stamped scorer_service|proposer_service --stamps FILE --sleep-ms 5 [flags]
+
+For benchmarks only. The scorer's forward sleeps and finds every draft right; the proposer, which
+is to copy (`--method ngram`), sleeps for each of its cycles. FILE gets the stamps at the end. They
+are of CLOCK_MONOTONIC, which is one clock for all processes of a host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+from benchmarks.wrapped import leave
+
+PROMPT: Final = (7,) * 8
+"""Of every request; the text goes on like that."""
+
+Round = tuple[int, int]  # session, committed length that is drafted from
+Taken = list[tuple[str, int, Any]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs until a signal; returns the exit code."""
+    p = argparse.ArgumentParser(description=__doc__, add_help=False)
+    p.add_argument("service", choices=("scorer_service", "proposer_service"))
+    p.add_argument("--stamps", type=Path, required=True)
+    p.add_argument("--sleep-ms", type=float, required=True)
+    ours, flags = p.parse_known_args(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+    taken: Taken = []
+    steps: list[tuple[int, int]] = []
+    if ours.service == "scorer_service":
+        _change_scorer(taken, steps, ours.sleep_ms * 1e-3)
+    else:
+        _change_proposer(taken, ours.sleep_ms * 1e-3)
+    code: int = importlib.import_module(f"{ours.service}.__main__").main(flags)
+    ours.stamps.write_text(json.dumps({"rounds": _by_round(taken), "steps": steps}))
+    return code
+
+
+def _change_scorer(taken: Taken, steps: list[tuple[int, int]], sleep_s: float) -> None:
+    import grpc
+    import torch
+
+    from benchmarks.fixed_k import fix
+    from outrider.engine.engine import Engine
+    from outrider.engine.worker import EngineWorker
+    from scorer_service import app, loading
+    from scorer_service.hub import Hub
+
+    load = loading.load
+
+    def load_sleeping(*args: Any) -> Any:
+        model, runner, step_times = load(*args)
+        logits = torch.empty(0)
+
+        def forward(batch: Any) -> torch.Tensor:
+            nonlocal logits
+            began = time.perf_counter_ns()
+            time.sleep(sleep_s)
+            steps.append((began, time.perf_counter_ns()))
+            rows = len(batch.logits_index)
+            if rows > len(logits):
+                logits = torch.zeros(rows, model.vocab_size)
+                logits[:, PROMPT[0]] = 1.0
+            return logits[:rows]
+
+        mock.patch.object(model, "forward", forward).start()
+        return model, runner, step_times
+
+    mock.patch.object(app, "load", load_sleeping).start()
+    fix()
+    _before(taken, EngineWorker, "_publish", "publish", 1)
+    _before(taken, Hub, "on_events", "hub", 0)
+    _before(taken, EngineWorker, "post_block", "posted", slice(0, 2))
+    _before(taken, Engine, "post_block", "taken", slice(0, 2))
+    # What gRPC is given to write messages with and to read them; here Draft's.
+    handler = grpc.stream_stream_rpc_method_handler
+    mock.patch.object(
+        grpc,
+        "stream_stream_rpc_method_handler",
+        lambda servicer, request_deserializer, response_serializer: handler(
+            servicer,
+            request_deserializer=_after(taken, request_deserializer, "arrived"),
+            response_serializer=_at(taken, response_serializer, "sent"),
+        ),
+    ).start()
+
+
+def _change_proposer(taken: Taken, sleep_s: float) -> None:
+    from grpc.aio._channel import Channel
+
+    from outrider.drafting.ngram import NgramProposer
+    from proposer_service.cycle import Cycle
+
+    drafting = (0, 0)
+    draft, hand_over, stub = NgramProposer.draft, Cycle._hand_over, Channel.stream_stream
+
+    def slept(self: NgramProposer, *args: Any) -> object:
+        nonlocal drafting
+        began = time.perf_counter_ns()
+        if sleep_s:
+            time.sleep(sleep_s)
+        round_ = draft(self, *args)
+        drafting = began, time.perf_counter_ns()
+        return round_
+
+    def handed_over(self: Cycle, outgoing: Any) -> None:
+        messages = [each for link in outgoing.values() for each in link]
+        taken.append(("asked", drafting[0], messages))
+        taken.append(("guessed", drafting[1], messages))
+        taken.append(("drafted", time.perf_counter_ns(), messages))
+        hand_over(self, outgoing)
+
+    def stream(
+        self: Channel,
+        method: str,
+        request_serializer: Any,
+        response_deserializer: Any,
+        **more: Any,
+    ) -> object:
+        return stub(
+            self,
+            method,
+            _at(taken, request_serializer, "answered"),
+            _after(taken, response_deserializer, "received"),
+            **more,
+        )
+
+    mock.patch.object(NgramProposer, "draft", slept).start()
+    mock.patch.object(Cycle, "_hand_over", handed_over).start()
+    mock.patch.object(Channel, "stream_stream", stream).start()
+    _before(taken, Cycle, "apply", "applied", 0)
+
+
+def _before(taken: Taken, owner: type, method: str, point: str, argument: int | slice) -> None:
+    """Stamps each call of a method, for the rounds in one of its arguments (of some: a tuple)."""
+    original: Callable[..., Any] = getattr(owner, method)
+
+    @functools.wraps(original)
+    def stamped(self: object, *args: Any, **kwargs: Any) -> Any:
+        taken.append((point, time.perf_counter_ns(), args[argument]))
+        return original(self, *args, **kwargs)
+
+    mock.patch.object(owner, method, stamped).start()
+
+
+def _at(taken: Taken, serialize: Callable[[Any], bytes], point: str) -> Callable[[Any], bytes]:
+    def stamped(message: Any) -> bytes:
+        taken.append((point, time.perf_counter_ns(), message))
+        return serialize(message)
+
+    return stamped
+
+
+def _after(taken: Taken, parse: Callable[[bytes], Any], point: str) -> Callable[[bytes], Any]:
+    def stamped(data: bytes) -> Any:
+        now = time.perf_counter_ns()  # reading it is ours to shorten, too
+        taken.append((point, now, message := parse(data)))
+        return message
+
+    return stamped
+
+
+def _by_round(taken: Taken) -> dict[str, list[tuple[int, int, int]]]:
+    """(session, committed length, ns) by point. After the end: it takes time."""
+    from outrider.types import StepEvents
+
+    stamps: dict[str, list[tuple[int, int, int]]] = {}
+    lengths: dict[tuple[str, int], int] = {}
+    for point, ns, what in taken:
+        if isinstance(what, StepEvents):
+            rounds = []
+            for commit in what.commits:
+                key = point, commit.session_id
+                lengths[key] = lengths.get(key, len(PROMPT)) + len(commit.token_ids)
+                rounds.append((commit.session_id, lengths[key]))
+        else:
+            rounds = list(_rounds(what))
+        stamps.setdefault(point, []).extend((*each, ns) for each in rounds)
+    return stamps
+
+
+def _rounds(what: Any) -> Iterable[Round]:
+    """The rounds that a message is about, or the messages and items of a list."""
+    from outrider.v1 import draft_pb2
+    from proposer_service.cycle import Batch
+
+    if isinstance(what, draft_pb2.DraftRequest):
+        return [(block.session, block.base_len) for block in what.blocks.blocks]
+    if isinstance(what, draft_pb2.DraftResponse):
+        return _rounds(what.sessions)
+    if isinstance(what, draft_pb2.SessionBatch):
+        return [(commit.session, commit.base_len + len(commit.tokens)) for commit in what.commits]
+    if isinstance(what, Batch):
+        return _rounds(what.message)
+    if isinstance(what, tuple):  # arguments of Engine.post_block
+        return [(what[0], what[1].base_len)]
+    return [each for one in what for each in _rounds(one)] if isinstance(what, list) else []
+
+
+if __name__ == "__main__":
+    leave(main())

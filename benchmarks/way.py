@@ -1,0 +1,286 @@
+"""How long a round is under way between scorer and proposer, and what it costs of CPU time.
+
+    python -m benchmarks.way                        # about two minutes
+    python -m benchmarks.way --against ../before    # in turns with another checkout of Outrider
+
+A real scorer and a real proposer, each in its own process, that sleep instead of computing
+(stamped.py), so nothing but the way is left; rows wait for their drafts. The way of a round is
+from the moment that the engine's thread publishes a commit to the moment that it has the block
+that was drafted from it, without the time inside the drafting method. Blocks that come in the
+middle of a step (of other requests) have to wait for its end, and are left out.
+CPU is each process's time per step, in brackets that of its event loop: the scorer's engine cannot
+run Python meanwhile. One stack per checkout and kind of connection is up all the time, and they
+take turns: only numbers of one run compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import bisect
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Final
+
+from benchmarks.processes import Child, ProcessError, stopping
+from benchmarks.stamped import PROMPT
+from outrider.rpc.channel import open_channel
+from outrider.v1 import common_pb2, scorer_pb2
+from outrider.v1.scorer_pb2_grpc import ScorerServiceStub
+
+_HERE = Path(__file__).parents[1]
+_TIMEOUT_S = 120.0
+_ATTACH_S = 20.0
+_K: Final = 4
+PARTS: Final = (
+    ("to the loop", "publish", "hub"),  # of the scorer
+    ("to gRPC", "hub", "sent"),
+    ("wire there", "sent", "received"),
+    ("to the thread", "received", "applied"),  # of the proposer
+    ("cycle before", "applied", "asked"),
+    ("cycle after", "guessed", "drafted"),
+    ("to gRPC", "drafted", "answered"),
+    ("wire back", "answered", "arrived"),
+    ("to the queue", "arrived", "posted"),
+    ("to the engine", "posted", "taken"),
+)
+Stamps = dict[str, dict[tuple[int, int], int]]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Some requests at once, in one stack."""
+
+    sessions: int
+    began_ns: int
+    ended_ns: int
+    cpu_s: tuple[float, ...]  # scorer, its event loop, proposer, its event loop
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stack and number of sessions. Milliseconds, per round; CPU per step."""
+
+    stack: str
+    sessions: int
+    rounds: int
+    rounds_per_step: float
+    way: tuple[float, float, float]  # 10th percentile, median, 90th
+    parts: tuple[tuple[float, float], ...]  # 10th percentile and median, in the order of PARTS
+    cpu_ms: tuple[float, ...]  # as in Turn
+
+
+@dataclass
+class Stack:
+    """A scorer and a proposer of one checkout."""
+
+    name: str
+    scorer: Child
+    proposer: Child
+    address: str
+    files: tuple[Path, Path]
+    turns: list[Turn] = field(default_factory=list)
+
+    def cpu(self) -> tuple[float, ...]:
+        """Seconds so far; see `Turn`."""
+        return tuple(
+            child.cpu_seconds(main_thread=main)
+            for child in (self.scorer, self.proposer)
+            for main in (False, True)
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the tables; 1 if a service failed."""
+    p = argparse.ArgumentParser(
+        prog="python -m benchmarks.way",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 32], help="at a time")
+    p.add_argument("--forward-ms", type=float, default=5.0, help="the target's forward")
+    p.add_argument("--draft-ms", type=float, default=0.0, help="a cycle of the proposer")
+    p.add_argument("--wire", choices=("tcp", "unix"), nargs="+", default=["tcp", "unix"])
+    p.add_argument("--against", type=Path, nargs="*", default=[], help="other checkouts")
+    p.add_argument("--turns", type=int, default=12)
+    p.add_argument("--rounds", type=int, default=60, help="of a request")
+    p.add_argument("--out", type=Path, help="JSON")
+    args = p.parse_args(argv)
+    try:
+        with tempfile.TemporaryDirectory() as folder, stopping([]) as children:
+            stacks = [
+                start(tree.resolve(), wire, Path(folder), children, args)
+                for tree in (_HERE, *args.against)
+                for wire in args.wire
+            ]
+            asyncio.run(measure(stacks, args))
+            for child in children:
+                child.stop()  # they write their stamps
+            rows = [row(stack, n) for n in args.sessions for stack in stacks]
+    except ProcessError as error:
+        print(f"way: {error}", file=sys.stderr)
+        return 1
+    report(rows)
+    if args.out:
+        args.out.write_text(json.dumps([asdict(each) for each in rows], indent=1) + "\n")
+    return 0
+
+
+def start(
+    tree: Path, wire: str, folder: Path, children: list[Child], args: argparse.Namespace
+) -> Stack:
+    """Returns when both serve."""
+    name = f"{tree.name}-{wire}"
+    files = folder / f"{name}-scorer.json", folder / f"{name}-proposer.json"
+
+    def run(service: str, stamps: Path, sleep_ms: float, *flags: object) -> Child:
+        command = [sys.executable, "-P", "-m", "benchmarks.stamped", service]
+        command += ["--stamps", str(stamps), "--sleep-ms", str(sleep_ms), "--exit-with-parent"]
+        command += map(str, flags)
+        child = Child(stamps.stem, command, folder, env={"PYTHONPATH": str(tree)})
+        children.append(child)
+        return child
+
+    path = folder / f"{name}.sock"
+    scorer = run(
+        "scorer_service",
+        files[0],
+        args.forward_ms,
+        *("--num-speculative-tokens", _K, "--listen-unix", path, "--no-enable-prefix-caching"),
+        *("--kv-cache-memory", 64),
+    )
+    address = scorer.ready(_TIMEOUT_S)["grpc"]
+    dialled = f"unix:{path}" if wire == "unix" else address
+    # No branches: it does not draft ahead.
+    method = ("--method", "ngram", "--max-branches", 0)
+    proposer = run(
+        "proposer_service", files[1], args.draft_ms, "--scorer", dialled, "--port", 0, *method
+    )
+    proposer.ready(_TIMEOUT_S)
+    return Stack(name, scorer, proposer, address, files)
+
+
+async def measure(stacks: Sequence[Stack], args: argparse.Namespace) -> None:
+    """All stacks take turns with all numbers of sessions; the first turn does not count."""
+    rng = random.Random(0)
+    for stack in stacks:
+        await _attached(stack)
+    for turn in range(args.turns + 1):
+        for sessions in args.sessions:
+            for stack in rng.sample(stacks, len(stacks)):
+                taken = await take_turn(stack, sessions, args.rounds)
+                if turn:
+                    stack.turns.append(taken)
+
+
+async def take_turn(stack: Stack, sessions: int, rounds: int) -> Turn:
+    """Requests that begin and end together."""
+    request = scorer_pb2.ScorerServiceGenerateRequest(
+        prompt_token_ids=PROMPT,
+        sampling=common_pb2.SamplingParams(temperature=0.0),
+        stop=common_pb2.StopParams(max_tokens=1 + rounds * (_K + 1), ignore_eos=True),
+        speculation=common_pb2.SpeculationParams(enabled=True),
+    )
+    async with open_channel(stack.address) as channel:
+        stub = ScorerServiceStub(channel)
+
+        async def one() -> None:
+            async for _ in stub.Generate(request, timeout=_TIMEOUT_S):
+                pass
+
+        cpu, began = stack.cpu(), time.perf_counter_ns()
+        await asyncio.gather(*(one() for _ in range(sessions)))
+        ended, used = time.perf_counter_ns(), stack.cpu()
+    return Turn(sessions, began, ended, tuple(b - a for a, b in zip(cpu, used, strict=True)))
+
+
+async def _attached(stack: Stack) -> None:
+    async with open_channel(stack.address) as channel:
+        stub, deadline = ScorerServiceStub(channel), time.monotonic() + _ATTACH_S
+        while time.monotonic() < deadline:
+            info = await stub.GetScorerInfo(scorer_pb2.GetScorerInfoRequest(), timeout=_TIMEOUT_S)
+            if info.proposers:
+                return
+            await asyncio.sleep(0.1)
+    raise ProcessError(f"{stack.name}: no proposer attached; {stack.proposer.log.read_text()}")
+
+
+def row(stack: Stack, sessions: int) -> Row:
+    """What the stamps say of all turns with so many sessions."""
+    stamps: Stamps = {}
+    steps: list[tuple[int, int]] = []
+    for file in stack.files:
+        noted = json.loads(file.read_text())
+        steps += noted["steps"]
+        for point, taken in noted["rounds"].items():
+            stamps[point] = {(session, length): ns for session, length, ns in taken}
+    turns = [turn for turn in stack.turns if turn.sessions == sessions]
+    published = {
+        key: ns
+        for key, ns in stamps["publish"].items()
+        if any(turn.began_ns <= ns <= turn.ended_ns for turn in turns)
+    }
+    complete = [
+        key
+        for key in published  # a request's last commits ask for no draft
+        if all(key in of_point for of_point in stamps.values())
+        and not _within(stamps["posted"][key], steps)
+    ]
+    if not complete:
+        raise ProcessError(f"{stack.name}: no round was drafted for")
+    parts = [
+        [(stamps[end][key] - stamps[begin][key]) * 1e-6 for key in complete]
+        for _, begin, end in PARTS
+    ]
+    ways = [sum(of_round) for of_round in zip(*parts, strict=True)]
+    num_steps = len(set(published.values()))
+    used = [sum(of_turns) for of_turns in zip(*(turn.cpu_s for turn in turns), strict=True)]
+    return Row(
+        stack=stack.name,
+        sessions=sessions,
+        rounds=len(complete),
+        rounds_per_step=len(published) / num_steps,
+        way=_deciles(ways),
+        parts=tuple(_deciles(each)[:2] for each in parts),
+        cpu_ms=tuple(seconds * 1e3 / num_steps for seconds in used),
+    )
+
+
+def _within(ns: int, steps: Sequence[tuple[int, int]]) -> bool:
+    """Whether the engine's thread was in a forward, for which a block has to wait."""
+    before = bisect.bisect(steps, ns, key=lambda step: step[0])
+    return before > 0 and ns <= steps[before - 1][1]
+
+
+def _deciles(values: Sequence[float]) -> tuple[float, float, float]:
+    found = statistics.quantiles(values, n=10)
+    return found[0], found[4], found[8]
+
+
+def report(rows: Sequence[Row]) -> None:
+    """Two tables."""
+    head = ("stack", "sessions", "rounds", "per step", "way, ms: p10", "median", "p90")
+    print(f"| {' | '.join(head)} | scorer CPU (its loop), ms per step | proposer |")
+    print("|---" * (2 + len(head)) + "|")
+    for r in rows:
+        which = f"{r.stack} | {r.sessions} | {r.rounds} | {r.rounds_per_step:.1f}"
+        way = " | ".join(f"{each:.2f}" for each in r.way)
+        cpu = " | ".join(f"{r.cpu_ms[i]:.2f} ({r.cpu_ms[i + 1]:.2f})" for i in (0, 2))
+        print(f"| {which} | {way} | {cpu} |")
+    print("\nParts, ms: 10th percentile and median\n")
+    print(f"| stack | sessions | {' | '.join(name for name, _, _ in PARTS)} |")
+    print("|---" * (2 + len(PARTS)) + "|")
+    for r in rows:
+        parts = " | ".join(f"{low:.2f} {median:.2f}" for low, median in r.parts)
+        print(f"| {r.stack} | {r.sessions} | {parts} |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
