@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -81,6 +81,8 @@ class _OpenAI:
             try:
                 tenant = self._api_keys.check(request.headers.get("authorization"))
                 return await handler(request, tenant)
+            except ClientDisconnect:  # before its body was complete: nobody reads an answer
+                return Response(status_code=400)
             except Exception as error:
                 return error_response(public_error(error))
 

@@ -14,6 +14,7 @@ from gateway.api_keys import ApiKeys
 from gateway.config import GatewayConfig
 from gateway.generation import Generator
 from gateway.grpc_service import GenerationServicer
+from gateway.http_connection import PatientProtocol
 from gateway.openai_http import create_app
 from gateway.scorers import ScorerPool
 from outrider.errors import ConfigError
@@ -72,6 +73,7 @@ class Gateway:
         self._http = _HttpServer(
             uvicorn.Config(
                 create_app(generator, api_keys),
+                http=PatientProtocol,
                 log_config=None,
                 log_level="warning",
                 access_log=False,

@@ -1,0 +1,48 @@
+"""HTTP connections that wait for no client for ever; uvicorn's own do."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import ClassVar
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+class PatientProtocol(H11Protocol):
+    """Ends a connection whose client neither sends a whole request's head nor reads its answer.
+
+    uvicorn's keep-alive timeout holds only between an answer and the next byte: it bounds neither
+    the first request, nor one that comes byte by byte, nor the flush of what nobody reads.
+    """
+
+    patience_s: ClassVar[float] = 60.0
+    """Without progress, until twice that at most; as web servers usually wait."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._pauses = 0
+        self._waited_for = self._waits_for()
+        self._timer = self.loop.call_later(self.patience_s, self._look)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._pauses += 1
+        super().pause_writing()
+
+    def _waits_for(self) -> tuple[object, ...] | None:
+        """What the client owes; equal as long as it does nothing about it. None: nothing."""
+        if self.flow.write_paused or self.transport.is_closing():  # nothing is written meanwhile
+            return "read", self._pauses, self.transport.get_write_buffer_size()
+        if self.cycle is None or self.cycle.response_complete:
+            return "ask", self.cycle
+        return None
+
+    def _look(self) -> None:
+        before, self._waited_for = self._waited_for, self._waits_for()
+        if before is not None and before == self._waited_for:
+            self.transport.abort()
+        else:
+            self._timer = self.loop.call_later(self.patience_s, self._look)

@@ -1,0 +1,123 @@
+"""Clients that keep a connection and do nothing with it, over a fake scorer on real ports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from gateway.http_connection import PatientProtocol
+from tests.support.fake_scorer import Script
+from tests.support.gateway import Running, running_gateway, tokens
+
+PATIENCE_S = 0.2
+DEADLINE_S = 15.0
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PatientProtocol, "patience_s", PATIENCE_S)
+
+
+def completion(**body: object) -> bytes:
+    text = json.dumps({"prompt": "x", **body}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n"
+    return head.encode() + text
+
+
+@asynccontextmanager
+async def connected(
+    gateway: Running, receive_buffer: int | None = None
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    host, port = gateway.http.removeprefix("http://").split(":")
+    sock = socket.socket()
+    if receive_buffer is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
+    reader, writer = await asyncio.open_connection(sock=sock, limit=2**10)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def read_to_end(reader: asyncio.StreamReader) -> bytes:
+    received = b""
+    async with asyncio.timeout(DEADLINE_S):
+        try:
+            while piece := await reader.read(2**16):
+                received += piece
+        except ConnectionError:
+            pass
+    return received
+
+
+@pytest.mark.parametrize("sent", [b"", HEALTH[:20]])
+async def test_a_request_that_does_not_come_is_not_waited_for(sent: bytes) -> None:
+    async with (
+        running_gateway(Script(tokens("abc"))) as gateway,
+        connected(gateway) as (reader, writer),
+    ):
+        writer.write(sent)
+        assert await read_to_end(reader) == b""
+
+
+async def test_a_head_without_end_is_not_read_for_ever() -> None:
+    async def drip(writer: asyncio.StreamWriter) -> None:
+        while True:
+            writer.write(b"x: y\r\n")
+            await asyncio.sleep(PATIENCE_S / 10)
+
+    async with (
+        running_gateway(Script(tokens("abc"))) as gateway,
+        connected(gateway) as (reader, writer),
+    ):
+        writer.write(HEALTH + HEALTH[:-2])
+        dripping = asyncio.create_task(drip(writer))
+        received = await read_to_end(reader)
+        dripping.cancel()
+    assert received.count(b"200 OK") == 1
+
+
+async def test_an_answer_may_take_longer() -> None:
+    async with (
+        running_gateway(Script(tokens("abcdef"), delay_s=2 * PATIENCE_S)) as gateway,
+        connected(gateway) as (reader, writer),
+        asyncio.timeout(DEADLINE_S),
+    ):
+        writer.write(completion())
+        head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK")
+
+
+async def test_an_answer_that_nobody_reads_is_given_up() -> None:
+    script = Script(tokens("abcdefgh" * 24), per_round=1)
+    cancelled = 'gateway_requests_total{operation="text_completion",outcome="cancelled"}'
+    async with (
+        running_gateway(script, request_timeout_s=10 * DEADLINE_S) as gateway,
+        httpx.AsyncClient(base_url=gateway.http) as client,
+        asyncio.timeout(DEADLINE_S),
+        connected(gateway, receive_buffer=2**11) as (_, writer),
+    ):
+        writer.write(completion(stream=True, n=64, logprobs=20))
+        while cancelled not in (await client.get("/metrics")).text:  # noqa: ASYNC110
+            await asyncio.sleep(PATIENCE_S)
+
+
+async def test_a_client_that_leaves_within_its_body_is_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running_gateway(Script(tokens("abc"))) as gateway:
+        async with connected(gateway) as (_, writer):
+            writer.write(completion()[:-5])
+        answer = await gateway.client.completions.create(model="default", prompt="x")
+    assert answer.choices[0].text == "abc"
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
