@@ -35,7 +35,7 @@ def load(
     Times are (rows, tokens, seconds). All ranks of a group load at the same time.
     """
     dtype = getattr(torch, options.dtype)
-    device = torch.device(options.device) if group is None else group.device
+    device = _device(options.device) if group is None else group.device
     asked = options.hidden_features
     features = None if asked is None else read_features(folder, asked)
 
@@ -102,6 +102,17 @@ def load(
         return model, None, []
     runner = record_steps(model, limits, say)
     return model, runner, [] if runner is None else runner.trial_times()
+
+
+def _device(name: str) -> torch.device:
+    """Raises `ConfigError` if there is no such device."""
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or not (index.isdecimal() or name == kind):
+        raise ConfigError(f"--device {name} is unknown: give cpu, cuda or, say, cuda:1.")
+    count = torch.cuda.device_count()
+    if kind == "cuda" and int(index or 0) >= count:
+        raise ConfigError(f"--device {name}: torch finds {count or 'no'} CUDA devices.")
+    return torch.device(name)
 
 
 def _given_pages(options: Options, page_bytes: int) -> int:

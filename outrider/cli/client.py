@@ -58,7 +58,8 @@ class GenerateOptions:
 async def stream(
     channel: grpc.aio.Channel, options: GenerateOptions, *, timeout_s: float
 ) -> AsyncIterator[generation_pb2.GenerateResponse]:
-    """The pieces of one completion. Raises the `OutriderError` that the gateway meant."""
+    """The pieces of one completion. Raises the `OutriderError` that the gateway meant, or an
+    `UnavailableError` if nothing answers there."""
     call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(
         options.to_proto(), timeout=timeout_s
     )
@@ -66,6 +67,11 @@ async def stream(
         async for response in call:
             yield response
     except grpc.aio.AioRpcError as error:
+        if "failed to connect" in (error.details() or ""):  # gRPC's own words, of any cause
+            raise UnavailableError(
+                "no gateway answers there: is `outrider up` running, and is --address the grpc:// "
+                "address of its ready line?"
+            ) from error
         raise from_rpc_error(error) from error
     finally:
         call.cancel()

@@ -25,7 +25,10 @@ DEFAULT_GRPC_PORT = 50051
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0, 1 for a failed request, 2 for a wrong set-up."""
-    args = build_parser().parse_args(argv)
+    args, unknown = build_parser().parse_known_args(argv)
+    if unknown:  # argparse itself would blame the whole command line
+        command: argparse.ArgumentParser = args.parser
+        command.error(f"unrecognized arguments: {' '.join(unknown)} (see {command.prog} --help)")
     try:
         match args.command:
             case "demo":
@@ -64,13 +67,22 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"outrider {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    demo = commands.add_parser("demo", help="watch one completion with and without speculation")
+    demo = commands.add_parser(
+        "demo",
+        help="watch one completion with and without speculation",
+        description="Starts all three services on loopback and shows one completion, twice.",
+    )
     _add_stack_flags(demo)
     demo.add_argument("--prompt", help="the text to complete (default: held-out Python code)")
     demo.add_argument("--max-tokens", type=_positive, default=128, metavar="N")
     demo.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
 
-    up = commands.add_parser("up", help="run scorer, proposer and gateway until Ctrl-C")
+    up = commands.add_parser(
+        "up",
+        help="run scorer, proposer and gateway until Ctrl-C",
+        description="Runs all three services on loopback and on the CPU. For a GPU (--device), "
+        "other addresses (--host) or several machines run each by itself: see `outrider serve`.",
+    )
     _add_stack_flags(up)
     up.add_argument(
         "--http-port",
@@ -88,8 +100,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--served-model-name", default="default", metavar="NAME", help="default: %(default)s"
     )
 
-    _add_generate(commands.add_parser("generate", help="ask a running gateway for a completion"))
-
+    generate = commands.add_parser("generate", help="ask a running gateway for a completion")
+    _add_generate(generate)
     serve = commands.add_parser("serve", help="run one service; its flags follow its name")
     serve.add_argument("service", choices=SERVICES)
     serve.add_argument("args", nargs=argparse.REMAINDER, help="see `outrider serve scorer --help`")
@@ -101,6 +113,8 @@ def build_parser() -> argparse.ArgumentParser:
         prefix_chars="\0",  # --help, too, is for what it starts
     )
     train.add_argument("args", nargs=argparse.REMAINDER)
+    for command in (demo, up, generate, serve, train):
+        command.set_defaults(parser=command)
     return parser
 
 

@@ -81,7 +81,12 @@ def _cell(value: object) -> str:
     if isinstance(value, str | int):
         return str(value)
     assert isinstance(value, Iterable), "a repeated field"
-    return " ".join(map(str, value))
+    return " ".join(
+        f"{each.method} {each.accepted} of {each.drafted}"
+        if isinstance(each, common_pb2.MethodCounts)
+        else str(each)
+        for each in value
+    )
 
 
 def _color_system(console: Console) -> ColorSystem | None:

@@ -1,7 +1,15 @@
-"""A scorer that cannot be ready in time says so."""
+"""A scorer that cannot start says why."""
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import ConfigError
+from scorer_service.__main__ import resolve
+from scorer_service.app import Options
+from scorer_service.loading import load
 
 
 def test_a_start_takes_no_longer_than_it_may() -> None:
@@ -14,3 +22,11 @@ def test_a_start_takes_no_longer_than_it_may() -> None:
     assert done.returncode == 2
     assert "was not ready within" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "tpu", "cuda:x", "cpu:"])
+def test_a_device_that_is_not_there_is_refused_by_name(device: str) -> None:
+    flags = resolve(["--device", device])
+    del flags["exit_with_parent"]
+    with pytest.raises(ConfigError, match=f"--device {device}"):
+        load(Path(), Options(**flags, ranks=None), None)

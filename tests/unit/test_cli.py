@@ -71,9 +71,11 @@ def test_the_table_leaves_out_what_is_empty_everywhere() -> None:
     drafted = common_pb2.AuxInfo(
         output_len=9, rounds=3, accepted_per_pos=[3, 2, 1], scorer_id="s", cost_time=12.345
     )
+    drafted.by_method.add(method="ngram", drafted=8, accepted=6)
     screen.print(aux_table({"with": drafted, "without": common_pb2.AuxInfo(output_len=9)}))
     text = written(screen)
     assert "3 2 1" in text
+    assert "ngram 6 of 8" in text
     assert "12.35" in text or "12.34" in text
     assert "preemptions" not in text
     assert [line.split() for line in text.splitlines() if "output_len" in line] == [
@@ -169,6 +171,22 @@ def test_wrong_flags_end_with_2(argv: list[str], capsys: pytest.CaptureFixture[s
         build_parser().parse_args(argv)
     assert caught.value.code == 2
     assert "usage: outrider" in capsys.readouterr().err
+
+
+def test_an_unknown_flag_is_blamed_on_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        command_line.main(["up", "--device", "cuda"])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert "usage: outrider up" in said
+    assert "outrider up: error: unrecognized arguments: --device cuda" in said
+
+
+def test_a_gateway_that_is_not_there_is_told_in_plain_words(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command_line.main(["generate", "x", "--address", "unix:/nowhere.sock"]) == 1
+    assert "no gateway answers there" in capsys.readouterr().err
 
 
 def test_a_service_gets_its_flags_untouched(tmp_path: Path) -> None:
