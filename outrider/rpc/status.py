@@ -18,6 +18,9 @@ from outrider import errors
 
 DOMAIN: Final = "outrider"
 _DETAILS_KEY: Final = "grpc-status-details-bin"
+_MAX_MESSAGE_BYTES: Final = 1000
+"""It travels twice, escaped and in base64: what exceeds 8 KiB in all, gRPC replaces by
+RESOURCE_EXHAUSTED of its own. A client's own words may be in it."""
 _log = logging.getLogger(__name__)
 
 # The nearest class of an error's ancestry counts. In the other direction the reason of ErrorInfo
@@ -57,7 +60,7 @@ def code_of(error: errors.OutriderError) -> grpc.StatusCode:
 
 
 def to_status(error: errors.OutriderError) -> status_pb2.Status:
-    """The full status message of an error, details included."""
+    """The full status message of an error, details included; a long message is cut."""
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
     if isinstance(error, errors.InvalidRequestError) and error.param is not None:
         info.metadata["param"] = error.param
@@ -66,26 +69,33 @@ def to_status(error: errors.OutriderError) -> status_pb2.Status:
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(round(error.retry_after_s * 1000))
         details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
-    return status_pb2.Status(code=code_of(error).value[0], message=error.message, details=details)
+    return status_pb2.Status(
+        code=code_of(error).value[0], message=_shortened(error.message), details=details
+    )
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> NoReturn:
     """Ends the RPC with the status of `error`; never returns.
 
     An error that is not an `OutriderError` becomes INTERNAL: it is logged here, and the client
-    learns nothing of it. Cancellation is passed on.
+    learns nothing of it. Cancellation is passed on; a client that is gone means the same.
     """
     if isinstance(error, asyncio.CancelledError):
         raise error
+    if isinstance(error, grpc.aio.InternalError):  # of a write
+        raise asyncio.CancelledError from error
     if not isinstance(error, errors.OutriderError):
         _log.error("unexpected error in an RPC", exc_info=error)
         error = errors.InternalError("internal error; the server's log has the details")
     status = to_status(error)
-    await context.abort(
-        code_of(error),
-        error.message,
-        trailing_metadata=((_DETAILS_KEY, status.SerializeToString()),),
-    )
+    try:
+        await context.abort(
+            code_of(error),
+            status.message,
+            trailing_metadata=((_DETAILS_KEY, status.SerializeToString()),),
+        )
+    except grpc.aio.InternalError as gone:
+        raise asyncio.CancelledError from gone
     raise AssertionError("abort returned")
 
 
@@ -103,6 +113,13 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.OutriderError:
         param = info.metadata.get("param") if info is not None else None
         return error_class(message, param=param, reason=reason or None)
     return error_class(message, reason=reason or None)
+
+
+def _shortened(message: str) -> str:
+    encoded = message.encode(errors="replace")
+    if len(encoded) <= _MAX_MESSAGE_BYTES:
+        return message
+    return f"{encoded[:_MAX_MESSAGE_BYTES].decode(errors='ignore')}..."
 
 
 def _pack(message: Any) -> any_pb2.Any:

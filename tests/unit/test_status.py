@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
@@ -77,6 +78,17 @@ async def test_an_error_crosses_the_wire_unchanged(
     assert getattr(back, "retry_after_s", None) == getattr(error, "retry_after_s", None)
 
 
+@pytest.mark.parametrize("character", ["x", "\n", "\u2603"])
+async def test_a_long_message_is_cut_but_keeps_its_code(
+    failing: tuple[_Failing, scorer_pb2_grpc.ScorerServiceAsyncStub], character: str
+) -> None:
+    servicer, stub = failing
+    servicer.error = errors.ModelNotFoundError(f"no model {character * 100_000}")
+    back = status.from_rpc_error(await _fail(stub))
+    assert type(back) is errors.ModelNotFoundError
+    assert back.message.startswith(f"no model {character}")
+
+
 async def test_an_unknown_error_tells_the_client_nothing(
     failing: tuple[_Failing, scorer_pb2_grpc.ScorerServiceAsyncStub],
     caplog: pytest.LogCaptureFixture,
@@ -125,3 +137,43 @@ async def test_a_taken_port_is_a_config_error_and_health_follows_the_service() -
         answer = await stub.Check(health_pb2.HealthCheckRequest(service="x.Y"), timeout=5)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
     await first.stop(0)
+
+
+class _Late(scorer_pb2_grpc.ScorerServiceServicer):
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.raised: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    async def GetScorerInfo(  # noqa: N802
+        self, _request: scorer_pb2.GetScorerInfoRequest, context: Any
+    ) -> scorer_pb2.GetScorerInfoResponse:
+        self.begun.set()
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            try:
+                await status.abort(context, errors.DeadlineError("late"))
+            except BaseException as error:
+                self.raised.set_result(error)
+                raise
+
+
+async def test_an_error_that_nobody_waits_for_is_a_cancellation(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    late = _Late()
+    server = GrpcServer(
+        "127.0.0.1:0",
+        lambda each: scorer_pb2_grpc.add_ScorerServiceServicer_to_server(late, each),
+        ["outrider.v1.ScorerService"],
+    )
+    port = await server.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(10):
+        call = scorer_pb2_grpc.ScorerServiceStub(channel).GetScorerInfo(
+            scorer_pb2.GetScorerInfoRequest()
+        )
+        await late.begun.wait()
+        call.cancel()
+        assert isinstance(await late.raised, asyncio.CancelledError)
+    await server.stop(0)
+    assert not caplog.records
