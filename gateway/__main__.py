@@ -9,7 +9,7 @@ import sys
 
 from gateway.config import GatewayConfig
 from outrider.errors import ConfigError
-from outrider.rpc.deployment import add_deployment_flags, take_deployment
+from outrider.rpc.deployment import add_deployment_flags, port, take_deployment
 from outrider.rpc.runtime import EXIT_CONFIG, run
 from outrider.rpc.targets import parse_entries
 
@@ -46,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m gateway", description="Serves clients over OpenAI-compatible HTTP and gRPC."
+        prog="outrider serve gateway",
+        description="Serves clients over OpenAI-compatible HTTP and gRPC.",
     )
     parser.add_argument(
         "--scorer",
@@ -55,20 +56,23 @@ def _parser() -> argparse.ArgumentParser:
         help="the scorers: host:port, unix:/path, dns:host:port (all addresses of a name)",
     )
     for name, kind, text in (
-        ("model", str, 'tokenizer: "embedded", a folder or a Hugging Face id'),
+        ("model", str, "the scorers' --model, for its tokenizer; unset: embedded"),
         ("served_model_name", str, "the name clients ask for"),
         ("host", str, "address to listen on"),
-        ("http_port", int, "0: any free port"),
-        ("grpc_port", int, "0: any free port"),
+        ("http_port", port, "0: any free port"),
+        ("grpc_port", port, "0: any free port"),
         ("api_key_file", str, "one key per line; without it, anyone may ask"),
         ("max_in_flight", int, "completions at once; more get 429"),
         ("max_body_bytes", int, "larger bodies get 413"),
         ("default_max_tokens", int, "for requests that set none"),
         ("seed", int, "for requests that give none; unset: a new one for each"),
     ):
-        flag = f"--{name.replace('_', '-')}"
+        default = _DEFAULTS[name]
         parser.add_argument(
-            flag, type=kind, default=_DEFAULTS[name], help=f"{text} (default: %(default)s)"
+            f"--{name.replace('_', '-')}",
+            type=kind,
+            default=default,
+            help=text if default is None else f"{text} (default: %(default)s)",
         )
     for name, text in (
         ("request_timeout", "every request is answered within this time"),

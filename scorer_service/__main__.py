@@ -6,11 +6,11 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from outrider.errors import ConfigError
-from outrider.rpc.deployment import add_deployment_flags, take_deployment
+from outrider.rpc.deployment import add_deployment_flags, port, take_deployment
 
 _DEFAULTS: dict[str, dict[str, int | None]] = {
     "cpu": {"max_num_batched_tokens": 512, "kv_cache_memory": 512, "page_size": 16},
@@ -28,13 +28,13 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 def parser() -> argparse.ArgumentParser:
     """The flags, with their defaults."""
     p = argparse.ArgumentParser(
-        prog="scorer_service",
+        prog="outrider serve scorer",
         description="Verifies drafts for one model replica; owns its committed tokens.",
         formatter_class=_Help,
     )
     p.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    p.add_argument("--port", type=int, default=0, help="gRPC port; 0: a free one")
-    p.add_argument("--metrics-port", type=int, default=0, help="HTTP port of /metrics; 0: free")
+    p.add_argument("--port", type=port, default=0, help="gRPC port; 0: a free one")
+    p.add_argument("--metrics-port", type=port, default=0, help="HTTP port of /metrics; 0: free")
     p.add_argument("--model", default="embedded", help='"embedded", a folder, or a Hugging Face id')
     p.add_argument("--served-model-name", default="default", help="the name clients ask for")
     p.add_argument("--scorer-id", default=None, help="name in traces; default: host name and pid")
@@ -45,22 +45,22 @@ def parser() -> argparse.ArgumentParser:
         default=None,
         help="flash, flash_attn, flashinfer, triton, numba or sdpa; default: the best that fits",
     )
-    p.add_argument("--threads", type=_positive, default=2, help="threads that torch uses")
+    p.add_argument("--threads", type=_whole(1), default=2, help="threads that torch uses")
     p.add_argument(
         "--num-speculative-tokens",
-        type=_draft_tokens,
+        type=_whole(0, 128),
         default=4,
         help="K: draft tokens verified per request and round; 0 switches speculation off",
     )
-    p.add_argument("--max-num-seqs", type=_positive, default=128, help="requests in a batch")
+    p.add_argument("--max-num-seqs", type=_whole(1), default=128, help="requests in a batch")
     p.add_argument(
         "--max-num-batched-tokens",
-        type=_positive,
+        type=_whole(1),
         default=None,
         help="query tokens in a step; default: 512 on a CPU, 2048 on CUDA",
     )
     p.add_argument(
-        "--max-model-len", type=_positive, default=None, help="context; default: the model's"
+        "--max-model-len", type=_whole(3), default=None, help="context; default: the model's"
     )
     p.add_argument(
         "--gpu-memory-utilization",
@@ -70,13 +70,13 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--kv-cache-memory",
-        type=_positive,
+        type=_whole(1),
         default=None,
         help="MiB for keys and values; default: 512 on a CPU, on CUDA what is left",
     )
     p.add_argument(
         "--page-size",
-        type=_positive,
+        type=_whole(1),
         default=None,
         help="tokens per page of the KV cache; default: 16 on a CPU, 64 on CUDA",
     )
@@ -159,24 +159,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return runtime.run(NAME, ScorerApp(options), exit_with_parent=exit_with_parent)
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
+def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
+    """What reads a whole number in these bounds."""
+    bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and low <= int(text) <= (high or int(text))):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
+        return int(text)
+
+    return read
 
 
 def _part(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0.0 < value <= 1.0:
-        raise argparse.ArgumentTypeError("must be above 0 and at most 1")
-    return value
-
-
-def _draft_tokens(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= 128:
-        raise argparse.ArgumentTypeError("must be between 0 and 128")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and at most 1")
     return value
 
 

@@ -66,7 +66,7 @@ def add_deployment_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--health-port",
-        type=int,
+        type=port,
         help="grpc.health.v1 on a port of its own, without TLS, for probes; unset: none",
     )
     parser.add_argument(
@@ -78,6 +78,13 @@ def add_deployment_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="PEM certificates that sign the other services'; with it, servers demand one",
     )
+
+
+def port(text: str) -> int:
+    """The value of a flag: 0 (any free port) to 65535. gRPC itself counts beyond from 0 again."""
+    if not (text.isascii() and text.isdigit() and int(text) < 2**16):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
+    return int(text)
 
 
 def take_deployment(flags: dict[str, Any]) -> Deployment:

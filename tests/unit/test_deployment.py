@@ -66,6 +66,26 @@ def test_flags_that_cannot_work_are_named(
     assert output.out == ""
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "why"),
+    [
+        ("--port", "65536", "'65536' is not a port"),  # gRPC would take it modulo 65536
+        ("--metrics-port", "-5", "'-5' is not a port"),
+        ("--max-model-len", "2", "'2' is not a whole number of at least 3"),
+        ("--max-num-seqs", "many", "'many' is not a whole number"),
+        ("--num-speculative-tokens", "129", "'129' is not a whole number from 0 to 128"),
+        ("--gpu-memory-utilization", "all", "'all' is not a number above 0"),
+    ],
+)
+def test_a_scorers_number_that_cannot_be_is_refused(
+    flag: str, value: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        resolve((flag, value))
+    assert caught.value.code == 2
+    assert f"{flag}: {why}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("service", ["proposer", "gateway"])
 def test_how_often_names_are_looked_up_has_bounds(
     service: str, capsys: pytest.CaptureFixture[str]
