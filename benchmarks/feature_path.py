@@ -40,8 +40,8 @@ from benchmarks.processes import Child, ProcessError, Worker, stopping
 from benchmarks.records import Completion, Run, TokenIds
 from outrider.aux_layers import aux_layers
 from outrider.errors import ConfigError, OutriderError
+from outrider.methods import HIDDEN_STATE_METHODS
 from outrider.models.resolve import resolve_model
-from proposer_service.config import HEAD_CONFIGS
 
 _ROOT: Final = Path(__file__).parents[1]
 _SENT: Final = ("bytes", "rows", "seconds")
@@ -203,7 +203,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument("--method", choices=sorted(HEAD_CONFIGS), default="eagle3")
+    p.add_argument("--method", choices=HIDDEN_STATE_METHODS, default="eagle3")
     p.add_argument("--head", default="embedded", help="its module: a folder")
     p.add_argument("--model", default="embedded", help="the target: a folder")
     p.add_argument("--dtype", default="float32", help="of the target")

@@ -43,7 +43,7 @@ from outrider.features import FeatureBatch, FeatureOrder, FeatureSpec, FeatureWi
 from outrider.models.resolve import EMBEDDED, resolve_model
 from outrider.params import SamplingParams, SpeculationParams, StopParams, TokenIds
 from outrider.types import Request
-from proposer_service.config import HEAD_CONFIGS
+from proposer_service.config import HeadConfig
 from proposer_service.heads import build_head
 
 PAGE_SIZE, NUM_PAGES = 16, 1024
@@ -198,10 +198,9 @@ def heads(
     found: list[Contender] = []
     shapes = [(name, sizes) for name, sizes in (("chain", chains), ("tree", tree_nodes)) if sizes]
     for method, name in given.items():
-        if method not in HEAD_CONFIGS:
-            raise ConfigError(f"--head {method}: the method is one of {', '.join(HEAD_CONFIGS)}.")
         for shape, sizes in shapes:
-            config = HEAD_CONFIGS[method](
+            config = HeadConfig(
+                name=method,
                 model=name,
                 target_model=target,
                 max_draft_tokens=max(sizes),

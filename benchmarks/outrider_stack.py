@@ -18,10 +18,10 @@ from prometheus_client.samples import Sample
 
 from benchmarks.processes import Child, ProcessError
 from benchmarks.records import Completion, Run, TokenIds
+from outrider.methods import HIDDEN_STATE_METHODS
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, scorer_pb2
 from outrider.v1.scorer_pb2_grpc import ScorerServiceStub
-from proposer_service.config import HEAD_CONFIGS
 
 HOST = "127.0.0.1"
 METHODS = ("draft_model", "ngram")
@@ -333,7 +333,7 @@ def model_flags(config: StackConfig, method: str) -> tuple[str, ...]:
     """Of a proposer with a model; one that reads hidden states knows its dtype best."""
     if method == "draft_model":
         model = ("--model", config.draft_model, "--dtype", config.draft_dtype)
-    elif method in HEAD_CONFIGS:
+    elif method in HIDDEN_STATE_METHODS:
         model = ("--model", config.draft_model, "--target-model", config.model)
     else:
         return ()

@@ -10,6 +10,9 @@ METHODS: Final = (
 )
 """Methods a proposer may name in Hello; the order in which they are preferred."""
 
+HIDDEN_STATE_METHODS: Final = ("eagle3", "mtp", "eagle", "medusa", "mlp_speculator")
+"""Those that read hidden states of the target, with a module that was trained for it."""
+
 METHOD_ALIASES: Final = {
     "inference_with_reference": "ngram",
     "deepseek_mtp": "mtp",

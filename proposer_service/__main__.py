@@ -11,14 +11,14 @@ from typing import Any
 from outrider.drafting.proposer import TREE_WIDTH
 from outrider.drafting.suffix_settings import SuffixSettings
 from outrider.errors import OutriderError
-from outrider.methods import METHOD_ALIASES, METHODS
+from outrider.methods import HIDDEN_STATE_METHODS, METHOD_ALIASES, METHODS
 from outrider.rpc.deployment import add_deployment_flags, take_deployment
 from outrider.rpc.targets import DNS_REFRESH_S, parse_entries
 from proposer_service.config import (
-    HEAD_CONFIGS,
     START_TIMEOUT_S,
     DeterministicConfig,
     DraftModelConfig,
+    HeadConfig,
     MethodConfig,
     ModelConfig,
     NgramConfig,
@@ -220,14 +220,13 @@ def _model(name: str, args: argparse.Namespace, common: dict[str, Any]) -> Model
         "device": args.device,
         "attention_backend": args.attention_backend,
     }
-    if name in HEAD_CONFIGS:
-        return HEAD_CONFIGS[name](
-            **common
-            | {
-                "target_model": args.target_model,
-                "tree_width": args.tree_width,
-                "project_features": args.project_features,
-            }
+    if name in HIDDEN_STATE_METHODS:
+        return HeadConfig(
+            name=name,
+            target_model=args.target_model,
+            tree_width=args.tree_width,
+            project_features=args.project_features,
+            **common,
         )
     if not on_cuda:
         common.setdefault("max_branches", 0)

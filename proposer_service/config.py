@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar, Final, Literal
+from typing import Final, Literal
 
 from outrider.drafting.proposer import TREE_WIDTH
 from outrider.drafting.suffix_settings import SuffixSettings
 from outrider.errors import ConfigError
+from outrider.methods import HIDDEN_STATE_METHODS
 from outrider.models.resolve import EMBEDDED, EMBEDDED_HEADS
 from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.rpc.deployment import Deployment
@@ -21,7 +22,7 @@ START_TIMEOUT_S: Final = 600.0
 class MethodConfig:
     """What every method is told. Raises `ConfigError`."""
 
-    name: ClassVar[str]
+    name: str
     max_draft_tokens: int = 16
     """Per round."""
     max_branches: int = 16
@@ -38,7 +39,7 @@ class MethodConfig:
 class NgramConfig(MethodConfig):
     """Prompt lookup."""
 
-    name = "ngram"
+    name: str = "ngram"
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
     prefer: Literal["recent", "frequent"] = "recent"
@@ -48,7 +49,7 @@ class NgramConfig(MethodConfig):
 class SuffixConfig(MethodConfig):
     """SuffixDecoding."""
 
-    name = "suffix"
+    name: str = "suffix"
     max_draft_tokens: int = 24
     settings: SuffixSettings = field(default_factory=SuffixSettings)
 
@@ -57,7 +58,7 @@ class SuffixConfig(MethodConfig):
 class DeterministicConfig(MethodConfig):
     """Copying from the advice of a request."""
 
-    name = "deterministic"
+    name: str = "deterministic"
     max_draft_tokens: int = 128
 
 
@@ -92,7 +93,7 @@ class ModelConfig(MethodConfig):
 class DraftModelConfig(ModelConfig):
     """An independent small language model."""
 
-    name = "draft_model"
+    name: str = "draft_model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +109,9 @@ class HeadConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
+        if self.name not in HIDDEN_STATE_METHODS:
+            known = ", ".join(HIDDEN_STATE_METHODS)
+            raise ConfigError(f"{self.name} reads no hidden states of the target; {known} do.")
         if self.model == EMBEDDED and not (
             self.target_model == EMBEDDED and self.name in EMBEDDED_HEADS
         ):
@@ -119,43 +123,6 @@ class HeadConfig(ModelConfig):
             raise ConfigError("--tree-width is at least 1.")
         if self.project_features and self.name != "eagle3":
             raise ConfigError("--project-features is for --method eagle3 alone.")
-
-
-class EagleConfig(HeadConfig):
-    """EAGLE-1 and EAGLE-2."""
-
-    name = "eagle"
-
-
-class Eagle3Config(HeadConfig):
-    """EAGLE-3."""
-
-    name = "eagle3"
-
-
-class MtpConfig(HeadConfig):
-    """Multi-token prediction modules that come with a model."""
-
-    name = "mtp"
-
-
-class MedusaConfig(HeadConfig):
-    """Medusa heads."""
-
-    name = "medusa"
-
-
-class MlpSpeculatorConfig(HeadConfig):
-    """IBM's MLP speculator."""
-
-    name = "mlp_speculator"
-
-
-HEAD_CONFIGS: Final[dict[str, type[HeadConfig]]] = {
-    each.name: each
-    for each in (EagleConfig, Eagle3Config, MtpConfig, MedusaConfig, MlpSpeculatorConfig)
-}
-"""Methods that read hidden states, by name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,10 @@ from pathlib import Path
 from outrider.aux_layers import aux_layers
 from outrider.cli.process import ServiceSpec
 from outrider.errors import ConfigError
+from outrider.methods import HIDDEN_STATE_METHODS
 from outrider.models.resolve import EMBEDDED_HEADS, resolve_model
 
 HOST = "127.0.0.1"
-HIDDEN_STATES = ("eagle3", "mtp", "eagle", "medusa", "mlp_speculator")
-"""Methods that read hidden states of the target."""
 # Children get this long between SIGTERM and SIGKILL: with it, Ctrl-C ends everything in under 2 s.
 STOP_GRACE_S = 1.0
 # A model may have to be downloaded first.
@@ -56,7 +55,7 @@ class StackConfig:
     @property
     def head(self) -> str | None:
         """The method among `methods` that reads the target's hidden states."""
-        return next((name for name in self.methods if name in HIDDEN_STATES), None)
+        return next((name for name in self.methods if name in HIDDEN_STATE_METHODS), None)
 
 
 def scorer_spec(config: StackConfig, port: int) -> ServiceSpec:

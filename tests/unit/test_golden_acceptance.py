@@ -18,7 +18,7 @@ from benchmarks.replay import Recording, replay
 from outrider.drafting.proposer import TREE_WIDTH, Proposer
 from outrider.models.resolve import resolve_model
 from outrider.params import SamplingParams
-from proposer_service.config import HEAD_CONFIGS
+from proposer_service.config import HeadConfig
 from proposer_service.heads import build_head
 
 K, NUM_PROMPTS, NUM_TOKENS = 4, 8, 32
@@ -70,9 +70,8 @@ def proposer(method: str, shape: str) -> Proposer:
         (one,) = draft_model(resolve_model(None, "draft"), [K])
         assert one.proposer is not None
         return one.proposer
-    config = HEAD_CONFIGS[method](
-        dtype="float32", tree_width=TREE_WIDTH if shape == "tree" else 1, max_draft_tokens=K
-    )
+    width = TREE_WIDTH if shape == "tree" else 1
+    config = HeadConfig(name=method, dtype="float32", tree_width=width, max_draft_tokens=K)
     return build_head(config, max_sessions=NUM_PROMPTS, prefill_budget=256)[0]
 
 

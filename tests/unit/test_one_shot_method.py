@@ -13,7 +13,7 @@ from outrider.errors import ConfigError
 from outrider.models.tokenizer import tokenizer_hash
 from outrider.params import Constraint, ConstraintKind, SamplingParams
 from proposer_service.__main__ import parse
-from proposer_service.config import HeadConfig, MedusaConfig, MlpSpeculatorConfig, ProposerConfig
+from proposer_service.config import HeadConfig, ProposerConfig
 from proposer_service.methods import build_proposer
 from tests.support.one_shot_checkpoints import medusa, mlp_config, mlp_speculator, random, save
 from tests.support.tiny_pair import save_pair
@@ -44,12 +44,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.mark.parametrize("config_of", [MedusaConfig, MlpSpeculatorConfig])
+@pytest.mark.parametrize("name", ["medusa", "mlp_speculator"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_starts_by_name(folders: dict[str, Path], config_of: type[HeadConfig], dtype: str) -> None:
-    name = config_of.name
-    target = str(folders["target"])
-    method = config_of(model=str(folders[name]), target_model=target, dtype=dtype)  # type: ignore[arg-type]
+def test_starts_by_name(folders: dict[str, Path], name: str, dtype: str) -> None:
+    target, module = str(folders["target"]), str(folders[name])
+    method = HeadConfig(name=name, model=module, target_model=target, dtype=dtype)  # type: ignore[arg-type]
     proposer, hash_ = build_proposer(ProposerConfig(("127.0.0.1:1",), (method,)))
     assert isinstance(proposer, OneShotProposer)
     assert hash_ == tokenizer_hash(folders["target"])
@@ -87,8 +86,13 @@ def test_chains_and_trees(folders: dict[str, Path]) -> None:
         parse([*argv, "--project-features"])
 
 
+def test_a_method_that_needs_no_module_is_refused() -> None:
+    with pytest.raises(ConfigError, match="ngram reads no hidden states of the target; eagle3, "):
+        HeadConfig(name="ngram")
+
+
 def test_refuses_a_checkpoint_of_another_kind(folders: dict[str, Path]) -> None:
     target = str(folders["target"])
-    method = MlpSpeculatorConfig(model=str(folders["medusa"]), target_model=target)
+    method = HeadConfig(name="mlp_speculator", model=str(folders["medusa"]), target_model=target)
     with pytest.raises(ConfigError, match="model_type is None, not 'mlp_speculator'"):
         build_proposer(ProposerConfig(("127.0.0.1:1",), (method,)))
