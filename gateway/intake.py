@@ -24,6 +24,7 @@ from outrider.params import (
     require,
 )
 
+MAX_REQUEST_ID_CHARS = 128
 MAX_STOP_STRINGS = 16
 MAX_REFERENCES = 16
 MAX_ADVICE_TOKENS = 2**18
@@ -145,6 +146,12 @@ class Intake:
         self._check_tokens(prompt_token_ids, param)
         self._check_tokens([token for token, _ in sampling.logit_bias], "logit_bias")
         _check_stop_strings(limits.stop_strings)
+        # It stands in logs, in traces and in every message of the answer.
+        require(
+            len(request_id) <= MAX_REQUEST_ID_CHARS and request_id.isprintable(),
+            "request_id",
+            f"at most {MAX_REQUEST_ID_CHARS} printable characters",
+        )
         if top_logprobs is not None:
             require(
                 0 <= top_logprobs <= MAX_TOP_LOGPROBS,
