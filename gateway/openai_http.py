@@ -27,7 +27,7 @@ from gateway.openai_errors import BodyTooLargeError, error_body, error_response,
 from gateway.openai_models import ChatRequest, CompletionRequest, parse
 from gateway.openai_models import Request as OpenAIRequest
 from gateway.openai_responses import Shaper
-from outrider.errors import InvalidRequestError, ModelNotFoundError
+from outrider.errors import InvalidRequestError
 
 B = TypeVar("B", bound=OpenAIRequest)
 
@@ -231,10 +231,10 @@ class _OpenAI:
         return bytes(body)
 
 
-async def _http_error(_request: Request, error: Exception) -> Response:
+async def _http_error(request: Request, error: Exception) -> Response:
     """Unknown routes and methods, in the same shape."""
     assert isinstance(error, HTTPException)
-    if error.status_code == 404:
-        return error_response(ModelNotFoundError("There is no such path here."))
-    body = error_body(InvalidRequestError(str(error.detail)))
+    path = request.url.path
+    said = {404: f"There is no {path} here.", 405: f"{path} does not take {request.method}."}
+    body = error_body(InvalidRequestError(said.get(error.status_code, str(error.detail))))
     return JSONResponse(body, error.status_code, error.headers)

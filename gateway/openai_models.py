@@ -271,6 +271,7 @@ def parse(kind: type[R], body: bytes) -> R:
 _ALLOWED = {
     "prompt": "a string, a list of strings, a list of token ids or a list of such lists",
     "stop": "a string or a list of strings",
+    "messages.content": "a string or a list of text parts; images, audio and files are not read",
     "prediction.content": "a string or a list of text parts",
     "speculation.references": "a list of strings or lists of token ids",
     "structured_outputs.json": "a JSON schema, as an object or a string",
@@ -290,9 +291,11 @@ def _invalid(error: ValidationError) -> InvalidRequestError:
     param = ".".join(where)
     if first["type"] == "missing":
         return InvalidRequestError(f"{param} is missing.", param=param)
-    for field in (where[0], ".".join(where[:2])):
-        if field in _ALLOWED:
-            return InvalidRequestError(f"{field} must be {_ALLOWED[field]}.", param=field)
+    for end in range(1, len(where) + 1):
+        allowed = _ALLOWED.get(".".join(part for part in where[:end] if not part.isdigit()))
+        if allowed is not None:
+            field = ".".join(where[:end])
+            return InvalidRequestError(f"{field} must be {allowed}.", param=field)
     return InvalidRequestError(f"{param}: {first['msg']}.", param=param)
 
 

@@ -199,7 +199,9 @@ async def test_only_text_parts(gateway: Running, part: Any) -> None:
     change = {"messages": [{"role": "user", "content": [part]}]}
     response = await post(gateway, "/v1/chat/completions", change)
     assert response.status_code == 400
-    assert response.json()["error"]["param"].startswith("messages.0.content")
+    error = response.json()["error"]
+    assert error["param"] == "messages.0.content"
+    assert "must be a string or a list of text parts; images" in error["message"]
 
 
 @pytest.mark.parametrize("path", BODIES)
