@@ -172,8 +172,7 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     target = resolve_model(args.model, "target")
     pair = Pair(target, resolve_model(args.draft_model, "draft"), args.num_speculative_tokens)
-    file = resolve_model("embedded", "target").parent / "heldout_prompts.jsonl"
-    loaded = prompts.load(file, target, count=args.num_prompts, max_prompt_tokens=192)
+    loaded = prompts.load(None, target, count=args.num_prompts, max_prompt_tokens=192)
     names = [NONE, *args.rules]
     machine = report.machine()
     settings = {name: value for name, value in vars(args).items() if name != "out"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shlex
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -16,9 +15,9 @@ from benchmarks import bars, calibrate, peers, prompts, report, stats
 from benchmarks.measure import Cell, Plan, idle_cpu, measure
 from benchmarks.outrider_stack import OutriderSystem, Stack, StackConfig
 from benchmarks.peers import TransformersSystem, VllmSystem
-from benchmarks.processes import Child, ProcessError, Worker, stopping
+from benchmarks.processes import Child, Worker, stopping
+from benchmarks.program import guarded, say
 from benchmarks.records import System
-from outrider.errors import OutriderError
 from outrider.models.resolve import resolve_model
 
 ALL = frozenset({1, 4, 16})
@@ -65,25 +64,18 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark. 0: measured and texts equal; 1: texts differ; 2: it could not run."""
     args = parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _on_sigterm)  # the children are stopped on the way out
-    try:
-        with contextlib.ExitStack() as cleanup:
-            log_dir = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
-            children = cleanup.enter_context(stopping([]))
-            bench = Bench(args, log_dir, children, cleanup)
-            found, text, ok = bench.run()
-    except (ProcessError, OutriderError, prompts.PromptsError) as error:
-        print(f"benchmark: {error}", file=sys.stderr)
-        return 2
+    return guarded(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    with contextlib.ExitStack() as cleanup:
+        log_dir = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        children = cleanup.enter_context(stopping([]))
+        found, text, ok = Bench(args, log_dir, children, cleanup).run()
     print(text)
     report.write(found, text, args.out)
     say(f"written to {args.out}.json and .md")
     return 0 if ok else 1
-
-
-def say(message: str) -> None:
-    """Progress, on stderr."""
-    print(message, file=sys.stderr, flush=True)
 
 
 class Bench:
@@ -102,9 +94,8 @@ class Bench:
         self._cleanup = cleanup
         self._target = resolve_model(args.model, "target")
         self._draft = resolve_model(args.draft_model, "draft")
-        file = args.prompts or resolve_model("embedded", "target").parent / "heldout_prompts.jsonl"
         self._prompts = prompts.load(
-            file, self._target, count=64, max_prompt_tokens=args.max_prompt_tokens
+            args.prompts, self._target, count=64, max_prompt_tokens=args.max_prompt_tokens
         )
         self._notes: list[str] = []
         self._tried: dict[str, float] = {}

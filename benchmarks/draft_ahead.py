@@ -18,20 +18,18 @@ import argparse
 import asyncio
 import contextlib
 import json
-import signal
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from benchmarks import prompts, report
 from benchmarks.ahead_model import Times, drafted_ahead, on_demand
 from benchmarks.ahead_pair import Pair, PairConfig, Sample
-from benchmarks.processes import ProcessError, stopping
-from outrider.errors import OutriderError
+from benchmarks.processes import stopping
+from benchmarks.program import guarded
 from outrider.models.resolve import resolve_model
 
 MODES = ("colocated", "remote", "ahead")
@@ -100,16 +98,15 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """0: measured, and texts equal where they must be; 1: a text differs; 2: it could not run."""
     args = parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _on_sigterm)
-    try:
-        with contextlib.ExitStack() as cleanup:
-            log_dir = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="ahead-")))
-            children = cleanup.enter_context(stopping([]))
-            config = PairConfig.from_args(args)
-            rows = asyncio.run(_measure(args, Pair(config, children, log_dir)))
-    except (ProcessError, OutriderError, prompts.PromptsError) as error:
-        print(f"benchmark: {error}", file=sys.stderr)
-        return 2
+    return guarded(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    with contextlib.ExitStack() as cleanup:
+        log_dir = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="ahead-")))
+        children = cleanup.enter_context(stopping([]))
+        config = PairConfig.from_args(args)
+        rows = asyncio.run(_measure(args, Pair(config, children, log_dir)))
     text = _table(rows)
     print(text)
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -123,8 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _measure(args: argparse.Namespace, pair: Pair) -> list[Row]:
     target = resolve_model(args.model, "target")
-    file = args.prompts or resolve_model("embedded", "target").parent / "heldout_prompts.jsonl"
-    loaded = prompts.load(file, target, count=64, max_prompt_tokens=args.max_prompt_tokens)
+    loaded = prompts.load(args.prompts, target, count=64, max_prompt_tokens=args.max_prompt_tokens)
     rows: list[Row] = []
     draft_step_ms = 0.0
     async with pair:
@@ -233,10 +229,6 @@ def _line(row: Row) -> str:
 def _table(rows: Sequence[Row]) -> str:
     lines = [_HEAD, ["---"] * len(_HEAD), *(_cells(row) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def _on_sigterm(*_: object) -> NoReturn:
-    raise SystemExit(143)
 
 
 if __name__ == "__main__":

@@ -18,13 +18,12 @@ import argparse
 import contextlib
 import json
 import shlex
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final, NoReturn, Protocol
+from typing import Final, Protocol
 
 from benchmarks import prompts, report
 from benchmarks.feature_rows import IN_PROCESS, NONE, Row, Sample, Sent, document, row
@@ -37,9 +36,10 @@ from benchmarks.outrider_stack import (
     scorer_flags,
 )
 from benchmarks.processes import Child, ProcessError, Worker, stopping
+from benchmarks.program import guarded, say
 from benchmarks.records import Completion, Run, TokenIds
 from outrider.aux_layers import aux_layers
-from outrider.errors import ConfigError, OutriderError
+from outrider.errors import ConfigError
 from outrider.methods import HIDDEN_STATE_METHODS
 from outrider.models.resolve import resolve_model
 
@@ -231,37 +231,26 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """0: measured; 1: a text differs in float32; 2: it could not run."""
     args = parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _on_sigterm)  # the children are stopped on the way out
     given = sys.argv[1:] if argv is None else argv
     command = shlex.join(["python", "-m", "benchmarks.feature_path", *given])
+    return guarded(lambda: _run(args, command))
+
+
+def _run(args: argparse.Namespace, command: str) -> int:
     names = ("method", "head", "model", "dtype", "device", "threads", "rounds", "max_tokens")
     settings = {name: getattr(args, name) for name in names}
     rows: list[Row] = []
-    try:
-        target = resolve_model(args.model, "target")
-        file = args.prompts or resolve_model("embedded", "target").parent / "heldout_prompts.jsonl"
-        loaded = prompts.load(file, target, count=64, max_prompt_tokens=args.max_prompt_tokens)
-        machine = report.machine() | ({} if args.device == "cpu" else {"gpu": gpu_name()})
-        for k in args.k:
-            rows += measure(args, loaded, k)
-            text = "\n".join(document(rows, command, machine, settings))
-            setup = {**machine, **settings, "command": command, "prompts": loaded.sha256}
-            found = {"setup": setup, "results": [asdict(each) for each in rows]}
-            report.write(found, text, args.out)  # so far
-    except (ProcessError, OutriderError, prompts.PromptsError) as error:
-        print(f"benchmark: {error}", file=sys.stderr)
-        return 2
+    target = resolve_model(args.model, "target")
+    loaded = prompts.load(args.prompts, target, count=64, max_prompt_tokens=args.max_prompt_tokens)
+    machine = report.machine() | ({} if args.device == "cpu" else {"gpu": gpu_name()})
+    for k in args.k:
+        rows += measure(args, loaded, k)
+        text = "\n".join(document(rows, command, machine, settings))
+        setup = {**machine, **settings, "command": command, "prompts": loaded.sha256}
+        found = {"setup": setup, "results": [asdict(each) for each in rows]}
+        report.write(found, text, args.out)  # so far
     print(text)
     return int(args.dtype == "float32" and any(each.equal < 1.0 for each in rows))
-
-
-def say(message: str) -> None:
-    """Progress, on stderr."""
-    print(message, file=sys.stderr, flush=True)
-
-
-def _on_sigterm(*_: object) -> NoReturn:
-    raise SystemExit(143)
 
 
 if __name__ == "__main__":

@@ -22,12 +22,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 
 from benchmarks import prompts
 from benchmarks.outrider_stack import METHODS, Stack, StackConfig
-from benchmarks.processes import Child, ProcessError, stopping
+from benchmarks.processes import Child, stopping
+from benchmarks.program import guarded
 from benchmarks.telemetry_cost import interval
 from outrider.models.resolve import resolve_model
 
@@ -88,7 +88,7 @@ def _used(child: Child) -> tuple[float, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the tables; 1 if a service failed."""
+    """Prints the tables; 2 if a service failed."""
     p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     p.add_argument("--seconds", type=float, default=240.0, help="of measuring")
     p.add_argument("--max-tokens", type=int, default=160, help="of a completion")
@@ -108,25 +108,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         wrapper=("benchmarks.k_zero",) if args.fixed_k_zero else (),
         env=(("PYTHONPATH", _ROOT),),
     )
-    try:
-        with tempfile.TemporaryDirectory() as folder, stopping([]) as children:
-            stack = Stack(config, children, Path(folder))
-            try:
-                stack.require_proposers()
-                arms = measure(stack, children, args)
-            finally:
-                stack.close()
-    except ProcessError as error:
-        print(f"follow_cost: {error}", file=sys.stderr)
-        return 1
+    return guarded(lambda: _run(config, args))
+
+
+def _run(config: StackConfig, args: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory() as folder, stopping([]) as children:
+        stack = Stack(config, children, Path(folder))
+        try:
+            stack.require_proposers()
+            arms = measure(stack, children, args)
+        finally:
+            stack.close()
     report(*arms)
     return 0
 
 
 def measure(stack: Stack, children: Sequence[Child], args: argparse.Namespace) -> tuple[Arm, Arm]:
     """Takes turns until the time is over."""
-    file = Path(str(resources.files("outrider.models") / "data/heldout_prompts.jsonl"))
-    known = prompts.load(file, resolve_model("embedded", "target"), count=48, max_prompt_tokens=64)
+    known = prompts.load(None, resolve_model("embedded", "target"), count=48, max_prompt_tokens=64)
     arms = (Arm("none"), Arm(args.method))
     rng, deadline, turn = random.Random(0), 0.0, 0
     while turn <= _WARM_UP_TURNS or time.monotonic() < deadline:

@@ -14,12 +14,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shlex
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from benchmarks import prompts, report
 from benchmarks.gpu import VllmPlace, gpu_name
@@ -27,9 +26,9 @@ from benchmarks.measure import Cell, Plan, measure
 from benchmarks.outrider_stack import OutriderSystem, Stack, StackConfig
 from benchmarks.peers import VllmSystem, start_vllm
 from benchmarks.processes import Child, ProcessError, stopping
+from benchmarks.program import guarded, say
 from benchmarks.records import System
 from benchmarks.soak import soak
-from outrider.errors import OutriderError
 from outrider.models.resolve import resolve_model
 
 
@@ -68,23 +67,21 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """0: measured, or soaked without a fault; 1: the soak found one; 2: it could not run."""
     args = parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _on_sigterm)  # the children are stopped on the way out
-    try:
-        with contextlib.ExitStack() as cleanup:
-            log_dir = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
-            children = cleanup.enter_context(stopping([]))
-            return _run(args, log_dir, children, cleanup)
-    except (ProcessError, OutriderError, prompts.PromptsError) as error:
-        print(f"benchmark: {error}", file=sys.stderr)
-        return 2
+    return guarded(lambda: _run(args))
 
 
-def _run(
+def _run(args: argparse.Namespace) -> int:
+    with contextlib.ExitStack() as cleanup:
+        log_dir = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        children = cleanup.enter_context(stopping([]))
+        return _measure(args, log_dir, children, cleanup)
+
+
+def _measure(
     args: argparse.Namespace, log_dir: Path, children: list[Child], cleanup: contextlib.ExitStack
 ) -> int:
     target = resolve_model(args.model, "target")
-    file = args.prompts or resolve_model("embedded", "target").parent / "heldout_prompts.jsonl"
-    loaded = prompts.load(file, target, count=64, max_prompt_tokens=args.max_prompt_tokens)
+    loaded = prompts.load(args.prompts, target, count=64, max_prompt_tokens=args.max_prompt_tokens)
     say("starting Outrider")
     stack = Stack(_stack_config(args), children, log_dir)
     cleanup.callback(stack.close)
@@ -125,11 +122,6 @@ def _run(
     print(text)
     report.write(found, text, args.out)
     return 0 if cells else 2
-
-
-def say(message: str) -> None:
-    """Progress, on stderr."""
-    print(message, file=sys.stderr, flush=True)
 
 
 def _stack_config(args: argparse.Namespace) -> StackConfig:
@@ -200,10 +192,6 @@ def _notes(args: argparse.Namespace) -> list[str]:
     if args.vllm is None:
         notes.append("vLLM was left out.")
     return notes
-
-
-def _on_sigterm(*_: object) -> NoReturn:
-    raise SystemExit(143)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from benchmarks.gpu import VllmPlace, copy_bandwidth, gpu_name, synchronize
 from benchmarks.inflate import SHAPES, Inflation
 from benchmarks.peers import start_vllm
 from benchmarks.processes import Child, ProcessError, Worker, stopping
+from benchmarks.program import say
 from outrider.engine.loader import build_paged_model
 
 _LOOP_ROOM = 1024  # tokens that a row of the engine's loop may grow by
@@ -115,11 +116,6 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--device", default="cuda")
     p.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu_step"))
     return p
-
-
-def say(message: str) -> None:
-    """Progress, on stderr."""
-    print(message, file=sys.stderr, flush=True)
 
 
 def _load(

@@ -321,8 +321,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         contenders += draft_model(resolve_model(args.draft_model, "draft"), args.chain)
     contenders.insert(0, Contender("none", "", 0, None))
     bench = Bench(target, [spec for spec in specs if spec], max(c.k for c in contenders) or 1)
-    file = resolve_model("embedded", "target").parent / "heldout_prompts.jsonl"
-    loaded = prompts.load(file, target, count=args.num_prompts, max_prompt_tokens=192)
+    loaded = prompts.load(None, target, count=args.num_prompts, max_prompt_tokens=192)
     settings = {name: value for name, value in vars(args).items() if name != "out"}
     settings |= {"prompts": loaded.file, "prompts_sha256": loaded.sha256}
     machine, rows = report.machine(), list[Row]()

@@ -308,8 +308,7 @@ def main() -> int:
         print(f"{args.out}: written in {time.perf_counter() - began:.1f} s")
     if not args.check:
         return 0
-    file = resolve_model("embedded", "target").parent / "heldout_prompts.jsonl"
-    loaded = prompts.load(file, source, count=args.check, max_prompt_tokens=256)
+    loaded = prompts.load(None, source, count=args.check, max_prompt_tokens=256)
     found = divergences(
         small.to(device),
         plan.build(),

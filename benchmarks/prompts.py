@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer
 from benchmarks.records import TokenIds
 
 MIN_PROMPT_TOKENS = 16
+HELD_OUT = Path(str(resources.files("outrider.models"))) / "data" / "heldout_prompts.jsonl"
 
 
 class PromptsError(Exception):
@@ -33,12 +35,14 @@ class Prompts:
         return tuple(self.token_ids[(index * size + i) % n] for i in range(size))
 
 
-def load(file: Path, model: Path, *, count: int, max_prompt_tokens: int) -> Prompts:
+def load(file: Path | None, model: Path, *, count: int, max_prompt_tokens: int) -> Prompts:
     """The first `count` prompts of a JSON-lines file ({"prompt": ...} per line) as token ids.
 
+    None: the held-out prompts that come with the embedded models.
     Long prompts keep their last `max_prompt_tokens` tokens; those under 16 tokens are left out,
     and so are repeats. Raises `PromptsError`.
     """
+    file = file or HELD_OUT
     if not file.is_file():
         raise PromptsError(f"{file} does not exist: give a file of held-out prompts (--prompts).")
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))

@@ -57,8 +57,7 @@ def main() -> None:
     target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval()
     draft_folder = resolve_model(args.draft_model, "draft")
     draft = AutoModelForCausalLM.from_pretrained(draft_folder, dtype=torch.float32).eval()
-    file = resolve_model("embedded", "target").parent / "heldout_prompts.jsonl"
-    loaded = prompts.load(file, target_folder, count=args.num_prompts, max_prompt_tokens=192)
+    loaded = prompts.load(None, target_folder, count=args.num_prompts, max_prompt_tokens=192)
     found: dict[str, list[Outcome]] = {}
     with torch.inference_mode():
         for seed, prompt in enumerate(loaded.token_ids):
