@@ -1,4 +1,4 @@
-"""Shapes of the two models and the special tokens of their shared tokenizer."""
+"""The target's shape and the special tokens of the tokenizer, which its drafts share."""
 
 from __future__ import annotations
 
@@ -70,6 +70,4 @@ class ModelConfig:
 
 
 TARGET = ModelConfig(hidden=768, layers=8, intermediate=2048, heads=12, kv_heads=4)
-DRAFT = ModelConfig(hidden=256, layers=2, intermediate=704, heads=4, kv_heads=2)
 TINY_TARGET = ModelConfig(hidden=128, layers=2, intermediate=256, heads=2, kv_heads=1)
-TINY_DRAFT = ModelConfig(hidden=64, layers=1, intermediate=128, heads=1, kv_heads=1)

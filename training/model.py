@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from training.config import ModelConfig
 
-Cache = list[tuple[Tensor, Tensor]]
-
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm, computed in fp32."""
@@ -43,25 +41,14 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden, self.kv_heads * self.dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.dim, config.hidden, bias=False)
 
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: tuple[Tensor, Tensor] | None = None,
-        start: int = 0,
-    ) -> Tensor:
-        """Attend; with a cache, to everything before `start` as well."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Attend to what comes before."""
         rows, length, _ = x.shape
         q = self.q_proj(x).view(rows, length, self.heads, self.dim).transpose(1, 2)
         k = self.k_proj(x).view(rows, length, self.kv_heads, self.dim).transpose(1, 2)
         v = self.v_proj(x).view(rows, length, self.kv_heads, self.dim).transpose(1, 2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if cache is not None:
-            cache[0][:, :, start : start + length] = k
-            cache[1][:, :, start : start + length] = v
-            k, v = cache[0][:, :, : start + length], cache[1][:, :, : start + length]
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=length > 1, enable_gqa=True)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         out: Tensor = self.o_proj(y.transpose(1, 2).reshape(rows, length, -1))
         return out
 
@@ -91,16 +78,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: tuple[Tensor, Tensor] | None = None,
-        start: int = 0,
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Pre-norm residual layer."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, start)
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         y: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return y
 
@@ -135,69 +115,12 @@ class Llama(nn.Module):
                 deep = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(weight, std=0.02 / ((2 * config.layers) ** 0.5 if deep else 1))
 
-    def hidden(self, ids: Tensor, cache: Cache | None = None, start: int = 0) -> Tensor:
-        """Final hidden states."""
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits of every position."""
         x = self.model.embed_tokens(ids)
         if torch.is_autocast_enabled(ids.device.type):
             x = x.to(torch.bfloat16)
-        cos = self.cos[start : start + ids.shape[1]].to(x.dtype)
-        sin = self.sin[start : start + ids.shape[1]].to(x.dtype)
-        for index, layer in enumerate(self.model.layers):
-            x = layer(x, cos, sin, None if cache is None else cache[index], start)
-        y: Tensor = self.model.norm(x)
-        return y
-
-    def forward(self, ids: Tensor, cache: Cache | None = None, start: int = 0) -> Tensor:
-        """Logits of every position."""
-        return F.linear(self.hidden(ids, cache, start), self.model.embed_tokens.weight)
-
-    def new_cache(self, rows: int, length: int) -> Cache:
-        """An empty key/value cache."""
-        weight = self.model.embed_tokens.weight
-        shape = (rows, self.config.kv_heads, length, self.config.head_dim)
-
-        def empty() -> Tensor:
-            return torch.empty(shape, dtype=weight.dtype, device=weight.device)
-
-        return [(empty(), empty()) for _ in range(self.config.layers)]
-
-
-@torch.no_grad()
-def generate(
-    model: Llama,
-    prompts: Tensor,
-    new_tokens: int,
-    temperature: Tensor | None = None,
-    noise: Tensor | None = None,
-) -> Tensor:
-    """Continue equally long prompts; rows with temperature 0 (or all, if None) are greedy.
-
-    `noise` fixes the Gumbel noise, `[new_tokens, vocab]` or `[new_tokens, rows, vocab]`.
-    """
-    rows, length = prompts.shape
-    cache = model.new_cache(rows, length + new_tokens)
-    out = torch.empty((rows, length + new_tokens), dtype=torch.long, device=prompts.device)
-    out[:, :length] = prompts
-    chunk = max(1, 4_000_000 // (length * 64))
-    last = torch.cat(
-        [
-            model.hidden(
-                prompts[i : i + chunk],
-                [(k[i : i + chunk], v[i : i + chunk]) for k, v in cache],
-            )[:, -1:]
-            for i in range(0, rows, chunk)
-        ]
-    )
-    for step in range(new_tokens):
-        logits = F.linear(last, model.model.embed_tokens.weight)[:, 0].float()
-        if temperature is not None:
-            scale = temperature[:, None]
-            gumbel = (
-                noise[step] if noise is not None else -torch.empty_like(logits).exponential_().log()
-            )
-            logits = logits + scale * gumbel
-        token = logits.argmax(-1, keepdim=True)
-        out[:, length + step] = token[:, 0]
-        if step + 1 < new_tokens:
-            last = model.hidden(token, cache, length + step)
-    return out
+        cos, sin = (table[: ids.shape[1]].to(x.dtype) for table in (self.cos, self.sin))
+        for layer in self.model.layers:
+            x = layer(x, cos, sin)
+        return F.linear(self.model.norm(x), self.model.embed_tokens.weight)

@@ -113,6 +113,14 @@ def encode(tokenizer: Path, corpus: Path, out: Path, processes: int, as_text: bo
     return count
 
 
+def mix(documents: Path, chat: Path, out: Path) -> None:
+    """Write one stream: the documents with the chat examples spread among them."""
+    plain, talk = (np.fromfile(path, np.uint16) for path in (documents, chat))
+    parts = max(1, min(len(talk) // 4096, 2000))
+    pairs = zip(np.array_split(plain, parts), np.array_split(talk, parts), strict=True)
+    np.concatenate([piece for pair in pairs for piece in pair]).tofile(out)
+
+
 def cut_prompts(tokenizer: Tokenizer, corpus: Path, most: int) -> tuple[np.ndarray, list[dict]]:  # type: ignore[type-arg]
     """Prompts that end at a line break inside a held-out Python file: ids, and some as text."""
     rng = random.Random(0)
@@ -172,6 +180,7 @@ def main() -> None:
         for part in ("train", "chat", "heldout"):
             source, out = args.corpus / f"{part}.jsonl", args.encode / f"{part}.bin"
             report[part] = encode(file, source, out, args.processes, as_text=part != "chat")
+        mix(*(args.encode / f"{part}.bin" for part in ("train", "chat", "mixed")))
         report["heldout_bytes"] = sum(
             len(t.encode()) for _, t in texts(args.corpus / "heldout.jsonl")
         )

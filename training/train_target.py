@@ -5,27 +5,33 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.train.data import Source, read_tokens
 from outrider.train.optimiser import Muon, schedule
 from training.config import TARGET, TINY_TARGET
-from training.data import load_tokens, training_stream
 from training.model import Llama
 
+Logits = Callable[[Tensor], Tensor]
+"""What a model makes of token ids: `[rows, n]` to `[rows, n, vocab]`."""
 
-def loss_of(model: Llama, batch: Tensor) -> Tensor:
+
+def loss_of(model: Logits, batch: Tensor) -> Tensor:
     """Mean cross-entropy of the next token."""
     logits = model(batch[:, :-1]).float()
     return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
 @torch.no_grad()
-def heldout_loss(model: Llama, tokens: Tensor, length: int, windows: int) -> float:
-    """Mean loss on the first windows of the held-out stream."""
+def heldout_loss(model: Logits, tokens: Tensor, length: int, windows: int) -> float:
+    """Mean loss on the first windows of the held-out stream `tokens [n]`."""
     windows = min(windows, (len(tokens) - 1) // length)
     total = 0.0
     for start in range(0, windows, 16):
@@ -53,17 +59,16 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(0)
     checkpoint = args.out / "target.pt"
-    model = Llama(TINY_TARGET if args.tiny else TARGET).to(device)
+    config = TINY_TARGET if args.tiny else TARGET
+    model = Llama(config).to(device)
     optimiser = Muon(model, ("embed",), args.lr, args.embed_lr)
-    spent, step, tokens_seen, runs = 0.0, 0, 0, 0
+    spent, step = 0.0, 0
     if checkpoint.exists():
-        saved = torch.load(checkpoint, map_location=device, weights_only=False)
+        saved = torch.load(checkpoint, map_location=device)
         model.load_state_dict(saved["model"])
         optimiser.load(saved["optimiser"])
-        spent, step, tokens_seen = saved["spent"], saved["step"], saved["tokens"]
-        runs = saved["runs"]
-    stream = training_stream(args.data, device, args.length, seed=1 + runs)
-    heldout = load_tokens(args.data / "heldout.bin", device)
+        spent, step = saved["spent"], saved["step"]
+    source = Source(read_tokens(args.data / "mixed.bin", None), args.length, seed=1)
     micro = min(args.micro, args.rows)
     parts = args.rows // micro
 
@@ -77,7 +82,7 @@ def main() -> None:
     log = begin
     print(f"parameters {sum(p.numel() for p in model.parameters()):,}", flush=True)
     while (elapsed := time.monotonic() - begin) < args.seconds:
-        batch = stream.next(args.rows)
+        batch = source.rows(step * args.rows, args.rows).to(device)
         total = torch.zeros((), device=device)
         for part in torch.split(batch, micro):
             loss = compiled(part)
@@ -86,29 +91,33 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step(schedule((spent + elapsed) / args.total_seconds, decay=0.6))
         step += 1
-        tokens_seen += args.rows * args.length
         if step % 50 == 0 or step in (1, 5, 20):
             now = float(total), time.monotonic()
             print(
-                f"step {step} loss {now[0]:.4f} tokens {tokens_seen / 1e6:.1f}M"
-                f" epoch {stream.epochs} elapsed {spent + now[1] - begin:.0f}s"
+                f"step {step} loss {now[0]:.4f} tokens {step * args.rows * args.length / 1e6:.1f}M"
+                f" elapsed {spent + now[1] - begin:.0f}s"
                 f" since last {now[1] - log:.1f}s",
                 flush=True,
             )
             log = now[1]
     spent += time.monotonic() - begin
+    heldout = torch.from_numpy(read_tokens(args.data / "heldout.bin", None).astype(np.int64))
     with torch.autocast(device.type, torch.bfloat16):
-        held = heldout_loss(model, heldout, args.length, 256)
+        held = heldout_loss(model, heldout.to(device), args.length, 256)
     facts = {
         "spent": spent,
         "step": step,
-        "tokens": tokens_seen,
-        "runs": runs + 1,
-        "corpus_tokens": len(stream.tokens),
+        "tokens": step * args.rows * args.length,
+        "corpus_tokens": len(source.tokens),
         "heldout_loss": held,
     }
     print("target", json.dumps(facts), flush=True)
-    state = {"model": model.state_dict(), "optimiser": optimiser.state(), **facts}
+    state = {
+        "config": asdict(config),
+        "model": model.state_dict(),
+        "optimiser": optimiser.state(),
+        **facts,
+    }
     args.out.mkdir(parents=True, exist_ok=True)
     torch.save(state, checkpoint)
     (args.out / "target.json").write_text(json.dumps(facts))

@@ -50,10 +50,14 @@ def acceptance(
     """Replays rounds on `text [rows, n]`, of which the target wrote all after the prompt."""
     parts = [_matches(head, target, part, num_steps) for part in torch.split(text, 64)]
     match = torch.cat(parts)  # [rows, base, step]: the chain that begins at row base
-    match = match[:, prompt_length - 2 :]  # its first guess is the token at base + 2
+    return replay(match[:, prompt_length - 2 :])  # a chain's first guess is the token at base + 2
+
+
+def replay(match: Tensor) -> Acceptance:
+    """Plays rounds, one row of text after the other; `match [rows, base, step]` is 1 or 0."""
     reached = match.cumprod(-1)
     accepted = reached.sum(-1)
-    counts = torch.zeros(num_steps)
+    counts = torch.zeros(match.shape[-1])
     rounds = 0
     for row, lengths in enumerate(accepted.tolist()):
         base = 0

@@ -9,6 +9,12 @@ from transformers import DynamicCache
 from outrider.train.target import Target
 
 
+def gumbel_noise(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """What added to logits makes their argmax a sample, in the shape of `like`."""
+    uniform = torch.rand(like.shape, generator=generator, device=like.device)
+    return -(-uniform.clamp_(min=1e-20).log()).log()
+
+
 @torch.no_grad()
 def continue_rows(
     target: Target,
@@ -30,9 +36,7 @@ def continue_rows(
         )
         logits = result.logits[:, -1].float()
         if not greedy:
-            uniform = torch.rand(logits.shape, generator=generator, device=logits.device)
-            gumbel = -(-uniform.clamp_(min=1e-20).log()).log()
-            logits = logits + temperatures[:, None] * gumbel
+            logits = logits + temperatures[:, None] * gumbel_noise(logits, generator)
         ids = logits.argmax(-1, keepdim=True)
         out[:, position] = ids[:, 0]
     return torch.cat((prompts, out), 1)

@@ -61,7 +61,7 @@ class Target:
         hooks.append(self.decoder.register_forward_hook(self._at_the_end))
         try:
             # Not the head alone: some models scale its logits, or cap them.
-            logits = self.model(input_ids=token_ids, use_cache=False).logits
+            logits = self.logits(token_ids)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -69,6 +69,12 @@ class Target:
         hidden = self._states.pop(_FINAL)
         joined = torch.cat(states, -1) if states else hidden[..., :0]
         return TargetBatch(token_ids, joined, hidden, logits)
+
+    @torch.no_grad()
+    def logits(self, token_ids: Tensor) -> Tensor:
+        """`[rows, n, vocab_size]` of tokens `[rows, n]`."""
+        logits: Tensor = self.model(input_ids=token_ids, use_cache=False).logits
+        return logits
 
     def _at_the_end(self, _: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         self._states[_FINAL] = output[0]

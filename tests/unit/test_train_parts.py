@@ -22,6 +22,7 @@ from outrider.train.layers import chain_mask
 from outrider.train.target import Target, TargetBatch, load_target
 from tests.support.architectures import ARCHITECTURES, random_model
 from tests.support.train import process_environment, save_target, save_text
+from training.evaluate import acceptance as coupled_acceptance
 
 CPU = torch.device("cpu")
 
@@ -121,6 +122,17 @@ def test_acceptance_counts_rounds_as_they_are_played(folder: Path) -> None:
     assert result.reached == (1.0, 1.0, 0.0, 0.0)
     assert result.mean_length == 3.0
     assert "> 80%" in "\n".join(result.lines())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_with_the_targets_weights_and_noise_is_always_accepted(
+    folder: Path, temperature: float
+) -> None:
+    target = load_target(folder / "target", CPU, torch.float32)
+    prompts = torch.randint(2, 200, (3, 9), generator=torch.Generator().manual_seed(1))
+    found = coupled_acceptance(target, target.logits, prompts, 24, temperature)
+    assert found["agreement"] == 1.0
+    assert found["K=4"]["mean_length"] == 5.0
 
 
 def test_every_window_comes_once_an_epoch() -> None:
