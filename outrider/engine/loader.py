@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.distributed import DistributedConfig
 
 from outrider.engine.attention import ATTENTION_NAME
@@ -132,7 +133,7 @@ def build_paged_model(
         name=name,
         vocab_size=int(parts.config.get_text_config(decoder=True).vocab_size),
         max_model_len=length,
-        eos_token_ids=_eos_token_ids(parts),
+        eos_token_ids=_eos_token_ids(parts.config, getattr(parts, "generation_config", None)),
         dtype=parts.dtype,
         device=parts.device,
     )
@@ -163,14 +164,12 @@ def _read(
         raise ConfigError(f"{folder} holds no weights (*.safetensors).")
     # Its progress bars would run through the services' own lines of progress.
     transformers.utils.logging.disable_progress_bar()
+    config = _config(folder)
+    shards: dict[str, Any] = {}
+    if group is not None:
+        check_shardable(config, group.ranks.size)
+        shards["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=group.ranks.size)
     try:
-        config = AutoConfig.from_pretrained(folder)
-        shards: dict[str, Any] = {}
-        if group is not None:
-            check_shardable(config, group.ranks.size)
-            shards["distributed_config"] = DistributedConfig(
-                tp_plan="auto", tp_size=group.ranks.size
-            )
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, **shards
         )
@@ -187,10 +186,9 @@ def _read(
     return model
 
 
-def _eos_token_ids(model: Any) -> frozenset[int]:
-    """Ids that end a text, from generation_config.json where there is one, else config.json."""
+def _eos_token_ids(*configs: Any) -> frozenset[int]:
     found: set[int] = set()
-    for source in (getattr(model, "generation_config", None), model.config):
+    for source in configs:
         value = getattr(source, "eos_token_id", None)
         if value is not None:
             found.update([value] if isinstance(value, int) else value)
@@ -218,6 +216,16 @@ def kv_bytes_per_page(
     return page_size * (per_token + (0 if features is None else features.row_bytes))
 
 
+def read_eos_token_ids(folder: Path) -> frozenset[int]:
+    """Ids that end a text, as the model in a folder would be loaded with. Raises `ConfigError`."""
+    path = folder / "generation_config.json"
+    try:
+        generation = GenerationConfig.from_pretrained(folder) if path.is_file() else None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    return _eos_token_ids(_config(folder), generation)
+
+
 def read_features(folder: Path, text: str) -> FeatureSpec:
     """What `--hidden-features` asks of the model in a folder. Raises `ConfigError`."""
     config = _text_config(folder)
@@ -225,11 +233,14 @@ def read_features(folder: Path, text: str) -> FeatureSpec:
 
 
 def _text_config(folder: Path) -> Any:
+    return _config(folder).get_text_config(decoder=True)
+
+
+def _config(folder: Path) -> Any:
     try:
-        config: Any = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise ConfigError(f"The config.json in {folder} cannot be read: {error}") from error
-    return config.get_text_config(decoder=True)
 
 
 def _kv_width(config: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from outrider.engine.batch import PackedBatch, RowSlice, pack
-from outrider.engine.loader import build_paged_model, kv_bytes_per_page, load_model
+from outrider.engine.loader import (
+    build_paged_model,
+    kv_bytes_per_page,
+    load_model,
+    read_eos_token_ids,
+)
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.selftest import check_against, eager_reference
 from outrider.errors import ConfigError, UnsupportedModelError
@@ -59,6 +65,34 @@ def _logits(model: PagedModel) -> Tensor:
     first = model.forward(pack(rows, PAGE_SIZE, model.device)).clone()
     rows = [RowSlice(prompt[5:9], 5, [7, 2], 4), RowSlice(prompt[25:], 25, [3, 9, 1, 4], 5)]
     return torch.cat((first, model.forward(pack(rows, PAGE_SIZE, model.device))))
+
+
+@pytest.mark.parametrize("in_config", [[2, 5], 3, None])
+@pytest.mark.parametrize("in_generation", [[2, 7], None, "no file"])
+def test_what_ends_a_text_is_known_without_the_weights(
+    folder: Path, tmp_path: Path, in_config: object, in_generation: object
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    files = {"config.json": in_config, "generation_config.json": in_generation}
+    for name, eos in files.items():
+        settings = json.loads((folder / name).read_text())
+        del settings["eos_token_id"]
+        settings |= {} if eos is None else {"eos_token_id": eos}
+        (tmp_path / name).write_text(json.dumps(settings))
+    if in_generation == "no file":
+        (tmp_path / "generation_config.json").unlink()
+    assert read_eos_token_ids(tmp_path) == _load(tmp_path, self_test=False).eos_token_ids
+
+
+def test_settings_that_make_no_sense_are_named(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    settings = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "hidden_size": "wide"}))
+    for read in (_load, read_eos_token_ids):
+        with pytest.raises(
+            ConfigError, match=r"config\.json in .* cannot be read: .*'hidden_size'"
+        ):
+            read(tmp_path)
 
 
 def test_loads_a_folder(folder: Path) -> None:
