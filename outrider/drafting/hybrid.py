@@ -138,7 +138,7 @@ class HybridProposer(SessionMethod[_Session]):
     def _begin(self, key: SessionKey, follower: Follower, start: SessionStart) -> _Session:
         order = [
             self._names.index(name)
-            for name in start.methods or self._names
+            for name in dict.fromkeys(start.methods or self._names)
             if name in self._names and (name != "deterministic" or start.advice.token_ids)
         ]
         known = _Session(key, follower, replace(start, prefix=()), start.prompt_len, order)

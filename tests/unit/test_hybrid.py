@@ -74,6 +74,12 @@ def test_the_first_wanted_method_with_a_guess_drafts(
     assert len(tokens) >= 1
 
 
+def test_a_method_that_is_named_twice_is_asked_once() -> None:
+    proposer = hybrid()
+    proposer.open(1, SessionStart([1, 2, 3, 1, 2], GREEDY, 4, 100, methods=("ngram", "ngram")))
+    assert drafted(proposer.draft([1]), 1) == (1, [3, 1, 2, 3])
+
+
 def test_nobody_that_is_wanted_has_a_guess() -> None:
     proposer = hybrid()
     proposer.open(1, SessionStart([1, 2, 3], GREEDY, 4, 100, methods=("deterministic", "ngram")))
