@@ -107,8 +107,11 @@ class Child:
 
     def cpu_seconds(self, *, main_thread: bool = False) -> float:
         """User and system time of the process and its threads so far, or of its first thread."""
-        task = f"task/{self.pid}/" if main_thread else ""
-        fields = Path(f"/proc/{self.pid}/{task}stat").read_text().rpartition(")")[2].split()
+        if not main_thread:
+            # As clock_getcpuclockid(3) makes it: in nanoseconds, where /proc has ticks.
+            return time.clock_gettime(~self.pid << 3 | 2)
+        path = Path(f"/proc/{self.pid}/task/{self.pid}/stat")
+        fields = path.read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def _read(self) -> None:

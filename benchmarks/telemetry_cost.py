@@ -1,22 +1,29 @@
-"""What metrics and traces cost: the embedded pair with neither, with metrics, with both.
+"""What metrics and traces cost: the embedded pair with neither, with the default, with every trace.
 
     python -m benchmarks.telemetry_cost            # under four minutes on two cores
 
 One stack of processes, whose telemetry is switched between turns (switched.py): two stacks of the
 same kind differ by more than what is measured. `muted` counts nothing and traces nothing (the
-engine still adds up a step's sums), `metrics` is what runs by default and is scraped every second,
-`traces` also sends the spans of every request, which is OpenTelemetry's default sampling, to a
-collector in this process. Each turn decodes the same prompts in all three modes, in an order that
-changes, and a ratio is the median of the turns' ratios, with the range of the middle half of turns
-and a 90% interval of the median (bootstrap). CPU is the services' own time per token: on a machine
-with other work it is the steadier of the two.
+engine still adds up a step's sums). `default` is what the Helm chart sets once it is told of a
+collector: metrics, scraped (here every second), and one request in a hundred traced. `all` traces
+every request, which is OpenTelemetry's own default; spans go to a collector in this process.
+
+All turns decode the same prompts in the same rounds and steps. One that did not is left out (drafts
+may differ in a near tie); if many did not, the program fails. Every other turn is a muted one, and
+a turn is compared with the mean of its two muted neighbours, which takes out what changes slowly.
+The row `muted` compares muted turns with the muted ones before and after: its interval is what the
+method can tell apart, at least. A figure is the median of the turns, with a 90% interval of the
+median (bootstrap) and the range of the middle half of turns.
+
+CPU per token is the services' own time, to the nanosecond: with equal work it is the sharpest
+figure. It has the sending of all spans of a turn, tokens/s only of those that went off while it
+lasted (every 5 s, or 512 at a time); the others are sent at its end.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import os
 import random
 import statistics
@@ -27,55 +34,93 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-
-from prometheus_client import CollectorRegistry
 
 from benchmarks import prompts
 from benchmarks.otlp import collecting
 from benchmarks.outrider_stack import Stack, StackConfig
 from benchmarks.processes import Child, ProcessError, stopping
-from benchmarks.switched import MODES
-from outrider.counts import StepCounts
+from benchmarks.switched import MODES, STEPS
+from benchmarks.telemetry_parts import spans_cost_us, step_cost_us
 from outrider.models.resolve import resolve_model
-from outrider.types import StepTimings
-from scorer_service.metrics import ScorerMetrics
 
 _ROOT = str(Path(__file__).parents[1])  # where the services' wrapper is found
-_WARM_UP_TURNS = 1
+_WARM_UP_TURNS = 2
+_SAME = 0.7  # of turns at least must do the same work
 _SCRAPE_S = 1.0
 _SWITCH_S = 0.05  # until the switch has happened
+_SEND_S = 0.15  # until what was recorded is sent
 
 
-@dataclass
-class Arm:
-    """One mode of the services' telemetry."""
+@dataclass(frozen=True)
+class Work:
+    """What the services did in a turn."""
+
+    requests: int
+    tokens: int
+    rounds: float
+    drafted: float
+    accepted: float
+    steps: float
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One group of prompts in one mode."""
 
     mode: str
-    stack: Stack
-    children: list[Child]
-    tokens_per_s: dict[int, list[float]] = field(default_factory=dict)  # by requests at once
-    cpu_s_per_token: dict[int, list[float]] = field(default_factory=dict)
+    work: Work
+    seconds: float
+    cpu_s: float
 
-    def turn(self, group: Sequence[tuple[int, ...]], max_tokens: int, at_once: int) -> None:
+
+@dataclass(frozen=True)
+class Bench:
+    """A stack that is up, and whether it is scraped at the moment."""
+
+    stack: Stack
+    children: Sequence[Child]
+    scraped: threading.Event
+
+    def turn(
+        self, mode: str, group: Sequence[tuple[int, ...]], max_tokens: int, at_once: int
+    ) -> Turn:
         """Decodes a group of prompts, `at_once` of them at a time."""
-        for child in self.children:
-            os.kill(child.pid, MODES[self.mode])
-        time.sleep(_SWITCH_S)
-        before = sum(child.cpu_seconds() for child in self.children)
+        steps = self._steps()
+        self._switch(mode)
+        before = self._cpu_s()
+        if MODES[mode].counts:
+            self.scraped.set()
         done, seconds = self.stack.generate(
             group, max_tokens, at_once, method="draft_model", through_gateway=True, timeout_s=120
         )
-        used = sum(child.cpu_seconds() for child in self.children) - before
-        tokens = sum(len(completion.token_ids) for completion in done)
-        self.tokens_per_s.setdefault(at_once, []).append(tokens / seconds)
-        self.cpu_s_per_token.setdefault(at_once, []).append(used / tokens)
+        self.scraped.clear()
+        self._switch("muted")
+        time.sleep(_SEND_S)
+        cpu_s = self._cpu_s() - before
+        rounds, drafted, accepted = (
+            sum(each.stats[name] for each in done) for name in ("rounds", "drafted", "accepted")
+        )
+        tokens, steps = sum(len(each.token_ids) for each in done), self._steps() - steps
+        work = Work(len(done), tokens, rounds, drafted, accepted, steps)
+        return Turn(mode, work, seconds, cpu_s)
+
+    def _switch(self, mode: str) -> None:
+        for child in self.children:
+            os.kill(child.pid, MODES[mode].signal)
+        time.sleep(_SWITCH_S)
+
+    def _cpu_s(self) -> float:
+        return sum(child.cpu_seconds() for child in self.children)
+
+    def _steps(self) -> float:
+        return sum(s.value for s in self.stack.metrics() if s.name.endswith(STEPS))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table; 1 if a service failed."""
+    """Prints the table; 1 if a service failed or turns did different work."""
     p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     p.add_argument("--seconds", type=float, default=180.0, help="of measuring")
     p.add_argument("--max-tokens", type=int, default=64, help="of a completion")
@@ -85,20 +130,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         with (
             tempfile.TemporaryDirectory() as folder,
             collecting() as (collector, endpoint),
-            running(Path(folder), endpoint) as arms,
-            scraping(arms["muted"].stack.metrics_url),
+            running(Path(folder), endpoint) as bench,
         ):
-            measure(arms, args.seconds, args.max_tokens, args.at_once)
+            seconds = args.seconds / len(args.at_once)
+            turns = {n: measure(bench, seconds, args.max_tokens, n) for n in args.at_once}
+        report({n: pairs(taken) for n, taken in turns.items()})
     except ProcessError as error:
         print(f"telemetry_cost: {error}", file=sys.stderr)
         return 1
-    report(arms, args.at_once, collector.spans)
+    print(f"\n{collector.spans} spans of {len(collector.trace_ids)} traces were collected")
     return 0
 
 
 @contextlib.contextmanager
-def running(folder: Path, endpoint: str) -> Iterator[dict[str, Arm]]:
-    """A stack that is up and has its proposer, in all its modes."""
+def running(folder: Path, endpoint: str) -> Iterator[Bench]:
+    """A stack that is up and has its proposer."""
     with contextlib.ExitStack() as cleanup:
         children = cleanup.enter_context(stopping([]))
         config = StackConfig(
@@ -106,100 +152,126 @@ def running(folder: Path, endpoint: str) -> Iterator[dict[str, Arm]]:
             draft_model="embedded",
             dtype="float32",
             num_speculative_tokens=4,
-            scorer_threads=2,
+            scorer_threads=1,  # more would spin: CPU time that says nothing
             proposer_threads=1,
             start_timeout_s=120.0,
             methods=("draft_model",),
             wrapper=("benchmarks.switched",),
-            env=(("PYTHONPATH", _ROOT), ("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)),
+            env=(
+                ("PYTHONPATH", _ROOT),
+                ("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint),
+            ),
         )
         stack = Stack(config, children, folder)
         cleanup.callback(stack.close)
         stack.require_proposers()
-        yield {mode: Arm(mode, stack, children) for mode in MODES}
+        scraped = cleanup.enter_context(scraping(stack.metrics_url))
+        yield Bench(stack, children, scraped)
 
 
 @contextlib.contextmanager
-def scraping(url: str) -> Iterator[None]:
-    """Reads /metrics every second meanwhile, as Prometheus would; in all modes."""
-    over = threading.Event()
+def scraping(url: str) -> Iterator[threading.Event]:
+    """Reads /metrics every second while the event is set, as Prometheus would."""
+    wanted, over = threading.Event(), threading.Event()
 
     def scrape() -> None:
         while not over.wait(_SCRAPE_S):
-            request = urllib.request.Request(
-                url, headers={"Accept": "application/openmetrics-text;version=1.0.0"}
-            )
-            urllib.request.urlopen(request, timeout=10).read()
+            if wanted.is_set():
+                request = urllib.request.Request(
+                    url, headers={"Accept": "application/openmetrics-text;version=1.0.0"}
+                )
+                urllib.request.urlopen(request, timeout=10).read()
 
     thread = threading.Thread(target=scrape, daemon=True)
     thread.start()
     try:
-        yield
+        yield wanted
     finally:
         over.set()
         thread.join(timeout=10)
 
 
-def measure(arms: dict[str, Arm], seconds: float, max_tokens: int, at_once: Sequence[int]) -> None:
-    """Takes turns until the time is over, then forgets the first ones."""
+def measure(bench: Bench, seconds: float, max_tokens: int, at_once: int) -> list[Turn]:
+    """Turns, in order: muted, another, muted, another, ..., muted."""
     file = Path(str(resources.files("outrider.models") / "data/heldout_prompts.jsonl"))
     known = prompts.load(file, resolve_model("embedded", "target"), count=48, max_prompt_tokens=64)
-    rng, deadline, turn = random.Random(0), 0.0, 0
-    while turn <= _WARM_UP_TURNS or time.monotonic() < deadline:
-        if turn == _WARM_UP_TURNS:
-            deadline = time.monotonic() + seconds
-        for rows in at_once:
-            group = known.group(turn, max(2, rows))
-            for name in rng.sample(list(MODES), len(MODES)):
-                arms[name].turn(group, max_tokens, rows)
-        turn += 1
-    for arm in arms.values():
-        for values in (*arm.tokens_per_s.values(), *arm.cpu_s_per_token.values()):
-            del values[:_WARM_UP_TURNS]
+    group = known.group(0, max(2, at_once))
+
+    def turn(mode: str) -> Turn:
+        return bench.turn(mode, group, max_tokens, at_once)
+
+    for _ in range(_WARM_UP_TURNS):
+        turn("all")
+    others = [mode for mode in MODES if mode != "muted"]
+    rng, deadline, turns = random.Random(0), time.monotonic() + seconds, [turn("muted")]
+    while time.monotonic() < deadline:
+        for mode in rng.sample(others, len(others)):
+            turns += [turn(mode), turn("muted")]
+    return turns
 
 
-def step_cost_us(rows: int) -> float:
-    """CPU time of the event loop to count one step of so many rows; the best of many tries."""
-    metrics = ScorerMetrics(CollectorRegistry(), "default")
-    metrics.attached("proposer-0", "default")
-    timings = StepTimings(0.1, 20.0, 1.0, 0.2, 0.1, rows, 5 * rows, 0.3)
-    counts = StepCounts(
-        rounds=Counter((4, i % 5) for i in range(rows)),
-        drafted_by=Counter({"proposer-0": 4 * rows}),
-        accepted_by=Counter({"proposer-0": 2 * rows}),
-        output_tokens=3 * rows,
-        fates=Counter({("proposer-0", "hit"): rows}),
-        plain_s=0.01,
-    )
-    best = math.inf
-    for _ in range(50):
-        began = time.thread_time()
-        for _ in range(200):
-            metrics.observe_step(timings, counts)
-        best = min(best, (time.thread_time() - began) / 200)
-    return best * 1e6
+@dataclass(frozen=True)
+class Pair:
+    """A turn and its muted neighbours, which did the same work."""
+
+    turn: Turn
+    neighbours: tuple[Turn, Turn]
+
+    @property
+    def lost(self) -> float:
+        """Of the neighbours' tokens/s, in percent."""
+        return 100 * (1 - statistics.mean(n.seconds for n in self.neighbours) / self.turn.seconds)
+
+    @property
+    def more(self) -> float:
+        """CPU time than the neighbours, in percent."""
+        return 100 * (self.turn.cpu_s / statistics.mean(n.cpu_s for n in self.neighbours) - 1)
 
 
-def report(arms: dict[str, Arm], at_once: Sequence[int], spans: int) -> None:
-    """A table of costs against `muted`, in percent."""
-    cost = ", ".join(f"{step_cost_us(rows):.0f} us with {rows} rows" for rows in (1, 8, 64))
-    print(f"counting a step takes the event loop {cost}; {spans} spans were collected\n")
-    print("| at once | turns | arm | tokens/s | tokens/s lost, % | CPU per token more, % |")
-    print("|---|---|---|---|---|---|")
-    for rows in at_once:
-        base = arms["muted"]
-        for name, arm in arms.items():
-            speed = statistics.median(arm.tokens_per_s[rows])
-            lost = [
-                100 * (1 - a / b)
-                for a, b in zip(arm.tokens_per_s[rows], base.tokens_per_s[rows], strict=True)
-            ]
-            more = [
-                100 * (a / b - 1)
-                for a, b in zip(arm.cpu_s_per_token[rows], base.cpu_s_per_token[rows], strict=True)
-            ]
-            cells = ("", "") if arm is base else (interval(lost), interval(more))
-            print(f"| {rows} | {len(lost)} | {name} | {speed:.1f} | {cells[0]} | {cells[1]} |")
+def pairs(turns: Sequence[Turn]) -> list[Pair]:
+    """Of turns in `measure`'s order. Raises `ProcessError` if many of them did different work."""
+    work, most = Counter(turn.work for turn in turns).most_common(1)[0]
+    if most < _SAME * len(turns):
+        raise ProcessError(f"only {most} of {len(turns)} turns did the same work: {work}")
+    muted = turns[::2]
+    found = [
+        Pair(turn, (before, after))
+        for before, turn, after in (
+            *zip(muted, turns[1::2], muted[1:], strict=False),
+            *zip(muted, muted[1:], muted[2:], strict=False),
+        )
+        if before.work == turn.work == after.work == work
+    ]
+    if {pair.turn.mode for pair in found} != set(MODES):
+        raise ProcessError(f"{len(turns)} turns are too few; give more --seconds")
+    return found
+
+
+def report(compared: dict[int, list[Pair]]) -> None:
+    """A table of costs against the muted turns, in percent, and what they must add up to."""
+    print("| at once | pairs | mode | tokens/s | lost, % | CPU per token, us | more, % |")
+    print("|---|---|---|---|---|---|---|")
+    for rows in compared:
+        for mode in MODES:
+            found = [pair for pair in compared[rows] if pair.turn.mode == mode]
+            speed = statistics.median(p.turn.work.tokens / p.turn.seconds for p in found)
+            cpu_us = statistics.median(p.turn.cpu_s * 1e6 / p.turn.work.tokens for p in found)
+            lost, more = [p.lost for p in found], [p.more for p in found]
+            print(
+                f"| {rows} | {len(found)} | {mode} | {speed:.1f} | {interval(lost)} "
+                f"| {cpu_us:.0f} | {interval(more)} |"
+            )
+    make_us, send_us = spans_cost_us()
+    for rows, all_pairs in compared.items():
+        work = all_pairs[0].turn.work
+        cpu_us = statistics.median(pair.neighbours[0].cpu_s * 1e6 for pair in all_pairs)
+        step_us = step_cost_us(rows)
+        print(
+            f"\nBy itself, with {rows} at once: counting a step takes the scorer {step_us:.0f} us, "
+            f"{100 * step_us * work.steps / cpu_us:.2f}% of all CPU time; making a traced "
+            f"request's spans {make_us:.0f} us and encoding them {send_us:.0f} us, "
+            f"{100 * (make_us + send_us) * work.requests / cpu_us:.2f}%"
+        )
 
 
 def interval(values: Sequence[float]) -> str:
