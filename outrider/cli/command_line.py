@@ -73,9 +73,13 @@ def build_parser() -> argparse.ArgumentParser:
         description="Starts all three services on loopback and shows one completion, twice.",
     )
     _add_stack_flags(demo)
-    demo.add_argument("--prompt", help="the text to complete (default: held-out Python code)")
+    demo.add_argument(
+        "--prompt", type=_text, help="the text to complete (default: held-out Python code)"
+    )
     demo.add_argument("--max-tokens", type=_positive, default=128, metavar="N")
-    demo.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
+    demo.add_argument(
+        "--temperature", type=_temperature, default=0.0, metavar="T", help="0 is greedy"
+    )
 
     up = commands.add_parser(
         "up",
@@ -168,7 +172,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", default="", metavar="NAME", help="a served model's name")
     parser.add_argument("--max-tokens", type=_positive, metavar="N")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    parser.add_argument("--temperature", type=_temperature, metavar="T", help="0 is greedy")
     parser.add_argument("--top-k", type=int, metavar="N")
     parser.add_argument("--top-p", type=float, metavar="P")
     parser.add_argument("--min-p", type=float, metavar="P")
@@ -195,11 +199,31 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 def _methods(text: str) -> tuple[str, ...]:
     """Nothing for "none"."""
     names = tuple(name.strip() for name in text.split(","))
+    if names == ("none",):
+        return ()
     for name in names:
-        if name not in METHODS and names != ("none",):
-            known = ", ".join((*METHODS, "none"))
-            raise argparse.ArgumentTypeError(f"invalid choice: {name!r} (choose from {known})")
-    return () if names == ("none",) else names
+        if name not in METHODS:
+            known = ", ".join(METHODS)
+            raise argparse.ArgumentTypeError(
+                f"invalid choice: {name!r} (choose from {known}, or none alone)"
+            )
+    return names
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 2.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 2")
+    return value
 
 
 def _port(text: str) -> int:
