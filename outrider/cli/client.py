@@ -10,7 +10,13 @@ import grpc
 from outrider.errors import UnavailableError
 from outrider.rpc.channel import open_channel
 from outrider.rpc.status import from_rpc_error
-from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, scorer_pb2, scorer_pb2_grpc
+from outrider.v1 import (
+    common_pb2,
+    generation_pb2,
+    generation_pb2_grpc,
+    proposer_pb2,
+    proposer_pb2_grpc,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +83,14 @@ async def stream(
         call.cancel()
 
 
-async def attached_proposers(scorer_address: str, *, timeout_s: float) -> int:
-    """How many proposers a scorer has. Raises `UnavailableError` if it does not answer."""
-    async with open_channel(scorer_address) as channel:
-        stub = scorer_pb2_grpc.ScorerServiceStub(channel)
+async def why_not_attached(proposer_address: str, *, timeout_s: float) -> str:
+    """What keeps a proposer from its scorer; nothing if it is attached."""
+    async with open_channel(proposer_address) as channel:
+        stub = proposer_pb2_grpc.ProposerServiceStub(channel)
         try:
-            info = await stub.GetScorerInfo(scorer_pb2.GetScorerInfoRequest(), timeout=timeout_s)
+            info = await stub.GetProposerInfo(
+                proposer_pb2.GetProposerInfoRequest(), timeout=timeout_s
+            )
         except grpc.aio.AioRpcError as error:
-            raise UnavailableError(f"no answer from the scorer: {error.details()}") from error
-    return len(info.proposers)
+            return f"no answer from the proposer: {error.details()}"
+    return "".join(link.last_error or "lost" for link in info.scorers if not link.connected)

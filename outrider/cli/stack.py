@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NoReturn, Self, TypeVar
 
-from outrider.cli.client import attached_proposers
+from outrider.cli.client import why_not_attached
 from outrider.cli.process import Relay, ServiceProcess
 from outrider.cli.specs import (
     HOST,
@@ -26,6 +26,7 @@ from outrider.errors import ConfigError, InternalError, OutriderError
 T = TypeVar("T")
 
 _ATTACH_DEADLINE_S = 15.0
+_ANSWER_DEADLINE_S = 15.0
 _RESTART_BACKOFF_S = 0.2
 _RESTART_BACKOFF_MAX_S = 10.0
 # A proposer that lived this long starts over with the shortest backoff.
@@ -48,6 +49,7 @@ class Stack:
         self._config = config
         self._relay = relay
         self._scorer_address = ""
+        self._proposer_address = ""
         self._essential: list[ServiceProcess] = []  # their end is the end of the stack
         self._proposer: ServiceProcess | None = None
         self._endpoints: Endpoints | None = None
@@ -83,13 +85,14 @@ class Stack:
 
         A bounded time, because requests are served without it, too.
         """
+        if self._proposer is None:
+            return
         deadline = time.monotonic() + _ATTACH_DEADLINE_S
-        while self._proposer is not None and time.monotonic() < deadline:
-            if await attached_proposers(self._scorer_address, timeout_s=_ATTACH_DEADLINE_S):
+        while why := await why_not_attached(self._proposer_address, timeout_s=_ANSWER_DEADLINE_S):
+            if time.monotonic() >= deadline:
+                self._relay("outrider", f"no speculation, the proposer is not attached: {why}")
                 return
             await asyncio.sleep(0.05)
-        if self._proposer is not None:
-            self._relay("outrider", "the proposer is not attached yet; serving without it")
 
     async def supervise(self) -> NoReturn:
         """Restarts the proposer when it ends. Raises `InternalError` when another service does."""
@@ -142,6 +145,7 @@ class Stack:
         metrics = {"scorer": scorer_ready.get("metrics", "")}
         if proposer_ready:
             metrics["proposer"] = proposer_ready[0].get("metrics", "")
+            self._proposer_address = proposer_ready[0].get("grpc", "")
         self._endpoints = Endpoints(gateway_ready["http"], gateway_ready["grpc"], metrics)
 
     def _new_proposer(self) -> ServiceProcess:

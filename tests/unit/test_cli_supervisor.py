@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import pytest
 
 from outrider.cli import stack as stack_module
@@ -18,6 +19,7 @@ from outrider.cli.process import ServiceProcess, ServiceSpec
 from outrider.cli.specs import StackConfig
 from outrider.cli.stack import Stack, check_port, free_port, prefer_port
 from outrider.errors import ConfigError, InternalError, UnavailableError
+from outrider.v1 import proposer_pb2, proposer_pb2_grpc
 
 READY = """
 import json, sys, time
@@ -127,6 +129,35 @@ async def test_without_a_method_there_is_no_proposer(services: dict[str, str]) -
     del services["proposer"]
     async with Stack(StackConfig(methods=()), Lines()) as stack:
         assert set(stack.pids) == {"scorer", "gateway"}
+
+
+class Refused(proposer_pb2_grpc.ProposerServiceServicer):
+    """A proposer that its scorer did not take."""
+
+    async def GetProposerInfo(  # noqa: N802
+        self, _request: object, _context: object
+    ) -> proposer_pb2.GetProposerInfoResponse:
+        link = proposer_pb2.ScorerLink(target="s:1", last_error="another vocabulary")
+        return proposer_pb2.GetProposerInfoResponse(scorers=[link])
+
+
+async def test_a_proposer_that_is_refused_is_told_with_the_reason(
+    services: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack_module, "_ATTACH_DEADLINE_S", 0.0)
+    server = grpc.aio.server()
+    proposer_pb2_grpc.add_ProposerServiceServicer_to_server(Refused(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    services["proposer"] = SERVE.replace("h:2", f"127.0.0.1:{port}")
+    lines = Lines()
+    try:
+        async with Stack(StackConfig(), lines) as stack:
+            await stack.wait_for_proposer()
+    finally:
+        await server.stop(None)
+    said = "no speculation, the proposer is not attached: another vocabulary"
+    assert ("outrider", said) in lines
 
 
 @pytest.mark.parametrize("name", ["scorer", "proposer", "gateway"])
