@@ -81,9 +81,9 @@ async def _read(
 
 async def _write(proposer: AttachedProposer, context: Context, hub: Hub) -> None:
     while True:
-        batch = await proposer.outbox.take()
+        message = await proposer.outbox.take()
         hub.on_taken(proposer)
-        await context.write(draft_pb2.DraftResponse(sessions=batch))
+        await context.write(message)
 
 
 async def _read_hello(

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from outrider.draft_tree import DraftTree
 from outrider.engine.constraint import ConstraintEditor
-from outrider.engine.worker import EngineWorker
+from outrider.engine.worker import Block, EngineWorker
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.features import FeatureBatch
 from outrider.rpc import codec
@@ -126,7 +126,10 @@ class Hub:
             if session is not None:
                 self.roster.on_set_aside(session)
         if events.timings is not None and events.counts is not None:
-            self._metrics.observe_step(events.timings, events.counts)
+            # When the writers that were woken above have written.
+            asyncio.get_running_loop().call_soon(
+                self._metrics.observe_step, events.timings, events.counts
+            )
         self._watch_failures(events)
 
     def _send_features(self, batch: FeatureBatch) -> None:
@@ -185,20 +188,24 @@ class Hub:
         if len(blocks) > _MAX_BLOCKS:
             self.on_bad(proposer, f"{len(blocks)} blocks in a message")
             return
+        good: list[Block] = []
         for block in blocks:
             if proposer.detached.done():
-                return
+                break
             session = proposer.sessions.get(block.session)
             if session is None and not 0 < block.session <= self._last_id:
                 self.on_bad(proposer, f"session {block.session} was never opened")
             elif session is None or block.epoch != session.epoch:
                 self._metrics.stale_blocks.inc()
-            else:
-                self._on_block(proposer, session, block)
+            elif (checked := self._checked(proposer, session, block)) is not None:
+                good.append(checked)
+        if good:
+            self._worker.post_blocks(good)
 
-    def _on_block(
+    def _checked(
         self, proposer: AttachedProposer, session: Session, block: draft_pb2.Block
-    ) -> None:
+    ) -> Block | None:
+        """None for a bad one, which is counted."""
         try:
             if block.base_len > len(session.committed):
                 raise InvalidRequestError(
@@ -223,11 +230,11 @@ class Hub:
             )
         except InvalidRequestError as error:
             self.on_bad(proposer, error.message)
-        else:
-            if session.rounds is not None and block.base_len == len(session.committed):
-                session.rounds.block(block.draft_us)
-            method = proposer.methods[block.method_index]
-            self._worker.post_block(session.id, tree, proposer.id, block.draft_us, method)
+            return None
+        if session.rounds is not None and block.base_len == len(session.committed):
+            session.rounds.block(block.draft_us)
+        method = proposer.methods[block.method_index]
+        return Block(session.id, tree, proposer.id, block.draft_us, method)
 
     def on_bad(self, proposer: AttachedProposer, what: str) -> None:
         """Counts a malformed message; too many end the stream."""

@@ -34,7 +34,7 @@ _SELF_LIMITING = frozenset({"deterministic", "suffix"})
 class Outbox:
     """Messages for one proposer, merged while it is slow; bounded.
 
-    Whatever was put since the last `take` travels as one SessionBatch: one per engine step if the
+    Whatever was put since the last `take` travels as one message: one per engine step if the
     proposer keeps up. Of a session for which nothing is drafted, some is held back.
     """
 
@@ -43,7 +43,8 @@ class Outbox:
         self._told: dict[int, tuple[int, int]] = {}
         """By open session: the committed length and the number of draft tokens told last."""
         self._max_tokens = max_tokens
-        self._batch = draft_pb2.SessionBatch()
+        self._message = draft_pb2.DraftResponse()
+        self._batch = self._message.sessions  # filled in place: features are megabytes
         self._size = 0
         self.was_crowded = False
         """When the last batch was taken: others may have waited for that."""
@@ -121,14 +122,15 @@ class Outbox:
         self._batch.closes.add(session=session.id, epoch=session.epoch)
         self._grow(0)
 
-    async def take(self) -> draft_pb2.SessionBatch:
+    async def take(self) -> draft_pb2.DraftResponse:
         """Waits until something was put, and takes all of it."""
         await self._wake.wait()
         self._wake.clear()
         self.was_crowded = self.crowded
         self.taken_feature_bytes, self._feature_bytes = self._feature_bytes, 0
-        batch, self._batch, self._size = self._batch, draft_pb2.SessionBatch(), 0
-        return batch
+        message, self._message, self._size = self._message, draft_pb2.DraftResponse(), 0
+        self._batch = self._message.sessions
+        return message
 
     def _grow(self, tokens: int) -> None:
         self._size += 1 + tokens

@@ -6,9 +6,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from outrider.draft_tree import DraftTree
 from outrider.engine.constraint import ConstraintEditor
@@ -33,12 +33,15 @@ MAX_SLEEP_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class Block:
+    """A validated draft for a session."""
+
+    session_id: int
     tree: DraftTree
     proposer_id: str
     draft_us: int
-    method: str
-    arrived_at: float
+    method: str = ""
+    arrived_at: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ class EngineWorker:
         self._wakeup = threading.Condition()
         # Under the condition's lock:
         self._commands: deque[_Command] = deque()
-        self._blocks: dict[int, deque[_Block]] = {}
+        self._blocks: dict[int, deque[Block]] = {}
         self._sessions: set[int] = set()  # submitted and not yet ended
         self._submitted = 0  # submissions among the commands
         self._stopping = False
@@ -179,15 +182,16 @@ class EngineWorker:
         """Forgets a projection that no proposer uses."""
         self._with_features(lambda features: features.drop_projection(sha256))
 
-    def post_block(
-        self, session_id: int, tree: DraftTree, proposer_id: str, draft_us: int, method: str = ""
-    ) -> None:
-        """Hands over a validated block; wakes a step that waits for it."""
+    def post_blocks(self, blocks: Iterable[Block]) -> None:
+        """Hands over what came together; wakes a step that waits for it, which takes all of it."""
         with self._wakeup:
-            if session_id in self._sessions:
-                queue = self._blocks.setdefault(session_id, deque(maxlen=MAX_BLOCKS_AT_ONCE))
-                queue.append(_Block(tree, proposer_id, draft_us, method, time.perf_counter()))
-                self._wakeup.notify()
+            for block in blocks:
+                if block.session_id in self._sessions:
+                    queue = self._blocks.setdefault(
+                        block.session_id, deque(maxlen=MAX_BLOCKS_AT_ONCE)
+                    )
+                    queue.append(block)
+            self._wakeup.notify()
 
     def snapshot(self) -> EngineSnapshot:
         """How full the engine is; requests not yet taken over count as waiting."""

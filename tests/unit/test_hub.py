@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from outrider.draft_tree import DraftTree
+from outrider.engine.worker import Block
 from outrider.errors import (
     CapacityError,
     InternalError,
@@ -80,11 +82,10 @@ class RecordingWorker:
     def give_back(self, window: FeatureWindow, size: int) -> None:
         self.given_back.append((window, size))
 
-    def post_block(
-        self, session_id: int, tree: DraftTree, proposer_id: str, _us: int, method: str
-    ) -> None:
-        self.blocks.append((session_id, tree, proposer_id))
-        self.methods.append(method)
+    def post_blocks(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            self.blocks.append((block.session_id, block.tree, block.proposer_id))
+            self.methods.append(block.method)
 
 
 class Bench:
@@ -132,7 +133,7 @@ def commit(
 
 async def sent(proposer: AttachedProposer) -> draft_pb2.SessionBatch:
     async with asyncio.timeout(5):
-        return await proposer.outbox.take()
+        return (await proposer.outbox.take()).sessions
 
 
 async def test_events_of_one_step_travel_in_one_message() -> None:

@@ -19,7 +19,7 @@ from outrider.engine.policy import Policy
 from outrider.engine.runner import Pending, Runner
 from outrider.engine.sequence import Drafting
 from outrider.engine.step import Step, StepResult
-from outrider.engine.worker import EngineWorker
+from outrider.engine.worker import Block, EngineWorker
 from outrider.errors import (
     CapacityError,
     ConfigError,
@@ -360,7 +360,7 @@ def test_a_block_wakes_the_row_that_waits_for_it() -> None:
         worker.set_drafting(5, "a", 4)
         inbox.wait(lambda box: len(box.tokens[5]) == 1)
         base = len(r.prompt_token_ids)
-        worker.post_block(5, DraftTree.chain(base, truth), "a", 100)
+        worker.post_blocks([Block(5, DraftTree.chain(base, truth), "a", 100)])
         inbox.wait(lambda box: 5 in box.ended)
         assert inbox.tokens[5] == truth
         stats = inbox.commits(5)[-1].stats
@@ -368,6 +368,22 @@ def test_a_block_wakes_the_row_that_waits_for_it() -> None:
         assert (stats.rounds, stats.accepted, stats.waits, stats.hits) == (2, 2, 1, 0)
         assert stats.wait_ms > 0
         assert stats.proposer_ids == ("a",)
+
+
+def test_blocks_that_come_together_are_used_by_one_step() -> None:
+    model = Gate()
+    with running(model, policy=Policy(4, max_wait_s=3600)) as (worker, inbox, _):
+        blocks = []
+        for i in range(8):
+            r = request(i, max_tokens=4)
+            truth = Sequential(model).output(r, 64, frozenset())[0]
+            blocks.append(Block(i, DraftTree.chain(len(r.prompt_token_ids), truth), "a", 100))
+            worker.submit(r)
+            worker.set_drafting(i, "a", 4)
+        inbox.wait(lambda box: all(len(box.tokens[i]) == 1 for i in range(8)))
+        worker.post_blocks(blocks)
+        inbox.wait(lambda box: len(box.ended) == 8)
+        assert len(inbox.steps[-1].commits) == 8
 
 
 def test_a_proposer_that_leaves_releases_the_row() -> None:
@@ -402,7 +418,7 @@ def test_an_abort_storm_leaves_nothing_behind() -> None:
         for i in range(300):
             worker.submit(request(i, max_tokens=40))
             worker.set_drafting(i, "a", 4)
-            worker.post_block(i, DraftTree.chain(1, (1, 2, 3)), "a", 10)
+            worker.post_blocks([Block(i, DraftTree.chain(1, (1, 2, 3)), "a", 10)])
             worker.abort(i - i % 3)
             worker.abort(10_000 + i)
         kept = {i for i in range(300) if i % 3}
