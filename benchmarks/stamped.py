@@ -21,6 +21,7 @@ from typing import Any, Final
 from unittest import mock
 
 from benchmarks.wrapped import leave
+from outrider.rpc import runtime
 
 PROMPT: Final = (7,) * 8
 """Of every request; the text goes on like that."""
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--sleep-ms", type=float, required=True)
     ours, flags = p.parse_known_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+    runtime.prepare_grpc()
     taken: Taken = []
     steps: list[tuple[int, int]] = []
     if ours.service == "scorer_service":
@@ -82,7 +84,7 @@ def _change_scorer(taken: Taken, steps: list[tuple[int, int]], sleep_s: float) -
     fix()
     _before(taken, EngineWorker, "_publish", "publish", 1)
     _before(taken, Hub, "on_events", "hub", 0)
-    _before(taken, EngineWorker, "post_block", "posted", slice(0, 2))
+    _before(taken, EngineWorker, "post_blocks", "posted", 0)
     _before(taken, Engine, "post_block", "taken", slice(0, 2))
     # What gRPC is given to write messages with and to read them; here Draft's.
     handler = grpc.stream_stream_rpc_method_handler
@@ -193,6 +195,7 @@ def _by_round(taken: Taken) -> dict[str, list[tuple[int, int, int]]]:
 
 def _rounds(what: Any) -> Iterable[Round]:
     """The rounds that a message is about, or the messages and items of a list."""
+    from outrider.engine.worker import Block
     from outrider.v1 import draft_pb2
     from proposer_service.cycle import Batch
 
@@ -204,6 +207,8 @@ def _rounds(what: Any) -> Iterable[Round]:
         return [(commit.session, commit.base_len + len(commit.tokens)) for commit in what.commits]
     if isinstance(what, Batch):
         return _rounds(what.message)
+    if isinstance(what, Block):
+        return [(what.session_id, what.tree.base_len)]
     if isinstance(what, tuple):  # arguments of Engine.post_block
         return [(what[0], what[1].base_len)]
     return [each for one in what for each in _rounds(one)] if isinstance(what, list) else []

@@ -31,8 +31,6 @@ def main(argv: list[str] | None = None) -> int:
     # Before grpc is imported: its C core logs in its own way what we report in ours.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # Imported late: a wrong flag is answered at once.
-    import uvloop
-
     from gateway.service import Gateway
     from outrider.rpc.telemetry import configure
 
@@ -40,7 +38,6 @@ def main(argv: list[str] | None = None) -> int:
         "gateway",
         Gateway(config, configure("outrider-gateway")),
         exit_with_parent=exit_with_parent,
-        loop_factory=uvloop.new_event_loop,
     )
 
 

@@ -248,10 +248,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     # How long the event loop may keep the drafting thread waiting, and the other way round:
     # Python's default of 5 ms is as long as a step takes on a GPU.
     sys.setswitchinterval(0.0005)
-    from outrider.rpc.runtime import run
+    from outrider.rpc import runtime
+
+    runtime.prepare_grpc()
     from proposer_service.service import ProposerService
 
-    return run("proposer", ProposerService(config), exit_with_parent=exit_with_parent)
+    return runtime.run("proposer", ProposerService(config), exit_with_parent=exit_with_parent)
 
 
 if __name__ == "__main__":

@@ -139,7 +139,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     # How long an idle OpenMP thread spins. libgomp's default (300,000) costs nothing on an idle
     # machine, but where other processes want the cores every barrier then loses a time slice.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # our own errors say it readably
     # How long the event loop may keep the engine's thread from taking up a result. At 64 streams
     # Python's default (5 ms) doubles the mean time between two steps; 0.1 ms is no better than 1.
     sys.setswitchinterval(0.0005)
@@ -147,6 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from outrider.rpc import runtime
 
+        runtime.prepare_grpc()
         runtime.progress("scorer", "starting")
         from outrider.engine.ranks import Ranks
         from scorer_service.app import NAME, Options, ScorerApp

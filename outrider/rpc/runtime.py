@@ -9,8 +9,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
 from typing import Protocol
+
+import uvloop
 
 from outrider.errors import OutriderError
 
@@ -71,13 +72,12 @@ async def run_until_signal(name: str, service: Service, *, exit_with_parent: boo
         await service.stop()
 
 
-def run(
-    name: str,
-    service: Service,
-    *,
-    exit_with_parent: bool = False,
-    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
-) -> int:
+def prepare_grpc() -> None:
+    """Sets what grpc reads from the environment once, so call it before anything imports grpc."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # our own errors say it readably
+
+
+def run(name: str, service: Service, *, exit_with_parent: bool = False) -> int:
     """`run_until_signal` in a new event loop; a start-up error becomes one line on stderr.
 
     Returns the exit code: 2 for an `OutriderError`.
@@ -86,7 +86,7 @@ def run(
         level=logging.INFO, stream=sys.stderr, format=f"{name} %(levelname)s %(message)s"
     )
     try:
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(run_until_signal(name, service, exit_with_parent=exit_with_parent))
     except OutriderError as error:
         print(f"{name}: {error.message}", file=sys.stderr, flush=True)
