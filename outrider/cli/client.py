@@ -37,6 +37,7 @@ class GenerateOptions:
     methods: tuple[str, ...] = ()  # the preferred one first
     num_speculative_tokens: int | None = None
     aux_info: bool = False
+    api_key: str | None = None  # travels beside the message
 
     def to_proto(self) -> generation_pb2.GenerateRequest:
         """The message for GenerationService.Generate."""
@@ -67,7 +68,9 @@ async def stream(
     """The pieces of one completion. Raises the `OutriderError` that the gateway meant, or an
     `UnavailableError` if nothing answers there."""
     call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(
-        options.to_proto(), timeout=timeout_s
+        options.to_proto(),
+        timeout=timeout_s,
+        metadata=(("authorization", f"Bearer {options.api_key}"),) if options.api_key else (),
     )
     try:
         async for response in call:

@@ -170,6 +170,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="the gateway's gRPC (default: %(default)s)",
     )
+    parser.add_argument(
+        "--api-key", type=_key, metavar="KEY", help="for a gateway that asks for one"
+    )
     parser.add_argument("--model", default="", metavar="NAME", help="a served model's name")
     parser.add_argument("--max-tokens", type=_positive, metavar="N")
     parser.add_argument("--temperature", type=_temperature, metavar="T", help="0 is greedy")
@@ -213,6 +216,12 @@ def _methods(text: str) -> tuple[str, ...]:
 def _text(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
+def _key(text: str) -> str:
+    if not (text.isascii() and text.isprintable()):
+        raise argparse.ArgumentTypeError("holds a character that no header can")
     return text
 
 

@@ -39,6 +39,7 @@ async def _generate(args: argparse.Namespace) -> int:
         methods=tuple(args.method.split(",")) if args.method else (),
         num_speculative_tokens=args.num_speculative_tokens,
         aux_info=args.aux_info,
+        api_key=args.api_key,
     )
     console = Console()
     async with open_channel(args.address) as channel:

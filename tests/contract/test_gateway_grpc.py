@@ -11,6 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.cli.client import GenerateOptions, stream
 from outrider.errors import CapacityError, OutriderError
 from outrider.rpc.channel import open_channel
 from outrider.rpc.status import from_rpc_error
@@ -218,6 +219,10 @@ async def test_api_keys(tmp_path: Path) -> None:
         assert (await refusal(gateway, request, "wrong"))[0] is grpc.StatusCode.UNAUTHENTICATED
         assert await generate(gateway, request, "secret")
         tenant = gateway.scorer.requests[-1].tenant
+        options = GenerateOptions(prompt="x", api_key="secret")
+        async with open_channel(gateway.grpc) as channel:
+            pieces = [piece.text async for piece in stream(channel, options, timeout_s=30)]
+        assert "".join(pieces) == TEXT
     assert tenant
     assert "secret" not in tenant
 
