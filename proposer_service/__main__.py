@@ -12,7 +12,7 @@ from outrider.drafting.proposer import TREE_WIDTH
 from outrider.drafting.suffix_settings import SuffixSettings
 from outrider.errors import OutriderError
 from outrider.methods import HIDDEN_STATE_METHODS, METHOD_ALIASES, METHODS
-from outrider.rpc.deployment import add_deployment_flags, take_deployment
+from outrider.rpc.deployment import Help, add_deployment_flags, port, take_deployment
 from outrider.rpc.targets import DNS_REFRESH_S, parse_entries
 from proposer_service.config import (
     START_TIMEOUT_S,
@@ -41,9 +41,9 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
     """The configuration, and whether to exit with the parent. Raises `ConfigError`."""
     ngram, draft, suffix = NgramConfig(), DraftModelConfig(), SuffixSettings()
     parser = argparse.ArgumentParser(
-        prog="proposer_service",
+        prog="outrider serve proposer",
         description="Drafts tokens for Outrider scorers, which it dials.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Help,
     )
     add = parser.add_argument
     add(
@@ -68,8 +68,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
         "several, the first that has a guess drafts",
     )
     add("--host", default="127.0.0.1", help="address of ProposerService and metrics")
-    add("--port", type=int, default=0, help="port of ProposerService; 0: a free one")
-    add("--metrics-port", type=int, help="port of /metrics; 0: a free one; unset: none")
+    add("--port", type=port, default=0, help="port of ProposerService; 0: a free one")
+    add("--metrics-port", type=port, help="port of /metrics; 0: a free one; unset: none")
     add("--proposer-id", help="unique in the pool; unset: host name, method and port")
     add("--pool", default="default", help="name of the pool, for metrics")
     add("--max-sessions", type=int, default=256, help="sessions held at once")

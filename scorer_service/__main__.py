@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from outrider.errors import ConfigError
-from outrider.rpc.deployment import add_deployment_flags, port, take_deployment
+from outrider.rpc.deployment import Help, add_deployment_flags, port, take_deployment
 
 _DEFAULTS: dict[str, dict[str, int | None]] = {
     "cpu": {"max_num_batched_tokens": 512, "kv_cache_memory": 512, "page_size": 16},
@@ -18,19 +18,12 @@ _DEFAULTS: dict[str, dict[str, int | None]] = {
 }
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds the default, unless the text has told it."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None else super()._get_help_string(action)
-
-
 def parser() -> argparse.ArgumentParser:
     """The flags, with their defaults."""
     p = argparse.ArgumentParser(
         prog="outrider serve scorer",
         description="Verifies drafts for one model replica; owns its committed tokens.",
-        formatter_class=_Help,
+        formatter_class=Help,
     )
     p.add_argument("--host", default="127.0.0.1", help="address to listen on")
     p.add_argument("--port", type=port, default=0, help="gRPC port; 0: a free one")

@@ -55,6 +55,14 @@ class Deployment:
         return None if self.health_port is None else f"{host}:{self.health_port}"
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the default, unless the text has told it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        no_default = action.default is None or action.default is False
+        return action.help if no_default else super()._get_help_string(action)
+
+
 def add_deployment_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that `take_deployment` reads."""
     parser.add_argument(

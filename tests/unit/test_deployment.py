@@ -69,7 +69,6 @@ def test_flags_that_cannot_work_are_named(
 @pytest.mark.parametrize(
     ("flag", "value", "why"),
     [
-        ("--port", "65536", "'65536' is not a port"),  # gRPC would take it modulo 65536
         ("--metrics-port", "-5", "'-5' is not a port"),
         ("--max-model-len", "2", "'2' is not a whole number of at least 3"),
         ("--max-num-seqs", "many", "'many' is not a whole number"),
@@ -84,6 +83,16 @@ def test_a_scorers_number_that_cannot_be_is_refused(
         resolve((flag, value))
     assert caught.value.code == 2
     assert f"{flag}: {why}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_port_that_cannot_be_is_refused(service: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """gRPC would take it modulo 65536."""
+    flag = "--grpc-port" if service == "gateway" else "--port"
+    with pytest.raises(SystemExit) as caught:
+        SERVICES[service](flag, "65536")
+    assert caught.value.code == 2
+    assert f"outrider serve {service}: error: argument {flag}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("service", ["proposer", "gateway"])
