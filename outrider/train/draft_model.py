@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.train.head import Export, rope_fields
+from outrider.train.head import Export, layer_fields
 from outrider.train.layers import BlockShape
 from outrider.train.target import Target, TargetBatch
 
@@ -25,17 +25,8 @@ class DraftModel(nn.Module):
         config = target.config
         self.settings: dict[str, Any] = {
             "architectures": ["LlamaForCausalLM"],
-            "hidden_size": shape.hidden_size,
-            "intermediate_size": shape.intermediate_size,
             "num_hidden_layers": num_layers,
-            "num_attention_heads": shape.num_heads,
-            "num_key_value_heads": shape.num_kv_heads,
-            "head_dim": shape.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": shape.norm_eps,
-            "max_position_embeddings": int(config.max_position_embeddings),
-            **rope_fields(shape.rope_theta),
-            "attention_bias": False,
+            **layer_fields(shape, int(config.max_position_embeddings)),
             "mlp_bias": False,
             "tie_word_embeddings": True,
             "vocab_size": int(config.vocab_size),

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.train.head import Export, rope_fields
+from outrider.train.head import Export, layer_fields
 from outrider.train.layers import (
     BlockShape,
     ChainAttention,
@@ -98,17 +98,8 @@ class Eagle3(nn.Module):
         config: dict[str, Any] = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
-            "hidden_size": shape.hidden_size,
-            "intermediate_size": shape.intermediate_size,
             "num_hidden_layers": 1,
-            "num_attention_heads": shape.num_heads,
-            "num_key_value_heads": shape.num_kv_heads,
-            "head_dim": shape.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": shape.norm_eps,
-            "max_position_embeddings": self.max_positions,
-            **rope_fields(shape.rope_theta),
-            "attention_bias": False,
+            **layer_fields(shape, self.max_positions),
             "mlp_bias": False,
             "tie_word_embeddings": False,
             "vocab_size": self.vocab_size,

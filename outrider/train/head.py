@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from outrider.train.layers import BlockShape
 from outrider.train.target import TargetBatch
 
 
@@ -44,7 +45,20 @@ class Head(Protocol):
         ...
 
 
-def rope_fields(theta: float, **parameters: float) -> dict[str, Any]:
-    """Rotary embedding in a config, as newer and as older readers look for it."""
-    rope = {"rope_theta": theta, "rope_type": "default", **parameters}
-    return {"rope_theta": theta, "rope_parameters": rope, **parameters}
+def layer_fields(shape: BlockShape, max_positions: int, **rope: float) -> dict[str, Any]:
+    """A decoder layer in a config; rotary embedding as newer and as older readers look for it."""
+    theta = shape.rope_theta
+    return {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": shape.norm_eps,
+        "max_position_embeddings": max_positions,
+        "rope_theta": theta,
+        "rope_parameters": {"rope_theta": theta, "rope_type": "default", **rope},
+        **rope,
+    }

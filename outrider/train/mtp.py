@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.train.head import Export, rope_fields
+from outrider.train.head import Export, layer_fields
 from outrider.train.layers import (
     BlockShape,
     ChainAttention,
@@ -90,18 +90,9 @@ class Mtp(nn.Module):
         config: dict[str, Any] = {
             "architectures": ["Qwen3_5MTP"],
             "model_type": "qwen3_5_text",
-            "hidden_size": shape.hidden_size,
-            "intermediate_size": shape.intermediate_size,
             "num_hidden_layers": self.num_target_layers,
             "mtp_num_hidden_layers": 1,
-            "num_attention_heads": shape.num_heads,
-            "num_key_value_heads": shape.num_kv_heads,
-            "head_dim": shape.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": shape.norm_eps,
-            "max_position_embeddings": self.max_positions,
-            **rope_fields(shape.rope_theta, partial_rotary_factor=1.0),
-            "attention_bias": False,
+            **layer_fields(shape, self.max_positions, partial_rotary_factor=1.0),
             "attn_output_gate": True,
             "layer_types": ["full_attention"] * self.num_target_layers,
             "tie_word_embeddings": self.tied,
