@@ -73,8 +73,11 @@ async def run_until_signal(name: str, service: Service, *, exit_with_parent: boo
 
 
 def prepare_grpc() -> None:
-    """Sets what grpc reads from the environment once, so call it before anything imports grpc."""
+    """Sets what grpc reads from the environment when it is imported, so call it before."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # our own errors say it readably
+    # Without its event engines messages pass through one thread less: a fifth less time there and
+    # back on uvloop, and of CPU time. Versions of grpc that know no such choice ignore it.
+    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
 
 
 def run(name: str, service: Service, *, exit_with_parent: bool = False) -> int:
