@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import save_torch_state_dict
 
-from outrider.train.export import rounded
+from outrider.train.export import rounded, share
 from training.config import END_ID, END_OF_TEXT_ID, PAD_ID, ModelConfig
 
 MANTISSA_BITS = 4
@@ -39,6 +39,7 @@ def main() -> None:
     config = ModelConfig(**saved["config"]).to_transformers()
     for name, content in (("config.json", config), ("generation_config.json", GENERATION)):
         (args.out / name).write_text(json.dumps(content, indent=2) + "\n")
+    share(args.out)
 
 
 if __name__ == "__main__":

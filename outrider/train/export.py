@@ -41,3 +41,11 @@ def write(export: Export, folder: Path) -> None:
     }
     save_file(tensors, folder / export.file_name, {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(export.config, indent=2) + "\n")
+    share(folder)
+
+
+def share(folder: Path) -> None:
+    """Gives weights the permissions of `config.json`: safetensors lets only their owner read them,
+    and a service may run as somebody else."""
+    for file in folder.glob("*.safetensors"):
+        file.chmod((folder / "config.json").stat().st_mode)

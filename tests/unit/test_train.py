@@ -251,6 +251,12 @@ def test_resuming_keeps_the_draft_vocabulary(folder: Path, tmp_path: Path) -> No
     assert torch.equal(load_file(tmp_path / "model.safetensors")["d2t"], before)
 
 
+def test_who_may_read_the_config_may_read_the_weights(trained: tuple[str, Path]) -> None:
+    _, out = trained
+    for file in out.glob("*.safetensors"):
+        assert file.stat().st_mode == (out / "config.json").stat().st_mode
+
+
 @pytest.mark.parametrize("content", [b"", b"something else"])
 def test_a_file_that_is_no_state_is_told(
     content: bytes, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
