@@ -106,7 +106,10 @@ class Answer(Response):
         param = error.param if isinstance(error, InvalidRequestError) else None
         if param is None or param not in self._names:
             return error
-        return InvalidRequestError(error.message, param=self._names[param])
+        name, message = self._names[param], error.message
+        if message.startswith(f"{param} "):
+            message = f"{name}{message.removeprefix(param)}"
+        return InvalidRequestError(message, param=name)
 
     async def _send_events(
         self,

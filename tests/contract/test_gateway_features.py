@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import openai
 import pytest
 
+from outrider.errors import InvalidRequestError
 from outrider.v1 import common_pb2, scorer_pb2
 from tests.support.fake_scorer import Script, logprobs_of
 from tests.support.gateway import Running, fake_scorer, running_gateway, tokenizer, tokens, until
@@ -269,6 +271,15 @@ async def test_output_formats_become_constraints(
     for sent in gateway.scorer.requests:
         assert sent.constraint.WhichOneof("kind") == kind
         assert getattr(sent.constraint, kind) == source
+
+
+async def test_a_format_that_a_scorer_refuses_is_called_what_the_client_called_it() -> None:
+    refusal = InvalidRequestError("json_schema cannot be used: why.", param="json_schema")
+    async with running_gateway(Script(tokens(TEXT), refuse=refusal)) as gateway:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await complete(gateway, extra_body={"structured_outputs": {"json": {}}})
+    assert caught.value.param == "structured_outputs.json"
+    assert "structured_outputs.json cannot be used: why." in caught.value.message
 
 
 # Speculation
