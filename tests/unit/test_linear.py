@@ -14,7 +14,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.02}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(1, 32), (5, 32), (2, 3, 32), (40, 32)])
+@pytest.mark.parametrize("shape", [(1, 32), (5, 32), (2, 3, 32), (40, 32), (3, 30, 32), (96, 32)])
 @pytest.mark.parametrize("with_bias", [False, True])
 @torch.inference_mode()
 def test_equals_plain_linear(dtype: torch.dtype, shape: tuple[int, ...], with_bias: bool) -> None:
