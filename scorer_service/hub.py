@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Collection
 
 from outrider.draft_tree import DraftTree
 from outrider.engine.constraint import ConstraintEditor
-from outrider.engine.worker import Block, EngineWorker
+from outrider.engine.worker import MAX_BLOCKS_AT_ONCE, Block, EngineWorker
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.features import FeatureBatch
 from outrider.rpc import codec
@@ -189,7 +190,7 @@ class Hub:
             self.on_bad(proposer, f"{len(blocks)} blocks in a message")
             return
         good: list[Block] = []
-        for block in blocks:
+        for block in _newest(blocks):
             if proposer.detached.done():
                 break
             session = proposer.sessions.get(block.session)
@@ -249,3 +250,16 @@ class Hub:
                     reason="BAD_BLOCKS",
                 ),
             )
+
+
+def _newest(blocks: Collection[draft_pb2.Block]) -> Collection[draft_pb2.Block]:
+    """Without those that the engine would drop unseen: checking them all could take seconds."""
+    if len(blocks) <= MAX_BLOCKS_AT_ONCE:
+        return blocks
+    newer: Counter[int] = Counter()
+    kept: list[draft_pb2.Block] = []
+    for block in reversed(list(blocks)):
+        newer[block.session] += 1
+        if newer[block.session] <= MAX_BLOCKS_AT_ONCE:
+            kept.append(block)
+    return kept[::-1]

@@ -173,6 +173,23 @@ async def test_a_message_of_too_many_blocks_is_bad_as_a_whole() -> None:
     assert len(bench.worker.blocks) == 1
 
 
+async def test_of_many_blocks_for_a_session_the_newest_are_looked_at() -> None:
+    bench = Bench()
+    proposer = bench.attach("a")
+    sessions = [bench.submit() for _ in range(2)]
+    blocks = [
+        draft_pb2.Block(session=session.id, epoch=1, base_len=3, token_ids=[token])
+        for token in range(1, VOCAB)
+        for session in sessions
+    ]
+    bench.hub.on_blocks(proposer, blocks)
+    seen = [(session_id, tree.token_ids[0]) for session_id, tree, _ in bench.worker.blocks]
+    assert seen == [
+        (session.id, token) for token in range(VOCAB - 4, VOCAB) for session in sessions
+    ]
+    assert proposer.bad_blocks == 0
+
+
 async def test_distributions_that_cannot_be_right_are_not_converted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
