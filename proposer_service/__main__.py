@@ -113,8 +113,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
     add(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="of a model; unset: float32, but for one that reads hidden states bfloat16 on CUDA "
-        "and on CPUs with AVX-512",
+        help="of a model; unset: bfloat16 on CUDA, and on CPUs with AVX-512 for one that reads "
+        "hidden states; else float32",
     )
     add("--device", choices=("cpu", "cuda"), default=draft.device, help="of a model")
     add(

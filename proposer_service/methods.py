@@ -88,6 +88,7 @@ def _build_draft_model(method: DraftModelConfig, max_sessions: int) -> tuple[Pro
     from proposer_service.masks import load_masks
     from proposer_service.weights import (
         PAGE_SIZE,
+        choose_dtype,
         count_pages,
         fitting,
         hash_of_tokenizer,
@@ -97,7 +98,7 @@ def _build_draft_model(method: DraftModelConfig, max_sessions: int) -> tuple[Pro
     began = time.perf_counter()
     prepare_device(method)
     folder = resolve_model(method.model, "draft")
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[method.dtype or "float32"]
+    dtype = choose_dtype(method, on_cpu=torch.float32)
     progress("proposer", f"loading draft model {folder}")
     per_page = kv_bytes_per_page(folder, dtype=dtype, page_size=PAGE_SIZE)
     num_pages = count_pages(method, per_page)

@@ -24,6 +24,13 @@ def prepare_device(method: ModelConfig) -> None:
         raise ConfigError("--device cuda: torch finds no CUDA device.")
 
 
+def choose_dtype(method: ModelConfig, *, on_cpu: torch.dtype) -> torch.dtype:
+    """What the method is told to compute in; else, as drafts change no text, what is fastest."""
+    if method.dtype is None:
+        return torch.bfloat16 if method.device == "cuda" else on_cpu
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[method.dtype]
+
+
 def count_pages(method: ModelConfig, page_bytes: int) -> int:
     """Pages that the memory for keys and values holds. Raises `ConfigError` if not even one."""
     num_pages = method.kv_cache_memory * _MIB // page_bytes

@@ -9,7 +9,7 @@ import grpc
 
 from outrider.errors import UnavailableError
 from outrider.rpc.channel import open_channel
-from outrider.rpc.status import from_rpc_error
+from outrider.rpc.status import from_rpc_error, nothing_answers
 from outrider.v1 import (
     common_pb2,
     generation_pb2,
@@ -76,7 +76,7 @@ async def stream(
         async for response in call:
             yield response
     except grpc.aio.AioRpcError as error:
-        if "failed to connect" in (error.details() or ""):  # gRPC's own words, of any cause
+        if nothing_answers(error):
             raise UnavailableError(
                 "no gateway answers there: is `outrider up` running, and is --address the grpc:// "
                 "address of its ready line?"

@@ -103,6 +103,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.OutriderError:
     """The error that the peer meant; also for a status that gRPC itself made."""
     info, retry = _details(error)
     code, message = error.code(), error.details() or error.code().name
+    if nothing_answers(error):  # gRPC names each address, and at last why
+        message = f"nothing answers there: {message.rpartition(': ')[2]}"
     classes = [cls for cls, its_code in _TABLE if its_code is code] or [errors.InternalError]
     reason = info.reason if info is not None else ""
     error_class = next((cls for cls in classes if cls.reason == reason), classes[0])
@@ -113,6 +115,12 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.OutriderError:
         param = info.metadata.get("param") if info is not None else None
         return error_class(message, param=param, reason=reason or None)
     return error_class(message, reason=reason or None)
+
+
+def nothing_answers(error: grpc.aio.AioRpcError) -> bool:
+    """Whether gRPC could not reach anybody at the address."""
+    unavailable = error.code() is grpc.StatusCode.UNAVAILABLE and _details(error)[0] is None
+    return unavailable and "failed to connect" in (error.details() or "")  # of any cause
 
 
 def _shortened(message: str) -> str:

@@ -108,7 +108,11 @@ async def test_a_status_that_grpc_made_itself_is_understood() -> None:
         stub = scorer_pb2_grpc.ScorerServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.GetScorerInfo(scorer_pb2.GetScorerInfoRequest(), timeout=5)
-    assert isinstance(status.from_rpc_error(caught.value), errors.UnavailableError)
+    meant = status.from_rpc_error(caught.value)
+    assert isinstance(meant, errors.UnavailableError)
+    assert meant.message.startswith("nothing answers there: ")
+    assert "refused" in meant.message
+    assert "127.0.0.1" not in meant.message, "who asked knows the address"
 
 
 def test_every_error_class_has_a_code_of_its_own_choice() -> None:
