@@ -110,8 +110,21 @@ class Child:
         if not main_thread:
             # As clock_getcpuclockid(3) makes it: in nanoseconds, where /proc has ticks.
             return time.clock_gettime(~self.pid << 3 | 2)
-        path = Path(f"/proc/{self.pid}/task/{self.pid}/stat")
-        fields = path.read_text().rpartition(")")[2].split()
+        return self._thread_seconds(self.pid)
+
+    def busiest_thread_seconds(self) -> float:
+        """Time of the thread that used most, the first one apart: of a scorer or a proposer with
+        one thread for its model, that one. In ticks of 10 ms."""
+        tasks = [int(task.name) for task in Path(f"/proc/{self.pid}/task").iterdir()]
+        return max(self._thread_seconds(task) for task in tasks if task != self.pid)
+
+    def _thread_seconds(self, task: int) -> float:
+        """0 for a thread that has just ended."""
+        try:
+            stat = Path(f"/proc/{self.pid}/task/{task}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return 0.0
+        fields = stat.rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def _read(self) -> None:

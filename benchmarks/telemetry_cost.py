@@ -15,9 +15,11 @@ The row `muted` compares muted turns with the muted ones before and after: its i
 method can tell apart, at least. A figure is the median of the turns, with a 90% interval of the
 median (bootstrap) and the range of the middle half of turns.
 
-CPU per token is the services' own time, to the nanosecond: with equal work it is the sharpest
-figure. It has the sending of all spans of a turn, tokens/s only of those that went off while it
-lasted (every 5 s, or 512 at a time); the others are sent at its end.
+Tokens/s of a turn go up and down by 5% by themselves. The sharp figure is the services' CPU time
+beside the models, that is without the engine's thread and the drafting thread, in percent of all
+their CPU time: what telemetry does is done there, but for some 5 us in which a drafting cycle
+counts itself. It has the sending of all spans of a turn, tokens/s only of those that went off while
+it lasted (every 5 s, or 512 at a time); the others are sent at its end.
 """
 
 from __future__ import annotations
@@ -83,6 +85,7 @@ class Turn:
     work: Work
     seconds: float
     cpu_s: float
+    beside_s: float  # of it, what the models did not use
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class Bench:
         """Decodes a group of prompts, `at_once` of them at a time."""
         steps = self._steps()
         self._switch(mode)
-        before = self._cpu_s()
+        cpu_s, model_s = self._cpu_s(), self._model_s()
         if MODES[mode].counts:
             self.scraped.set()
         done, seconds = self.stack.generate(
@@ -108,13 +111,13 @@ class Bench:
         self.scraped.clear()
         self._switch("muted")
         time.sleep(_SEND_S)
-        cpu_s = self._cpu_s() - before
+        cpu_s, model_s = self._cpu_s() - cpu_s, self._model_s() - model_s
         rounds, drafted, accepted = (
             sum(each.stats[name] for each in done) for name in ("rounds", "drafted", "accepted")
         )
         tokens, steps = sum(len(each.token_ids) for each in done), self._steps() - steps
         work = Work(len(done), tokens, rounds, drafted, accepted, steps)
-        return Turn(mode, work, seconds, cpu_s)
+        return Turn(mode, work, seconds, cpu_s, cpu_s - model_s)
 
     def _switch(self, mode: str) -> None:
         for child in self.children:
@@ -123,6 +126,13 @@ class Bench:
 
     def _cpu_s(self) -> float:
         return sum(child.cpu_seconds() for child in self.children)
+
+    def _model_s(self) -> float:
+        return sum(
+            child.busiest_thread_seconds()
+            for child in self.children
+            if not child.name.endswith("gateway")
+        )
 
     def _steps(self) -> float:
         return sum(s.value for s in self.stack.metrics() if s.name.endswith(STEPS))
@@ -169,6 +179,7 @@ def running(folder: Path, endpoint: str) -> Iterator[Bench]:
             env=(
                 ("PYTHONPATH", _ROOT),
                 ("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint),
+                ("OMP_NUM_THREADS", "1"),  # switched.py imports torch before the scorer says so
             ),
         )
         stack = Stack(config, children, folder)
@@ -233,8 +244,9 @@ class Pair:
 
     @property
     def more(self) -> float:
-        """CPU time than the neighbours, in percent."""
-        return 100 * (self.turn.cpu_s / statistics.mean(n.cpu_s for n in self.neighbours) - 1)
+        """CPU time beside the models than the neighbours, in percent of all that they used."""
+        beside = self.turn.beside_s - statistics.mean(n.beside_s for n in self.neighbours)
+        return 100 * beside / statistics.mean(n.cpu_s for n in self.neighbours)
 
 
 def pairs(turns: Sequence[Turn]) -> list[Pair]:
@@ -259,17 +271,20 @@ def pairs(turns: Sequence[Turn]) -> list[Pair]:
 
 def report(compared: dict[int, list[Pair]]) -> None:
     """A table of costs against the muted turns, in percent, and what they must add up to."""
-    print("| at once | pairs | mode | tokens/s | lost, % | CPU per token, us | more, % |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| at once | pairs | mode | tokens/s | lost, % | CPU per token, us | beside, % | more, % |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for rows in compared:
         for mode in MODES:
             found = [pair for pair in compared[rows] if pair.turn.mode == mode]
             speed = statistics.median(p.turn.work.tokens / p.turn.seconds for p in found)
             cpu_us = statistics.median(p.turn.cpu_s * 1e6 / p.turn.work.tokens for p in found)
+            beside = statistics.median(100 * p.turn.beside_s / p.turn.cpu_s for p in found)
             lost, more = [p.lost for p in found], [p.more for p in found]
             print(
                 f"| {rows} | {len(found)} | {mode} | {speed:.1f} | {interval(lost)} "
-                f"| {cpu_us:.0f} | {interval(more)} |"
+                f"| {cpu_us:.0f} | {beside:.1f} | {interval(more)} |"
             )
     make_us, send_us = spans_cost_us()
     for rows, all_pairs in compared.items():
@@ -290,7 +305,7 @@ def interval(values: Sequence[float]) -> str:
     medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(2000))
     quarter = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
     return (
-        f"{statistics.median(values):+.1f} [{medians[100]:+.1f}, {medians[1899]:+.1f}] "
+        f"{statistics.median(values):+.2f} [{medians[100]:+.2f}, {medians[1899]:+.2f}] "
         f"(turns {quarter[0]:+.1f} to {quarter[2]:+.1f})"
     )
 
