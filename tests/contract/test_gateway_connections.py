@@ -100,10 +100,11 @@ async def test_an_answer_may_take_longer() -> None:
 
 async def test_an_answer_that_nobody_reads_is_given_up() -> None:
     script = Script(tokens("abcdefgh" * 24), per_round=1)
+    asks_once = httpx.Limits(max_keepalive_connections=0)  # an idle connection ends, too
     cancelled = 'gateway_requests_total{operation="text_completion",outcome="cancelled"}'
     async with (
         running_gateway(script, request_timeout_s=10 * DEADLINE_S) as gateway,
-        httpx.AsyncClient(base_url=gateway.http) as client,
+        httpx.AsyncClient(base_url=gateway.http, limits=asks_once) as client,
         asyncio.timeout(DEADLINE_S),
         connected(gateway, receive_buffer=2**11) as (_, writer),
     ):

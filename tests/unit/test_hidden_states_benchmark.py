@@ -101,5 +101,5 @@ def test_a_head_that_knows_the_text_sees_all_of_it_accepted(tmp_path: Path) -> N
 
 
 def test_refuses_a_method_that_reads_no_states(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="the method is one of"):
+    with pytest.raises(Exception, match="ngram reads no hidden states"):
         heads({"ngram": "x"}, str(tmp_path), [K], [])
