@@ -9,6 +9,7 @@ scorer is verifying: the cycle ends with guesses past the drafts, for the outcom
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -167,7 +168,8 @@ class DraftWorker:
                 self.num_sessions = proposer.num_sessions
         finally:
             cycle.close()
-            self._loop.call_soon_threadsafe(self.ended.set)
+            with contextlib.suppress(RuntimeError):  # `stop` gave up waiting, and the loop closed
+                self._loop.call_soon_threadsafe(self.ended.set)
 
     def _take(self, *, wait: bool) -> list[Item]:
         """All messages that have come; waits for one if asked, within a limit."""
