@@ -43,7 +43,6 @@ from outrider.errors import ConfigError
 from outrider.methods import HIDDEN_STATE_METHODS
 from outrider.models.resolve import resolve_model
 
-_ROOT: Final = Path(__file__).parents[1]
 _SENT: Final = ("bytes", "rows", "seconds")
 
 
@@ -125,12 +124,6 @@ def ways(args: argparse.Namespace, k: int) -> Iterator[dict[str, Way]]:
         ),
         proposer_flags=tuple(args.proposer_flags),
         wrapper=("benchmarks.fixed_k",),
-        # The wrapper loads torch before the services can say so.
-        env=(
-            ("PYTHONPATH", str(_ROOT)),
-            ("OMP_NUM_THREADS", str(args.threads)),
-            ("GOMP_SPINCOUNT", "10000"),
-        ),
     )
     with contextlib.ExitStack() as cleanup:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="path-")))
@@ -166,7 +159,7 @@ def _turns(
     proposer += model_flags(config, method)
     flags = [shlex.join(scorer_flags(config)), shlex.join(proposer)]
     command = [sys.executable, "-P", "-m", "benchmarks.in_process", *flags]
-    child = Child(IN_PROCESS, command, log_dir, env=dict(config.env))
+    child = Child(IN_PROCESS, command, log_dir, env=config.process_env)
     children.append(child)
     say(f"K = {config.num_speculative_tokens}: starting {IN_PROCESS}")
     return Turns(Worker(child, config.start_timeout_s), args.request_timeout)

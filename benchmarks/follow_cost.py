@@ -31,7 +31,6 @@ from benchmarks.program import guarded
 from benchmarks.telemetry_cost import interval
 from outrider.models.resolve import resolve_model
 
-_ROOT = str(Path(__file__).parents[1])  # where the wrapper is found
 _WARM_UP_TURNS = 2  # the policy finds out
 
 
@@ -106,7 +105,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_timeout_s=120.0,
         methods=(args.method,),
         wrapper=("benchmarks.k_zero",) if args.fixed_k_zero else (),
-        env=(("PYTHONPATH", _ROOT),),
     )
     return guarded(lambda: _run(config, args))
 

@@ -23,6 +23,7 @@ from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, scorer_pb2
 from outrider.v1.scorer_pb2_grpc import ScorerServiceStub
 
+_ROOT = str(Path(__file__).parents[1])
 HOST = "127.0.0.1"
 METHODS = ("draft_model", "ngram")
 _RPC_TIMEOUT_S = 10.0
@@ -54,6 +55,16 @@ class StackConfig:
     env: tuple[tuple[str, str], ...] = ()
     unix_socket: str = ""  # a path: proposers dial this socket of the scorer's
     round_trip_ms: float = 0.0  # added between proposers and scorer, if they use TCP
+
+    @property
+    def process_env(self) -> dict[str, str]:
+        """A wrapper may load torch before the scorer can say how it is to share the cores."""
+        wrapped = {
+            "PYTHONPATH": _ROOT,  # where it is found
+            "OMP_NUM_THREADS": str(self.scorer_threads),
+            "GOMP_SPINCOUNT": "10000",
+        }
+        return (wrapped if self.wrapper else {}) | dict(self.env)
 
 
 @dataclass(frozen=True)
@@ -215,14 +226,14 @@ class Stack:
         command = [sys.executable, "-P", "-m", *modules, "--host", HOST, "--exit-with-parent"]
         name = f"outrider-{self.config.dtype}-{name}"
         command += map(str, args)
-        child = Child(name, command, self._log_dir, env=dict(self.config.env))
+        child = Child(name, command, self._log_dir, env=self.config.process_env)
         self._children.append(child)
         return child
 
     def _delayed(self, target: str) -> str:
         """Where a proxy listens that adds the round trip."""
         command = [sys.executable, "-P", "-m", "benchmarks.delay_proxy", "--target", target]
-        proxy = Child("proxy", command, self._log_dir, env=dict(self.config.env))
+        proxy = Child("proxy", command, self._log_dir, env=self.config.process_env)
         self._children.append(proxy)
         address = proxy.ready(self.config.start_timeout_s)["address"]
         proxy.write(json.dumps({"delay_s": self.config.round_trip_ms / 2e3}))

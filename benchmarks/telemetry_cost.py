@@ -38,18 +38,17 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 from benchmarks import prompts
 from benchmarks.otlp import collecting
 from benchmarks.outrider_stack import Stack, StackConfig
 from benchmarks.processes import Child, ProcessError, stopping
+from benchmarks.program import guarded
 from benchmarks.switched import MODES, STEPS
 from benchmarks.telemetry_parts import spans_cost_us, step_cost_us
 from outrider.models.resolve import resolve_model
 
-_ROOT = str(Path(__file__).parents[1])  # where the services' wrapper is found
 _WARM_UP_TURNS = 2
 _SAME = 0.7  # of turns at least must do the same work
 _NEAR = 0.01  # of drafts may differ
@@ -139,24 +138,24 @@ class Bench:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table; 1 if a service failed or turns did different work."""
+    """Prints the table; 2 if a service failed or turns did different work."""
     p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     p.add_argument("--seconds", type=float, default=180.0, help="of measuring")
     p.add_argument("--max-tokens", type=int, default=64, help="of a completion")
     p.add_argument("--at-once", type=int, nargs="+", default=[1, 8], help="requests at a time")
     args = p.parse_args(argv)
-    try:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            collecting() as (collector, endpoint),
-            running(Path(folder), endpoint) as bench,
-        ):
-            seconds = args.seconds / len(args.at_once)
-            turns = {n: measure(bench, seconds, args.max_tokens, n) for n in args.at_once}
-        report({n: pairs(taken) for n, taken in turns.items()})
-    except ProcessError as error:
-        print(f"telemetry_cost: {error}", file=sys.stderr)
-        return 1
+    return guarded(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        collecting() as (collector, endpoint),
+        running(Path(folder), endpoint) as bench,
+    ):
+        seconds = args.seconds / len(args.at_once)
+        turns = {n: measure(bench, seconds, args.max_tokens, n) for n in args.at_once}
+    report({n: pairs(taken) for n, taken in turns.items()})
     print(f"\n{collector.spans} spans of {len(collector.trace_ids)} traces were collected")
     return 0
 
@@ -176,11 +175,7 @@ def running(folder: Path, endpoint: str) -> Iterator[Bench]:
             start_timeout_s=120.0,
             methods=("draft_model",),
             wrapper=("benchmarks.switched",),
-            env=(
-                ("PYTHONPATH", _ROOT),
-                ("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint),
-                ("OMP_NUM_THREADS", "1"),  # switched.py imports torch before the scorer says so
-            ),
+            env=(("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint),),
         )
         stack = Stack(config, children, folder)
         cleanup.callback(stack.close)
@@ -213,8 +208,7 @@ def scraping(url: str) -> Iterator[threading.Event]:
 
 def measure(bench: Bench, seconds: float, max_tokens: int, at_once: int) -> list[Turn]:
     """Turns, in order: muted, another, muted, another, ..., muted."""
-    file = Path(str(resources.files("outrider.models") / "data/heldout_prompts.jsonl"))
-    known = prompts.load(file, resolve_model("embedded", "target"), count=48, max_prompt_tokens=64)
+    known = prompts.load(None, resolve_model("embedded", "target"), count=48, max_prompt_tokens=64)
     group = known.group(0, max(2, at_once))
 
     def turn(mode: str) -> Turn:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.processes import Child, ProcessError, stopping
+from benchmarks.program import guarded
 from benchmarks.stamped import PROMPT
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, scorer_pb2
@@ -98,7 +99,7 @@ class Stack:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the tables; 1 if a service failed."""
+    """Prints the tables; 2 if a service failed."""
     p = argparse.ArgumentParser(
         prog="python -m benchmarks.way",
         description=__doc__,
@@ -113,20 +114,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--rounds", type=int, default=60, help="of a request")
     p.add_argument("--out", type=Path, help="JSON")
     args = p.parse_args(argv)
-    try:
-        with tempfile.TemporaryDirectory() as folder, stopping([]) as children:
-            stacks = [
-                start(tree.resolve(), wire, Path(folder), children, args)
-                for tree in (_HERE, *args.against)
-                for wire in args.wire
-            ]
-            asyncio.run(measure(stacks, args))
-            for child in children:
-                child.stop()  # they write their stamps
-            rows = [row(stack, n) for n in args.sessions for stack in stacks]
-    except ProcessError as error:
-        print(f"way: {error}", file=sys.stderr)
-        return 1
+    return guarded(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory() as folder, stopping([]) as children:
+        stacks = [
+            start(tree.resolve(), wire, Path(folder), children, args)
+            for tree in (_HERE, *args.against)
+            for wire in args.wire
+        ]
+        asyncio.run(measure(stacks, args))
+        for child in children:
+            child.stop()  # they write their stamps
+        rows = [row(stack, n) for n in args.sessions for stack in stacks]
     report(rows)
     if args.out:
         args.out.write_text(json.dumps([asdict(each) for each in rows], indent=1) + "\n")
