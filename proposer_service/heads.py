@@ -21,6 +21,7 @@ from outrider.drafting.proposer import FeatureProposer
 from outrider.drafting.recurrent import RecurrentProposer
 from outrider.engine.backends import choose_backend
 from outrider.engine.kv_cache import KVPools
+from outrider.engine.loader import count_pages
 from outrider.models.modules import resolve_module
 from outrider.rpc.runtime import progress
 from proposer_service.config import HeadConfig
@@ -28,7 +29,6 @@ from proposer_service.masks import load_masks
 from proposer_service.weights import (
     PAGE_SIZE,
     choose_dtype,
-    count_pages,
     fitting,
     hash_of_tokenizer,
     prepare_device,
@@ -80,7 +80,7 @@ def _build(
     module = _recurrent_loader(method)(folder, target, dtype, device)
     per_page = PAGE_SIZE * dtype.itemsize
     per_page *= sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in module.kv_layers)
-    num_pages = count_pages(method, per_page)
+    num_pages = count_pages(method.kv_cache_memory, per_page)
     backend = choose_backend(method.attention_backend, module.attention_traits(PAGE_SIZE), device)
     return RecurrentProposer(
         module,

@@ -83,13 +83,12 @@ def _build_draft_model(method: DraftModelConfig, max_sessions: int) -> tuple[Pro
     from outrider.drafting.branches import EagerForks, ForkDrafter
     from outrider.drafting.draft_model import ChainDrafter, DraftModelProposer
     from outrider.drafting.llama_chains import LlamaChains
-    from outrider.engine.loader import kv_bytes_per_page, load_model
+    from outrider.engine.loader import count_pages, kv_bytes_per_page, load_model
     from outrider.models.resolve import resolve_model
     from proposer_service.masks import load_masks
     from proposer_service.weights import (
         PAGE_SIZE,
         choose_dtype,
-        count_pages,
         fitting,
         hash_of_tokenizer,
         prepare_device,
@@ -101,7 +100,7 @@ def _build_draft_model(method: DraftModelConfig, max_sessions: int) -> tuple[Pro
     dtype = choose_dtype(method, on_cpu=torch.float32)
     progress("proposer", f"loading draft model {folder}")
     per_page = kv_bytes_per_page(folder, dtype=dtype, page_size=PAGE_SIZE)
-    num_pages = count_pages(method, per_page)
+    num_pages = count_pages(method.kv_cache_memory, per_page)
     with fitting(method, "The draft model"):
         model = load_model(
             folder,

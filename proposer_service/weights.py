@@ -1,4 +1,4 @@
-"""What every method with weights needs: a device, room for keys and values, a tokenizer's hash."""
+"""What every method with weights needs: a device that has room, a tokenizer's hash."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from outrider.models.tokenizer import tokenizer_hash
 from proposer_service.config import ModelConfig
 
 PAGE_SIZE: Final = 16
-_MIB: Final = 2**20
 
 
 def prepare_device(method: ModelConfig) -> None:
@@ -29,16 +28,6 @@ def choose_dtype(method: ModelConfig, *, on_cpu: torch.dtype) -> torch.dtype:
     if method.dtype is None:
         return torch.bfloat16 if method.device == "cuda" else on_cpu
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[method.dtype]
-
-
-def count_pages(method: ModelConfig, page_bytes: int) -> int:
-    """Pages that the memory for keys and values holds. Raises `ConfigError` if not even one."""
-    num_pages = method.kv_cache_memory * _MIB // page_bytes
-    if num_pages < 1:
-        raise ConfigError(
-            f"--kv-cache-memory {method.kv_cache_memory} holds not one page of {page_bytes} bytes."
-        )
-    return num_pages
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.engine.loader import kv_bytes_per_page, load_model, read_features
+from outrider.engine.loader import count_pages, kv_bytes_per_page, load_model, read_features
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.ranks import RankGroup
 from outrider.engine.runner import StepRunner
@@ -65,7 +65,8 @@ def load(
             features=features,
             num_ranks=1 if group is None else group.ranks.size,
         )
-        num_pages = _given_pages(options, page_bytes)
+        assert options.kv_cache_memory is not None, "a CPU has a default"
+        num_pages = count_pages(options.kv_cache_memory, page_bytes)
         return _with_room(
             load_with(num_pages if group is None else group.least(num_pages)), options
         )
@@ -113,14 +114,6 @@ def _device(name: str) -> torch.device:
     if kind == "cuda" and int(index or 0) >= count:
         raise ConfigError(f"--device {name}: torch finds {count or 'no'} CUDA devices.")
     return torch.device(name)
-
-
-def _given_pages(options: Options, page_bytes: int) -> int:
-    assert options.kv_cache_memory is not None, "a CPU has a default"
-    num_pages = options.kv_cache_memory * 2**20 // page_bytes
-    if num_pages < 1:
-        raise ConfigError(f"--kv-cache-memory {options.kv_cache_memory} holds not even one page.")
-    return num_pages
 
 
 def _with_room(model: PagedModel, options: Options) -> PagedModel:

@@ -216,6 +216,16 @@ def kv_bytes_per_page(
     return page_size * (per_token + (0 if features is None else features.row_bytes))
 
 
+def count_pages(kv_cache_memory: int, page_bytes: int) -> int:
+    """Pages that so many MiB hold. Raises `ConfigError` if not even one."""
+    num_pages = kv_cache_memory * 2**20 // page_bytes
+    if num_pages < 1:
+        raise ConfigError(
+            f"--kv-cache-memory {kv_cache_memory} holds not one page of {page_bytes} bytes."
+        )
+    return num_pages
+
+
 def read_eos_token_ids(folder: Path) -> frozenset[int]:
     """Ids that end a text, as the model in a folder would be loaded with. Raises `ConfigError`."""
     path = folder / "generation_config.json"

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from outrider.engine.loader import count_pages
 from outrider.errors import ConfigError
 from proposer_service.config import DraftModelConfig
-from proposer_service.weights import choose_dtype, count_pages, fitting
+from proposer_service.weights import choose_dtype, fitting
 
 
 def test_a_draft_is_computed_in_what_is_fastest_unless_told_otherwise() -> None:
@@ -23,9 +24,9 @@ def test_a_draft_is_computed_in_what_is_fastest_unless_told_otherwise() -> None:
 
 def test_memory_that_holds_nothing_is_told() -> None:
     method = DraftModelConfig(kv_cache_memory=1)
-    assert count_pages(method, 2**18) == 4
+    assert count_pages(method.kv_cache_memory, 2**18) == 4
     with pytest.raises(ConfigError, match="--kv-cache-memory 1 holds not one page"):
-        count_pages(method, 2**20 + 1)
+        count_pages(method.kv_cache_memory, 2**20 + 1)
     with (
         pytest.raises(ConfigError, match="The module and --kv-cache-memory 1 do not fit"),
         fitting(method, "The module"),
