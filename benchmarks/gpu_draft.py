@@ -32,7 +32,9 @@ from benchmarks.inflate import SHAPES
 from outrider.drafting.branches import Branch, EagerForks, ForkDrafter, Trunk, draft_branches, drop
 from outrider.drafting.chain_inputs import ChainInputs, LoopShape
 from outrider.drafting.draft_steps import ReadyRow, draft_chains
-from outrider.drafting.graph_chains import GraphChains, TorchDraws, make_shapes
+from outrider.drafting.draws import TorchDraws
+from outrider.drafting.graph_chains import GraphChains
+from outrider.drafting.recorded_loops import make_shapes
 from outrider.engine.batch import RowSlice
 from outrider.engine.block_pool import BlockPool
 from outrider.engine.loader import build_paged_model

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from outrider.drafting.branch_plan import NUM_RANKS
 from outrider.drafting.chain_inputs import LoopShape
-from outrider.drafting.graph_chains import GraphChains, make_shapes
+from outrider.drafting.graph_chains import GraphChains
+from outrider.drafting.recorded_loops import Recording, make_shapes
 from outrider.engine.cuda.graphs import CudaGraphs
 from outrider.engine.paged_model import PagedModel
 from outrider.errors import ConfigError
@@ -26,7 +28,7 @@ _NUM_TOKENS = (1, 2, 3, 4, 6, 8, 12)
 
 def loop_shapes(*, max_sessions: int, max_draft_tokens: int, max_branches: int) -> list[LoopShape]:
     """What is recorded: chains, and for running ahead chains with candidates and branches."""
-    lengths = [*(k for k in _NUM_TOKENS if k < max_draft_tokens), max_draft_tokens]
+    lengths = _lengths(max_draft_tokens)
     kinds = [(max_sessions, (_CATCH_UP,), 0)]
     if max_branches:
         kinds.append((max_sessions, (_CATCH_UP,), NUM_RANKS))
@@ -51,6 +53,24 @@ def loop_shapes(*, max_sessions: int, max_draft_tokens: int, max_branches: int) 
     return shapes
 
 
+def head_shapes(*, max_sessions: int, max_draft_tokens: int) -> list[LoopShape]:
+    """Of a draft module's chains: it is fed again what was accepted, and one row more."""
+    rows = {cut: _up_to(max_sessions, sizes) for cut, sizes in ((False, _ROWS), (True, _FEW_ROWS))}
+    shapes = [
+        LoopShape(n, k + 1, k, cut=cut)
+        for k in _lengths(max_draft_tokens)
+        for cut, sizes in rows.items()
+        for n in sizes
+    ]
+    return shapes + make_shapes(
+        rows=rows[True], query_lens=(_LONG_CATCH_UP,), num_tokens=(max_draft_tokens,)
+    )
+
+
+def _lengths(max_draft_tokens: int) -> list[int]:
+    return [*(k for k in _NUM_TOKENS if k < max_draft_tokens), max_draft_tokens]
+
+
 def _up_to(count: int, sizes: Sequence[int]) -> list[int]:
     """The sizes below `count`, and the next one if there is one."""
     return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < count]
@@ -61,27 +81,37 @@ def record_loops(model: PagedModel, shapes: Sequence[LoopShape]) -> GraphChains 
 
     Raises `ConfigError` if they do not fit into the device's memory.
     """
-    # Imported here: without CUDA there may be no Triton.
-    from outrider.drafting.triton_draws import TritonDraws
-
     if not model.capturable:
         progress("proposer", "this attention backend cannot be recorded: every forward is launched")
         return None
+    with recording(shapes, model.device) as how:
+        return GraphChains(
+            model, how.shapes, record=how.record, draws=how.draws, on_progress=how.on_progress
+        )
+
+
+@contextlib.contextmanager
+def recording(shapes: Sequence[LoopShape], device: torch.device) -> Iterator[Recording]:
+    """For what records loops within; how far it is gets said.
+
+    Raises `ConfigError` if they do not fit into the device's memory.
+    """
+    # Imported here: without CUDA there may be no Triton.
+    from outrider.drafting.triton_draws import TritonDraws
+
     began = time.perf_counter()
-    free = torch.cuda.mem_get_info(model.device)[0]
+    free = torch.cuda.mem_get_info(device)[0]
 
     def on_progress(done: int, total: int) -> None:
         if done * 10 // total > (done - 1) * 10 // total:
             seconds = time.perf_counter() - began
-            mib = (free - torch.cuda.mem_get_info(model.device)[0]) // 2**20
+            mib = (free - torch.cuda.mem_get_info(device)[0]) // 2**20
             progress(
                 "proposer", f"recorded {done} of {total} draft loops: {seconds:.1f} s, {mib} MiB"
             )
 
     try:
-        return GraphChains(
-            model, shapes, record=CudaGraphs(), draws=TritonDraws(), on_progress=on_progress
-        )
+        yield Recording(shapes, CudaGraphs(), TritonDraws(), on_progress)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             "The recorded draft loops do not fit into the device's memory: lower "

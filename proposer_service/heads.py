@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -18,13 +19,15 @@ from outrider.drafting.heads.mlp_speculator import load_mlp_speculator
 from outrider.drafting.heads.mtp_loader import load_mtp
 from outrider.drafting.one_shot import MAX_MODEL_LEN, OneShotHead, OneShotProposer
 from outrider.drafting.proposer import FeatureProposer
+from outrider.drafting.recorded_loops import Recording
 from outrider.drafting.recurrent import RecurrentProposer
-from outrider.engine.backends import choose_backend
+from outrider.engine.backends import choose_backend, is_capturable
 from outrider.engine.kv_cache import KVPools
 from outrider.engine.loader import count_pages
 from outrider.models.modules import resolve_module
 from outrider.rpc.runtime import progress
 from proposer_service.config import HeadConfig
+from proposer_service.device import head_shapes, recording
 from proposer_service.masks import load_masks
 from proposer_service.weights import (
     PAGE_SIZE,
@@ -82,19 +85,34 @@ def _build(
     per_page *= sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in module.kv_layers)
     num_pages = count_pages(method.kv_cache_memory, per_page)
     backend = choose_backend(method.attention_backend, module.attention_traits(PAGE_SIZE), device)
-    return RecurrentProposer(
-        module,
-        KVPools(num_pages, PAGE_SIZE, dtype, device),
-        backend,
-        method=method.name,
-        name=method.model,
-        max_sessions=max_sessions,
-        max_draft_tokens=method.max_draft_tokens,
-        max_model_len=method.max_model_len,
-        prefill_budget=prefill_budget,
-        tree_width=method.tree_width,
-        masks=load_masks(target, module.vocab_size),
-    )
+    with _loops(method, max_sessions, module.capturable and is_capturable(backend)) as recorded:
+        return RecurrentProposer(
+            module,
+            KVPools(num_pages + (recorded is not None), PAGE_SIZE, dtype, device),
+            backend,
+            method=method.name,
+            name=method.model,
+            max_sessions=max_sessions,
+            max_draft_tokens=method.max_draft_tokens,
+            max_model_len=method.max_model_len,
+            prefill_budget=prefill_budget,
+            tree_width=method.tree_width,
+            masks=load_masks(target, module.vocab_size),
+            recording=recorded,
+        )
+
+
+def _loops(
+    method: HeadConfig, max_sessions: int, capturable: bool
+) -> AbstractContextManager[Recording | None]:
+    """For the loops that a module's drafts are to be recorded in, if any are."""
+    if method.device != "cuda" or method.tree_width > 1:
+        return nullcontext()
+    if not capturable:
+        progress("proposer", "this module or its attention cannot be recorded: drafts are launched")
+        return nullcontext()
+    shapes = head_shapes(max_sessions=max_sessions, max_draft_tokens=method.max_draft_tokens)
+    return recording(shapes, torch.device(method.device))
 
 
 def _recurrent_loader(method: HeadConfig) -> LoadRecurrent:

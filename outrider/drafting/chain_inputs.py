@@ -89,7 +89,11 @@ class ChainInputs:
         page_size: int,
         scratch_page: int,
         device: torch.device,
+        lead: int = 1,
     ) -> None:
+        """`lead`: how far a drawn token is from the position that it is drawn at."""
+        self.device = device
+        self._lead = lead
         self._max_model_len = max_model_len
         self._page_size = page_size
         self._scratch_page = scratch_page
@@ -181,7 +185,7 @@ class ChainInputs:
                 top_p=floats[:, _TOP_P],
                 min_p=floats[:, _MIN_P],
                 seed=(header[:, _KEYS:_TOKENS] & 0xFFFFFFFF).contiguous(),
-                position=lengths,
+                position=lengths + (self._lead - 1),
                 all_greedy=False,
                 any_greedy=True,
                 any_sorted=shape.cut,

@@ -7,6 +7,8 @@ Rows of the second kind leave keys and values behind that the next round overwri
 are fed again with true states. (Keeping what came of its own states costs an eighth of the accepted
 tokens.) Sessions of a round share its forwards; long prompts take several rounds.
 
+On a GPU chains are drafted by recorded loops (drafting/head_chains.py).
+
 It does not run ahead: what it would draft from are states that the target has not computed yet.
 """
 
@@ -16,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
+from torch import Tensor
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.branch_plan import NO_PACE, Pace
@@ -24,6 +26,7 @@ from outrider.drafting.draft_mask import DraftMasks
 from outrider.drafting.draft_steps import ReadyRow, draft_chains, sample_chains
 from outrider.drafting.feature_session import FeatureMethod, FeatureSession
 from outrider.drafting.guess_trees import max_trees
+from outrider.drafting.head_chains import HeadChains
 from outrider.drafting.head_forward import LEAD, HeadForward
 from outrider.drafting.heads.base import RecurrentHead
 from outrider.drafting.proposer import (
@@ -34,6 +37,7 @@ from outrider.drafting.proposer import (
     SessionKey,
     SessionStart,
 )
+from outrider.drafting.recorded_loops import Recording
 from outrider.drafting.row_cache import RowCache
 from outrider.drafting.tree_steps import draft_trees, max_fed_nodes
 from outrider.engine.attention import AttentionBackend
@@ -73,6 +77,10 @@ class _Row:
         tokens = self.state.follower.tokens[start + 1 : self.end + 1]
         return RowSlice(tokens, start, self.cache.block_table, 1)
 
+    def features(self) -> Tensor:
+        """The states of the slice's tokens: bfloat16 [num_rows, width] on the host."""
+        return self.state.rows(self.cache.computed, self.end)
+
     def ready(self) -> ReadyRow:
         """For a row that drafts."""
         follower = self.state.follower
@@ -83,7 +91,8 @@ class RecurrentProposer(FeatureMethod):
     """Drafts with `head` over `pools`, which are its own. Raises `ConfigError` for too small ones.
 
     `prefill_budget` bounds the prompt rows of one call of `draft`, so that a long prompt does not
-    hold up the other sessions' drafts. With `tree_width` 1 drafts are chains.
+    hold up the other sessions' drafts. With `tree_width` 1 drafts are chains. With `recording` they
+    are drafted by loops that are recorded now, which take the pools' last page.
     """
 
     def __init__(
@@ -100,6 +109,7 @@ class RecurrentProposer(FeatureMethod):
         prefill_budget: int = 256,
         tree_width: int = TREE_WIDTH,
         masks: DraftMasks | None = None,
+        recording: Recording | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if min(max_sessions, max_draft_tokens, prefill_budget, tree_width) < 1:
@@ -108,7 +118,8 @@ class RecurrentProposer(FeatureMethod):
             )
         longest = min(head.max_model_len, max_model_len or head.max_model_len)
         spare = max_fed_nodes(max_draft_tokens, tree_width)
-        room = pools.num_pages * pools.page_size - spare
+        num_pages = pools.num_pages - (recording is not None)
+        room = num_pages * pools.page_size - spare
         if room < min(longest, 64):
             raise ConfigError(
                 f"{pools.num_pages} pages of {pools.page_size} tokens hold no session of use: "
@@ -130,12 +141,22 @@ class RecurrentProposer(FeatureMethod):
         self._head = head
         self._backend = backend
         self._page_size = pools.page_size
-        self._pool = BlockPool(pools.num_pages)
+        self._pool = BlockPool(num_pages)
         self._prefill_budget = prefill_budget
         self._tree_width = tree_width
         self._at_once = max_trees(tree_width, head.vocab_size)
         self._clock = clock
         self._caches: dict[SessionKey, RowCache] = {}
+        self._loops: HeadChains | None = None
+        if recording is not None:
+            self._loops = HeadChains(
+                head,
+                backend,
+                recording,
+                page_size=pools.page_size,
+                scratch_page=num_pages,
+                max_model_len=self.traits.max_model_len,
+            )
 
     @property
     def projection(self) -> bytes:
@@ -251,7 +272,10 @@ class RecurrentProposer(FeatureMethod):
     def _chains(self, rows: list[_Row]) -> Iterator[tuple[SessionKey, DraftTree]]:
         drafting = [row for row in rows if row.wanted]
         slices, ready = [row.slice() for row in rows], [row.ready() for row in drafting]
-        drawn = draft_chains(self._forward(rows), slices, ready, LEAD)
+        if self._loops is None:
+            drawn = draft_chains(self._forward(rows), slices, ready, LEAD)
+        else:
+            drawn = self._loops.draft(slices, [row.features() for row in rows], ready)
         for row, each, chain in zip(drafting, ready, drawn, strict=True):
             yield row.state.key, DraftTree.chain(each.length, chain)
 
@@ -263,7 +287,5 @@ class RecurrentProposer(FeatureMethod):
 
     def _forward(self, rows: list[_Row]) -> HeadForward:
         """Feeds the true rows of `rows`, then what is drafted after the first of them."""
-        states = torch.cat([row.state.rows(row.cache.computed, row.end) for row in rows])
-        with torch.inference_mode():
-            features = states.to(self._head.device, non_blocking=True)
-            return HeadForward(self._head, self._backend, self._page_size, features)
+        features = [row.features() for row in rows]
+        return HeadForward.of_host(self._head, self._backend, self._page_size, features)

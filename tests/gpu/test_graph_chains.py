@@ -19,7 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from outrider.drafting.candidates import top_candidates  # noqa: E402
 from outrider.drafting.draft_steps import ReadyRow, draft_chains, draft_forks  # noqa: E402
-from outrider.drafting.graph_chains import GraphChains, make_shapes  # noqa: E402
+from outrider.drafting.graph_chains import GraphChains  # noqa: E402
+from outrider.drafting.recorded_loops import make_shapes  # noqa: E402
 from outrider.drafting.triton_draws import TritonDraws  # noqa: E402
 from outrider.engine.batch import RowSlice, pack  # noqa: E402
 from outrider.engine.cuda.graphs import CudaGraphs  # noqa: E402

@@ -15,8 +15,11 @@ from outrider.drafting.heads.base import RecurrentHead
 from outrider.drafting.heads.eagle import load_eagle
 from outrider.drafting.heads.eagle3 import load_eagle3
 from outrider.drafting.proposer import SessionStart
+from outrider.drafting.recorded_loops import Recording, make_shapes
 from outrider.drafting.recurrent import RecurrentProposer
+from outrider.drafting.triton_draws import TritonDraws
 from outrider.engine.backends import choose_backend
+from outrider.engine.cuda.graphs import CudaGraphs, Work
 from outrider.engine.kv_cache import KVPools
 from outrider.params import SamplingParams
 from tests.support import eagle_checkpoints as made
@@ -42,16 +45,22 @@ def _load(kind: str, folder: Path, dtype: torch.dtype, device: torch.device) -> 
     return load(folder / kind, folder / "target", dtype, device)
 
 
-def _drafts(head: RecurrentHead, sampling: SamplingParams, tree_width: int) -> list[DraftTree]:
+def _drafts(
+    head: RecurrentHead,
+    sampling: SamplingParams,
+    tree_width: int,
+    recording: Recording | None = None,
+) -> list[DraftTree]:
     """Those of two sessions over some rounds, whose texts do not depend on what is drafted."""
     proposer = RecurrentProposer(
         head,
-        KVPools(64, PAGE_SIZE, head.dtype, head.device),
+        KVPools(65, PAGE_SIZE, head.dtype, head.device),
         choose_backend(None, head.attention_traits(PAGE_SIZE), head.device),
         method="eagle",
         name="tiny",
         tree_width=tree_width,
         prefill_budget=40,
+        recording=recording,
     )
     width = head.features.width
     lengths = {1: 60, 2: 9}
@@ -90,3 +99,47 @@ def test_drafts_are_those_of_a_cpu(
         if dtype is torch.float32:
             whole = [a == b for a, b in zip(found, expected, strict=True)]
             assert sum(whole) >= 0.75 * len(whole)
+
+
+class Counted:
+    """`CudaGraphs`, counting replays."""
+
+    def __init__(self) -> None:
+        self._graphs = CudaGraphs()
+        self.replayed = 0
+
+    def __call__(self, work: Work) -> Work:
+        replay = self._graphs(work)
+
+        def counted() -> None:
+            self.replayed += 1
+            replay()
+
+        return counted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0, seed=5),
+        SamplingParams(temperature=1.0, seed=6, top_k=12, top_p=0.9),
+    ],
+)
+def test_graphs_draft_what_the_eager_way_drafts(
+    kind: str, tmp_path: Path, dtype: torch.dtype, sampling: SamplingParams
+) -> None:
+    """But for near ties: products round by the shape of a batch."""
+    shapes = [
+        shape
+        for cut in (False, True)
+        for shape in make_shapes(rows=(1, 2, 4), query_lens=(2, 7), num_tokens=(3, 6), cut=cut)
+    ]
+    counted = Counted()
+    recording = Recording(shapes, counted, TritonDraws())
+    eager = _drafts(_load(kind, tmp_path, dtype, CUDA), sampling, 1)
+    found = _drafts(_load(kind, tmp_path, dtype, CUDA), sampling, 1, recording)
+    least = 0.9 if dtype is torch.float32 else 0.6
+    assert sum(a == b for a, b in zip(found, eager, strict=True)) >= least * len(eager)
+    assert counted.replayed >= ROUNDS - 1

@@ -11,8 +11,10 @@ import torch
 
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.draft_steps import ReadyRow, draft_chains, draft_forks
-from outrider.drafting.graph_chains import GraphChains, TorchDraws, make_shapes
+from outrider.drafting.draws import TorchDraws
+from outrider.drafting.graph_chains import GraphChains
 from outrider.drafting.proposer import SessionStart
+from outrider.drafting.recorded_loops import make_shapes
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.paged_model import PagedModel
 from outrider.params import SamplingParams

@@ -66,6 +66,11 @@ class RecurrentHead(Protocol):
         """(kv_heads, key_dim, value_dim) of each layer: what it will allocate of the pools."""
         ...
 
+    @property
+    def capturable(self) -> bool:
+        """Whether its work can be recorded, attention apart: nothing waits for the device."""
+        ...
+
     def attention_traits(self, page_size: int) -> AttentionTraits:
         """What its layers ask of attention."""
         ...

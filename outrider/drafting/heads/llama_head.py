@@ -14,6 +14,8 @@ from outrider.engine.kv_cache import KVPools
 class LlamaHead:
     """Layers, embedding and rotary table; a subclass says how a row goes through them."""
 
+    capturable = True
+
     def __init__(
         self, shape: LlamaShape, place: Place, layers: list[LlamaLayer], embedding: Tensor
     ) -> None:

@@ -33,6 +33,11 @@ class FeedBack(StrEnum):
 class MtpModule(Protocol):
     """One prediction module, with keys and values of its own."""
 
+    @property
+    def capturable(self) -> bool:
+        """As of a `RecurrentHead`."""
+        ...
+
     def bind(self, pools: KVPools) -> None:
         """Called once, before the first forward: where its keys and values are to be kept."""
         ...
@@ -109,6 +114,7 @@ class MtpHead:
         self.max_model_len = shape.max_model_len
         self.kv_layers = (shape.kv_layer,) * len(modules)
         self.features = FeatureSpec(hidden_size=shape.hidden_size, final_norm=True)
+        self.capturable = all(module.capturable for module in modules)
 
     def attention_traits(self, page_size: int) -> AttentionTraits:
         return AttentionTraits(

@@ -72,6 +72,8 @@ class LlamaTensors:
 class LlamaModule:
     """Implements `MtpModule`, as layer `index` of the pools."""
 
+    capturable = True
+
     def __init__(
         self,
         tensors: LlamaTensors,

@@ -45,6 +45,8 @@ class LayerModule:
     The layer must have been made with the attention implementation `ATTENTION_NAME`.
     """
 
+    capturable = False  # its experts look on the host at which tokens they get
+
     def __init__(self, weights: ModuleWeights, rotary: Rotary, *, latent: bool) -> None:
         prepack_linears(weights.eval().requires_grad_(False))
         self._weights = weights

@@ -1,0 +1,197 @@
+"""Draft loops recorded at start, and which of them a batch takes.
+
+Between the copy of the inputs and the copy of what was drafted the host does nothing. Loops are
+recorded for some numbers of rows, tokens to catch up and draft tokens; a batch takes the smallest
+that holds it. Rows that want fewer tokens get more, and are cut. What no recorded loop holds
+(prompts, long catch-ups) is the caller's to draft in another way.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.drafting.chain_inputs import ChainInputs, LoopShape
+from outrider.drafting.draft_steps import ReadyRow
+from outrider.drafting.draws import Draws
+from outrider.engine.batch import RowSlice
+from outrider.engine.cuda.graphs import Record, Work
+from outrider.params import SamplingParams
+
+
+def make_shapes(
+    *,
+    rows: Iterable[int],
+    query_lens: Sequence[int],
+    num_tokens: Sequence[int],
+    fanout: int = 0,
+    cut: bool = False,
+) -> list[LoopShape]:
+    """Loops for all combinations."""
+    return [
+        LoopShape(n, query_len, k, fanout, cut)
+        for n in rows
+        for query_len in query_lens
+        for k in num_tokens
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Which loops a method is to record, and how."""
+
+    shapes: Sequence[LoopShape]
+    record: Record
+    draws: Draws
+    on_progress: Callable[[int, int], None] = lambda done, total: None  # noqa: ARG005
+
+
+class RecordedLoops:
+    """The loops of one method, which share their inputs and the place of what they leave.
+
+    `body` enqueues a loop and returns what it drafted, int32 of `output_shape`, rows first.
+    Building it records them. Used from one thread.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        inputs: ChainInputs,
+        body: Callable[[LoopShape], Tensor],
+        output_shape: Callable[[LoopShape], tuple[int, ...]],
+    ) -> None:
+        # The largest first: what they allocate serves the others.
+        ordered = sorted(set(recording.shapes), key=_cost, reverse=True)
+        self._smallest_first = ordered[::-1]
+        self._inputs = inputs
+        self._output_shapes = {shape: output_shape(shape) for shape in ordered}
+        size = max(int(np.prod(each)) for each in self._output_shapes.values())
+        self._output = _Output(size, inputs.device)
+        self._find = lru_cache(maxsize=4096)(self._smallest)
+        self._loops: dict[LoopShape, Work] = {}
+        for done, shape in enumerate(ordered, start=1):
+            inputs.fill(shape, (), ())
+            self._loops[shape] = recording.record(self._work(shape, body))
+            recording.on_progress(done, len(ordered))
+
+    def chains(
+        self,
+        slices: Sequence[RowSlice],
+        ready: Sequence[ReadyRow],
+        load: Callable[[list[int]], None] = lambda rows: None,  # noqa: ARG005
+    ) -> tuple[list[list[int]], list[int]]:
+        """Drafts for those of `ready` that loops hold.
+
+        Returns each one's tokens, and which ones no loop holds: they have none. `load` is told
+        which rows run next, and brings what they need besides the slices.
+        """
+        # A mask looks at every token before the next: no loop is that long.
+        wanted = [row.wanted if row.mask is None else sys.maxsize for row in ready]
+        pieces, rest = self.divide(slices[: len(ready)], wanted, 0)
+        chains: list[list[int]] = [[] for _ in ready]
+        for rows in pieces:
+            load(rows)
+            drafted = self.run(
+                [slices[i] for i in rows],
+                [ready[i].sampling for i in rows],
+                max(ready[i].wanted for i in rows),
+                0,
+            )
+            assert drafted is not None
+            for i, chain in zip(rows, drafted[:, :, 0].tolist(), strict=True):
+                chains[i] = chain[: ready[i].wanted]
+        return chains, rest
+
+    def divide(
+        self, slices: Sequence[RowSlice], wanted: Sequence[int], fanout: int
+    ) -> tuple[list[list[int]], list[int]]:
+        """The rows that recorded loops hold, by loop, and those that none holds; in order."""
+        lengths = [len(row.token_ids) for row in slices]
+        rows = range(len(slices))
+        held = [i for i in rows if self._find(1, lengths[i], wanted[i], fanout, False)]
+        longest = max((lengths[i] for i in held), default=0)
+        most = max((wanted[i] for i in held), default=0)
+        limit = max((shape.rows for shape in self._fitting(longest, most, fanout)), default=0)
+        if not held or not limit:
+            return [], list(rows)
+        pieces = [held[i : i + limit] for i in range(0, len(held), limit)]
+        return pieces, sorted(set(rows).difference(held))
+
+    def run(
+        self,
+        slices: Sequence[RowSlice],
+        sampling: Sequence[SamplingParams],
+        num_tokens: int,
+        fanout: int,
+        copies: Sequence[tuple[int, int]] = (),
+    ) -> NDArray[np.int32] | None:
+        """What a loop left for these rows: int32 [rows, ...]; None if no loop holds them."""
+        longest = max(len(row.token_ids) for row in slices)
+        cut = any(params.top_k or params.top_p < 1.0 or params.min_p for params in sampling)
+        shape = self._find(len(slices), longest, num_tokens, fanout, cut)
+        if shape is None:
+            return None
+        with torch.inference_mode():
+            self._inputs.fill(shape, slices, sampling, copies)
+            self._loops[shape]()
+            return self._output.read(self._output_shapes[shape])[: len(slices)]
+
+    def _smallest(
+        self, rows: int, query_len: int, num_tokens: int, fanout: int, cut: bool
+    ) -> LoopShape | None:
+        fitting = [s for s in self._fitting(query_len, num_tokens, fanout) if s.rows >= rows]
+        # Without a loop that cuts, rows are drafted for as if they did not.
+        return next((shape for shape in fitting if shape.cut == cut), next(iter(fitting), None))
+
+    def _fitting(self, query_len: int, num_tokens: int, fanout: int) -> list[LoopShape]:
+        """The loops that hold such rows, the smallest first."""
+        return [
+            shape
+            for shape in self._smallest_first
+            if shape.query_len >= query_len
+            and shape.num_tokens >= num_tokens
+            and (shape.fanout >= fanout if fanout else shape.fanout == 0)
+        ]
+
+    def _work(self, shape: LoopShape, body: Callable[[LoopShape], Tensor]) -> Work:
+        @torch.inference_mode()
+        def work() -> None:
+            self._output.write(body(shape))
+
+        return work
+
+
+class _Output:
+    """What a loop leaves, at one place of the device for all loops, and its copy on the host."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._done: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def write(self, numbers: Tensor) -> None:
+        self._device[: numbers.numel()].copy_(numbers.flatten())
+
+    def read(self, shape: tuple[int, ...]) -> NDArray[np.int32]:
+        """Waits for what was enqueued; a copy."""
+        size = int(np.prod(shape))
+        self._host[:size].copy_(self._device[:size], non_blocking=True)
+        if self._done is not None:
+            self._done.record()
+            self._done.synchronize()
+        return self._host[:size].numpy().reshape(shape).copy()
+
+
+def _cost(shape: LoopShape) -> tuple[int, int, int, bool]:
+    """Orders shapes: a forward more costs more than rows do."""
+    tokens = shape.rows * (shape.query_len + shape.num_steps)
+    return shape.num_steps, tokens, shape.fanout, shape.cut

@@ -1,0 +1,177 @@
+"""Recorded loops of draft modules say what the eager way says, whatever fills up their rows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.draft_tree import DraftTree
+from outrider.drafting.draws import TorchDraws
+from outrider.drafting.heads.base import RecurrentHead
+from outrider.drafting.heads.eagle import load_eagle
+from outrider.drafting.heads.eagle3 import load_eagle3
+from outrider.drafting.heads.mtp_loader import load_mtp
+from outrider.drafting.proposer import SessionStart
+from outrider.drafting.recorded_loops import Recording, make_shapes
+from outrider.drafting.recurrent import RecurrentProposer
+from outrider.engine.backends import choose_backend
+from outrider.engine.cuda.graphs import Record, Work
+from outrider.engine.kv_cache import KVPools
+from outrider.params import SamplingParams, VerificationRule
+from proposer_service.device import head_shapes
+from tests.support import eagle_checkpoints, mtp_checkpoints
+from tests.support.recordable import rerun
+
+CPU = torch.device("cpu")
+PAGE_SIZE, MAX_LEN, VOCAB_SIZE = 4, 64, 97
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, seed=5),
+    SamplingParams(temperature=1.2, seed=2**31, top_k=12, top_p=0.9, min_p=0.01),
+)
+
+
+def eagle(kind: str, folder: Path) -> RecurrentHead:
+    if not folder.exists():
+        made = eagle_checkpoints
+        made.save_target(folder / "target")
+        made.save_head(
+            folder / "eagle",
+            made.eagle_tensors(num_layers=2),
+            made.LLAMA | {"num_hidden_layers": 2},
+        )
+        made.save_head(folder / "eagle3", made.eagle3_tensors(), made.LLAMA)
+    load = load_eagle if kind == "eagle" else load_eagle3
+    return load(folder / kind, folder / "target", torch.float64, CPU)
+
+
+def mtp(checkpoint: mtp_checkpoints.MtpCheckpoint, folder: Path) -> RecurrentHead:
+    return load_mtp(*checkpoint.write(folder), torch.float64, CPU)
+
+
+HEADS: dict[str, Callable[[Path], RecurrentHead]] = {
+    "eagle": lambda folder: eagle("eagle", folder),
+    "eagle3": lambda folder: eagle("eagle3", folder),
+    "mtp": lambda folder: mtp(mtp_checkpoints.qwen("qwen3_5"), folder),
+    "mtp, two modules": lambda folder: mtp(
+        mtp_checkpoints.rtp_qwen2(num_modules=2, draft_ids=list(range(0, 90, 2))), folder
+    ),
+}
+
+
+class Counted:
+    """A `Record` that counts what is repeated."""
+
+    def __init__(self) -> None:
+        self.repeated = 0
+
+    def __call__(self, work: Work) -> Work:
+        again = rerun(work)
+
+        def counted() -> None:
+            self.repeated += 1
+            again()
+
+        return counted
+
+
+def proposer_of(head: RecurrentHead, record: Record | None) -> RecurrentProposer:
+    shapes = [
+        shape
+        for cut in (False, True)
+        for shape in make_shapes(rows=(1, 3), query_lens=(2, 6), num_tokens=(1, 5), cut=cut)
+    ]
+    return RecurrentProposer(
+        head,
+        KVPools(120 + (record is not None), PAGE_SIZE, head.dtype, CPU),
+        choose_backend("sdpa", head.attention_traits(PAGE_SIZE), CPU),
+        method="eagle",
+        name="tiny",
+        max_model_len=MAX_LEN,
+        max_draft_tokens=6,  # one more than loops have
+        prefill_budget=20,
+        tree_width=1,
+        recording=None if record is None else Recording(shapes, record, TorchDraws()),
+    )
+
+
+class Said:
+    """What a proposer drafts for random requests, which do not depend on it."""
+
+    def __init__(self, proposer: RecurrentProposer, width: int, seed: int) -> None:
+        self.drafts: list[tuple[int, DraftTree]] = []
+        self._proposer, self._width = proposer, width
+        rng = random.Random(seed)
+        shared = [rng.randrange(VOCAB_SIZE) for _ in range(12)]
+        texts: dict[int, list[int]] = {}
+        for key in range(1, 6):
+            more = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 4, 30)))]
+            texts[key] = shared[: rng.choice((1, 12))] + more
+            rejected = key == 5
+            proposer.open(
+                key,
+                SessionStart(
+                    texts[key],
+                    SAMPLINGS[1] if rejected else rng.choice(SAMPLINGS),
+                    rng.randint(1, 6),
+                    MAX_LEN,
+                    rule=VerificationRule.REJECTION if rejected else VerificationRule.COUPLED,
+                ),
+            )
+            self._feed(texts[key], key, 0)
+        for _ in range(14):
+            # Who is left out for some rounds has more to catch up.
+            wanting = [key for key in texts if rng.random() < 0.7]
+            while wanting:
+                done = proposer.draft(wanting)
+                assert not done.lost
+                self.drafts += sorted(done.drafts)
+                wanting = done.unfinished
+            proposer.check_invariants()
+            for key, text in texts.items():
+                known = len(text)
+                count = min(rng.randint(1, 6), MAX_LEN - known)
+                text.extend(rng.randrange(VOCAB_SIZE) for _ in range(count))
+                self._feed(text, key, known - 1)
+                proposer.commit(key, known, text[known:], rng.randint(1, 6))
+
+    def _feed(self, text: list[int], key: int, start: int) -> None:
+        rows = [
+            eagle_checkpoints.features(1, self._width, hash(tuple(text[: position + 1])) % 2**31)
+            for position in range(start, len(text) - 1)
+        ]
+        if rows:
+            states = eagle_checkpoints.as_bytes(torch.cat(rows))
+            self._proposer.features(key, start, states)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_drafts_are_those_of_the_eager_way(kind: str, tmp_path: Path) -> None:
+    """Prompts, catch-ups, numbers of rows and drafts that loops hold and that none holds."""
+    for seed in range(2):
+        counted = Counted()
+        eager, recorded = (
+            Said(proposer_of(head, record), head.features.width, seed)
+            for record in (None, counted)
+            for head in [HEADS[kind](tmp_path / "files")]
+        )
+        assert recorded.drafts == eager.drafts
+        assert sum(len(tree.token_ids) for _, tree in eager.drafts) > 60
+        assert counted.repeated > 10
+
+
+@pytest.mark.parametrize("max_sessions", [1, 5, 256])
+def test_a_proposer_records_a_loop_for_what_its_rounds_bring(max_sessions: int) -> None:
+    """After a draft of k tokens at most k + 1 rows are to be fed."""
+    shapes = head_shapes(max_sessions=max_sessions, max_draft_tokens=5)
+    assert len(shapes) == len(set(shapes))
+    for k in range(1, 6):
+        assert any(
+            shape.rows >= max_sessions and shape.query_len > k and shape.num_tokens >= k
+            for shape in shapes
+            if not shape.cut
+        )
