@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import shlex
 import socket
 import sys
@@ -15,7 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.processes import Child, ProcessError
+from benchmarks.processes import Child, ProcessError, python_path
 from benchmarks.records import TokenIds
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, scorer_pb2
@@ -201,8 +200,7 @@ class Pair:
     def _start(self, name: str, command: Sequence[str], gpu: str | None) -> Child:
         extra = [] if gpu is None else ["--host", _HOST, "--exit-with-parent"]
         device = getattr(self._config, gpu) if gpu is not None else None
-        paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        env = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        env = python_path(Path(__file__).parents[1])
         if device is not None:
             env["CUDA_VISIBLE_DEVICES"] = device
         child = Child(name, [sys.executable, "-P", *command, *extra], self._log_dir, env=env)

@@ -16,14 +16,14 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from benchmarks.processes import Child, ProcessError
+from benchmarks.processes import Child, ProcessError, python_path
 from benchmarks.records import Completion, Run, TokenIds
 from outrider.methods import HIDDEN_STATE_METHODS
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, scorer_pb2
 from outrider.v1.scorer_pb2_grpc import ScorerServiceStub
 
-_ROOT = str(Path(__file__).parents[1])
+_ROOT = Path(__file__).parents[1]
 HOST = "127.0.0.1"
 METHODS = ("draft_model", "ngram")
 _RPC_TIMEOUT_S = 10.0
@@ -60,7 +60,7 @@ class StackConfig:
     def process_env(self) -> dict[str, str]:
         """A wrapper may load torch before the scorer can say how it is to share the cores."""
         wrapped = {
-            "PYTHONPATH": _ROOT,  # where it is found
+            **python_path(_ROOT),  # where it is found
             "OMP_NUM_THREADS": str(self.scorer_threads),
             "GOMP_SPINCOUNT": "10000",
         }

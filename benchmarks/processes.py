@@ -22,6 +22,12 @@ class ProcessError(Exception):
     """A child ended, answered with an error, or did not answer in time."""
 
 
+def python_path(first: Path) -> dict[str, str]:
+    """The variable of a process that looks for modules in `first`, and then where this one does."""
+    paths = [str(first), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 class Child:
     """One child process: its stdout as lines with a deadline, its stderr in a file.
 

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
-from benchmarks.processes import Child, ProcessError, stopping
+from benchmarks.processes import Child, ProcessError, python_path, stopping
 from benchmarks.program import guarded
 from benchmarks.stamped import PROMPT
 from outrider.rpc.channel import open_channel
@@ -145,7 +145,7 @@ def start(
         command = [sys.executable, "-P", "-m", "benchmarks.stamped", service]
         command += ["--stamps", str(stamps), "--sleep-ms", str(sleep_ms), "--exit-with-parent"]
         command += map(str, flags)
-        child = Child(stamps.stem, command, folder, env={"PYTHONPATH": str(tree)})
+        child = Child(stamps.stem, command, folder, env=python_path(tree))
         children.append(child)
         return child
 
