@@ -67,6 +67,18 @@ def head_shapes(*, max_sessions: int, max_draft_tokens: int) -> list[LoopShape]:
     )
 
 
+def guess_shapes(*, max_rows: int, max_depth: int) -> list[LoopShape]:
+    """Of a head that guesses from one state: `max_rows` at once, any depth."""
+    depths = range(1, max_depth + 1)
+    return [
+        shape
+        for cut, sizes in ((False, _ROWS), (True, _FEW_ROWS))
+        for shape in make_shapes(
+            rows=_up_to(max_rows, sizes), query_lens=(1,), num_tokens=depths, cut=cut
+        )
+    ]
+
+
 def _lengths(max_draft_tokens: int) -> list[int]:
     return [*(k for k in _NUM_TOKENS if k < max_draft_tokens), max_draft_tokens]
 

@@ -11,13 +11,14 @@ from typing import cast
 
 import torch
 
-from outrider.drafting.heads.base import RecurrentHead
+from outrider.drafting.guess_trees import max_trees
+from outrider.drafting.heads.base import OneShotHead, RecurrentHead
 from outrider.drafting.heads.eagle import load_eagle
 from outrider.drafting.heads.eagle3 import load_eagle3
 from outrider.drafting.heads.medusa import load_medusa
 from outrider.drafting.heads.mlp_speculator import load_mlp_speculator
 from outrider.drafting.heads.mtp_loader import load_mtp
-from outrider.drafting.one_shot import MAX_MODEL_LEN, OneShotHead, OneShotProposer
+from outrider.drafting.one_shot import MAX_MODEL_LEN, OneShotProposer
 from outrider.drafting.proposer import FeatureProposer
 from outrider.drafting.recorded_loops import Recording
 from outrider.drafting.recurrent import RecurrentProposer
@@ -27,7 +28,7 @@ from outrider.engine.loader import count_pages
 from outrider.models.modules import resolve_module
 from outrider.rpc.runtime import progress
 from proposer_service.config import HeadConfig
-from proposer_service.device import head_shapes, recording
+from proposer_service.device import guess_shapes, head_shapes, recording
 from proposer_service.masks import load_masks
 from proposer_service.weights import (
     PAGE_SIZE,
@@ -70,16 +71,18 @@ def _build(
     device = torch.device(method.device)
     if method.name in _ONE_SHOT:
         head = _ONE_SHOT[method.name](folder, target, dtype, device)
-        return OneShotProposer(
-            head,
-            method=method.name,
-            name=method.model,
-            max_sessions=max_sessions,
-            max_draft_tokens=method.max_draft_tokens,
-            max_model_len=method.max_model_len or MAX_MODEL_LEN,
-            tree_width=method.tree_width,
-            masks=load_masks(target, head.vocab_size),
-        )
+        with _guesses(method, head, max_sessions) as recorded:
+            return OneShotProposer(
+                head,
+                method=method.name,
+                name=method.model,
+                max_sessions=max_sessions,
+                max_draft_tokens=method.max_draft_tokens,
+                max_model_len=method.max_model_len or MAX_MODEL_LEN,
+                tree_width=method.tree_width,
+                masks=load_masks(target, head.vocab_size),
+                recording=recorded,
+            )
     module = _recurrent_loader(method)(folder, target, dtype, device)
     per_page = PAGE_SIZE * dtype.itemsize
     per_page *= sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in module.kv_layers)
@@ -100,6 +103,17 @@ def _build(
             masks=load_masks(target, module.vocab_size),
             recording=recorded,
         )
+
+
+def _guesses(
+    method: HeadConfig, head: OneShotHead, max_sessions: int
+) -> AbstractContextManager[Recording | None]:
+    """As `_loops`, for a head that guesses from one state."""
+    if method.device != "cuda":
+        return nullcontext()
+    max_rows = min(max_sessions, max_trees(method.tree_width, head.vocab_size))
+    shapes = guess_shapes(max_rows=max_rows, max_depth=head.max_depth)
+    return recording(shapes, torch.device(method.device))
 
 
 def _loops(

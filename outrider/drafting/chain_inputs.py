@@ -46,6 +46,18 @@ class LoopShape:
 
 
 @dataclass(frozen=True, slots=True)
+class LoopRows:
+    """What the host wrote of a loop's rows, on the device."""
+
+    tokens: Tensor  # int64 [rows, query_len]: to catch up
+    start: Tensor  # int64 [rows]: where they begin
+    counts: Tensor  # int64 [rows]: how many of them are the row's own
+    sampling: SamplingBatch  # for the token after the catch-up
+    source: Tensor  # int64 [rows]: pages to copy first
+    target: Tensor  # int64 [rows]
+
+
+@dataclass(frozen=True, slots=True)
 class LoopBatches:
     """The device's side: tensors that a recorded loop computes anew from the buffer."""
 
@@ -114,9 +126,8 @@ class ChainInputs:
     ) -> None:
         """Writes the rows and enqueues the copy to the device; nothing may be copying meanwhile."""
         count, scratch = len(slices), self._scratch_page
-        width = _TOKENS + shape.query_len
-        end = 1 + shape.rows * width
-        header = self._ints[1:end].reshape(shape.rows, width)
+        end = self._end_of_rows(shape)
+        header = self._ints[1:end].reshape(shape.rows, -1)
         header.fill(0)
         header[:, _COUNT] = 1
         header[:, _SOURCE : _TARGET + 1] = scratch
@@ -145,23 +156,42 @@ class ChainInputs:
         end += tables.size
         self._device[:end].copy_(self._host[:end], non_blocking=True)
 
+    def rows(self, shape: LoopShape) -> LoopRows:
+        """What a loop's buffer holds but for the pages. May be recorded."""
+        ints = self._device[1 : self._end_of_rows(shape)].view(shape.rows, -1)
+        header, floats = ints.to(torch.int64), ints.view(torch.float32)
+        start, counts = header[:, _START], header[:, _COUNT]
+        return LoopRows(
+            tokens=header[:, _TOKENS:],
+            start=start,
+            counts=counts,
+            sampling=SamplingBatch(
+                temperature=floats[:, _TEMPERATURE].contiguous(),
+                top_k=header[:, _TOP_K],
+                top_p=floats[:, _TOP_P],
+                min_p=floats[:, _MIN_P],
+                seed=(header[:, _KEYS:_TOKENS] & 0xFFFFFFFF).contiguous(),
+                position=start + counts + (self._lead - 1),
+                all_greedy=False,
+                any_greedy=True,
+                any_sorted=shape.cut,
+                any_min_p=shape.cut,
+            ),
+            source=header[:, _SOURCE],
+            target=header[:, _TARGET],
+        )
+
     def batches(self, shape: LoopShape) -> LoopBatches:
         """The tensors of a loop, computed from the buffer on the device. May be recorded."""
-        rows, query_len = shape.rows, shape.query_len
-        flat, device = self._device, self._device.device
-        end = 1 + rows * (_TOKENS + query_len)
-        ints = flat[1:end].view(rows, -1)
-        header = ints.to(torch.int64)
-        table = self._table(rows, end)
-        start, counts = header[:, _START], header[:, _COUNT]
-
+        rows, query_len, device = shape.rows, shape.query_len, self.device
+        known = self.rows(shape)
+        start, counts = known.start, known.counts
+        table = self._table(rows, self._end_of_rows(shape))
         places = torch.arange(query_len, device=device)
         positions = start[:, None] + places
         first = torch.arange(rows, device=device) * query_len
-        lengths = start + counts
-        floats = ints.view(torch.float32)
         catch_up = PackedBatch(
-            input_ids=header[:, _TOKENS:].flatten(),
+            input_ids=known.tokens.flatten(),
             positions=self._clamped(positions).flatten(),
             slot_mapping=self._slots(table, positions).flatten(),
             cu_seqlens_q=torch.arange(rows + 1, device=device, dtype=torch.int32) * query_len,
@@ -173,27 +203,19 @@ class ChainInputs:
             page_size=self._page_size,
             recorded=True,
         )
-        fed = lengths + torch.arange(shape.num_steps, device=device)[:, None]
+        fed = start + counts + torch.arange(shape.num_steps, device=device)[:, None]
         return LoopBatches(
             catch_up=catch_up,
             fed=self._clamped(fed),
             slots=self._slots(table, fed.t()).t().contiguous(),
             seq_lens=(fed + 1).to(torch.int32),
-            sampling=SamplingBatch(
-                temperature=floats[:, _TEMPERATURE].contiguous(),
-                top_k=header[:, _TOP_K],
-                top_p=floats[:, _TOP_P],
-                min_p=floats[:, _MIN_P],
-                seed=(header[:, _KEYS:_TOKENS] & 0xFFFFFFFF).contiguous(),
-                position=lengths + (self._lead - 1),
-                all_greedy=False,
-                any_greedy=True,
-                any_sorted=shape.cut,
-                any_min_p=shape.cut,
-            ),
-            source=header[:, _SOURCE],
-            target=header[:, _TARGET],
+            sampling=known.sampling,
+            source=known.source,
+            target=known.target,
         )
+
+    def _end_of_rows(self, shape: LoopShape) -> int:
+        return 1 + shape.rows * (_TOKENS + shape.query_len)
 
     def _table(self, rows: int, begin: int) -> Tensor:
         """int32 [rows, table width]: the rows' pages in the buffer, then the scratch page."""

@@ -42,13 +42,18 @@ class TargetDraws:
     token is what `engine.sampling.sample` draws from the guessed logits.
     """
 
-    def __init__(
-        self, sampling: Sequence[SamplingParams], lengths: Sequence[int], device: torch.device
-    ) -> None:
+    def __init__(self, batch: SamplingBatch | None) -> None:
+        """`batch` has a row each, at the position that depth 0 is drawn at; None: all greedy."""
+        self._batch = batch
+
+    @classmethod
+    def of(
+        cls, sampling: Sequence[SamplingParams], lengths: Sequence[int], device: torch.device
+    ) -> TargetDraws:
         """Row i's text is `lengths[i]` tokens long: depth d of it is drawn at that plus d."""
-        self._batch: SamplingBatch | None = None
-        if not all(params.greedy for params in sampling):
-            self._batch = SamplingBatch.build(sampling, lengths, device)
+        if all(params.greedy for params in sampling):
+            return cls(None)
+        return cls(SamplingBatch.build(sampling, lengths, device))
 
     def likeliest(self, logits: Tensor, depth: int, count: int) -> tuple[Tensor, Tensor]:
         """The `count` likeliest tokens at `depth` of m places per row, and their log probabilities.
@@ -111,8 +116,8 @@ def best_products(
 
 
 def best_nodes(
-    token_ids: NDArray[np.int64],
-    parents: NDArray[np.int64],
+    token_ids: NDArray[np.integer],
+    parents: NDArray[np.integer],
     scores: NDArray[np.float32],
     num_nodes: int,
 ) -> Nodes:

@@ -37,6 +37,10 @@ class FeatureRows:
         torch.cat(list(rows), out=self._host[:end])
         self._device[:end].copy_(self._host[:end], non_blocking=True)
 
+    def first(self, count: int) -> Tensor:
+        """Of rows that feed one token each: bfloat16 [count, width]. May be recorded."""
+        return self._device[:count]
+
     def spread(self, batch: PackedBatch) -> Tensor:
         """Those of a recorded catch-up's tokens: bfloat16 [tokens, width]. May be recorded.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,56 +19,17 @@ from outrider.drafting.branch_plan import NO_PACE, Pace
 from outrider.drafting.candidates import draw_of_likeliest
 from outrider.drafting.draft_mask import DraftMasks
 from outrider.drafting.feature_session import FeatureMethod, FeatureSession
-from outrider.drafting.guess_trees import Nodes, TargetDraws, max_trees
+from outrider.drafting.guess_loops import GuessLoops
+from outrider.drafting.guess_trees import TargetDraws, max_trees
+from outrider.drafting.heads.base import OneShotHead
 from outrider.drafting.proposer import TREE_WIDTH, DraftRound, ProposerTraits, SessionKey
+from outrider.drafting.recorded_loops import Recording
 from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.sampling import Lane, SamplingBatch, sample
 from outrider.errors import ConfigError
-from outrider.features import FeatureSpec
 
 MAX_MODEL_LEN = 2**20
 """Of a session that is followed. The head itself sees one state, however long the text is."""
-
-
-class OneShotHead(Protocol):
-    """Guesses several tokens from one state of the target."""
-
-    @property
-    def features(self) -> FeatureSpec:
-        """What it needs of the target."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Of the target."""
-        ...
-
-    @property
-    def max_depth(self) -> int:
-        """Tokens that it foresees."""
-        ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def grow(
-        self, states: Tensor, tokens: Tensor, draws: TargetDraws, sizes: Sequence[int], width: int
-    ) -> list[Nodes]:
-        """A tree of guesses per row, of `sizes[i]` nodes at most.
-
-        states: bfloat16 [n, features.width]; tokens int64 [n], which were drawn from them; both on
-        `device`. With `width` 1 trees are chains. Rows do not affect each other.
-        """
-        ...
-
-    def begin(self, states: Tensor) -> Tensor:
-        """The same states as the first `step` takes them."""
-        ...
-
-    def step(self, states: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """For those who choose every token themselves: `tokens` int64 [n] came `depth` tokens
-        after the states, and next come float32 logits [n, vocab]. Also returns the next states."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +43,18 @@ class _Row:
     def length(self) -> int:
         return len(self.state.follower.tokens)
 
+    def features(self) -> Tensor:
+        """The last known state: bfloat16 [1, width] on the host."""
+        return self.state.rows(self.length - 2, self.length - 1)
+
 
 class OneShotProposer(FeatureMethod):
     """Drafts with a `OneShotHead`, batched over sessions. Raises `ConfigError`.
 
     With `tree_width` 1 a draft is a chain, no longer than the head foresees; else a tree of as many
     nodes as draft tokens are wanted. Always a chain is what rejection verifies, drawn with noise of
-    its own, and what `masks` keep within the session's constraint.
+    its own, and what `masks` keep within the session's constraint. With `recording` all others are
+    guessed by loops of one row to catch up, which are recorded now and must hold any batch.
     """
 
     def __init__(
@@ -103,6 +68,7 @@ class OneShotProposer(FeatureMethod):
         max_draft_tokens: int = 16,
         tree_width: int = TREE_WIDTH,
         masks: DraftMasks | None = None,
+        recording: Recording | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if max_sessions < 1 or max_draft_tokens < 1 or tree_width < 1:
@@ -126,6 +92,9 @@ class OneShotProposer(FeatureMethod):
         self._width = tree_width
         self._clock = clock
         self._at_once = max_trees(tree_width, head.vocab_size)
+        self._loops: GuessLoops | None = None
+        if recording is not None:
+            self._loops = GuessLoops(head, recording, tree_width)
 
     def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:  # noqa: ARG002
         done = DraftRound()
@@ -156,14 +125,17 @@ class OneShotProposer(FeatureMethod):
         return replace(done, forward_s=forward_s)
 
     def _grow(self, rows: Sequence[_Row]) -> list[tuple[SessionKey, DraftTree]]:
-        followers = [row.state.follower for row in rows]
-        draws = TargetDraws(
-            [follower.sampling for follower in followers],
-            [row.length for row in rows],
-            self._head.device,
-        )
-        sizes = [follower.wanted for follower in followers]
-        grown = self._head.grow(*self._inputs(rows), draws, sizes, self._width)
+        sizes = [row.state.follower.wanted for row in rows]
+        sampling = [row.state.follower.sampling for row in rows]
+        depth = min(self._head.max_depth, max(sizes))
+        if self._loops is None:
+            draws = TargetDraws.of(sampling, [row.length for row in rows], self._head.device)
+            width = min(self._width, max(sizes))
+            guesses = self._head.guess(*self._inputs(rows), draws, depth, width).cpu().numpy()
+        else:
+            tokens = [row.state.follower.tokens for row in rows]
+            guesses = self._loops.guess([row.features() for row in rows], tokens, sampling, depth)
+        grown = self._head.trees(guesses, sizes)
         return [
             (row.state.key, DraftTree(row.length, tuple(tokens), tuple(parents)))
             for row, (tokens, parents) in zip(rows, grown, strict=True)
@@ -205,8 +177,9 @@ class OneShotProposer(FeatureMethod):
 
     def _inputs(self, rows: Sequence[_Row]) -> tuple[Tensor, Tensor]:
         """The last known state and the last token of each."""
-        last = [row.state.rows(row.length - 2, row.length - 1) for row in rows]
-        states = torch.cat(last).to(self._head.device, non_blocking=True)
+        states = torch.cat([row.features() for row in rows]).to(
+            self._head.device, non_blocking=True
+        )
         tokens = torch.tensor([row.state.follower.tokens[-1] for row in rows])
         return states, tokens.to(self._head.device, non_blocking=True)
 

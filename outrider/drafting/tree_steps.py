@@ -68,7 +68,7 @@ def _add_children(trees: Sequence[_Tree], logits: Tensor, depth: int, width: int
             first += size
         logits = logits.index_select(0, torch.tensor(padded, device=logits.device))
     rows = [tree.row for tree in trees]
-    draws = TargetDraws([r.sampling for r in rows], [r.length for r in rows], logits.device)
+    draws = TargetDraws.of([r.sampling for r in rows], [r.length for r in rows], logits.device)
     places = logits[: len(trees) * most].view(len(trees), most, -1)
     ids, log_probs = draws.likeliest(places, depth, width)
     for tree, size, tokens, gains in zip(

@@ -22,7 +22,9 @@ from outrider.engine.backends import choose_backend
 from outrider.engine.cuda.graphs import CudaGraphs, Work
 from outrider.engine.kv_cache import KVPools
 from outrider.params import SamplingParams
+from proposer_service.device import guess_shapes
 from tests.support import eagle_checkpoints as made
+from tests.support import one_shot_drafts
 
 pytestmark = pytest.mark.gpu
 
@@ -116,6 +118,26 @@ class Counted:
             replay()
 
         return counted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", one_shot_drafts.HEADS)
+@pytest.mark.parametrize("tree_width", [1, 4])
+def test_recorded_guesses_make_the_trees_of_the_eager_way(
+    name: str, tree_width: int, dtype: torch.dtype
+) -> None:
+    """But for near ties: their first nodes, which matter most, are the same."""
+    counted = Counted()
+    shapes = guess_shapes(max_rows=4, max_depth=one_shot_drafts.DEPTH)
+    head = one_shot_drafts.HEADS[name](dtype, CUDA)
+    eager = one_shot_drafts.drafts(head, tree_width, None)
+    recording = Recording(shapes, counted, TritonDraws())
+    found = one_shot_drafts.drafts(head, tree_width, recording)
+    same = [a.token_ids[:1] == b.token_ids[:1] for a, b in zip(found, eager, strict=True)]
+    assert sum(same) >= 0.9 * len(same)
+    if dtype is torch.float32:
+        assert sum(a == b for a, b in zip(found, eager, strict=True)) >= 0.9 * len(same)
+    assert counted.replayed > 10
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider.drafting.branch_plan import NO_PACE, Pace
+from outrider.drafting.heads.base import OneShotHead
 from outrider.drafting.heads.medusa import MedusaHead, MedusaWeights
 from outrider.drafting.heads.mlp_speculator import MlpSpeculatorHead, SpeculatorStage
-from outrider.drafting.one_shot import OneShotHead, OneShotProposer
+from outrider.drafting.one_shot import OneShotProposer
 from outrider.drafting.proposer import DraftRound, SessionKey
 from tests.support.feature_world import feature_world, run_random_requests
 from tests.support.features import SIZE

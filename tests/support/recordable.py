@@ -20,6 +20,22 @@ def rerun(work: Work) -> Work:
     return work
 
 
+class Counted:
+    """`rerun`, counting how often work is repeated."""
+
+    def __init__(self) -> None:
+        self.repeated = 0
+
+    def __call__(self, work: Work) -> Work:
+        again = rerun(work)
+
+        def counted() -> None:
+            self.repeated += 1
+            again()
+
+        return counted
+
+
 class RecordableHashModel(HashModel):
     """Rows may be filled up by inert tokens on the scratch page.
 

@@ -88,7 +88,7 @@ PARAMS = (
 def test_the_best_token_is_what_the_target_would_draw_from_the_guess() -> None:
     torch.manual_seed(0)
     lengths = [11, 12, 13, 14, 15]
-    draws = TargetDraws(PARAMS, lengths, CPU)
+    draws = TargetDraws.of(PARAMS, lengths, CPU)
     for depth in range(20):
         logits = torch.randn(5, 2, 40) * 2
         tokens, log_probs = draws.likeliest(logits, depth, 40)
@@ -106,8 +106,8 @@ def test_the_best_token_is_what_the_target_would_draw_from_the_guess() -> None:
 def test_rows_do_not_affect_each_other() -> None:
     torch.manual_seed(1)
     logits = torch.randn(5, 1, 40)
-    together = TargetDraws(PARAMS, [7] * 5, CPU).likeliest(logits, 2, 6)
+    together = TargetDraws.of(PARAMS, [7] * 5, CPU).likeliest(logits, 2, 6)
     for i, params in enumerate(PARAMS):
-        alone = TargetDraws([params], [7], CPU).likeliest(logits[i : i + 1], 2, 6)
+        alone = TargetDraws.of([params], [7], CPU).likeliest(logits[i : i + 1], 2, 6)
         assert torch.equal(alone[0], together[0][i : i + 1])
         assert torch.equal(alone[1], together[1][i : i + 1])

@@ -19,12 +19,12 @@ from outrider.drafting.proposer import SessionStart
 from outrider.drafting.recorded_loops import Recording, make_shapes
 from outrider.drafting.recurrent import RecurrentProposer
 from outrider.engine.backends import choose_backend
-from outrider.engine.cuda.graphs import Record, Work
+from outrider.engine.cuda.graphs import Record
 from outrider.engine.kv_cache import KVPools
 from outrider.params import SamplingParams, VerificationRule
 from proposer_service.device import head_shapes
 from tests.support import eagle_checkpoints, mtp_checkpoints
-from tests.support.recordable import rerun
+from tests.support.recordable import Counted
 
 CPU = torch.device("cpu")
 PAGE_SIZE, MAX_LEN, VOCAB_SIZE = 4, 64, 97
@@ -61,22 +61,6 @@ HEADS: dict[str, Callable[[Path], RecurrentHead]] = {
         mtp_checkpoints.rtp_qwen2(num_modules=2, draft_ids=list(range(0, 90, 2))), folder
     ),
 }
-
-
-class Counted:
-    """A `Record` that counts what is repeated."""
-
-    def __init__(self) -> None:
-        self.repeated = 0
-
-    def __call__(self, work: Work) -> Work:
-        again = rerun(work)
-
-        def counted() -> None:
-            self.repeated += 1
-            again()
-
-        return counted
 
 
 def proposer_of(head: RecurrentHead, record: Record | None) -> RecurrentProposer:

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.draft_mask import DraftMasks
+from outrider.drafting.heads.base import OneShotHead
 from outrider.drafting.heads.medusa import MedusaHead, MedusaWeights
 from outrider.drafting.heads.mlp_speculator import MlpSpeculatorHead, SpeculatorStage
-from outrider.drafting.one_shot import OneShotHead, OneShotProposer
+from outrider.drafting.one_shot import OneShotProposer
 from outrider.drafting.proposer import SessionStart
 from outrider.engine.constraint import ConstraintCompiler
 from outrider.engine.sampling import Lane, SamplingBatch, gumbel_noise
@@ -365,7 +366,7 @@ def test_a_failure_does_not_hide_who_was_lost(monkeypatch: pytest.MonkeyPatch) -
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(HEADS["medusa"], "grow", fail)
+        patch.setattr(HEADS["medusa"], "guess", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             method.draft([1, 2])
     assert method.draft([2]).lost == [1]

@@ -1,12 +1,16 @@
-"""What a draft module implements to be run by `drafting/recurrent.py`."""
+"""What a draft module implements to be run by `drafting/recurrent.py` or `one_shot.py`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.drafting.guess_trees import Nodes, TargetDraws
 from outrider.engine.attention import StepAttention
 from outrider.engine.backends import AttentionTraits
 from outrider.engine.batch import PackedBatch
@@ -104,4 +108,53 @@ class RecurrentHead(Protocol):
 
         -inf for tokens that the module does not know.
         """
+        ...
+
+
+class OneShotHead(Protocol):
+    """Guesses several tokens from one state of the target."""
+
+    @property
+    def features(self) -> FeatureSpec:
+        """What it needs of the target."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the target."""
+        ...
+
+    @property
+    def max_depth(self) -> int:
+        """Tokens that it foresees."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def guess(
+        self, states: Tensor, tokens: Tensor, draws: TargetDraws, depth: int, width: int
+    ) -> Tensor:
+        """What trees are chosen from: int32 [n, ...], of float32 numbers their bits.
+
+        states: bfloat16 [n, features.width]; tokens int64 [n], which were drawn from them; both on
+        `device`, for which nothing waits. Looks `depth` tokens ahead, 1 to `max_depth`, and at the
+        `width` likeliest of each place. Rows do not affect each other.
+        """
+        ...
+
+    def trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Nodes]:
+        """A tree per row, of `sizes[i]` nodes at most; of a `width` of 1 they are chains.
+
+        What was guessed deeper or wider than a tree can be makes no difference to it.
+        """
+        ...
+
+    def begin(self, states: Tensor) -> Tensor:
+        """The same states as the first `step` takes them."""
+        ...
+
+    def step(self, states: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """For those who choose every token themselves: `tokens` int64 [n] came `depth` tokens
+        after the states, and next come float32 logits [n, vocab]. Also returns the next states."""
         ...

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.drafting.checkpoints import Checkpoint, TargetTensors
@@ -62,26 +64,23 @@ class MedusaHead:
     def step(self, states: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         return states, self.logits(states, depth)
 
-    def grow(
+    def guess(
         self,
         states: Tensor,
         tokens: Tensor,  # noqa: ARG002 - the state says it all
         draws: TargetDraws,
-        sizes: Sequence[int],
+        depth: int,
         width: int,
-    ) -> list[Nodes]:
-        states = self.begin(states)
-        count = min(width, max(sizes))
-        ids: list[Tensor] = []
-        log_probs: list[Tensor] = []
-        for depth, logits in enumerate(self._all_logits(states, min(self.max_depth, max(sizes)))):
-            found = draws.likeliest(logits[:, None], depth, count)
-            ids.append(found[0])
-            log_probs.append(found[1])
-        by_row = zip(
-            torch.cat(ids, 1).tolist(), torch.cat(log_probs, 1).tolist(), sizes, strict=True
-        )
-        return [best_products(*row) for row in by_row]
+    ) -> Tensor:
+        """int32 [n, 2, depth, width]: the likeliest tokens of each place, and how likely."""
+        logits = self._all_logits(self.begin(states), depth)
+        found = [draws.likeliest(each[:, None], place, width) for place, each in enumerate(logits)]
+        ids, log_probs = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+        return torch.stack((ids.to(torch.int32), log_probs.view(torch.int32)), dim=1)
+
+    def trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Nodes]:
+        ids, log_probs = guesses[:, 0].tolist(), guesses[:, 1].view(np.float32).tolist()
+        return [best_products(*row) for row in zip(ids, log_probs, sizes, strict=True)]
 
     def _all_logits(self, states: Tensor, num_heads: int) -> list[Tensor]:
         if len(set(map(id, self._lm_heads))) > 1:

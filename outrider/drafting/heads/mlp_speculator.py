@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.drafting.checkpoints import Checkpoint, TargetTensors
@@ -74,32 +76,38 @@ class MlpSpeculatorHead:
         x = F.gelu(weight * _normed(x) + bias)
         return x, self._head[depth](x).float()
 
-    def grow(
-        self, states: Tensor, tokens: Tensor, draws: TargetDraws, sizes: Sequence[int], width: int
-    ) -> list[Nodes]:
+    def guess(
+        self, states: Tensor, tokens: Tensor, draws: TargetDraws, depth: int, width: int
+    ) -> Tensor:
+        """int32 [n, 3, nodes]: tokens, parents and scores of all that the beam looked at."""
         # Where a row wants fewer nodes than `width`, what a wider beam adds is never among its
         # best: it does not matter how many the others want.
-        width = min(width, max(sizes))
         n = len(tokens)
         states, last, paths = self.begin(states), tokens, tokens.new_zeros(n, 1, dtype=torch.float)
         ends = tokens.new_full((n, 1), -1)  # nodes that the beam [n, m] stands at
-        nodes: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, parents, scores [n, new] by depth
+        nodes: list[Tensor] = []  # [n, 3, new] by depth
         num_nodes = 0
-        for depth in range(min(self.max_depth, max(sizes))):
-            states, logits = self.step(states, last, depth)
-            found, log_probs = draws.likeliest(logits.view(n, -1, self.vocab_size), depth, width)
+        for step in range(depth):
+            states, logits = self.step(states, last, step)
+            found, log_probs = draws.likeliest(logits.view(n, -1, self.vocab_size), step, width)
             scores = (paths[:, :, None] + log_probs).flatten(1)  # [n, m * count]
             found, count = found.flatten(1), found.shape[-1]
             parents = ends.repeat_interleave(count, dim=1)
-            nodes.append((found, parents, scores))
+            ints = (found.to(torch.int32), parents.to(torch.int32), scores.view(torch.int32))
+            nodes.append(torch.stack(ints, dim=1))
             paths, best = scores.topk(min(width, scores.shape[1]), dim=-1)
             ends = best + num_nodes
             num_nodes += scores.shape[1]
             last = found.gather(1, best).flatten()
             rows = torch.arange(n, device=self.device)[:, None] * (scores.shape[1] // count)
             states = states[(rows + best // count).flatten()]
-        all_nodes = [torch.cat(part, dim=1).cpu().numpy() for part in zip(*nodes, strict=True)]
-        return [best_nodes(*row) for row in zip(*all_nodes, sizes, strict=True)]
+        return torch.cat(nodes, dim=2)
+
+    def trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Nodes]:
+        return [
+            best_nodes(tokens, parents, scores.view(np.float32), size)
+            for (tokens, parents, scores), size in zip(guesses, sizes, strict=True)
+        ]
 
 
 def _normed(x: Tensor) -> Tensor:
