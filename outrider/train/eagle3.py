@@ -42,21 +42,25 @@ class Midlayer(nn.Module):
 
 
 class Eagle3(nn.Module):
-    """A head over the target's low, middle and high states, with its own head matrix.
+    """A head over the target's low, middle and high states.
 
-    Narrower than the target, it has an embedding of its own (`target_hidden_size` in its config).
-    `draft_ids` are the target tokens that it can draft, ascending; None: all.
+    As wide as the target it shares the target's embedding, and its head as well if it drafts all
+    tokens; else its head begins as the target's rows. Narrower, it has both of its own
+    (`target_hidden_size` in its config). `draft_ids` are the target tokens that it can draft,
+    ascending; None: all. `sample [rows, n]`: tokens from which the spread of states is measured.
     """
 
     table_names: ClassVar = ("embed_tokens", "lm_head")
     draft_ids: Tensor | None
+    state_scale: Tensor
 
-    def __init__(self, target: Target, shape: BlockShape, draft_ids: Tensor | None) -> None:
+    def __init__(
+        self, target: Target, shape: BlockShape, draft_ids: Tensor | None, sample: Tensor
+    ) -> None:
         super().__init__()
         config = target.config
         self.target_size, self.vocab_size = int(config.hidden_size), int(config.vocab_size)
-        count = int(config.num_hidden_layers)
-        self.layers = (2, count // 2, count - 3)
+        self.layers = layers_read(int(config.num_hidden_layers))
         self.shape = shape
         self.register_buffer("draft_ids", draft_ids)  # saved: rows of the head mean nothing without
         self.max_positions = int(config.max_position_embeddings)
@@ -64,23 +68,44 @@ class Eagle3(nn.Module):
         self.fc = nn.Linear(3 * self.target_size, size, bias=False)
         self.midlayer = Midlayer(shape)
         self.norm = RMSNorm(size, shape.norm_eps)
-        self.lm_head = nn.Linear(
-            size, self.vocab_size if draft_ids is None else len(draft_ids), bias=False
-        )
-        self.shared_embedding = target.embedding
+        self.shared_embedding, self.shared_head = target.embedding, target.head
         if size != self.target_size:
             self.embed_tokens = nn.Embedding(self.vocab_size, size)
             self.embed_tokens.weight.data.copy_(principal_part(target.embedding, size))
+        if not self.shares_head:
+            count = self.vocab_size if draft_ids is None else len(draft_ids)
+            self.lm_head = nn.Linear(size, count, bias=False)
+        self._begin(target.read(sample, self.layers))
+
+    @torch.no_grad()
+    def _begin(self, batch: TargetBatch) -> None:
+        """Scales the states to a spread near 1, as Muon's steps expect; begins with the highest."""
+        spread = batch.layers.float().pow(2).mean((0, 1)).view(3, -1).mean(-1).sqrt()
+        # A power of two: dividing `fc` by it when it is written changes no mantissa.
+        scale = spread.log2().round().exp2().repeat_interleave(self.target_size)
+        self.register_buffer("state_scale", scale)
+        if self.shape.hidden_size != self.target_size:
+            return
+        # What the target's head understands, as nearly as a factor per channel makes it.
+        high = batch.layers.float()[..., -self.target_size :] / scale[-self.target_size :]
+        factor = (high * batch.hidden.float()).mean((0, 1)) / high.pow(2).mean((0, 1))
+        self.fc.weight.data[:, -self.target_size :] += torch.diag(factor).to(self.fc.weight)
+        if not self.shares_head:
+            self.lm_head.weight.data.copy_(self.shared_head[self.draft_ids])
 
     def unroll(self, batch: TargetBatch, num_steps: int) -> Iterator[Tensor]:
         """See `head.Head`."""
         ids = batch.token_ids[:, 1:]
         embedded = self.embed_tokens(ids) if self.owns_embedding else self._shared(ids)
-        state = self.fc(batch.layers[:, :-1].to(self.fc.weight.dtype))
+        state = self.fc((batch.layers[:, :-1] / self.state_scale).to(self.fc.weight.dtype))
         context = ChainContext()
         for _ in range(num_steps):
             out = self.midlayer(embedded, state, context)
-            yield self.lm_head(self.norm(out))
+            normed = self.norm(out)
+            if self.shares_head:
+                yield F.linear(normed, self.shared_head.to(normed.dtype))
+            else:
+                yield self.lm_head(normed)
             state = shift_rows(out)
 
     def _shared(self, ids: Tensor) -> Tensor:
@@ -91,10 +116,16 @@ class Eagle3(nn.Module):
         """Whether the checkpoint holds an embedding."""
         return self.shape.hidden_size != self.target_size
 
+    @property
+    def shares_head(self) -> bool:
+        """Whether the checkpoint holds no head, and no draft vocabulary."""
+        return self.shape.hidden_size == self.target_size and self.draft_ids is None
+
     def export(self) -> Export:
         """Tensors and config as published EAGLE-3 checkpoints have them."""
         tensors = {name: weight.detach() for name, weight in self.named_parameters()}
-        shape, draft_size = self.shape, self.lm_head.out_features
+        tensors["fc.weight"] = tensors["fc.weight"] / self.state_scale
+        shape = self.shape
         config: dict[str, Any] = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
@@ -103,7 +134,8 @@ class Eagle3(nn.Module):
             "mlp_bias": False,
             "tie_word_embeddings": False,
             "vocab_size": self.vocab_size,
-            "draft_vocab_size": draft_size,
+            # Without a head in the file there is none: readers then share the target's.
+            **({} if self.shares_head else {"draft_vocab_size": self.lm_head.out_features}),
             "target_hidden_size": self.target_size,
             "eagle_config": {
                 "use_aux_hidden_state": True,
@@ -117,6 +149,15 @@ class Eagle3(nn.Module):
             member[ids] = True
             tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": member}
         return Export("model.safetensors", tensors, config)
+
+
+def layers_read(count: int) -> tuple[int, int, int]:
+    """The layers whose inputs it reads, of `count`.
+
+    EAGLE-3 takes 2, count / 2 and count - 3. Of a shallow target the last would leave out much of
+    what it computed (3 layers of 8); what enters the last layer is there for every reader.
+    """
+    return 2, count // 2, count - 3 if count >= 24 else count - 1
 
 
 def principal_part(table: Tensor, size: int) -> Tensor:

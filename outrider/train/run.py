@@ -163,8 +163,9 @@ def build_head(args: argparse.Namespace, target: Target, arrays: list[Any]) -> A
         share = np.isin(arrays[-1], ids.numpy()).mean()
         logger.info(f"draft vocabulary: {len(ids)} tokens, {share:.2%} of the last --data")
     if target.config.num_hidden_layers < 7:
-        raise ConfigError("eagle3 reads what enters layers 2, N/2 and N-3: the target needs 7.")
-    return Eagle3(target, shape, ids)
+        raise ConfigError("eagle3 reads three layers' inputs, from layer 2 on: the target needs 7.")
+    sample = Source(arrays[0], args.length, args.seed).rows(0, 2)
+    return Eagle3(target, shape, ids, sample.to(target.device))
 
 
 def _shape(args: argparse.Namespace, target: Target) -> BlockShape:

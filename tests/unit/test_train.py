@@ -188,6 +188,25 @@ def mean_loss(head: Any, target: Target, folder: Path) -> float:
         return float(trainer._forward(windows.batch(0, 0, 1))[0])
 
 
+def test_an_eagle3_begins_with_what_the_target_has(folder: Path) -> None:
+    head, target = fresh_head("eagle3", folder)
+    assert head.layers == (2, 3, 6)  # of 7; not 4, which leaves three of them out
+    assert not {"embed_tokens.weight", "lm_head.weight"} & head.export().tensors.keys()
+    assert "draft_vocab_size" not in head.export().config  # readers share the target's head
+    batch = target.read(torch.arange(2, 62).view(3, 20), head.layers)
+    with torch.no_grad():
+        state = head.fc(batch.layers / head.state_scale)
+        random = torch.nn.functional.linear(batch.layers, torch.randn_like(head.fc.weight))
+    near = torch.nn.functional.cosine_similarity(state, batch.hidden, -1).mean()
+    far = torch.nn.functional.cosine_similarity(random, batch.hidden, -1).abs().mean()
+    assert near > 2 * far
+    args = parsed("eagle3", folder)
+    args.draft_vocab_size = 50
+    some = build_head(args, target, [np.load(folder / "text.npy")])
+    assert torch.equal(some.lm_head.weight, target.head[some.draft_ids])
+    assert some.export().config["draft_vocab_size"] == 50
+
+
 class CrashError(Exception):
     pass
 
@@ -274,7 +293,7 @@ def test_a_step_in_parts_is_the_same_step(folder: Path, tmp_path: Path) -> None:
     fresh = fresh_head("eagle3", folder)[0].state_dict()
     for name, weight in whole.items():
         moved = (weight - fresh[name]).norm()
-        assert (weight - parts[name]).norm() < 0.05 * moved, name
+        assert (weight - parts[name]).norm() <= 0.05 * moved, name
 
 
 @pytest.mark.slow
