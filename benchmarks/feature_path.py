@@ -2,6 +2,7 @@
 
     python -m benchmarks.feature_path [--method eagle3] [--head FOLDER --model TARGET]
         [--device cuda --dtype bfloat16 --scorer-flags "..." --proposer-flags "..."]
+        [--inflate FOLDER]
 
 The same engine and the same drafting method, put together in several ways: taking turns in one
 process, with features handed over as arguments (`in process`); as a scorer and a proposer that
@@ -10,6 +11,9 @@ added by the delay proxy. Every round drafts K tokens and waits for them (fixed_
 ways do the same rounds; beside them stands no speculation. Every repetition runs the same prompts
 in all ways, in turning order. Clients ask the scorer itself, greedily, without a gateway. Texts
 must be those of no speculation: exits with 1 if one is not, in float32.
+
+With `--inflate` target and module are the embedded ones in the shape of an 8B (inflate.py,
+inflate_head.py: their drafts at its cost), written to FOLDER first unless they are there.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shlex
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -35,7 +41,7 @@ from benchmarks.outrider_stack import (
     model_flags,
     scorer_flags,
 )
-from benchmarks.processes import Child, ProcessError, Worker, stopping
+from benchmarks.processes import Child, ProcessError, Worker, python_path, stopping
 from benchmarks.program import guarded, say
 from benchmarks.records import Completion, Run, TokenIds
 from outrider.aux_layers import aux_layers
@@ -44,6 +50,8 @@ from outrider.methods import HIDDEN_STATE_METHODS
 from outrider.models.resolve import resolve_model
 
 _SENT: Final = ("bytes", "rows", "seconds")
+_SHAPE: Final = "llama-3.1-8b"
+_INFLATING_S: Final = 600.0
 
 
 class Way(Protocol):
@@ -132,8 +140,10 @@ def ways(args: argparse.Namespace, k: int) -> Iterator[dict[str, Way]]:
         configs = {
             "colocated": replace(base, unix_socket=str(folder / "scorer.sock")),
             "remote": base,
-            f"remote +{args.round_trip_ms:g} ms": replace(base, round_trip_ms=args.round_trip_ms),
         }
+        if args.round_trip_ms:
+            slower = replace(base, round_trip_ms=args.round_trip_ms)
+            configs[f"remote +{args.round_trip_ms:g} ms"] = slower
         for name, config in configs.items():
             say(f"K = {k}: starting {name}")
             log_dir = folder / str(len(found))
@@ -163,6 +173,30 @@ def _turns(
     children.append(child)
     say(f"K = {config.num_speculative_tokens}: starting {IN_PROCESS}")
     return Turns(Worker(child, config.start_timeout_s), args.request_timeout)
+
+
+def inflated(folder: Path, device: str) -> tuple[str, str]:
+    """The folders of target and module; in processes of their own, which leave no memory taken.
+
+    Raises `ProcessError`.
+    """
+    parts = {
+        "target": ("benchmarks.inflate", "--role", "target"),
+        "head": ("benchmarks.inflate_head",),
+    }
+    for name, (module, *flags) in parts.items():
+        part = folder / name
+        if (part / "config.json").is_file():
+            continue
+        say(f"inflating: {part}")
+        command = [sys.executable, "-P", "-m", module, *flags, "--shape", _SHAPE]
+        command += ["--out", str(part), "--device", device]
+        env = os.environ | python_path(Path(__file__).parents[1])
+        try:
+            subprocess.run(command, env=env, stdout=sys.stderr, check=True, timeout=_INFLATING_S)
+        except subprocess.SubprocessError as error:
+            raise ProcessError(f"{part} could not be made: {error}") from error
+    return str(folder / "target"), str(folder / "head")
 
 
 def measure(args: argparse.Namespace, loaded: prompts.Prompts, k: int) -> list[Row]:
@@ -199,6 +233,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--method", choices=HIDDEN_STATE_METHODS, default="eagle3")
     p.add_argument("--head", default="embedded", help="its module: a folder")
     p.add_argument("--model", default="embedded", help="the target: a folder")
+    p.add_argument(
+        "--inflate", type=Path, metavar="FOLDER", help="eagle3 alone: an 8B's shape, made there"
+    )
     p.add_argument("--dtype", default="float32", help="of the target")
     p.add_argument("--device", default="cpu")
     p.add_argument("--threads", type=int, default=1, help="of each process, on a CPU")
@@ -209,7 +246,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-tokens", type=int, default=128, help="output tokens of each request")
     p.add_argument("--max-prompt-tokens", type=int, default=256)
     p.add_argument("--prompts", type=Path, help="JSON lines; default: the held-out prompts")
-    p.add_argument("--round-trip-ms", type=float, default=1.0, help="added to the last way")
+    p.add_argument("--round-trip-ms", type=float, default=1.0, help="added to the last way, if any")
     p.add_argument("--scorer-flags", type=shlex.split, default=[], help="more of them, quoted")
     p.add_argument("--proposer-flags", type=shlex.split, default=[], help="more of them, quoted")
     p.add_argument("--scorer-memory", type=float, default=0.15, help="part of the GPU, per engine")
@@ -230,6 +267,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, command: str) -> int:
+    if args.inflate is not None:
+        if args.method != "eagle3":
+            raise ConfigError("--inflate is for --method eagle3 alone.")
+        args.model, args.head = inflated(args.inflate, args.device)
     names = ("method", "head", "model", "dtype", "device", "threads", "rounds", "max_tokens")
     settings = {name: getattr(args, name) for name in names}
     rows: list[Row] = []

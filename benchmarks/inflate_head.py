@@ -1,0 +1,157 @@
+"""Inflation of an EAGLE-3 module: it drafts as before, beside a target that was inflated, too.
+
+    python -m benchmarks.inflate_head --shape llama-3.1-8b --out FOLDER --device cuda
+
+As inflate.py does it for a language model: the target's extra channels are zero in the layers that
+the module reads, so its first product reads only the small ones, and its own extra channels stay
+zero. The output layer knows `DRAFT_VOCAB` tokens: the extra ones have logits of zero, which win
+where the module thinks every token it knows less likely than by chance: hardly ever.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+from benchmarks.inflate import SHAPES, Inflation, ShapeError
+from outrider.drafting.checkpoints import Checkpoint
+from outrider.models.modules import resolve_module
+
+DRAFT_VOCAB = 32_000  # of EAGLE-3 modules as their authors publish them
+_LAYER = "midlayer."
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size"),
+)
+
+
+@dataclass(frozen=True)
+class _Small:
+    """What `Inflation` reads of the small model."""
+
+    config: LlamaConfig
+
+
+class HeadInflation(Inflation):
+    """A module's checkpoint, as its authors name it, and the configuration of the large one."""
+
+    @classmethod
+    def of(
+        cls, checkpoint: Checkpoint, shape: dict[str, Any], device: torch.device, dtype: torch.dtype
+    ) -> tuple[HeadInflation, dict[str, Any]]:
+        """And the large one's config.json. Raises `ShapeError`."""
+        names = set(checkpoint.names)
+        if f"{_LAYER}hidden_norm.weight" not in names or "embed_tokens.weight" in names:
+            raise ShapeError("Only a module with midlayer.*, without an embedding, is inflated.")
+        old = LlamaConfig(**checkpoint.config)
+        factor = old.hidden_size / shape["hidden_size"]
+        config = {
+            **checkpoint.config,
+            **{name: shape[name] for name in _SIZES},
+            "target_hidden_size": shape["hidden_size"],
+            "rms_norm_eps": old.rms_norm_eps * factor,
+            "draft_vocab_size": shape.get("draft_vocab_size", DRAFT_VOCAB),
+        }
+        return cls(_Small(old), LlamaConfig(**config), device, dtype), config
+
+    def module(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
+        """The large module's tensors, made on the device."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        old, new = self.small.config, self.config
+        d, width, dim = old.hidden_size, new.hidden_size, new.head_dim
+        turning, straight = self._turning_dims(), torch.arange(old.head_dim)
+        q_heads, k_heads = self._query_heads(), torch.arange(old.num_key_value_heads)
+
+        def stored(name: str) -> Tensor:
+            return checkpoint.tensor(f"{name}.weight")
+
+        def beside(rows: int, places: Tensor, name: str, scale: float = 1.0) -> Tensor:
+            """Of a product of the token's embedding beside the state [rows, 2 * width]."""
+            weight = self._random(generator, rows * dim, 2 * width)
+            weight[:, :d] = weight[:, width : width + d] = 0
+            token, state = self._moved(stored(name), scale).chunk(2, dim=1)
+            weight[places, :d], weight[places, width : width + d] = token, state
+            return weight
+
+        attention, inner, f = (
+            f"{_LAYER}self_attn.",
+            new.intermediate_size,
+            old.intermediate_size,
+        )
+        gate, up = (self._random(generator, inner, width) for _ in range(2))
+        gate[:f, :d] = self._moved(stored(f"{_LAYER}mlp.gate_proj"))
+        up[:f, :d] = self._moved(stored(f"{_LAYER}mlp.up_proj"))
+        down, o = self._zeros(width, inner), self._zeros(width, new.num_attention_heads * dim)
+        down[:d, :f] = self._moved(stored(f"{_LAYER}mlp.down_proj"))
+        o[:d, self._rows(q_heads, straight)] = self._moved(stored(f"{attention}o_proj"))
+        parts = stored("fc").chunk(stored("fc").shape[1] // d, dim=1)
+        fc = self._zeros(width, len(parts) * width)
+        for i, part in enumerate(parts):
+            fc[:d, i * width : i * width + d] = self._moved(part)
+        known = len(stored("lm_head"))
+        head = self._zeros(new.draft_vocab_size, width)
+        head[:known, :d] = self._moved(stored("lm_head"))
+        # Differences to a draft token's own number; the extra ones are extra ones of the target.
+        d2t = torch.full((len(head),), old.vocab_size - known)
+        d2t[:known] = checkpoint.tensor("d2t") if "d2t" in checkpoint else 0
+        scale = (dim / old.head_dim) ** 0.5
+        norms = [f"{_LAYER}{n}" for n in ("input_layernorm", "hidden_norm")]
+        norms += [f"{_LAYER}post_attention_layernorm", "norm"]
+        queries, keys = self._rows(q_heads, turning), self._rows(k_heads, turning)
+        values, kv_heads = self._rows(k_heads, straight), new.num_key_value_heads
+        return {
+            f"{attention}q_proj.weight": beside(
+                new.num_attention_heads, queries, f"{attention}q_proj", scale
+            ),
+            f"{attention}k_proj.weight": beside(kv_heads, keys, f"{attention}k_proj"),
+            f"{attention}v_proj.weight": beside(kv_heads, values, f"{attention}v_proj"),
+            f"{attention}o_proj.weight": o,
+            f"{_LAYER}mlp.gate_proj.weight": gate,
+            f"{_LAYER}mlp.up_proj.weight": up,
+            f"{_LAYER}mlp.down_proj.weight": down,
+            "fc.weight": fc,
+            "lm_head.weight": head,
+            "d2t": d2t,
+            **{f"{name}.weight": self._norm(stored(name)) for name in norms},
+        }
+
+
+def inflate(
+    folder: Path, out: Path, shape: dict[str, Any], device: torch.device, dtype: torch.dtype
+) -> None:
+    """Writes the module in `folder` as a large one. Raises `ShapeError` and `ConfigError`."""
+    checkpoint = Checkpoint(folder)
+    plan, config = HeadInflation.of(checkpoint, shape, device, dtype)
+    out.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.cpu() for name, tensor in plan.module(checkpoint).items()}
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config))
+
+
+def main() -> int:
+    """Writes the folder."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--model", default="embedded", help="the module: a folder")
+    p.add_argument("--target-model", default="embedded", help="what it was trained for")
+    p.add_argument("--shape", choices=SHAPES, required=True)
+    p.add_argument("--out", type=Path, required=True, help="write the module here")
+    p.add_argument("--device", default="cpu")
+    args = p.parse_args()
+    folder, _ = resolve_module(args.model, "eagle3", args.target_model)
+    inflate(folder, args.out, SHAPES[args.shape], torch.device(args.device), torch.bfloat16)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
