@@ -14,6 +14,7 @@ from outrider.drafting.graph_chains import GraphChains
 from outrider.drafting.recorded_loops import Recording, make_shapes
 from outrider.engine.cuda.graphs import CudaGraphs
 from outrider.engine.paged_model import PagedModel
+from outrider.engine.tree_mask import MAX_TREE_NODES
 from outrider.errors import ConfigError
 from outrider.rpc.runtime import progress
 
@@ -53,18 +54,22 @@ def loop_shapes(*, max_sessions: int, max_draft_tokens: int, max_branches: int) 
     return shapes
 
 
-def head_shapes(*, max_sessions: int, max_draft_tokens: int) -> list[LoopShape]:
-    """Of a draft module's chains: it is fed again what was accepted, and one row more."""
-    rows = {cut: _up_to(max_sessions, sizes) for cut, sizes in ((False, _ROWS), (True, _FEW_ROWS))}
+def head_shapes(*, max_rows: int, max_draft_tokens: int, width: int = 1) -> list[LoopShape]:
+    """Of a draft module: it is fed again what was accepted, and one row more.
+
+    `width`: of its trees, whose nodes are no more than a mask has bits. 1: chains.
+    """
+    if width > 1:
+        max_draft_tokens = min(max_draft_tokens, 1 + MAX_TREE_NODES // width)
+    rows = {cut: _up_to(max_rows, sizes) for cut, sizes in ((False, _ROWS), (True, _FEW_ROWS))}
     shapes = [
-        LoopShape(n, k + 1, k, cut=cut)
+        LoopShape(n, k + 1, k, cut=cut, width=width)
         for k in _lengths(max_draft_tokens)
         for cut, sizes in rows.items()
         for n in sizes
     ]
-    return shapes + make_shapes(
-        rows=rows[True], query_lens=(_LONG_CATCH_UP,), num_tokens=(max_draft_tokens,)
-    )
+    long = max(_LONG_CATCH_UP, max_draft_tokens + 2)
+    return shapes + [LoopShape(n, long, max_draft_tokens, width=width) for n in rows[True]]
 
 
 def guess_shapes(*, max_rows: int, max_depth: int) -> list[LoopShape]:

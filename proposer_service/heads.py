@@ -22,6 +22,7 @@ from outrider.drafting.one_shot import MAX_MODEL_LEN, OneShotProposer
 from outrider.drafting.proposer import FeatureProposer
 from outrider.drafting.recorded_loops import Recording
 from outrider.drafting.recurrent import RecurrentProposer
+from outrider.engine.attention import AttentionBackend
 from outrider.engine.backends import choose_backend, is_capturable
 from outrider.engine.kv_cache import KVPools
 from outrider.engine.loader import count_pages
@@ -88,7 +89,7 @@ def _build(
     per_page *= sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in module.kv_layers)
     num_pages = count_pages(method.kv_cache_memory, per_page)
     backend = choose_backend(method.attention_backend, module.attention_traits(PAGE_SIZE), device)
-    with _loops(method, max_sessions, module.capturable and is_capturable(backend)) as recorded:
+    with _loops(method, module, backend, max_sessions) as recorded:
         return RecurrentProposer(
             module,
             KVPools(num_pages + (recorded is not None), PAGE_SIZE, dtype, device),
@@ -117,15 +118,21 @@ def _guesses(
 
 
 def _loops(
-    method: HeadConfig, max_sessions: int, capturable: bool
+    method: HeadConfig, head: RecurrentHead, backend: AttentionBackend, max_sessions: int
 ) -> AbstractContextManager[Recording | None]:
     """For the loops that a module's drafts are to be recorded in, if any are."""
-    if method.device != "cuda" or method.tree_width > 1:
+    if method.device != "cuda":
         return nullcontext()
-    if not capturable:
+    if not (head.capturable and is_capturable(backend)):
         progress("proposer", "this module or its attention cannot be recorded: drafts are launched")
         return nullcontext()
-    shapes = head_shapes(max_sessions=max_sessions, max_draft_tokens=method.max_draft_tokens)
+    width = method.tree_width
+    at_once = max_sessions if width == 1 else max_trees(width, head.vocab_size)
+    shapes = head_shapes(
+        max_rows=min(max_sessions, at_once),
+        max_draft_tokens=method.max_draft_tokens,
+        width=width,
+    )
     return recording(shapes, torch.device(method.device))
 
 

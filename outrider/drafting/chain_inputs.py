@@ -21,6 +21,7 @@ from torch import Tensor
 
 from outrider.engine.batch import PackedBatch, RowSlice
 from outrider.engine.sampling import SamplingBatch, seed_keys
+from outrider.engine.tree_mask import TreeMask
 from outrider.params import SamplingParams
 
 # Columns of a row's header; the tokens to catch up follow.
@@ -38,11 +39,17 @@ class LoopShape:
     num_tokens: int  # draft tokens per row
     fanout: int = 0  # candidates per place; 0: none, and the last draft token is not fed
     cut: bool = False  # some row has top_k, top_p or min_p
+    width: int = 1  # nodes that a step feeds per row: more than 1 for trees
 
     @property
     def num_steps(self) -> int:
         """Forwards of one token after the catch-up."""
         return self.num_tokens if self.fanout else self.num_tokens - 1
+
+    @property
+    def num_fed(self) -> int:
+        """Slots per row that the steps write."""
+        return self.num_steps * self.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +69,9 @@ class LoopBatches:
     """The device's side: tensors that a recorded loop computes anew from the buffer."""
 
     catch_up: PackedBatch
-    fed: Tensor  # int64 [steps, rows]: positions of the tokens that the steps feed
-    slots: Tensor  # int64 [steps, rows]
-    seq_lens: Tensor  # int32 [steps, rows]
+    fed: Tensor  # int64 [fed, rows]: positions of what the steps feed, one slot after the other
+    slots: Tensor  # int64 [fed, rows]
+    seq_lens: Tensor  # int32 [fed, rows]
     sampling: SamplingBatch  # for the token after the catch-up
     source: Tensor  # int64 [rows]: pages to copy first
     target: Tensor  # int64 [rows]
@@ -89,6 +96,33 @@ class LoopBatches:
         )
         return batch, replace(self.sampling, position=self.sampling.position + step + 1)
 
+    def level(
+        self, tokens: Tensor, visible: Tensor, step: int
+    ) -> tuple[PackedBatch, SamplingBatch]:
+        """As `step` for trees: nodes int64 [rows, width], all of one level.
+
+        `visible` int64 [rows, width] is what they see of the nodes, as a `TreeMask` says it.
+        """
+        rows, width = tokens.shape
+        first, device = self.catch_up, tokens.device
+        fed = slice(step * width, (step + 1) * width)
+        starts = self.seq_lens[0] - 1  # the first node's slot
+        batch = PackedBatch(
+            input_ids=tokens.flatten(),
+            positions=self.fed[step].repeat_interleave(width),
+            slot_mapping=self.slots[fed].t().flatten(),
+            cu_seqlens_q=torch.arange(rows + 1, device=device, dtype=torch.int32) * width,
+            seq_lens=self.seq_lens[(step + 1) * width - 1],
+            block_table=first.block_table,
+            logits_index=torch.arange(rows * width, device=device),
+            query_lens=(width,) * rows,
+            context_lens=first.context_lens,
+            page_size=first.page_size,
+            recorded=True,
+            trees=TreeMask(starts, visible.flatten()),
+        )
+        return batch, replace(self.sampling, position=self.sampling.position + step + 1)
+
 
 class ChainInputs:
     """The buffer, large enough for `shapes`, on the host (pinned for CUDA) and on the device."""
@@ -109,7 +143,7 @@ class ChainInputs:
         self._max_model_len = max_model_len
         self._page_size = page_size
         self._scratch_page = scratch_page
-        longest = max_model_len + max(s.query_len + s.num_tokens for s in shapes)
+        longest = max_model_len + max(s.query_len + s.num_fed for s in shapes)
         self._table_width = -(-longest // page_size)
         size = 1 + max(s.rows * (_TOKENS + s.query_len + self._table_width) for s in shapes)
         pinned = device.type == "cuda"
@@ -145,7 +179,7 @@ class ChainInputs:
             header[:count, _TOKENS + i] = [
                 row.token_ids[i] if i < n else 0 for row, n in zip(slices, counts, strict=True)
             ]
-        longest = int((header[:, _START] + header[:, _COUNT]).max()) + shape.num_steps
+        longest = int((header[:, _START] + header[:, _COUNT]).max()) + shape.num_fed
         num_pages = -(-longest // self._page_size)
         tables = self._ints[end : end + shape.rows * num_pages].reshape(shape.rows, num_pages)
         tables.fill(scratch)
@@ -203,7 +237,7 @@ class ChainInputs:
             page_size=self._page_size,
             recorded=True,
         )
-        fed = start + counts + torch.arange(shape.num_steps, device=device)[:, None]
+        fed = start + counts + torch.arange(shape.num_fed, device=device)[:, None]
         return LoopBatches(
             catch_up=catch_up,
             fed=self._clamped(fed),

@@ -75,13 +75,13 @@ class GraphChains:
 
     def draft(self, slices: Sequence[RowSlice], ready: Sequence[ReadyRow]) -> list[list[int]]:
         """What `draft_chains` returns, by recorded loops as far as they hold the rows."""
-        chains, eager = self._loops.chains(slices, ready)
+        drafts, eager = self._loops.drafts(slices, ready)
+        chains = {i: drafted[: ready[i].wanted, 0].tolist() for i, drafted in drafts.items()}
         rest = [*[slices[i] for i in eager], *slices[len(ready) :]]
         if rest:
-            drafts = draft_chains(self._model, rest, [ready[i] for i in eager])
-            for i, chain in zip(eager, drafts, strict=True):
-                chains[i] = chain
-        return chains
+            others = draft_chains(self._model, rest, [ready[i] for i in eager])
+            chains.update(zip(eager, others, strict=True))
+        return [chains[i] for i in range(len(ready))]
 
     def forks(
         self,

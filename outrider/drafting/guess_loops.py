@@ -12,8 +12,8 @@ from torch import Tensor
 
 from outrider.drafting.chain_inputs import ChainInputs, LoopShape
 from outrider.drafting.guess_trees import TargetDraws
-from outrider.drafting.head_chains import FeatureRows
 from outrider.drafting.head_forward import LEAD
+from outrider.drafting.head_loops import FeatureRows
 from outrider.drafting.heads.base import OneShotHead
 from outrider.drafting.recorded_loops import RecordedLoops, Recording
 from outrider.engine.batch import RowSlice

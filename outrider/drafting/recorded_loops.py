@@ -81,21 +81,21 @@ class RecordedLoops:
             self._loops[shape] = recording.record(self._work(shape, body))
             recording.on_progress(done, len(ordered))
 
-    def chains(
+    def drafts(
         self,
         slices: Sequence[RowSlice],
         ready: Sequence[ReadyRow],
         load: Callable[[list[int]], None] = lambda rows: None,  # noqa: ARG005
-    ) -> tuple[list[list[int]], list[int]]:
-        """Drafts for those of `ready` that loops hold.
+    ) -> tuple[dict[int, NDArray[np.int32]], list[int]]:
+        """What loops left for those of `ready` that they hold, and which they do not hold.
 
-        Returns each one's tokens, and which ones no loop holds: they have none. `load` is told
-        which rows run next, and brings what they need besides the slices.
+        Both by number. `load` is told which rows run next, and brings what they need besides the
+        slices.
         """
         # A mask looks at every token before the next: no loop is that long.
         wanted = [row.wanted if row.mask is None else sys.maxsize for row in ready]
         pieces, rest = self.divide(slices[: len(ready)], wanted, 0)
-        chains: list[list[int]] = [[] for _ in ready]
+        drafts: dict[int, NDArray[np.int32]] = {}
         for rows in pieces:
             load(rows)
             drafted = self.run(
@@ -105,9 +105,8 @@ class RecordedLoops:
                 0,
             )
             assert drafted is not None
-            for i, chain in zip(rows, drafted[:, :, 0].tolist(), strict=True):
-                chains[i] = chain[: ready[i].wanted]
-        return chains, rest
+            drafts.update(zip(rows, drafted, strict=True))
+        return drafts, rest
 
     def divide(
         self, slices: Sequence[RowSlice], wanted: Sequence[int], fanout: int
@@ -193,5 +192,5 @@ class _Output:
 
 def _cost(shape: LoopShape) -> tuple[int, int, int, bool]:
     """Orders shapes: a forward more costs more than rows do."""
-    tokens = shape.rows * (shape.query_len + shape.num_steps)
+    tokens = shape.rows * (shape.query_len + shape.num_fed)
     return shape.num_steps, tokens, shape.fanout, shape.cut

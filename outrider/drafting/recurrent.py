@@ -7,7 +7,7 @@ Rows of the second kind leave keys and values behind that the next round overwri
 are fed again with true states. (Keeping what came of its own states costs an eighth of the accepted
 tokens.) Sessions of a round share its forwards; long prompts take several rounds.
 
-On a GPU chains are drafted by recorded loops (drafting/head_chains.py).
+On a GPU drafts are made by recorded loops (drafting/head_loops.py).
 
 It does not run ahead: what it would draft from are states that the target has not computed yet.
 """
@@ -26,8 +26,8 @@ from outrider.drafting.draft_mask import DraftMasks
 from outrider.drafting.draft_steps import ReadyRow, draft_chains, sample_chains
 from outrider.drafting.feature_session import FeatureMethod, FeatureSession
 from outrider.drafting.guess_trees import max_trees
-from outrider.drafting.head_chains import HeadChains
 from outrider.drafting.head_forward import LEAD, HeadForward
+from outrider.drafting.head_loops import HeadLoops
 from outrider.drafting.heads.base import RecurrentHead
 from outrider.drafting.proposer import (
     TREE_WIDTH,
@@ -91,8 +91,9 @@ class RecurrentProposer(FeatureMethod):
     """Drafts with `head` over `pools`, which are its own. Raises `ConfigError` for too small ones.
 
     `prefill_budget` bounds the prompt rows of one call of `draft`, so that a long prompt does not
-    hold up the other sessions' drafts. With `tree_width` 1 drafts are chains. With `recording` they
-    are drafted by loops that are recorded now, which take the pools' last page.
+    hold up the other sessions' drafts. With `tree_width` 1 drafts are chains. With `recording` all
+    of these (constrained and prompts apart) are drafted by loops that are recorded now, whose
+    shapes are of this width, and which take the pools' last page.
     """
 
     def __init__(
@@ -117,8 +118,9 @@ class RecurrentProposer(FeatureMethod):
                 "max_sessions, max_draft_tokens, prefill_budget and tree_width are at least 1."
             )
         longest = min(head.max_model_len, max_model_len or head.max_model_len)
-        spare = max_fed_nodes(max_draft_tokens, tree_width)
-        num_pages = pools.num_pages - (recording is not None)
+        recorded = recording is not None
+        spare = max_fed_nodes(max_draft_tokens, tree_width, recorded=recorded)
+        num_pages = pools.num_pages - recorded
         room = num_pages * pools.page_size - spare
         if room < min(longest, 64):
             raise ConfigError(
@@ -147,9 +149,9 @@ class RecurrentProposer(FeatureMethod):
         self._at_once = max_trees(tree_width, head.vocab_size)
         self._clock = clock
         self._caches: dict[SessionKey, RowCache] = {}
-        self._loops: HeadChains | None = None
+        self._loops: HeadLoops | None = None
         if recording is not None:
-            self._loops = HeadChains(
+            self._loops = HeadLoops(
                 head,
                 backend,
                 recording,
@@ -247,7 +249,9 @@ class RecurrentProposer(FeatureMethod):
         editor = state.mask.after(state.follower.tokens) if state.mask and wanted else None
         single = state.samples or editor is not None
         chain = self._tree_width == 1 or (single and wanted > 0)
-        num_guessed = wanted - 1 if chain else max_fed_nodes(wanted, self._tree_width)
+        recorded = self._loops is not None
+        nodes = max_fed_nodes(wanted, self._tree_width, recorded=recorded)
+        num_guessed = wanted - 1 if chain else nodes
         return _Row(state, cache, num_rows, wanted, editor, chain, max(0, num_guessed))
 
     def _reserve_row(self, row: _Row, asked: set[SessionKey]) -> bool:
@@ -265,7 +269,11 @@ class RecurrentProposer(FeatureMethod):
     def _trees(self, rows: list[_Row]) -> Iterator[tuple[SessionKey, DraftTree]]:
         drafting = [row for row in rows if row.wanted]
         slices, ready = [row.slice() for row in rows], [row.ready() for row in drafting]
-        grown = draft_trees(self._forward(rows), slices, ready, self._tree_width)
+        if self._loops is None:
+            grown = draft_trees(self._forward(rows), slices, ready, self._tree_width)
+        else:
+            features = [row.features() for row in rows]
+            grown = self._loops.trees(slices, features, ready, self._tree_width)
         for row, each, (tokens, parents) in zip(drafting, ready, grown, strict=True):
             yield row.state.key, DraftTree(each.length, tuple(tokens), tuple(parents))
 
@@ -275,7 +283,7 @@ class RecurrentProposer(FeatureMethod):
         if self._loops is None:
             drawn = draft_chains(self._forward(rows), slices, ready, LEAD)
         else:
-            drawn = self._loops.draft(slices, [row.features() for row in rows], ready)
+            drawn = self._loops.chains(slices, [row.features() for row in rows], ready)
         for row, each, chain in zip(drafting, ready, drawn, strict=True):
             yield row.state.key, DraftTree.chain(each.length, chain)
 

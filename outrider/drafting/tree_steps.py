@@ -22,9 +22,13 @@ from outrider.engine.batch import RowSlice, pack
 from outrider.engine.tree_mask import MAX_TREE_NODES
 
 
-def max_fed_nodes(num_nodes: int, width: int) -> int:
-    """Slots that nodes take at most while a tree of `num_nodes` is drafted."""
-    return min(MAX_TREE_NODES, min(num_nodes, width) * (num_nodes - 1))
+def max_fed_nodes(num_nodes: int, width: int, *, recorded: bool = False) -> int:
+    """Slots that nodes take at most while a tree of `num_nodes` is drafted.
+
+    `recorded`: by a loop, whose levels are all of one width.
+    """
+    per_level = width if recorded else min(num_nodes, width)
+    return min(MAX_TREE_NODES, per_level * (num_nodes - 1))
 
 
 def draft_trees(

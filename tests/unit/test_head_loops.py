@@ -10,17 +10,19 @@ import pytest
 import torch
 
 from outrider.draft_tree import DraftTree
+from outrider.drafting.chain_inputs import LoopShape
 from outrider.drafting.draws import TorchDraws
 from outrider.drafting.heads.base import RecurrentHead
 from outrider.drafting.heads.eagle import load_eagle
 from outrider.drafting.heads.eagle3 import load_eagle3
 from outrider.drafting.heads.mtp_loader import load_mtp
 from outrider.drafting.proposer import SessionStart
-from outrider.drafting.recorded_loops import Recording, make_shapes
+from outrider.drafting.recorded_loops import Recording
 from outrider.drafting.recurrent import RecurrentProposer
 from outrider.engine.backends import choose_backend
 from outrider.engine.cuda.graphs import Record
 from outrider.engine.kv_cache import KVPools
+from outrider.engine.tree_mask import MAX_TREE_NODES
 from outrider.params import SamplingParams, VerificationRule
 from proposer_service.device import head_shapes
 from tests.support import eagle_checkpoints, mtp_checkpoints
@@ -63,22 +65,24 @@ HEADS: dict[str, Callable[[Path], RecurrentHead]] = {
 }
 
 
-def proposer_of(head: RecurrentHead, record: Record | None) -> RecurrentProposer:
+def proposer_of(head: RecurrentHead, tree_width: int, record: Record | None) -> RecurrentProposer:
     shapes = [
-        shape
+        LoopShape(rows, query_len, num_tokens, cut=cut, width=tree_width)
+        for rows in (1, 3)
+        for query_len in (2, 6)
+        for num_tokens in (1, 5)
         for cut in (False, True)
-        for shape in make_shapes(rows=(1, 3), query_lens=(2, 6), num_tokens=(1, 5), cut=cut)
     ]
     return RecurrentProposer(
         head,
-        KVPools(120 + (record is not None), PAGE_SIZE, head.dtype, CPU),
+        KVPools(200 + (record is not None), PAGE_SIZE, head.dtype, CPU),
         choose_backend("sdpa", head.attention_traits(PAGE_SIZE), CPU),
         method="eagle",
         name="tiny",
         max_model_len=MAX_LEN,
         max_draft_tokens=6,  # one more than loops have
         prefill_budget=20,
-        tree_width=1,
+        tree_width=tree_width,
         recording=None if record is None else Recording(shapes, record, TorchDraws()),
     )
 
@@ -133,29 +137,34 @@ class Said:
             self._proposer.features(key, start, states)
 
 
+@pytest.mark.parametrize("tree_width", [1, 4])
 @pytest.mark.parametrize("kind", HEADS)
-def test_drafts_are_those_of_the_eager_way(kind: str, tmp_path: Path) -> None:
+def test_drafts_are_those_of_the_eager_way(kind: str, tree_width: int, tmp_path: Path) -> None:
     """Prompts, catch-ups, numbers of rows and drafts that loops hold and that none holds."""
     for seed in range(2):
         counted = Counted()
         eager, recorded = (
-            Said(proposer_of(head, record), head.features.width, seed)
+            Said(proposer_of(head, tree_width, record), head.features.width, seed)
             for record in (None, counted)
             for head in [HEADS[kind](tmp_path / "files")]
         )
         assert recorded.drafts == eager.drafts
         assert sum(len(tree.token_ids) for _, tree in eager.drafts) > 60
         assert counted.repeated > 10
+        branched = any(not tree.is_chain for key, tree in eager.drafts if key != 5)
+        assert branched == (tree_width > 1)
 
 
-@pytest.mark.parametrize("max_sessions", [1, 5, 256])
-def test_a_proposer_records_a_loop_for_what_its_rounds_bring(max_sessions: int) -> None:
+@pytest.mark.parametrize("width", [1, 8])
+@pytest.mark.parametrize("max_rows", [1, 5, 256])
+def test_a_proposer_records_a_loop_for_what_its_rounds_bring(max_rows: int, width: int) -> None:
     """After a draft of k tokens at most k + 1 rows are to be fed."""
-    shapes = head_shapes(max_sessions=max_sessions, max_draft_tokens=5)
+    shapes = head_shapes(max_rows=max_rows, max_draft_tokens=16, width=width)
     assert len(shapes) == len(set(shapes))
-    for k in range(1, 6):
+    assert all(shape.num_fed <= MAX_TREE_NODES for shape in shapes)
+    for k in range(1, 17 if width == 1 else 10):
         assert any(
-            shape.rows >= max_sessions and shape.query_len > k and shape.num_tokens >= k
+            shape.rows >= max_rows and shape.query_len > k and shape.num_tokens >= k
             for shape in shapes
             if not shape.cut
         )
