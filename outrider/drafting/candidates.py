@@ -70,6 +70,15 @@ def cut_to_likeliest(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return logits.masked_fill(scaled < threshold, -torch.inf)
 
 
+def noised(logits: Tensor, batch: SamplingBatch, depth: int) -> Tensor:
+    """`logits` [n, m, vocab] plus temperature times noise, which m places share: float32.
+
+    Row i's noise is that of its position plus `depth`.
+    """
+    noise = gumbel_noise(batch.seed, batch.position + depth, logits.shape[-1]).float()
+    return logits.float() + (batch.temperature[:, None] * noise)[:, None]
+
+
 def draw_of_likeliest(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor, Tensor]:
     """Draws a token per row from the likeliest ones, and tells from which distribution.
 

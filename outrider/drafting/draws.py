@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from outrider.drafting.candidates import top_candidates
+from outrider.drafting.candidates import noised, top_candidates
 from outrider.engine.sampling import SamplingBatch, sample
 
 
@@ -21,6 +21,10 @@ class Draws(Protocol):
         """int64 [n, count] and float32 [n, count], as `top_candidates`."""
         ...
 
+    def noised(self, logits: Tensor, batch: SamplingBatch, depth: int) -> Tensor:
+        """float32 [n, m, vocab] from as many, as `candidates.noised`."""
+        ...
+
 
 class TorchDraws:
     """`Draws` in torch's operations. With cuts they wait for the device: not to be recorded."""
@@ -30,3 +34,6 @@ class TorchDraws:
 
     def candidates(self, logits: Tensor, batch: SamplingBatch, count: int) -> tuple[Tensor, Tensor]:
         return top_candidates(logits, batch, count)
+
+    def noised(self, logits: Tensor, batch: SamplingBatch, depth: int) -> Tensor:
+        return noised(logits, batch, depth)

@@ -31,6 +31,7 @@ class GuessLoops:
     def __init__(self, head: OneShotHead, recording: Recording, width: int) -> None:
         self._head = head
         self._width = width
+        self._draws = recording.draws
         self._inputs = ChainInputs(
             recording.shapes,
             max_model_len=_ALL_POSITIONS,
@@ -70,7 +71,7 @@ class GuessLoops:
 
     def _loop(self, shape: LoopShape) -> Tensor:
         rows = self._inputs.rows(shape)
-        draws = TargetDraws(rows.sampling)
+        draws = TargetDraws(rows.sampling, self._draws.noised)
         states = self._features.first(shape.rows)
         return self._head.guess(states, rows.tokens[:, 0], draws, shape.num_tokens, self._width)
 

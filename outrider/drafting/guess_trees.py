@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafting.candidates import cut_to_likeliest
-from outrider.engine.sampling import SamplingBatch, gumbel_noise
+from outrider.drafting.candidates import cut_to_likeliest, noised
+from outrider.engine.sampling import SamplingBatch
 from outrider.params import SamplingParams
 
 Nodes = tuple[list[int], list[int]]
@@ -42,9 +42,14 @@ class TargetDraws:
     token is what `engine.sampling.sample` draws from the guessed logits.
     """
 
-    def __init__(self, batch: SamplingBatch | None) -> None:
+    def __init__(
+        self,
+        batch: SamplingBatch | None,
+        noised: Callable[[Tensor, SamplingBatch, int], Tensor] = noised,
+    ) -> None:
         """`batch` has a row each, at the position that depth 0 is drawn at; None: all greedy."""
         self._batch = batch
+        self._noised = noised
 
     @classmethod
     def of(
@@ -64,9 +69,7 @@ class TargetDraws:
         scores = logits.float()
         batch = self._batch
         if batch is not None:
-            scores = _cut(scores, batch)
-            noise = gumbel_noise(batch.seed, batch.position + depth, logits.shape[-1]).float()
-            scores = scores + (batch.temperature[:, None] * noise)[:, None]
+            scores = self._noised(_cut(scores, batch), batch, depth)
         top = scores.topk(min(count, logits.shape[-1]), dim=-1)
         return top.indices, (top.values - scores.logsumexp(dim=-1, keepdim=True)).clamp(max=0.0)
 

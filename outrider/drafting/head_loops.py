@@ -163,7 +163,7 @@ class HeadLoops:
     def _tree(self, forward: HeadForward, inputs: LoopBatches, shape: LoopShape) -> Tensor:
         """int32 [rows, nodes, 3]: tokens, parents, scores; the best nodes first."""
         rows, width, device = shape.rows, shape.width, self._head.device
-        draws = TargetDraws(inputs.sampling)
+        draws = TargetDraws(inputs.sampling, self._draws.noised)
         row = torch.arange(rows, device=device)[:, None]
         ids, scores = draws.likeliest(forward.forward(inputs.catch_up)[:, None], 0, width)
         tokens, scores = ids[:, 0], scores[:, 0]  # of the latest level's nodes: [rows, width]
@@ -178,7 +178,7 @@ class HeadLoops:
             logits = forward.forward(batch, sources.flatten()).view(rows, width, -1)
             ids, gains = draws.likeliest(logits, step + 1, width)
             all_ids, all_scores = ids.flatten(1), (scores[:, :, None] + gains).flatten(1)
-            found.append((all_ids, level.repeat_interleave(width, dim=1), all_scores))
+            found.append((all_ids, level[:, :, None].expand(-1, -1, width).flatten(1), all_scores))
             best = all_scores.sort(dim=1, descending=True, stable=True).indices[:, :width]
             parents = best // width
             tokens, scores = all_ids.gather(1, best), all_scores.gather(1, best)

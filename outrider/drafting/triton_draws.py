@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from outrider.drafting.candidates import cut_to_likeliest
-from outrider.engine.cuda.triton_sampling import choose, choose_top
+from outrider.engine.cuda.triton_sampling import choose, choose_top, noised
 from outrider.engine.sampling import SamplingBatch
 
 
@@ -19,3 +19,6 @@ class TritonDraws:
     def candidates(self, logits: Tensor, batch: SamplingBatch, count: int) -> tuple[Tensor, Tensor]:
         logits = cut_to_likeliest(logits, batch)
         return choose_top(logits, batch.temperature, batch.seed, batch.position, count)
+
+    def noised(self, logits: Tensor, batch: SamplingBatch, depth: int) -> Tensor:
+        return noised(logits, batch.temperature, batch.seed, batch.position, depth)

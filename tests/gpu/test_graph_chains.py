@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from outrider.drafting.candidates import top_candidates  # noqa: E402
 from outrider.drafting.draft_steps import ReadyRow, draft_chains, draft_forks  # noqa: E402
+from outrider.drafting.draws import TorchDraws  # noqa: E402
 from outrider.drafting.graph_chains import GraphChains  # noqa: E402
 from outrider.drafting.recorded_loops import make_shapes  # noqa: E402
 from outrider.drafting.triton_draws import TritonDraws  # noqa: E402
@@ -61,6 +62,19 @@ def test_where_cuts_leave_too_few_the_gaps_are_infinite() -> None:
     tokens, gaps = TritonDraws().candidates(logits, batch, 4)
     assert set(tokens[0, :2].tolist()) == {2998, 2999}
     assert gaps[0].isinf().tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_noise_is_added_as_on_a_cpu(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(len(SAMPLINGS), 3, 3000, generator=generator).to(dtype).to(DEVICE)
+    logits[0, 1, 7] = -torch.inf
+    batch = SamplingBatch.build(SAMPLINGS, [3, 50, 900, 2**20], DEVICE)
+    for depth in (0, 5):
+        found = TritonDraws().noised(logits, batch, depth)
+        assert found.dtype is torch.float32
+        torch.testing.assert_close(found, TorchDraws().noised(logits, batch, depth))
+        assert torch.equal(found[0], logits[0].float())
 
 
 def llama() -> PagedModel:

@@ -9,6 +9,7 @@ from torch import Tensor
 from outrider.engine.cuda.kernels.sampling import (
     choose_block_kernel,
     choose_row_kernel,
+    noised_kernel,
     top_block_kernel,
     top_row_kernel,
     verify_row_kernel,
@@ -130,3 +131,20 @@ def choose_top(
         best, token, chosen, gaps, scores, count, triton.next_power_of_2(scores), num_warps=8
     )
     return chosen, gaps
+
+
+def noised(
+    logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor, ahead: int
+) -> Tensor:
+    """`logits` [n, m, vocab] plus temperature times noise, which m places share: float32.
+
+    The noise is that of `positions` + `ahead`; the others are as `choose` takes them. Safe to
+    capture in a CUDA graph.
+    """
+    n, repeat, vocab = logits.shape
+    logits = logits.contiguous()
+    out = torch.empty_like(logits, dtype=torch.float32)
+    noised_kernel[(n * repeat, triton.cdiv(vocab, _BLOCK))](
+        logits, temperature, keys, positions, out, vocab, ahead, repeat, _BLOCK
+    )
+    return out

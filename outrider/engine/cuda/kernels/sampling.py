@@ -17,15 +17,45 @@ def _mix(x):
 
 
 @triton.jit
-def _scores(logits, temperature, keys_ptr, position, token):
-    """float64: logit / temperature + noise of some tokens of a row, from two keys."""
+def _noise(keys_ptr, position, token):
+    """float64: the noise of some tokens of a row, from two keys."""
     position = position.to(tl.uint32)
     first = _mix(tl.load(keys_ptr).to(tl.uint32) ^ position)
     second = _mix(tl.load(keys_ptr + 1).to(tl.uint32) ^ position)
     mixed = _mix((_mix(token.to(tl.uint32)) ^ first) + second)
     uniform = (mixed.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def _scores(logits, temperature, keys_ptr, position, token):
+    """float64: logit / temperature + noise of some tokens of a row, from two keys."""
     scaled = tl.math.div_rn(logits.to(tl.float32), temperature)
-    return scaled.to(tl.float64) - tl.log(-tl.log(uniform))
+    return scaled.to(tl.float64) + _noise(keys_ptr, position, token)
+
+
+@triton.jit
+def noised_kernel(
+    logits_ptr,  # [n * REPEAT, vocab]
+    temperature_ptr,  # float32 [n]; 0: no noise
+    keys_ptr,  # int64 [n, 2]
+    position_ptr,  # int64 [n]
+    out_ptr,  # float32 [n * REPEAT, vocab]
+    vocab,
+    ahead,  # of its position is what a row draws
+    REPEAT: tl.constexpr,  # rows in a row with the same noise
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab
+    scores = tl.load(logits_ptr + row * vocab + token, mask=inside, other=0.0).to(tl.float32)
+    temperature = tl.load(temperature_ptr + row // REPEAT)
+    if temperature != 0.0:
+        position = tl.load(position_ptr + row // REPEAT) + ahead
+        noise = _noise(keys_ptr + 2 * (row // REPEAT), position, token)
+        scores += temperature * noise.to(tl.float32)
+    tl.store(out_ptr + row * vocab + token, scores, mask=inside)
 
 
 @triton.jit
