@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from outrider.drafting.draws import TorchDraws
+from outrider.drafting.guess_loops import GuessLoops
 from outrider.drafting.recorded_loops import Recording
 from proposer_service.device import guess_shapes
 from tests.support.one_shot_drafts import DEPTH, HEADS, drafts
-from tests.support.recordable import Counted
+from tests.support.recordable import Counted, rerun_strictly
 
 
 @pytest.mark.parametrize("tree_width", [1, 4])
@@ -24,6 +25,13 @@ def test_trees_are_those_of_the_eager_way(name: str, tree_width: int) -> None:
     assert drafts(head, tree_width, recording) == expected
     assert counted.repeated > 10
     assert any(len(tree.token_ids) > DEPTH for tree in expected) == (tree_width > 1)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_nothing_that_is_recorded_waits_for_the_device(name: str) -> None:
+    head = HEADS[name](torch.float32, torch.device("cpu"))
+    shapes = guess_shapes(max_rows=2, max_depth=DEPTH)
+    GuessLoops(head, Recording(shapes, rerun_strictly, TorchDraws()), 4)
 
 
 @pytest.mark.parametrize("max_rows", [1, 5, 256])

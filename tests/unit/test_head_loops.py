@@ -12,6 +12,7 @@ import torch
 from outrider.draft_tree import DraftTree
 from outrider.drafting.chain_inputs import LoopShape
 from outrider.drafting.draws import TorchDraws
+from outrider.drafting.head_loops import HeadLoops
 from outrider.drafting.heads.base import RecurrentHead
 from outrider.drafting.heads.eagle import load_eagle
 from outrider.drafting.heads.eagle3 import load_eagle3
@@ -26,7 +27,7 @@ from outrider.engine.tree_mask import MAX_TREE_NODES
 from outrider.params import SamplingParams, VerificationRule
 from proposer_service.device import head_shapes
 from tests.support import eagle_checkpoints, mtp_checkpoints
-from tests.support.recordable import Counted
+from tests.support.recordable import Counted, HostAttention, rerun_strictly
 
 CPU = torch.device("cpu")
 PAGE_SIZE, MAX_LEN, VOCAB_SIZE = 4, 64, 97
@@ -153,6 +154,26 @@ def test_drafts_are_those_of_the_eager_way(kind: str, tree_width: int, tmp_path:
         assert counted.repeated > 10
         branched = any(not tree.is_chain for key, tree in eager.drafts if key != 5)
         assert branched == (tree_width > 1)
+
+
+@pytest.mark.parametrize("tree_width", [1, 4])
+@pytest.mark.parametrize("kind", HEADS)
+def test_nothing_that_is_recorded_waits_for_the_device(
+    kind: str, tree_width: int, tmp_path: Path
+) -> None:
+    head = HEADS[kind](tmp_path / "files")
+    assert head.capturable
+    head.bind(KVPools(20, PAGE_SIZE, head.dtype, CPU))
+    cuts = (False, True) if tree_width > 1 else (False,)  # cuts of chains are Triton's alone
+    shapes = [LoopShape(2, 3, 4, cut=cut, width=tree_width) for cut in cuts]
+    HeadLoops(
+        head,
+        HostAttention,
+        Recording(shapes, rerun_strictly, TorchDraws()),
+        page_size=PAGE_SIZE,
+        scratch_page=19,
+        max_model_len=MAX_LEN,
+    )
 
 
 @pytest.mark.parametrize("width", [1, 8])
