@@ -84,13 +84,17 @@ def truth(request: Request) -> tuple[list[int], FinishReason]:
 
 
 def run(
-    requests: list[Request], k: int, rng: random.Random, truths: list[list[int]]
+    requests: list[Request],
+    k: int,
+    rng: random.Random,
+    truths: list[list[int]],
+    num_pages: int = 80,
 ) -> list[tuple[list[int], FinishReason]]:
     """All requests at once, drafted for with what is mostly right, often wrong."""
-    model = Terse(VOCAB, PAGE, num_pages=80, max_model_len=MAX_LEN)
+    model = Terse(VOCAB, PAGE, num_pages, MAX_LEN)
     config = EngineConfig(
         page_size=PAGE,
-        num_pages=80,
+        num_pages=num_pages,
         max_model_len=MAX_LEN,
         max_num_batched_tokens=64,
         num_speculative_tokens=k,
@@ -249,6 +253,24 @@ def test_every_rule_stays_in_the_language(rule: VerificationRule) -> None:
     assert accepted > 0
     for output in outputs.values():
         assert re.fullmatch(constraint.source, TOKENIZER.decode(output))
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_masks_outlive_preemptions(k: int) -> None:
+    requests = [
+        Request(
+            session_id=seed,
+            prompt_token_ids=(7, seed),
+            sampling=SamplingParams(temperature=seed % 2, seed=seed),
+            stop=StopParams(max_tokens=130, min_tokens=120),
+            constraint=Constraint(ConstraintKind.REGEX, "([a-c]{3} )*"),
+        )
+        for seed in range(4)
+    ]
+    truths = [truth(request) for request in requests]
+    assert sum(len(output) for output, _ in truths) > 1.5 * MAX_LEN  # more than there are pages for
+    pages = MAX_LEN // PAGE
+    assert run(requests, k, random.Random(k), [output for output, _ in truths], pages) == truths
 
 
 def test_json_objects_end() -> None:
