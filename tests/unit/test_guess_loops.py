@@ -29,7 +29,7 @@ def test_trees_are_those_of_the_eager_way(name: str, tree_width: int) -> None:
 
 @pytest.mark.parametrize("name", HEADS)
 def test_nothing_that_is_recorded_waits_for_the_device(name: str) -> None:
-    head = HEADS[name](torch.float32, torch.device("cpu"))
+    head = HEADS[name](torch.float32, torch.device("meta"))
     shapes = guess_shapes(max_rows=2, max_depth=DEPTH)
     GuessLoops(head, Recording(shapes, rerun_strictly, TorchDraws()), 4)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from outrider.engine.tree_mask import MAX_TREE_NODES
 from outrider.params import SamplingParams, VerificationRule
 from proposer_service.device import head_shapes
 from tests.support import eagle_checkpoints, mtp_checkpoints
-from tests.support.recordable import Counted, HostAttention, rerun_strictly
+from tests.support.recordable import Counted, MetaAttention, rerun_strictly
 
 CPU = torch.device("cpu")
 PAGE_SIZE, MAX_LEN, VOCAB_SIZE = 4, 64, 97
@@ -38,7 +39,7 @@ SAMPLINGS = (
 )
 
 
-def eagle(kind: str, folder: Path) -> RecurrentHead:
+def eagle(kind: str, folder: Path, device: torch.device) -> RecurrentHead:
     if not folder.exists():
         made = eagle_checkpoints
         made.save_target(folder / "target")
@@ -49,19 +50,21 @@ def eagle(kind: str, folder: Path) -> RecurrentHead:
         )
         made.save_head(folder / "eagle3", made.eagle3_tensors(), made.LLAMA)
     load = load_eagle if kind == "eagle" else load_eagle3
-    return load(folder / kind, folder / "target", torch.float64, CPU)
+    return load(folder / kind, folder / "target", torch.float64, device)
 
 
-def mtp(checkpoint: mtp_checkpoints.MtpCheckpoint, folder: Path) -> RecurrentHead:
-    return load_mtp(*checkpoint.write(folder), torch.float64, CPU)
+def mtp(
+    checkpoint: mtp_checkpoints.MtpCheckpoint, folder: Path, device: torch.device
+) -> RecurrentHead:
+    return load_mtp(*checkpoint.write(folder), torch.float64, device)
 
 
-HEADS: dict[str, Callable[[Path], RecurrentHead]] = {
-    "eagle": lambda folder: eagle("eagle", folder),
-    "eagle3": lambda folder: eagle("eagle3", folder),
-    "mtp": lambda folder: mtp(mtp_checkpoints.qwen("qwen3_5"), folder),
-    "mtp, two modules": lambda folder: mtp(
-        mtp_checkpoints.rtp_qwen2(num_modules=2, draft_ids=list(range(0, 90, 2))), folder
+HEADS: dict[str, Callable[[Path, torch.device], RecurrentHead]] = {
+    "eagle": partial(eagle, "eagle"),
+    "eagle3": partial(eagle, "eagle3"),
+    "mtp": partial(mtp, mtp_checkpoints.qwen("qwen3_5")),
+    "mtp, two modules": partial(
+        mtp, mtp_checkpoints.rtp_qwen2(num_modules=2, draft_ids=list(range(0, 90, 2)))
     ),
 }
 
@@ -147,7 +150,7 @@ def test_drafts_are_those_of_the_eager_way(kind: str, tree_width: int, tmp_path:
         eager, recorded = (
             Said(proposer_of(head, tree_width, record), head.features.width, seed)
             for record in (None, counted)
-            for head in [HEADS[kind](tmp_path / "files")]
+            for head in [HEADS[kind](tmp_path / "files", CPU)]
         )
         assert recorded.drafts == eager.drafts
         assert sum(len(tree.token_ids) for _, tree in eager.drafts) > 60
@@ -161,14 +164,15 @@ def test_drafts_are_those_of_the_eager_way(kind: str, tree_width: int, tmp_path:
 def test_nothing_that_is_recorded_waits_for_the_device(
     kind: str, tree_width: int, tmp_path: Path
 ) -> None:
-    head = HEADS[kind](tmp_path / "files")
+    device = torch.device("meta")
+    head = HEADS[kind](tmp_path / "files", device)
     assert head.capturable
-    head.bind(KVPools(20, PAGE_SIZE, head.dtype, CPU))
+    head.bind(KVPools(20, PAGE_SIZE, head.dtype, device))
     cuts = (False, True) if tree_width > 1 else (False,)  # cuts of chains are Triton's alone
     shapes = [LoopShape(2, 3, 4, cut=cut, width=tree_width) for cut in cuts]
     HeadLoops(
         head,
-        HostAttention,
+        MetaAttention,
         Recording(shapes, rerun_strictly, TorchDraws()),
         page_size=PAGE_SIZE,
         scratch_page=19,
