@@ -21,6 +21,8 @@ _DETAILS_KEY: Final = "grpc-status-details-bin"
 _MAX_MESSAGE_BYTES: Final = 1000
 """It travels twice, escaped and in base64: what exceeds 8 KiB in all, gRPC replaces by
 RESOURCE_EXHAUSTED of its own. A client's own words may be in it."""
+_WRITE_FAILED: Final = "Internal error from Core"
+"""What grpc.aio says of a call whose write failed before the peer's own status came."""
 _log = logging.getLogger(__name__)
 
 # The nearest class of an error's ancestry counts. In the other direction the reason of ErrorInfo
@@ -101,6 +103,8 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseExceptio
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.OutriderError:
     """The error that the peer meant; also for a status that gRPC itself made."""
+    if error.code() is grpc.StatusCode.INTERNAL and error.details() == _WRITE_FAILED:
+        return errors.UnavailableError("the stream broke")
     info, retry = _details(error)
     code, message = error.code(), error.details() or error.code().name
     if nothing_answers(error):  # gRPC names each address, and at last why

@@ -115,6 +115,16 @@ async def test_a_status_that_grpc_made_itself_is_understood() -> None:
     assert "127.0.0.1" not in meant.message, "who asked knows the address"
 
 
+def test_a_write_that_fails_before_the_status_comes_is_no_internal_error() -> None:
+    nothing = grpc.aio.Metadata()
+    lost = grpc.aio.AioRpcError(
+        grpc.StatusCode.INTERNAL, nothing, nothing, "Internal error from Core"
+    )
+    meant = status.from_rpc_error(lost)
+    assert isinstance(meant, errors.UnavailableError)
+    assert meant.message == "the stream broke"
+
+
 def test_every_error_class_has_a_code_of_its_own_choice() -> None:
     def leaves(cls: type[errors.OutriderError]) -> list[type[errors.OutriderError]]:
         return [cls, *(leaf for child in cls.__subclasses__() for leaf in leaves(child))]
