@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.engine.attention import AttentionParams
@@ -88,13 +88,15 @@ def recordable_llama(page_size: int = 4, num_pages: int = 64) -> PagedModel:
     )
 
 
-class NoHostTensors(TorchDispatchMode):
+class NoHostTensors(TorchFunctionMode):
     """Refuses what a CUDA graph cannot hold and meta tensors let pass: tensors of the host's."""
 
-    def __torch_dispatch__(
+    _REFUSED = frozenset({torch.tensor, torch.as_tensor, torch.from_numpy})
+
+    def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        assert func is not torch.ops.aten.lift_fresh.default, "made on the host"
+        assert func not in self._REFUSED, "made on the host"
         return func(*args, **(kwargs or {}))
 
 
