@@ -12,10 +12,19 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from outrider.drafting.draft_steps import ReadyRow, draft_chains
+from outrider.drafting.head_forward import LEAD, HeadForward
+from outrider.drafting.head_loops import HeadLoops
 from outrider.drafting.heads.mtp_loader import load_mtp
+from outrider.drafting.recorded_loops import Recording
+from outrider.drafting.tree_steps import draft_trees
+from outrider.drafting.triton_draws import TritonDraws
 from outrider.engine.backends import choose_backend
 from outrider.engine.batch import RowSlice, pack
+from outrider.engine.cuda.graphs import CudaGraphs
 from outrider.engine.kv_cache import KVPools
+from outrider.params import SamplingParams
+from proposer_service.device import head_shapes
 from tests.support import mtp_checkpoints as made
 
 pytestmark = pytest.mark.gpu
@@ -73,3 +82,34 @@ def test_logits_are_those_of_a_cpu(folders: tuple[Path, Path]) -> None:
     half = _logits(folders, torch.bfloat16, CUDA)
     alike = torch.cosine_similarity(half.where(known, 0), expected.where(known, 0), dim=-1)
     assert alike.median() > 0.99  # an expert more or less makes a row differ
+
+
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("folders", ["gated", "two modules"], indirect=True)
+def test_graphs_draft_what_the_eager_way_drafts(folders: tuple[Path, Path], width: int) -> None:
+    """After a prompt, of three rows more; modules with experts or latents are not recorded."""
+    head = load_mtp(*folders, torch.float32, CUDA)
+    assert head.capturable
+    backend = choose_backend(None, head.attention_traits(PAGE_SIZE), CUDA)
+    head.bind(KVPools(9, PAGE_SIZE, head.dtype, CUDA))
+    recording = Recording(
+        head_shapes(max_rows=2, max_draft_tokens=5, width=width), CudaGraphs(), TritonDraws()
+    )
+    loops = HeadLoops(
+        head, backend, recording, page_size=PAGE_SIZE, scratch_page=8, max_model_len=100
+    )
+    states = torch.randn(23, head.state_size, generator=torch.Generator().manual_seed(0)).bfloat16()
+    tokens = [(7 * i) % made.VOCAB_SIZE for i in range(23)]
+    table = [5, 1, 3, 2]
+    prompt = RowSlice(tokens[:20], 0, table, 1)
+    loops.chains([prompt], [states[:20]], [])
+    for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=4)):
+        row, ready = RowSlice(tokens[20:], 20, table, 1), ReadyRow(24, 5, params)
+        forward = HeadForward.of_host(head, backend, PAGE_SIZE, [states[20:]])
+        if width == 1:
+            expected = draft_chains(forward, [row], [ready], LEAD)
+            assert loops.chains([row], [states[20:]], [ready]) == expected
+        else:
+            trees = draft_trees(forward, [row], [ready], width)
+            found = loops.trees([row], [states[20:]], [ready], width)
+            assert found[0][0][:2] == trees[0][0][:2]  # but for near ties
