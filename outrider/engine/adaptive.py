@@ -95,7 +95,7 @@ class AdaptivePolicy(Policy):
         if d.runs_ahead:
             wait_s = d.wait_s - token_s * d.num_draft_tokens
         else:
-            wait_s = 0.0 if times is None else missed * times.base_s
+            wait_s = 0.0 if times is None else missed * times.mean_s(0)
         sizes: list[int] = [*takewhile(lambda k: k < limit, SIZES), limit]
         rates = [
             (1.0 + accepted(acceptance, k * d.levels))
@@ -123,12 +123,12 @@ class AdaptivePolicy(Policy):
         times = self._drafts.get(d.drafter)
         if times is None:
             return min(MAX_PATIENCE_S, worth)
-        delay = times.delay
+        mean = times.mean_s(d.num_draft_tokens)
         if d.short_rounds >= PROBE_EVERY:  # what comes too late tells nothing
             worth = max(worth, STEPS_OF_PATIENCE * step)
-        if delay.mean > worth:
+        if mean > worth:
             return 0.0
-        return min(MAX_PATIENCE_S, worth, delay.mean + 4 * delay.deviation)
+        return min(MAX_PATIENCE_S, worth, mean + 4 * times.delay.deviation)
 
     def hold(self, ready: int, waiting: Rows[Sequence], now: float) -> float:
         """Waits for drafts that are due soon if that lets all rows finish earlier on average.
@@ -153,7 +153,9 @@ class AdaptivePolicy(Policy):
         """When a row's draft is expected; its deadline if it is overdue."""
         d = seq.drafting
         times = self._drafts.get(d.drafter)
-        expected = d.deadline if times is None else d.committed_at + times.delay.mean
+        if times is None:
+            return d.deadline
+        expected = d.committed_at + times.mean_s(d.num_draft_tokens)
         return expected if now < expected < d.deadline else d.deadline
 
     def drafting(self, request: Request) -> Drafting:

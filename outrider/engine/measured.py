@@ -132,7 +132,6 @@ class DraftTimes:
         """Mean seconds per drafted token."""
         return self._token_s.mean
 
-    @property
-    def base_s(self) -> float:
-        """Mean seconds from a commit to the arrival, without the time per drafted token."""
-        return self.delay.mean - self.token_s * self._length
+    def mean_s(self, num_tokens: int) -> float:
+        """Mean seconds from a commit to the arrival of so many tokens; 0 tokens: what any takes."""
+        return self.delay.mean + self.token_s * (num_tokens - self._length)

@@ -144,7 +144,8 @@ class Policy:
         for i, (length, when, wanted) in enumerate(d.commits):
             if length == base_len:
                 del d.commits[i]  # a second block for the same commit measures nothing
-                if wanted and d.blocks > 1:  # the first one also took the prompt's processing
+                # The first one also took the prompt's processing; an empty one took no drafting.
+                if wanted and d.blocks > 1 and block.token_ids:
                     calm = self._launched_at < when
                     self.observe_delay(d, now - when, draft_s, len(block.token_ids), calm=calm)
                 return max(0.0, now - when)

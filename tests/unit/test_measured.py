@@ -37,7 +37,7 @@ def test_drafts_beside_steps_do_not_count_where_there_are_calm_ones() -> None:
         times.observe(0.012, 0.008, 4, calm=False)
     assert times.delay.mean == pytest.approx(0.005)
     assert times.token_s == pytest.approx(0.001)
-    assert times.base_s == pytest.approx(0.001)
+    assert [times.mean_s(k) for k in (0, 2, 4)] == pytest.approx([0.001, 0.003, 0.005])
     times.observe(0.012, 0.008, 4, calm=False)
     assert times.delay.mean == pytest.approx(0.012), "there are no calm ones any more"
 

@@ -265,6 +265,18 @@ def test_an_empty_block_ends_the_wait_and_is_no_miss() -> None:
     assert stats.wait_ms < 1.01 * stats.waits * bench.delay_s * 1e3, "no longer than it took"
 
 
+def test_blocks_without_tokens_do_not_tell_how_long_a_draft_takes() -> None:
+    """A proposer answers at once that it has none, at every answer's end: that is no short draft."""
+    policy, began = AdaptivePolicy(4), 0.0
+    for clueless, delay_s in ((set[int](), 0.0069), ({0}, 0.0001), (set[int](), 0.0069)):
+        bench = Bench(policy, delay_s=delay_s, clueless=clueless, steps=GPU_STEP_S)
+        bench.now = began
+        (stats,) = bench.run()
+        began = bench.now
+    assert stats.output_tokens / stats.rounds > 4.0
+    assert stats.fallback_rounds <= 2
+
+
 def test_a_silent_proposer_is_waited_for_once_set_aside_and_tried_again() -> None:
     bench = Bench(AdaptivePolicy(4), dead={0})
     (stats,) = bench.run()
