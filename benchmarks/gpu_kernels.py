@@ -154,13 +154,13 @@ def pointwise() -> Iterator[Record]:
 
 
 def attention() -> Iterator[Record]:
-    """Every backend, page size and number of splits, beside the bandwidth's floor."""
+    """Every backend and page size, beside the bandwidth's floor."""
     for rows in (1, 8, 32):
         for query_len in (1, 5):
             for context in (512, 4096):
                 for page_size in (16, 64, 128):
                     case = _AttentionCase(rows, query_len, context, page_size)
-                    for name, backend in _backends(rows):
+                    for name, backend in _backends():
                         try:
                             us = case.us(backend)
                         except Exception:
@@ -207,7 +207,7 @@ class _AttentionCase:
         return graph_us(calls, repeats=5)
 
 
-def _backends(rows: int) -> Iterator[tuple[str, AttentionBackend]]:
+def _backends() -> Iterator[tuple[str, AttentionBackend]]:
     from importlib.util import find_spec
 
     from outrider.engine.cuda.paged_attention import TritonBackend
@@ -221,9 +221,7 @@ def _backends(rows: int) -> Iterator[tuple[str, AttentionBackend]]:
 
         backend = FlashInferBackend(CUDA)
         yield "flashinfer", lambda batch: FlashInferAttention(batch, backend, graph=True)
-    for splits in (1, 4, 8, 16):
-        if rows * splits <= 64:
-            yield f"triton/{splits}", TritonBackend(rows * KV_HEADS * splits)
+    yield "triton", TritonBackend(torch.cuda.get_device_properties(CUDA).multi_processor_count)
 
 
 def sampling() -> Iterator[Record]:

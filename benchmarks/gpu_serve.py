@@ -102,8 +102,9 @@ def _measure(
     for concurrency in args.concurrency:
         plan = Plan(concurrency, args.rounds, max(2, concurrency))
         try:
-            for system in systems:  # each size once, so that nothing compiles in a measured round
-                system.run(loaded.group(0, concurrency), 16, concurrency)
+            # Once unmeasured: kernels are compiled, and a policy learns what drafts cost and bring.
+            for system in systems:
+                system.run(loaded.group(0, plan.prompts_per_round), args.max_tokens, concurrency)
             cells += measure(systems, plan, loaded, args.max_tokens, children, say)
         except ProcessError as error:  # a machine by the hour: what was measured is kept
             say(f"*** {concurrency} concurrent failed: {error} ***")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from outrider.engine.attention import AttentionParams, StepAttention
 from outrider.engine.kv_cache import KVPools, LayerPool
 from outrider.engine.linear import Linear, pack_linear
-from outrider.engine.llama_ops import LlamaOps
+from outrider.engine.llama_ops import LlamaOps, Use
 from outrider.engine.shards import WHOLE, Sharding, local
 
 
@@ -90,17 +90,13 @@ class FusedLlama:
         self._embedding = sharding.whole(base.embed_tokens.weight.detach())
         self._norm: Tensor = base.norm.weight.detach()
         self._head = sharding.gathered(parts.lm_head.weight.detach(), parts.lm_head.bias)
-        self._added: list[Linear] = []  # before they are summed over ranks
+        self._uses: list[Use] = []
         self._rope = self._rope_table(base.rotary_emb, max_model_len)
         self._layers = [
             self._layer(layer, pools.allocate(i, self._kv_heads, self._head_dim, self._head_dim))
             for i, layer in enumerate(base.layers)
         ]
-        ops.tune(
-            normed=[*((x.input_norm, x.qkv) for x in self._layers), (self._norm, self._head)],
-            gated=[(x.post_norm, x.gate_up) for x in self._layers],
-            added=self._added,
-        )
+        ops.tune([*self._uses, Use(self._head, self._norm)])
 
     def _layer(self, layer: Any, pool: LayerPool) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -114,14 +110,19 @@ class FusedLlama:
                     attention.k_norm.weight.expand(self._kv_heads, -1),
                 )
             ).detach()
+        input_norm = layer.input_layernorm.weight.detach()
+        post_norm = layer.post_attention_layernorm.weight.detach()
+        qkv, gate_up = _joined(q, k, v), _joined(gate, up)
+        o, down = self._local(attention.o_proj), self._local(mlp.down_proj)
+        self._uses += [Use(qkv, input_norm), Use(o), Use(gate_up, post_norm, True), Use(down)]
         return _Layer(
-            input_norm=layer.input_layernorm.weight.detach(),
-            qkv=_joined(q, k, v),
+            input_norm=input_norm,
+            qkv=qkv,
             qk_norm=qk_norm,
-            o=self._summed(attention.o_proj),
-            post_norm=layer.post_attention_layernorm.weight.detach(),
-            gate_up=_joined(gate, up),
-            down=self._summed(mlp.down_proj),
+            o=self._sharding.summed(o),
+            post_norm=post_norm,
+            gate_up=gate_up,
+            down=self._sharding.summed(down),
             pool=pool,
             params=AttentionParams(
                 scaling=attention.scaling,
@@ -129,11 +130,10 @@ class FusedLlama:
             ),
         )
 
-    def _summed(self, module: Any) -> Linear:
+    def _local(self, module: Any) -> Linear:
+        """This rank's part of a layer whose outputs are summed over ranks."""
         bias = module.bias if self._sharding.rank == 0 else None
-        linear = pack_linear(local(module.weight), None if bias is None else local(bias))
-        self._added.append(linear)
-        return self._sharding.summed(linear)
+        return pack_linear(local(module.weight), None if bias is None else local(bias))
 
     def _rope_table(self, rotary: nn.Module, max_model_len: int) -> Tensor:
         """[positions, 2, 2, head_dim / 2]: cosines for both halves, then sines as -sin, sin."""

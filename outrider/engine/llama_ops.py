@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch.nn.functional as F
@@ -10,6 +11,15 @@ from torch import Tensor
 
 from outrider.engine.kv_cache import LayerPool
 from outrider.engine.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A product of a step: by `norm_linear` or `norm_gated`, or without a norm by `Linear.add`."""
+
+    linear: Linear
+    norm: Tensor | None = None  # [in]
+    gated: bool = False
 
 
 class LlamaOps(Protocol):
@@ -46,13 +56,8 @@ class LlamaOps(Protocol):
         """silu(gate) * up [tokens, intermediate] of x [tokens, hidden] normed."""
         return self.silu_mul(gate_up(self.rms_norm(x, norm, eps)))
 
-    def tune(
-        self,
-        normed: Sequence[tuple[Tensor, Linear]],  # noqa: ARG002
-        gated: Sequence[tuple[Tensor, Linear]],  # noqa: ARG002
-        added: Sequence[Linear],  # noqa: ARG002
-    ) -> None:
-        """Told once of all layers, with their norms: of `norm_linear`, `norm_gated` and `add`."""
+    def tune(self, uses: Sequence[Use]) -> None:  # noqa: ARG002
+        """Told once of a step's products, in their order."""
         return
 
 

@@ -26,11 +26,11 @@ from outrider.engine.backends import (  # noqa: E402
 from outrider.engine.batch import PackedBatch, RowSlice, pack  # noqa: E402
 from outrider.engine.cuda.graphs import CudaGraphs  # noqa: E402
 from outrider.engine.cuda.paged_attention import TritonPagedAttention  # noqa: E402
-from outrider.engine.cuda.products import FewRowsLinear, Strips  # noqa: E402
+from outrider.engine.cuda.products import FewRowsLinear, Strips, Tiles, Way  # noqa: E402
 from outrider.engine.cuda.triton_ops import TritonOps  # noqa: E402
 from outrider.engine.cuda.triton_sampling import choose, choose_and_verify  # noqa: E402
 from outrider.engine.kv_cache import PageMajorPool  # noqa: E402
-from outrider.engine.llama_ops import TorchOps  # noqa: E402
+from outrider.engine.llama_ops import TorchOps, Use  # noqa: E402
 from outrider.engine.sampling import SamplingBatch, sample, seed_keys  # noqa: E402
 from outrider.engine.sdpa import SdpaAttention  # noqa: E402
 from outrider.engine.verifier import VerifyBatch  # noqa: E402
@@ -229,7 +229,7 @@ def test_backends(name: str, rows: Rows, page_size: int, window: int | None) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32] if not ON_GPU else DTYPES)
-@pytest.mark.parametrize("programs", [1, 132])
+@pytest.mark.parametrize("multiprocessors", [1, 66, 132])
 @pytest.mark.parametrize(
     ("shape", "group", "extra"),
     [
@@ -242,12 +242,12 @@ def test_backends(name: str, rows: Rows, page_size: int, window: int | None) -> 
 )
 def test_triton_attention(
     dtype: torch.dtype,
-    programs: int,
+    multiprocessors: int,
     shape: tuple[int, int, int],
     group: int,
     extra: dict[str, float],
 ) -> None:
-    rows = [(0, 70), (300, 5)] if programs == 1 else [(300, 5), (7, 1)]
+    rows = [(0, 70), (300, 5)] if multiprocessors == 1 else [(300, 5), (7, 1)]
     batch, pool, query = _paged(rows, 16, shape, group, dtype)
     sinks = _random(shape[0] * group, dtype=dtype, seed=7) if "sinks" in extra else None
     window = extra.get("sliding_window")
@@ -257,7 +257,7 @@ def test_triton_attention(
         softcap=extra.get("softcap"),
         sinks=sinks,
     )
-    actual = TritonPagedAttention(batch, programs).attend(query, pool, params)
+    actual = TritonPagedAttention(batch, multiprocessors).attend(query, pool, params)
     _close(actual, _reference(batch, pool, query, params), dtype)
 
 
@@ -265,23 +265,32 @@ TREE = (-1, -1, 0, 0, 1, 3, 5, 6)  # of eight nodes
 DEEP = tuple(range(-1, 63))  # as many as fit
 
 
-@pytest.mark.parametrize("programs", [1, 132])
+@pytest.mark.parametrize("multiprocessors", [1, 66, 132])
 @pytest.mark.parametrize("window", [None, 7, 70])
-def test_attention_to_trees(programs: int, window: int | None) -> None:
+def test_attention_to_trees(multiprocessors: int, window: int | None) -> None:
     dtype, shape, group = torch.float32, (2, 32, 32), 3
     # (before, known tokens, nodes): a chain, a tree at the end of a prompt, trees alone.
     slices, trees = [(40, 5), (0, 70 + 8), (300, 1 + 8), (90, 1 + 64)], [(), TREE, TREE, DEEP]
     batch, pool, query = _paged(slices, 16, shape, group, dtype, trees)
     params = AttentionParams(scaling=0.2, sliding_window=window)
-    actual = TritonPagedAttention(batch, programs).attend(query, pool, params)
+    actual = TritonPagedAttention(batch, multiprocessors).attend(query, pool, params)
     _close(actual, _reference(batch, pool, query, params), dtype)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 7])
-@pytest.mark.parametrize("inner", [8, 296])  # the second is no power of two
-def test_products_of_few_rows(rows: int, inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("way", "rows", "inner"),
+    [
+        *((Strips(32, 1), rows, inner) for rows in (1, 2) for inner in (8, 296)),  # no power of two
+        *((Tiles(64, 64, 3, 4, 1), rows, 192) for rows in (1, 5, 16, 17)),
+        *((Tiles(64, 64, 3, 4, 8), rows, 256) for rows in (1, 5, 33)),  # shared by four programs
+    ],
+)
+def test_products_of_few_rows(
+    way: Way, rows: int, inner: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("outrider.engine.linear.can_prepack", lambda *_: False)  # on CPU
-    dtype = torch.bfloat16
+    # The interpreter takes the bits of bfloat16 for numbers when it multiplies matrices.
+    dtype = torch.bfloat16 if ON_GPU or isinstance(way, Strips) else torch.float32
     layer = FewRowsLinear((_random(128, inner, dtype=dtype) * inner**-0.5).to(dtype))
     x, norm = _random(rows, inner, dtype=dtype, seed=1), _random(inner, dtype=dtype, seed=2)
     plain, ours = TorchOps(), TritonOps()
@@ -291,7 +300,8 @@ def test_products_of_few_rows(rows: int, inner: int, monkeypatch: pytest.MonkeyP
         plain.norm_gated(x, norm, 1e-5, layer),
         layer.add(x, residual.clone()),
     )
-    layer.choices = {triton.next_power_of_2(rows): Strips(32, 1)}
+    assert way.takes(inner)
+    monkeypatch.setattr(layer, "choice", lambda _: way)
     out = torch.empty_like(residual)
     actual = (
         ours.norm_linear(x, norm, 1e-5, layer, out),
@@ -328,7 +338,13 @@ def test_tuned_products_in_a_recorded_chain() -> None:
 
     inputs = [_random(rows, hidden, dtype=dtype, seed=rows) for rows in (1, 2, 3, 8, 16, 17)]
     expected = [chain(x) for x in inputs]
-    ops.tune([], [(norm, layer) for layer in up], down)
+    ops.tune(
+        [
+            use
+            for pair in zip(up, down, strict=True)
+            for use in (Use(pair[0], norm, True), Use(pair[1]))
+        ]
+    )
     for x, wanted in zip(inputs, expected, strict=True):
         results: list[Tensor] = []
         replay = CudaGraphs()(lambda x=x, to=results: to.append(chain(x)))  # type: ignore[misc]

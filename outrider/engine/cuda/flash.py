@@ -33,13 +33,13 @@ class Flash4Backend:
 
     num_kv_heads: int
     group: int  # query heads per key head
-    programs: int  # that the device runs at once
+    multiprocessors: int
 
     def __call__(self, batch: PackedBatch) -> StepAttention:
         rows = len(batch.query_lens)
         short = batch.max_query_len * self.group <= _TILE_QUERIES
-        if short and rows * self.num_kv_heads <= self.programs:
-            return TritonPagedAttention(batch, self.programs)
+        if short and rows * self.num_kv_heads <= 2 * self.multiprocessors:
+            return TritonPagedAttention(batch, self.multiprocessors)
         return Flash4Attention(batch)
 
 

@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
 
 import torch
 import triton
 from torch import Tensor
 
-from outrider.engine.cuda.kernels.products import strip_kernel
+from outrider.engine.cuda.kernels.products import strip_kernel, tile_kernel
 from outrider.engine.cuda.launch import launch_options
 from outrider.engine.linear import PackedLinear
 
-_MAX_INNER = 16384  # a program holds whole rows of the weight
+_MAX_STRIP = 16384  # numbers of a row of the weight, which a strip holds whole
 _OUTPUTS = 128  # divides the rows of every weight; a gated one has two halves
+_TILES = 8192  # of a product at most
+_PARTIAL = 2**22  # numbers that programs of one product leave for each other at most
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """`out` [rows, outputs] of x [rows, inner]."""
+
+    x: Tensor
+    weight: Tensor  # [outputs, inner]; if gated [2 * outputs, inner], the gates first
+    out: Tensor
+    norm: Tensor | None = None  # [inner]: x is normed
+    eps: float = 0.0
+    gated: bool = False  # the output is silu(gate) * up
+    add: bool = False  # to what is in `out`
+
+    def outputs_per_program(self, weight_rows: int) -> int:
+        return weight_rows // (len(self.weight) // self.out.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +43,101 @@ class Strips:
     per_thread: int  # numbers of the weight in registers
     warps: int
 
-    def outputs(self, inner: int) -> int:
-        """Rows of the weight [out, inner] per program."""
-        block: int = triton.next_power_of_2(inner)
-        return min(_OUTPUTS // 2, max(1, self.per_thread * 32 * self.warps // block))
+    norms: ClassVar[bool] = True
+
+    def takes(self, inner: int) -> bool:
+        """Whether rows of a weight may be of this length."""
+        return inner <= _MAX_STRIP
+
+    def __call__(self, product: Product) -> None:
+        x, out = product.x, product.out
+        block = triton.next_power_of_2(x.shape[1])
+        weight_rows = self.per_thread * 32 * self.warps // block
+        outputs = min(_OUTPUTS // 2, max(1, product.outputs_per_program(weight_rows)))
+        strip_kernel[(out.shape[1] // outputs,)](
+            x,
+            product.weight,
+            x if product.norm is None else product.norm,
+            out,
+            *out.shape,
+            x.shape[1],
+            product.eps,
+            product.norm is not None,
+            product.gated,
+            product.add,
+            triton.next_power_of_2(len(x)),
+            outputs,
+            block,
+            num_warps=self.warps,
+            **launch_options(),
+        )
 
 
-# What is tried for up to so many rows of x. At 4 and 8 rows strips won alone, but lost to cuBLAS
-# within a step (H200, 8B: 3 % at 5 and 8 rows).
-CANDIDATES: dict[int, tuple[Strips, ...]] = {
-    1: (Strips(64, 4), Strips(128, 4), Strips(64, 8), Strips(128, 8)),
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How `tile_kernel` divides a weight among its programs."""
+
+    weight_rows: int  # per program; a power of two, at least 32
+    inner: int  # of each of them at a time; a power of two, at least 64
+    stages: int
+    warps: int
+    programs: int  # at most, among which tiles are divided; a power of two
+
+    norms: ClassVar[bool] = False
+
+    def takes(self, inner: int) -> bool:
+        """Whether rows of a weight may be of this length."""
+        return inner % self.inner == 0
+
+    def __call__(self, product: Product) -> None:
+        x, out = product.x, product.out
+        rows = max(16, triton.next_power_of_2(len(x)))
+        outputs = product.outputs_per_program(self.weight_rows)
+        tiles, blocks = out.shape[1] // outputs, x.shape[1] // self.inner
+        splits = 1
+        while 2 * splits * tiles <= self.programs and blocks % (2 * splits) == 0:
+            splits *= 2
+        partial, arrived = _workspace(x.device)
+        assert tiles <= len(arrived)
+        assert splits == 1 or tiles * splits * self.weight_rows * rows <= len(partial)
+        tile_kernel[(tiles * splits,)](
+            x,
+            product.weight,
+            out,
+            partial,
+            arrived,
+            *out.shape,
+            x.shape[1],
+            x.shape[1] // splits,
+            product.gated,
+            product.add,
+            rows,
+            outputs,
+            self.inner,
+            self.stages,
+            num_warps=self.warps,
+            **launch_options(),
+        )
+
+
+@cache
+def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
+    """What programs of one tile leave for each other: float32, and zeros int32. One product uses
+    it at a time: the next one waits for it."""
+    partial = torch.empty(_PARTIAL, device=device)
+    return partial, torch.zeros(_TILES, dtype=torch.int32, device=device)
+
+
+Way = Strips | Tiles
+
+# What is tried for up to so many rows of x.
+CANDIDATES: dict[int, tuple[Way, ...]] = {
+    1: (Strips(64, 4), Strips(128, 4), Strips(64, 8)),
     2: (Strips(64, 4), Strips(128, 4), Strips(64, 8)),
+    8: (Tiles(64, 256, 3, 4, 256), Tiles(32, 256, 4, 4, 256)),
+    16: (Tiles(64, 256, 3, 4, 256), Tiles(32, 256, 4, 4, 256)),
+    32: (Tiles(128, 128, 4, 8, 256), Tiles(32, 256, 4, 4, 256)),
+    64: (Tiles(128, 128, 3, 8, 256), Tiles(32, 256, 3, 4, 256)),
 }
 
 
@@ -46,7 +150,6 @@ def fits(weight: Tensor, bias: Tensor | None) -> bool:
         and weight.dtype is torch.bfloat16
         and outputs % _OUTPUTS == 0
         and inner % 8 == 0
-        and inner <= _MAX_INNER
     )
 
 
@@ -59,50 +162,31 @@ class FewRowsLinear(PackedLinear):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight, None)
-        self.choices: dict[int, Strips] = {}
+        self.choices: dict[int, Way] = {}
 
-    def choice(self, rows: int) -> Strips | None:
+    def choice(self, rows: int) -> Way | None:
         """How this number of rows is computed; None: by cuBLAS."""
-        return self.choices.get(triton.next_power_of_2(rows))
+        return self.choices.get(next((most for most in CANDIDATES if rows <= most), 0))
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """`residual + self(x)`, in `residual`."""
         way = self.choice(len(x))
         if way is None:
             return super().add(x, residual)
-        return self.strips(way, x, residual, add=True)
+        way(Product(x.contiguous(), self._weight, residual, add=True))
+        return residual
 
-    def strips(
+    def fused(
         self,
-        way: Strips,
+        way: Way,
         x: Tensor,
         out: Tensor,
         norm: Tensor | None = None,
         eps: float = 0.0,
         *,
         gated: bool = False,
-        add: bool = False,
     ) -> Tensor:
-        """Into `out` [rows, outputs]: the product of x [rows, in], normed if `norm` is given;
-        silu(gate) * up of its halves if `gated`; added to what is there if `add`."""
-        rows, outputs = out.shape
-        per_program = way.outputs(2 * self.in_features if gated else self.in_features)
-        strip_kernel[(outputs // per_program,)](
-            x.contiguous(),
-            self._weight,
-            x if norm is None else norm,
-            out,
-            rows,
-            outputs,
-            self.in_features,
-            eps,
-            norm is not None,
-            gated,
-            add,
-            triton.next_power_of_2(rows),
-            per_program,
-            triton.next_power_of_2(self.in_features),
-            num_warps=way.warps,
-            **launch_options(),
-        )
+        """Into `out` [rows, outputs]: the product of x [rows, in], normed if `norm` is given, which
+        the way must do; silu(gate) * up of its halves if `gated`."""
+        way(Product(x.contiguous(), self._weight, out, norm, eps, gated))
         return out

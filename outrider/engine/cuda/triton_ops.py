@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 import triton
@@ -16,11 +15,11 @@ from outrider.engine.cuda.kernels.pointwise import (
     silu_mul_kernel,
 )
 from outrider.engine.cuda.launch import launch_options
-from outrider.engine.cuda.products import FewRowsLinear
-from outrider.engine.cuda.tuning import Use, tune
+from outrider.engine.cuda.products import FewRowsLinear, Way
+from outrider.engine.cuda.tuning import tune
 from outrider.engine.kv_cache import LayerPool, PageMajorPool
 from outrider.engine.linear import Linear
-from outrider.engine.llama_ops import LlamaOps
+from outrider.engine.llama_ops import LlamaOps, Use
 
 _HEADS_PER_PROGRAM = 4  # 512 numbers per program at 128 a head: a warp with 16 numbers a thread
 _SILU_BLOCK = 1024
@@ -104,34 +103,39 @@ class TritonOps(LlamaOps):
         if isinstance(linear, FewRowsLinear) and (way := linear.choice(len(x))) is not None:
             if out is None:
                 out = x.new_empty(len(x), linear.out_features)
-            return linear.strips(way, x, out, norm, eps)
+            return self._fused(linear, way, x, norm, eps, out)
         return super().norm_linear(x, norm, eps, linear, out)
 
     def norm_gated(self, x: Tensor, norm: Tensor, eps: float, gate_up: Linear) -> Tensor:
         if isinstance(gate_up, FewRowsLinear) and (way := gate_up.choice(len(x))) is not None:
             out = x.new_empty(len(x), gate_up.out_features // 2)
-            return gate_up.strips(way, x, out, norm, eps, gated=True)
+            return self._fused(gate_up, way, x, norm, eps, out, gated=True)
         return super().norm_gated(x, norm, eps, gate_up)
 
-    def tune(
+    def _fused(
         self,
-        normed: Sequence[tuple[Tensor, Linear]],
-        gated: Sequence[tuple[Tensor, Linear]],
-        added: Sequence[Linear],
-    ) -> None:
-        tune(
-            [
-                *(Use("norm_linear", pair[1], partial(self._normed, *pair)) for pair in normed),
-                *(Use("norm_gated", pair[1], partial(self._gated, *pair)) for pair in gated),
-                *(Use("add", linear, linear.add) for linear in added),
-            ]
-        )
+        linear: FewRowsLinear,
+        way: Way,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        out: Tensor,
+        *,
+        gated: bool = False,
+    ) -> Tensor:
+        if way.norms:
+            return linear.fused(way, x, out, norm, eps, gated=gated)
+        return linear.fused(way, self.rms_norm(x, norm, eps), out, gated=gated)
 
-    def _normed(self, norm: Tensor, linear: Linear, x: Tensor, out: Tensor) -> Tensor:
-        return self.norm_linear(x, norm, _EPS, linear, out)
+    def tune(self, uses: Sequence[Use]) -> None:
+        tune(uses, self._run)
 
-    def _gated(self, norm: Tensor, gate_up: Linear, x: Tensor, _: Tensor) -> Tensor:
-        return self.norm_gated(x, norm, _EPS, gate_up)
+    def _run(self, use: Use, x: Tensor, out: Tensor) -> Tensor:
+        if use.norm is None:
+            return use.linear.add(x, out)
+        if use.gated:
+            return self.norm_gated(x, use.norm, _EPS, use.linear)
+        return self.norm_linear(x, use.norm, _EPS, use.linear, out)
 
 
 def _warps(block: int) -> int:

@@ -1,7 +1,8 @@
 """Chooses how products of few rows are computed, by measuring on the device at start-up.
 
-Every candidate runs as in a step: recorded in a graph, over the weights of one layer after another,
-so that they come from memory and not from a cache.
+Every candidate runs as in a step: recorded in a graph, among the products that come before and
+after it, over the weights of one layer after another, so that they come from memory and not from a
+cache. What is fastest alone may lose there, because neighbours overlap.
 """
 
 from __future__ import annotations
@@ -10,85 +11,119 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from outrider.engine.cuda.launch import graph_us
-from outrider.engine.cuda.products import CANDIDATES, FewRowsLinear, Strips
-from outrider.engine.linear import Linear
+from outrider.engine.cuda.products import CANDIDATES, FewRowsLinear, Way
+from outrider.engine.llama_ops import Use
 
 logger = logging.getLogger(__name__)
 
-_COLD_BYTES = 2**28  # weights in a row: several times the L2 cache
+Run = Callable[[Use, Tensor, Tensor], Tensor]
+"""The outputs of x [rows, in]; may write to its [rows, out]."""
+
+_COLD_BYTES = 2**32  # of weights in a row: a step's millisecond, of which a product is a part
+_REPEATS = 11
+_GAIN = 0.002  # of the chain's time, that a candidate must save: less is noise
 _TOLERANCE = 0.02  # of the largest output: roundings of bfloat16 in another order
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
-    """One layer, and what a step does with it."""
+class _Kind:
+    """Uses of equal shape are computed equally."""
 
     name: str
-    layer: Linear
-    run: Callable[[Tensor, Tensor], Tensor]  # outputs of x [rows, in]; may write to its [rows, out]
+    outputs: int
+    inner: int
 
 
 @torch.inference_mode()
-def tune(uses: Sequence[Use]) -> None:
-    """Sets the choices of every `FewRowsLinear`, equal ones for equal shapes of equal use.
+def tune(uses: Sequence[Use], run: Run) -> None:
+    """Sets the choices of every `FewRowsLinear` among the uses, which are in a step's order.
 
     Whatever fails or is not faster is left to cuBLAS.
     """
-    groups: dict[tuple[str, int, int], list[Use]] = {}
-    choices: dict[tuple[str, int, int], dict[int, Strips]] = {}
+    choices: dict[_Kind, dict[int, Way]] = {}
+    chain: list[tuple[Use, FewRowsLinear]] = []
+    size = 0
     for use in uses:
-        if isinstance(use.layer, FewRowsLinear):
-            key = (use.name, use.layer.out_features, use.layer.in_features)
-            groups.setdefault(key, []).append(use)
-            use.layer.choices = choices.setdefault(key, {})
-    began = time.perf_counter()
-    for key, group in groups.items():
-        said = []
-        for rows in CANDIDATES:
-            try:
-                said.append(f"{rows} rows {_choose(key, group, choices[key], rows)}")
-            except Exception as error:  # of a compiler or a device that nobody has tried
-                choices[key].pop(rows, None)
-                logger.warning("%s %dx%d of %d rows is left to cuBLAS: %s", *key, rows, error)
-        logger.info("%s %dx%d: %s", *key, "; ".join(said))
-    if groups:
-        torch.cuda.empty_cache()
-        logger.info("measured products of few rows in %.1f s", time.perf_counter() - began)
-
-
-def _choose(
-    key: tuple[str, int, int], group: Sequence[Use], choices: dict[int, Strips], rows: int
-) -> str:
-    _, outputs, inner = key
-    x = torch.randn(rows, inner, dtype=torch.bfloat16, device="cuda")
-    out = torch.zeros(rows, outputs, dtype=torch.bfloat16, device="cuda")
-    count = -(-_COLD_BYTES // (inner * outputs * x.element_size()))
-    calls = [partial(use.run, x, out) for use in group[:count]]
-
-    def outputs_of_first() -> Tensor:
-        out.zero_()
-        return group[0].run(x, out).clone()
-
-    expected = outputs_of_first()
-    plain = fastest = graph_us(calls)
-    best = None
-    for way in CANDIDATES[rows]:
-        choices[rows] = way
-        error = (outputs_of_first() - expected).abs().max()
-        if not error <= _TOLERANCE * expected.abs().max():
-            logger.warning("%s %dx%d of %d rows is wrong with %s", *key, rows, way)
+        linear = use.linear
+        if not isinstance(linear, FewRowsLinear):
             continue
-        us = graph_us(calls)
-        if us < fastest:
-            best, fastest = way, us
-    if best is None:
-        choices.pop(rows, None)
-        return f"{plain:.1f} us by cuBLAS"
-    choices[rows] = best
-    return f"{fastest:.1f} us by {best}, cuBLAS {plain:.1f}"
+        kind = _kind(use, linear)
+        if kind not in choices or size < _COLD_BYTES:
+            chain.append((use, linear))
+            size += 2 * linear.in_features * linear.out_features
+        linear.choices = choices.setdefault(kind, {})
+    if not chain:
+        return
+    began = time.perf_counter()
+    for rows in CANDIDATES:
+        logger.info("products of %d rows: %s", rows, _Chain(chain, rows, run).choose())
+    torch.cuda.empty_cache()
+    logger.info("measured products of few rows in %.1f s", time.perf_counter() - began)
+
+
+class _Chain:
+    """Some layers' products, one after another, of this number of rows."""
+
+    def __init__(self, chain: Sequence[tuple[Use, FewRowsLinear]], rows: int, run: Run) -> None:
+        self._chain = chain
+        self._rows = rows
+        self._run = run
+        sizes = {size for _, x in chain for size in (x.in_features, x.out_features)}
+        self._x = {n: torch.randn(rows, n, dtype=torch.bfloat16, device="cuda") for n in sizes}
+        self._out = {n: torch.zeros_like(x) for n, x in self._x.items()}
+
+    def choose(self) -> str:
+        """Kind after kind, the largest first, beside what is chosen already; says what and why."""
+        first = {_kind(use, linear): (use, linear) for use, linear in reversed(self._chain)}
+        plain = best = self._us()
+        chosen = []
+        for kind in sorted(first, key=lambda kind: kind.outputs * kind.inner, reverse=True):
+            use, linear = first[kind]
+            expected = self._outputs(use, linear)
+            for way in CANDIDATES[self._rows]:
+                if not way.takes(kind.inner):
+                    continue
+                before = linear.choices.get(self._rows)
+                linear.choices[self._rows] = way
+                us = self._us_if_right(kind, use, linear, expected)
+                if us < best * (1 - _GAIN):
+                    best = us
+                elif before is None:
+                    del linear.choices[self._rows]
+                else:
+                    linear.choices[self._rows] = before
+            way_chosen = linear.choices.get(self._rows) or "cuBLAS"
+            chosen.append(f"{kind.name} {kind.outputs}x{kind.inner} by {way_chosen}")
+        return f"{best:.0f} us, all by cuBLAS {plain:.0f}: {'; '.join(chosen)}"
+
+    def _us_if_right(self, kind: _Kind, use: Use, linear: FewRowsLinear, expected: Tensor) -> float:
+        way = linear.choices[self._rows]
+        try:
+            error = (self._outputs(use, linear) - expected).abs().max()
+            if error <= _TOLERANCE * expected.abs().max():
+                return self._us()
+            logger.warning("%s of %d rows is wrong by %s", kind, self._rows, way)
+        except Exception as reason:  # of a compiler or a device that nobody has tried
+            logger.warning("%s of %d rows fails by %s: %s", kind, self._rows, way, reason)
+        return float("inf")
+
+    def _outputs(self, use: Use, linear: FewRowsLinear) -> Tensor:
+        out = self._out[linear.out_features].zero_()
+        return self._run(use, self._x[linear.in_features], out).clone()
+
+    def _us(self) -> float:
+        def products() -> None:
+            for use, linear in self._chain:
+                self._run(use, self._x[linear.in_features], self._out[linear.out_features])
+
+        return graph_us([products], _REPEATS)
+
+
+def _kind(use: Use, linear: FewRowsLinear) -> _Kind:
+    name = "added" if use.norm is None else "gated" if use.gated else "normed"
+    return _Kind(name, linear.out_features, linear.in_features)
