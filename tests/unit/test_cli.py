@@ -144,7 +144,7 @@ def test_a_module_must_be_named_where_none_is_embedded() -> None:
 
 
 def test_embedded_modules_need_no_flags() -> None:
-    for method, features in (("eagle3", "2,4,5"), ("mtp", "final"), ("medusa", "final")):
+    for method, features in (("eagle3", "2,4,7"), ("mtp", "final"), ("medusa", "final")):
         stack = StackConfig(methods=(method,))
         assert scorer_spec(stack, 1).argv[-2:] == ("--hidden-features", features)
         argv = proposer_spec(stack, "s:1").argv
