@@ -62,7 +62,7 @@ MAX_POSITIONS = 8192
 _STD = 0.02
 # The constant channel: _TINY of the embeddings' size (its square is lost in the norm's sum),
 # and two powers of two whose product lifts it to a logit of minus many thousands.
-_TINY, _GAIN, _PENALTY = 2.0**-12, 2.0**24, 2.0**12
+_TINY, GAIN, PENALTY = 2.0**-12, 2.0**24, 2.0**12
 _LAYERS_PER_FILE = 4
 
 
@@ -160,14 +160,14 @@ class Inflation:
         norm = self._norm(self.small.model.norm.weight)
         state = {"model.embed_tokens.weight": embedding, "model.norm.weight": norm}
         if new.vocab_size > v:
-            norm[d] = _GAIN
+            norm[d] = GAIN
             if new.tie_word_embeddings:
-                embedding[v:, d] = -_PENALTY
+                embedding[v:, d] = -PENALTY
         if not new.tie_word_embeddings:
             head = self._random(generator, new.vocab_size, new.hidden_size)
             head[:v, :d] = self._moved(self.small.lm_head.weight)
             head[:v, d] = 0
-            head[v:, d] = -_PENALTY
+            head[v:, d] = -PENALTY
             state["lm_head.weight"] = head
         return state
 

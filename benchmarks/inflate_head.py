@@ -2,10 +2,11 @@
 
     python -m benchmarks.inflate_head --shape llama-3.1-8b --out FOLDER --device cuda
 
-As inflate.py does it for a language model: the target's extra channels are zero in the layers that
-the module reads, so its first product reads only the small ones, and its own extra channels stay
-zero. The output layer knows `DRAFT_VOCAB` tokens: the extra ones have logits of zero, which win
-where the module thinks every token it knows less likely than by chance: hardly ever.
+As inflate.py does it for a language model: the first product reads only the small channels of the
+target's states, and the module's own extra channels stay zero, but for the target's constant one:
+by it the final norm and the head score extra tokens very low, as the target's do. The output layer
+is the module's own and knows `DRAFT_VOCAB` tokens, as its authors publish them; a module that has
+none begins it with the target's.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from benchmarks.inflate import SHAPES, Inflation, ShapeError
-from outrider.drafting.checkpoints import Checkpoint
+from benchmarks.inflate import GAIN, PENALTY, SHAPES, Inflation, ShapeError
+from outrider.drafting.checkpoints import Checkpoint, TargetTensors
 from outrider.models.modules import resolve_module
 
 DRAFT_VOCAB = 32_000  # of EAGLE-3 modules as their authors publish them
@@ -63,8 +64,8 @@ class HeadInflation(Inflation):
         }
         return cls(_Small(old), LlamaConfig(**config), device, dtype), config
 
-    def module(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
-        """The large module's tensors, made on the device."""
+    def module(self, checkpoint: Checkpoint, target: TargetTensors) -> dict[str, Tensor]:
+        """The large module's tensors, made on the device; `target` is the small one."""
         generator = torch.Generator(self.device).manual_seed(0)
         old, new = self.small.config, self.config
         d, width, dim = old.hidden_size, new.hidden_size, new.head_dim
@@ -97,15 +98,19 @@ class HeadInflation(Inflation):
         fc = self._zeros(width, len(parts) * width)
         for i, part in enumerate(parts):
             fc[:d, i * width : i * width + d] = self._moved(part)
-        known = len(stored("lm_head"))
+        fc[d, d] = 1  # the constant channel, of one state
+        small_head = stored("lm_head") if "lm_head.weight" in checkpoint else target.head()
+        known = len(small_head)
         head = self._zeros(new.draft_vocab_size, width)
-        head[:known, :d] = self._moved(stored("lm_head"))
+        head[:known, :d] = self._moved(small_head)
+        head[known:, d] = -PENALTY
         # Differences to a draft token's own number; the extra ones are extra ones of the target.
         d2t = torch.full((len(head),), old.vocab_size - known)
         d2t[:known] = checkpoint.tensor("d2t") if "d2t" in checkpoint else 0
         scale = (dim / old.head_dim) ** 0.5
-        norms = [f"{_LAYER}{n}" for n in ("input_layernorm", "hidden_norm")]
-        norms += [f"{_LAYER}post_attention_layernorm", "norm"]
+        norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+        norm = self._norm(stored("norm"))
+        norm[d] = GAIN
         queries, keys = self._rows(q_heads, turning), self._rows(k_heads, turning)
         values, kv_heads = self._rows(k_heads, straight), new.num_key_value_heads
         return {
@@ -121,18 +126,28 @@ class HeadInflation(Inflation):
             "fc.weight": fc,
             "lm_head.weight": head,
             "d2t": d2t,
-            **{f"{name}.weight": self._norm(stored(name)) for name in norms},
+            "norm.weight": norm,
+            **{f"{_LAYER}{n}.weight": self._norm(stored(f"{_LAYER}{n}")) for n in norms},
         }
 
 
 def inflate(
-    folder: Path, out: Path, shape: dict[str, Any], device: torch.device, dtype: torch.dtype
+    folder: Path,
+    target: Path,
+    out: Path,
+    shape: dict[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> None:
-    """Writes the module in `folder` as a large one. Raises `ShapeError` and `ConfigError`."""
+    """Writes the module in `folder`, whose small target is in `target`, as a large one.
+
+    Raises `ShapeError` and `ConfigError`.
+    """
     checkpoint = Checkpoint(folder)
     plan, config = HeadInflation.of(checkpoint, shape, device, dtype)
     out.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.cpu() for name, tensor in plan.module(checkpoint).items()}
+    module = plan.module(checkpoint, TargetTensors(target))
+    tensors = {name: tensor.cpu() for name, tensor in module.items()}
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     (out / "config.json").write_text(json.dumps(config))
 
@@ -148,8 +163,9 @@ def main() -> int:
     p.add_argument("--out", type=Path, required=True, help="write the module here")
     p.add_argument("--device", default="cpu")
     args = p.parse_args()
-    folder, _ = resolve_module(args.model, "eagle3", args.target_model)
-    inflate(folder, args.out, SHAPES[args.shape], torch.device(args.device), torch.bfloat16)
+    folder, target = resolve_module(args.model, "eagle3", args.target_model)
+    device = torch.device(args.device)
+    inflate(folder, target, args.out, SHAPES[args.shape], device, torch.bfloat16)
     return 0
 
 
