@@ -8,6 +8,25 @@ from typing import Any
 from outrider.errors import ConfigError
 
 KEY = "eagle_aux_hidden_state_layer_ids"
+SHALLOW = 24  # a target with fewer layers: its third from last leaves out an eighth and more
+
+
+def default_layers(count: int) -> tuple[int, int, int]:
+    """Those of `count` that a checkpoint reads which names none, as EAGLE-3's own code does.
+
+    Li et al. 2025, arXiv 2503.01840.
+    """
+    return 2, count // 2, count - 3
+
+
+def trained_layers(count: int) -> tuple[int, int, int]:
+    """Those of `count` that a module is trained on here; its config.json names them.
+
+    Of a shallow target the default's last would leave out much of what it computed (3 layers of
+    8); what enters the last layer is there for every reader.
+    """
+    low, middle, high = default_layers(count)
+    return low, middle, count - 1 if count < SHALLOW else high
 
 
 def aux_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:

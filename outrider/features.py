@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from outrider.aux_layers import default_layers, trained_layers
 from outrider.errors import ConfigError
 
 BYTES_PER_VALUE: Final = 2
@@ -100,7 +101,8 @@ class FeatureBatch:
 def parse_features(text: str, num_layers: int, hidden_size: int) -> FeatureSpec:
     """What `--hidden-features` says of a model of that size: "final", "eagle3", "2,4,5", "8,final".
 
-    Layers are sorted; each state is kept once. Raises `ConfigError`.
+    "eagle3" is what EAGLE-3 modules read whose files name no layers, and what those read that are
+    trained here. Layers are sorted; each state is kept once. Raises `ConfigError`.
     """
     layers: set[int] = set()
     final_norm = False
@@ -108,12 +110,11 @@ def parse_features(text: str, num_layers: int, hidden_size: int) -> FeatureSpec:
         if part == "final":
             final_norm = True
         elif part == "eagle3":
-            # The layers that EAGLE-3's own code reads (Li et al. 2025, arXiv 2503.01840).
             if num_layers < 6:
                 raise ConfigError(
                     f"--hidden-features eagle3 needs a model of at least 6 layers, not {num_layers}"
                 )
-            layers |= {2, num_layers // 2, num_layers - 3}
+            layers |= {*default_layers(num_layers), *trained_layers(num_layers)}
         elif part.isascii() and part.isdigit() and int(part) <= num_layers:
             layers.add(int(part))
         else:

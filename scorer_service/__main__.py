@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="STATES",
         help="hidden states to keep for proposers that read them, beside keys and values: numbers "
         "of layers (0: entering the first), final (after the last norm: EAGLE, MTP, Medusa), "
-        "eagle3 (its three layers), or several with commas; default: none",
+        "eagle3 (what its modules read), or several with commas; default: none",
     )
     p.add_argument(
         "--listen-unix",

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outrider.aux_layers import trained_layers
 from outrider.train.head import Export, layer_fields
 from outrider.train.layers import (
     BlockShape,
@@ -60,7 +61,7 @@ class Eagle3(nn.Module):
         super().__init__()
         config = target.config
         self.target_size, self.vocab_size = int(config.hidden_size), int(config.vocab_size)
-        self.layers = layers_read(int(config.num_hidden_layers))
+        self.layers = trained_layers(int(config.num_hidden_layers))
         self.shape = shape
         self.register_buffer("draft_ids", draft_ids)  # saved: rows of the head mean nothing without
         self.max_positions = int(config.max_position_embeddings)
@@ -149,15 +150,6 @@ class Eagle3(nn.Module):
             member[ids] = True
             tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": member}
         return Export("model.safetensors", tensors, config)
-
-
-def layers_read(count: int) -> tuple[int, int, int]:
-    """The layers whose inputs it reads, of `count`.
-
-    EAGLE-3 takes 2, count / 2 and count - 3. Of a shallow target the last would leave out much of
-    what it computed (3 layers of 8); what enters the last layer is there for every reader.
-    """
-    return 2, count // 2, count - 3 if count >= 24 else count - 1
 
 
 def principal_part(table: Tensor, size: int) -> Tensor:

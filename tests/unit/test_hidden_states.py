@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from outrider.aux_layers import default_layers, trained_layers
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.cuda.graph_runner import GraphRunner
 from outrider.engine.feature_pool import FeaturePool
@@ -229,6 +230,14 @@ def test_the_folder_says_what_a_page_takes(tmp_path: Path) -> None:
 )
 def test_what_the_flag_may_say(text: str, layers: tuple[int, ...], final: bool) -> None:
     assert parse_features(text, 32, 8) == FeatureSpec(8, layers, final)
+
+
+@pytest.mark.parametrize(("num_layers", "layers"), [(8, (2, 4, 5, 7)), (24, (2, 12, 21))])
+def test_eagle3_keeps_what_modules_read_that_were_trained_here(
+    num_layers: int, layers: tuple[int, ...]
+) -> None:
+    assert parse_features("eagle3", num_layers, 8).layers == layers
+    assert {*trained_layers(num_layers), *default_layers(num_layers)} == set(layers)
 
 
 @pytest.mark.parametrize(

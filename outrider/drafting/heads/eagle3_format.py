@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.aux_layers import KEY, aux_layers
+from outrider.aux_layers import KEY, aux_layers, default_layers
 from outrider.drafting.checkpoints import Checkpoint, TargetTensors
 from outrider.errors import ConfigError
 
@@ -64,7 +64,7 @@ class Eagle3Format:
         if layers is None:
             if num_layers < 7:
                 raise ConfigError(f"config.json in {where} must have {KEY} for so few layers.")
-            return 2, num_layers // 2, num_layers - 3
+            return default_layers(num_layers)
         if layers[-1] > num_layers:
             raise ConfigError(
                 f"config.json in {where}: {KEY} reads what enters layer {layers[-1]} of a target "
