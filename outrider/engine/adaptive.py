@@ -31,6 +31,15 @@ accepted from hits. So it pays as long as
 and a row does not wait at all if its proposer's mean delay is beyond that: the draft that comes
 later is used as far as it is still true.
 
+Rows that draft on demand run in cohorts, one's drafts beside another's step, or all together. With
+t(n) a step of n rows, a round of theirs takes
+
+    t(a) + max(t(b), D beside a step)    in two cohorts, of a and b rows
+    t(a + b) + D                         together
+
+and ready rows wait for the others while the second is less. Where proposer and scorer share a
+device, D beside a step is D and most of the step, so cohorts bring nothing.
+
 What no formula knows is how much drafting slows down the steps beside it, where the two share a
 device. Whether to draft at all is therefore also decided by trial (contest.py).
 """
@@ -42,7 +51,7 @@ from itertools import takewhile
 
 from outrider.engine.contest import Contests
 from outrider.engine.measured import DraftTimes, StepTimes, remember
-from outrider.engine.policy import FIRST_PATIENCE_S, Policy
+from outrider.engine.policy import FIRST_PATIENCE_S, Policy, waits
 from outrider.engine.sequence import Drafting, Round, Sequence
 from outrider.types import Request
 
@@ -130,24 +139,53 @@ class AdaptivePolicy(Policy):
             return 0.0
         return min(MAX_PATIENCE_S, worth, mean + 4 * times.delay.deviation)
 
-    def hold(self, ready: int, waiting: Rows[Sequence], now: float) -> float:
+    def hold(
+        self, ready: Rows[Sequence], others_ready: int, waiting: Rows[Sequence], now: float
+    ) -> float:
         """Waits for drafts that are due soon if that lets all rows finish earlier on average.
 
-        Going now, `ready` rows finish after t(ready) and the others a step later; holding them
-        back by `delay` until m more can join, all finish after delay + t(ready + m).
+        Going now, `ready` rows finish after t(ready), and m others a step later; holding them back
+        by `delay` until the m can join, all finish after delay + t(ready + m). And it waits for
+        all of them if all rows then come round in less time, for good (`_better_together`).
         """
         arrivals = sorted(self._due(seq, now) for seq in waiting)
         per_row = 1 + max(seq.drafting.num_draft_tokens for seq in waiting)
-        now_time = self._steps.estimate(ready * per_row)
+        if not others_ready and self._better_together(ready, waiting, per_row):
+            return arrivals[-1]
+        going = len(ready) + others_ready
+        now_time = self._steps.estimate(going * per_row)
         go_at, best_gain = now, 0.0
         for joining, due in enumerate(arrivals, start=1):
             later = self._steps.estimate(joining * per_row)
-            together = self._steps.estimate((ready + joining) * per_row)
-            apart = ready * now_time + joining * (now_time + later)
-            gain = apart - (ready + joining) * (due - now + together)
+            together = self._steps.estimate((going + joining) * per_row)
+            apart = going * now_time + joining * (now_time + later)
+            gain = apart - (going + joining) * (due - now + together)
             if gain > best_gain:
                 go_at, best_gain = due, gain
         return go_at
+
+    def _better_together(
+        self, ready: Rows[Sequence], waiting: Rows[Sequence], per_row: int
+    ) -> bool:
+        """Whether two cohorts that draft on demand come round sooner as one.
+
+        As one: t(all) + D. Apart, one's drafts are made beside the other's step, and take longer
+        by it where the two share a device: t(a) + max(t(b), D beside a step). As long as no draft
+        was made alone, that is tried.
+        """
+        rows = [*ready, *waiting]
+        if not all(waits(seq.drafting) and not seq.drafting.runs_ahead for seq in rows):
+            return False
+        known = {name: self._drafts.get(name) for name in {seq.drafting.drafter for seq in rows}}
+        times = [each for each in known.values() if each is not None]
+        alone = [each.alone_s(per_row - 1) for each in times]
+        if len(times) < len(known) or None in alone:
+            return len(times) == len(known)
+        beside_s = max(each.beside_s(per_row - 1) for each in times)
+        one, other = (self._steps.estimate(len(each) * per_row) for each in (ready, waiting))
+        together = self._steps.estimate(len(rows) * per_row)
+        alone_s = max(each for each in alone if each is not None)
+        return together + alone_s < NEARLY * (one + max(other, beside_s))
 
     def _due(self, seq: Sequence, now: float) -> float:
         """When a row's draft is expected; its deadline if it is overdue."""

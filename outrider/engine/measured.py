@@ -101,10 +101,12 @@ class DraftTimes:
     A draft that is made while a step runs may share the device with it, and then both take longer.
     Whether waiting pays is asked for a row that would wait instead: so calm drafts, with no step
     beside them, are what counts, and others only as long as there are none. (Otherwise rows that
-    once went ahead would never wait again: going ahead is what makes their drafts late.)
+    once went ahead would never wait again: going ahead is what makes their drafts late.) What the
+    others take longer says how much of the device a step takes away.
     """
 
     def __init__(self) -> None:
+        self._stall = Average()
         self._calm = False
         self._others = 0  # since the last calm one
         self._begin()
@@ -117,6 +119,8 @@ class DraftTimes:
     def observe(self, seconds: float, draft_s: float, num_tokens: int, *, calm: bool) -> None:
         """A draft of so many tokens, of which the drafting took `draft_s`."""
         self._others = 0 if calm else self._others + 1
+        if self._calm and not calm:
+            self._stall.add(max(0.0, seconds - self.mean_s(num_tokens)))
         if not calm and self._calm and self._others < CALM_LASTS:
             return
         if calm != self._calm:
@@ -135,3 +139,13 @@ class DraftTimes:
     def mean_s(self, num_tokens: int) -> float:
         """Mean seconds from a commit to the arrival of so many tokens; 0 tokens: what any takes."""
         return self.delay.mean + self.token_s * (num_tokens - self._length)
+
+    def alone_s(self, num_tokens: int) -> float | None:
+        """The same with no step beside it; None while there was no such draft."""
+        if self._calm:
+            return self.mean_s(num_tokens)
+        return self.mean_s(num_tokens) - self._stall.mean if self._stall.count else None
+
+    def beside_s(self, num_tokens: int) -> float:
+        """The same beside a step, as far as that is known."""
+        return self.mean_s(num_tokens) + (self._stall.mean if self._calm else 0.0)

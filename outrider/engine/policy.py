@@ -45,8 +45,17 @@ class Policy:
         """Seconds after its last commit that a row waits for a draft at most."""
         return self.max_wait_s
 
-    def hold(self, ready: int, waiting: Rows[Sequence], now: float) -> float:  # noqa: ARG002
-        """Until when `ready` rows hold back so that `waiting` ones can join them. `now`: go."""
+    def hold(
+        self,
+        ready: Rows[Sequence],  # noqa: ARG002
+        others_ready: int,  # noqa: ARG002
+        waiting: Rows[Sequence],  # noqa: ARG002
+        now: float,
+    ) -> float:
+        """Until when rows that are ready hold back so that `waiting` ones can join them.
+
+        `others_ready` process prompts. `now`: go.
+        """
         return now
 
     def expect(self, drafting: Drafting, proposer_id: str) -> None:
@@ -170,7 +179,7 @@ class Policy:
             return ready, now
         wake_at = min(seq.drafting.deadline for seq in waiting)
         if ready or others_ready:
-            go_at = self.hold(len(ready) + others_ready, waiting, now)
+            go_at = self.hold(ready, others_ready, waiting, now)
             return ([], min(go_at, wake_at)) if go_at > now else (ready, now)
         return ready, wake_at
 

@@ -266,7 +266,7 @@ def test_an_empty_block_ends_the_wait_and_is_no_miss() -> None:
 
 
 def test_blocks_without_tokens_do_not_tell_how_long_a_draft_takes() -> None:
-    """A proposer answers at once that it has none, at every answer's end: that is no short draft."""
+    """A proposer answers at once that it has none, at every answer's end: no short draft."""
     policy, began = AdaptivePolicy(4), 0.0
     for clueless, delay_s in ((set[int](), 0.0069), ({0}, 0.0001), (set[int](), 0.0069)):
         bench = Bench(policy, delay_s=delay_s, clueless=clueless, steps=GPU_STEP_S)
@@ -512,12 +512,27 @@ def test_a_way_longer_than_the_step_still_pays() -> None:
     assert ahead(delay_s=0.0025).now < 0.8 * ahead(branches=0, delay_s=0.0025).now
 
 
-@pytest.mark.parametrize("sessions", [8, 24])
-def test_a_batch_alternates_in_cohorts_where_drafts_are_made_on_demand(sessions: int) -> None:
-    """While some rows are verified the others are drafted for: nothing but the policy does it."""
-    world = ahead(branches=0, sessions=sessions)
+def mean_rows(world: World) -> float:
     rows = world.rows_per_step[4:-12]
-    assert sum(rows) / len(rows) < 0.65 * sessions
+    return sum(rows) / len(rows)
+
+
+def test_a_batch_alternates_in_cohorts_where_that_pays() -> None:
+    """While some rows are verified the others are drafted for: nothing but the policy does it."""
+    world = ahead(branches=0, sessions=24, step_s=0.008, delay_s=0.0025)
+    assert mean_rows(world) < 0.7 * 24
+
+
+@pytest.mark.parametrize("sessions", [8, 24])
+def test_a_batch_stays_together_where_drafts_are_short(
+    sessions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = ahead(branches=0, sessions=sessions)
+    assert mean_rows(together) > 0.9 * sessions
+    monkeypatch.setattr(AdaptivePolicy, "_better_together", lambda *_: False)
+    apart = ahead(branches=0, sessions=sessions)
+    assert mean_rows(apart) < 0.7 * sessions
+    assert together.now < 0.95 * apart.now
 
 
 def test_misses_are_told_apart() -> None:
