@@ -16,8 +16,8 @@ from outrider.engine.linear import PackedLinear
 
 _MAX_STRIP = 16384  # numbers of a row of the weight, which a strip holds whole
 _OUTPUTS = 128  # divides the rows of every weight; a gated one has two halves
-_TILES = 8192  # of a product at most
-_PARTIAL = 2**22  # numbers that programs of one product leave for each other at most
+_TILES = 256  # at most of which the inner dimension is shared
+_PARTIAL = 2**22  # numbers that their programs leave for each other at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,9 @@ class Tiles:
         while 2 * splits * tiles <= self.programs and blocks % (2 * splits) == 0:
             splits *= 2
         partial, arrived = _workspace(x.device)
-        assert tiles <= len(arrived)
-        assert splits == 1 or tiles * splits * self.weight_rows * rows <= len(partial)
+        if splits > 1:
+            assert tiles <= len(arrived)
+            assert tiles * splits * self.weight_rows * rows <= len(partial)
         tile_kernel[(tiles * splits,)](
             x,
             product.weight,
