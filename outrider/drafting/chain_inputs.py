@@ -96,10 +96,8 @@ class LoopBatches:
         )
         return batch, replace(self.sampling, position=self.sampling.position + step + 1)
 
-    def level(
-        self, tokens: Tensor, visible: Tensor, step: int
-    ) -> tuple[PackedBatch, SamplingBatch]:
-        """As `step` for trees: nodes int64 [rows, width], all of one level.
+    def level(self, tokens: Tensor, visible: Tensor, step: int) -> PackedBatch:
+        """The batch of `step` for trees: nodes int64 [rows, width], all of one level.
 
         `visible` int64 [rows, width] is what they see of the nodes, as a `TreeMask` says it.
         """
@@ -107,7 +105,7 @@ class LoopBatches:
         first, device = self.catch_up, tokens.device
         fed = slice(step * width, (step + 1) * width)
         starts = self.seq_lens[0] - 1  # the first node's slot
-        batch = PackedBatch(
+        return PackedBatch(
             input_ids=tokens.flatten(),
             positions=self.fed[step].repeat_interleave(width),
             slot_mapping=self.slots[fed].t().flatten(),
@@ -121,7 +119,6 @@ class LoopBatches:
             recorded=True,
             trees=TreeMask(starts, visible.flatten()),
         )
-        return batch, replace(self.sampling, position=self.sampling.position + step + 1)
 
 
 class ChainInputs:

@@ -22,7 +22,7 @@ from outrider.drafting.branches import BranchingModel, EagerForks
 from outrider.drafting.chain_inputs import ChainInputs, LoopShape
 from outrider.drafting.draft_steps import Forks, ReadyRow, draft_chains
 from outrider.drafting.draws import Draws
-from outrider.drafting.recorded_loops import RecordedLoops, Recording
+from outrider.drafting.recorded_loops import RecordedLoops, Recording, chain
 from outrider.engine.batch import PackedBatch, RowSlice
 from outrider.engine.cuda.graphs import Record
 from outrider.engine.sampling import SamplingBatch
@@ -75,13 +75,11 @@ class GraphChains:
 
     def draft(self, slices: Sequence[RowSlice], ready: Sequence[ReadyRow]) -> list[list[int]]:
         """What `draft_chains` returns, by recorded loops as far as they hold the rows."""
-        drafts, eager = self._loops.drafts(slices, ready)
-        chains = {i: drafted[: ready[i].wanted, 0].tolist() for i, drafted in drafts.items()}
-        rest = [*[slices[i] for i in eager], *slices[len(ready) :]]
-        if rest:
-            others = draft_chains(self._model, rest, [ready[i] for i in eager])
-            chains.update(zip(eager, others, strict=True))
-        return [chains[i] for i in range(len(ready))]
+
+        def eager(rows: list[int], ready: list[ReadyRow]) -> list[list[int]]:
+            return draft_chains(self._model, [slices[i] for i in rows], ready)
+
+        return self._loops.drafts(slices, ready, chain, eager)
 
     def forks(
         self,

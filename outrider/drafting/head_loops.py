@@ -10,7 +10,8 @@ A tree is made as draft_trees makes it, but for what the device cannot leave out
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from outrider.drafting.draft_steps import ReadyRow, draft_chains
 from outrider.drafting.guess_trees import Nodes, TargetDraws
 from outrider.drafting.head_forward import LEAD, HeadForward
 from outrider.drafting.heads.base import RecurrentHead
-from outrider.drafting.recorded_loops import RecordedLoops, Recording
+from outrider.drafting.recorded_loops import Draft, RecordedLoops, Recording, chain
 from outrider.drafting.tree_steps import draft_trees
 from outrider.engine.attention import AttentionBackend
 from outrider.engine.batch import PackedBatch, RowSlice
@@ -102,15 +103,7 @@ class HeadLoops:
 
         `features` are the states of each slice's tokens, bfloat16 [tokens, width] on the host.
         """
-        drafts, eager = self._drafts(slices, features, ready)
-        chains = {i: drafted[: ready[i].wanted, 0].tolist() for i, drafted in drafts.items()}
-        rest = [*eager, *range(len(ready), len(slices))]
-        if rest:
-            forward = self._eager([features[i] for i in rest])
-            rows = [slices[i] for i in rest]
-            others = draft_chains(forward, rows, [ready[i] for i in eager], LEAD)
-            chains.update(zip(eager, others, strict=True))
-        return [chains[i] for i in range(len(ready))]
+        return self._drafts(slices, features, ready, chain, partial(draft_chains, lead=LEAD))
 
     def trees(
         self,
@@ -123,26 +116,25 @@ class HeadLoops:
 
         Page tables must cover `max_fed_nodes` more than the slices.
         """
-        drafts, eager = self._drafts(slices, features, ready)
-        trees = {i: _nodes(drafted, ready[i].wanted) for i, drafted in drafts.items()}
-        rest = [*eager, *range(len(ready), len(slices))]
-        if rest:
-            forward = self._eager([features[i] for i in rest])
-            rows = [slices[i] for i in rest]
-            others = draft_trees(forward, rows, [ready[i] for i in eager], width)
-            trees.update(zip(eager, others, strict=True))
-        return [trees[i] for i in range(len(ready))]
+        return self._drafts(slices, features, ready, _nodes, partial(draft_trees, width=width))
 
     def _drafts(
-        self, slices: Sequence[RowSlice], features: Sequence[Tensor], ready: Sequence[ReadyRow]
-    ) -> tuple[dict[int, NDArray[np.int32]], list[int]]:
+        self,
+        slices: Sequence[RowSlice],
+        features: Sequence[Tensor],
+        ready: Sequence[ReadyRow],
+        read: Callable[[NDArray[np.int32], int], Draft],
+        draft: Callable[[HeadForward, list[RowSlice], list[ReadyRow]], list[Draft]],
+    ) -> list[Draft]:
         def load(rows: list[int]) -> None:
             self._features.fill([features[i] for i in rows])
 
-        return self._loops.drafts(slices, ready, load)
+        def eager(rows: list[int], ready: list[ReadyRow]) -> list[Draft]:
+            states = [features[i] for i in rows]
+            forward = HeadForward.of_host(self._head, self._backend, self._page_size, states)
+            return draft(forward, [slices[i] for i in rows], ready)
 
-    def _eager(self, features: Sequence[Tensor]) -> HeadForward:
-        return HeadForward.of_host(self._head, self._backend, self._page_size, features)
+        return self._loops.drafts(slices, ready, read, eager, load)
 
     def _loop(self, shape: LoopShape) -> Tensor:
         inputs = self._inputs.batches(shape)
@@ -174,7 +166,7 @@ class HeadLoops:
         found = [(tokens, torch.full_like(tokens, -1), scores)]
         num_nodes = width
         for step in range(shape.num_steps):
-            batch, _ = inputs.level(tokens, visible, step)
+            batch = inputs.level(tokens, visible, step)
             logits = forward.forward(batch, sources.flatten()).view(rows, width, -1)
             ids, gains = draws.likeliest(logits, step + 1, width)
             all_ids, all_scores = ids.flatten(1), (scores[:, :, None] + gains).flatten(1)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ from outrider.drafting.draws import Draws
 from outrider.engine.batch import RowSlice
 from outrider.engine.cuda.graphs import Record, Work
 from outrider.params import SamplingParams
+
+Draft = TypeVar("Draft")
 
 
 def make_shapes(
@@ -85,28 +88,37 @@ class RecordedLoops:
         self,
         slices: Sequence[RowSlice],
         ready: Sequence[ReadyRow],
+        read: Callable[[NDArray[np.int32], int], Draft],
+        eager: Callable[[list[int], list[ReadyRow]], list[Draft]],
         load: Callable[[list[int]], None] = lambda rows: None,  # noqa: ARG005
-    ) -> tuple[dict[int, NDArray[np.int32]], list[int]]:
-        """What loops left for those of `ready` that they hold, and which they do not hold.
+    ) -> list[Draft]:
+        """A draft for each of `ready`, which are the first of `slices`.
 
-        Both by number. `load` is told which rows run next, and brings what they need besides the
-        slices.
+        `read` makes one of what a loop left for a row, and of how many tokens it wanted; `load` is
+        told which rows run next, and brings what they need besides the slices. `eager` feeds the
+        slices that no loop holds, by number, and drafts for the first of them, which are ready.
         """
         # A mask looks at every token before the next: no loop is that long.
         wanted = [row.wanted if row.mask is None else sys.maxsize for row in ready]
-        pieces, rest = self.divide(slices[: len(ready)], wanted, 0)
-        drafts: dict[int, NDArray[np.int32]] = {}
+        pieces, others = self.divide(slices[: len(ready)], wanted, 0)
+        drafts: dict[int, Draft] = {}
         for rows in pieces:
             load(rows)
-            drafted = self.run(
+            left = self.run(
                 [slices[i] for i in rows],
                 [ready[i].sampling for i in rows],
                 max(ready[i].wanted for i in rows),
                 0,
             )
-            assert drafted is not None
-            drafts.update(zip(rows, drafted, strict=True))
-        return drafts, rest
+            assert left is not None
+            drafts.update(
+                {i: read(row, ready[i].wanted) for i, row in zip(rows, left, strict=True)}
+            )
+        rest = [*others, *range(len(ready), len(slices))]
+        if rest:
+            found = eager(rest, [ready[i] for i in others])
+            drafts.update(zip(others, found, strict=True))
+        return [drafts[i] for i in range(len(ready))]
 
     def divide(
         self, slices: Sequence[RowSlice], wanted: Sequence[int], fanout: int
@@ -165,6 +177,12 @@ class RecordedLoops:
             self._output.write(body(shape))
 
         return work
+
+
+def chain(drafted: NDArray[np.int32], wanted: int) -> list[int]:
+    """The first `wanted` tokens of what a loop of chains left for a row: int32 [tokens, 1]."""
+    tokens: list[int] = drafted[:wanted, 0].tolist()
+    return tokens
 
 
 class _Output:
