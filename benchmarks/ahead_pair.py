@@ -200,7 +200,7 @@ class Pair:
     def _start(self, name: str, command: Sequence[str], gpu: str | None) -> Child:
         extra = [] if gpu is None else ["--host", _HOST, "--exit-with-parent"]
         device = getattr(self._config, gpu) if gpu is not None else None
-        env = python_path(Path(__file__).parents[1])
+        env = python_path()
         if device is not None:
             env["CUDA_VISIBLE_DEVICES"] = device
         child = Child(name, [sys.executable, "-P", *command, *extra], self._log_dir, env=env)

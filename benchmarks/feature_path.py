@@ -191,7 +191,7 @@ def inflated(folder: Path, device: str) -> tuple[str, str]:
         say(f"inflating: {part}")
         command = [sys.executable, "-P", "-m", module, *flags, "--shape", _SHAPE]
         command += ["--out", str(part), "--device", device]
-        env = os.environ | python_path(Path(__file__).parents[1])
+        env = os.environ | python_path()
         try:
             subprocess.run(command, env=env, stdout=sys.stderr, check=True, timeout=_INFLATING_S)
         except subprocess.SubprocessError as error:

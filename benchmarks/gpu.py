@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.peers import REPO
+from benchmarks.processes import REPO
 
 # Each is for vLLM's sake: its own processes, no compiler at start, no network.
 _VLLM_ENV = {

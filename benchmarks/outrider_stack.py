@@ -23,7 +23,6 @@ from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, scorer_pb2
 from outrider.v1.scorer_pb2_grpc import ScorerServiceStub
 
-_ROOT = Path(__file__).parents[1]
 HOST = "127.0.0.1"
 METHODS = ("draft_model", "ngram")
 _RPC_TIMEOUT_S = 10.0
@@ -60,7 +59,7 @@ class StackConfig:
     def process_env(self) -> dict[str, str]:
         """A wrapper may load torch before the scorer can say how it is to share the cores."""
         wrapped = {
-            **python_path(_ROOT),  # where it is found
+            **python_path(),  # where it is found
             "OMP_NUM_THREADS": str(self.scorer_threads),
             "GOMP_SPINCOUNT": "10000",
         }

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import Child, ProcessError, Worker
+from benchmarks.processes import REPO, Child, ProcessError, Worker
 from benchmarks.records import Completion, Run, TokenIds
 
-REPO = Path(__file__).resolve().parents[1]
 HOST = "127.0.0.1"
 _CONVERT_TIMEOUT_S = 300.0
 

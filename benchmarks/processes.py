@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+REPO = Path(__file__).resolve().parents[1]
 _STOP_S = 10.0
 _TAIL_LINES = 15
 
@@ -22,7 +23,7 @@ class ProcessError(Exception):
     """A child ended, answered with an error, or did not answer in time."""
 
 
-def python_path(first: Path) -> dict[str, str]:
+def python_path(first: Path = REPO) -> dict[str, str]:
     """The variable of a process that looks for modules in `first`, and then where this one does."""
     paths = [str(first), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -29,14 +29,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
-from benchmarks.processes import Child, ProcessError, python_path, stopping
+from benchmarks.processes import REPO, Child, ProcessError, python_path, stopping
 from benchmarks.program import guarded
 from benchmarks.stamped import PROMPT
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, scorer_pb2
 from outrider.v1.scorer_pb2_grpc import ScorerServiceStub
 
-_HERE = Path(__file__).parents[1]
 _TIMEOUT_S = 120.0
 _ATTACH_S = 20.0
 _K: Final = 4
@@ -121,7 +120,7 @@ def _run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder, stopping([]) as children:
         stacks = [
             start(tree.resolve(), wire, Path(folder), children, args)
-            for tree in (_HERE, *args.against)
+            for tree in (REPO, *args.against)
             for wire in args.wire
         ]
         asyncio.run(measure(stacks, args))
