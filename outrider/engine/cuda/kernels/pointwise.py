@@ -115,6 +115,12 @@ def rotate_and_store_kernel(
 
 
 @triton.jit
+def silu_mul(gate, up, dtype: tl.constexpr):
+    """silu(gate) * up in float32, the first factor rounded to `dtype`."""
+    return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+
+
+@triton.jit
 def silu_mul_kernel(
     gate_up_ptr,  # [tokens, 2 * intermediate]
     out_ptr,  # [tokens, intermediate]
@@ -131,5 +137,5 @@ def silu_mul_kernel(
         gdc_wait()
     gate = tl.load(here, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(here + intermediate, mask=inside, other=0.0).to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + token * intermediate + column, activated * up, mask=inside)
+    product = silu_mul(gate, up, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * intermediate + column, product, mask=inside)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from outrider.engine.cuda.kernels.pointwise import silu_mul
 from outrider.engine.cuda.kernels.prefetch import prefetch
 
 
@@ -68,7 +69,7 @@ def strip_kernel(
     if GATED:  # rounded as by `silu_mul_kernel`
         gate = sums.to(dtype).to(tl.float32)
         up = tl.sum(up_weight.to(tl.float32) * x, axis=2).to(dtype).to(tl.float32)
-        sums = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+        sums = silu_mul(gate, up, dtype)
     here = out_ptr + row[None, :] * N + n[:, None]
     if ADD:
         sums += tl.load(here, mask=present[None, :], other=0.0).to(tl.float32)
@@ -147,7 +148,7 @@ def tile_kernel(
     if GATED:  # rounded as by `silu_mul_kernel`
         gate = sums.to(dtype).to(tl.float32)
         up = up_sums.to(dtype).to(tl.float32)
-        sums = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+        sums = silu_mul(gate, up, dtype)
     here = out_ptr + row[:, None] * N + n[None, :]
     if ADD:
         sums += tl.load(here, mask=present, other=0.0).to(tl.float32)
