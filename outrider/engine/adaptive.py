@@ -176,16 +176,18 @@ class AdaptivePolicy(Policy):
         rows = [*ready, *waiting]
         if not all(waits(seq.drafting) and not seq.drafting.runs_ahead for seq in rows):
             return False
-        known = {name: self._drafts.get(name) for name in {seq.drafting.drafter for seq in rows}}
-        times = [each for each in known.values() if each is not None]
-        alone = [each.alone_s(per_row - 1) for each in times]
-        if len(times) < len(known) or None in alone:
-            return len(times) == len(known)
+        known = [self._drafts.get(name) for name in {seq.drafting.drafter for seq in rows}]
+        times = [each for each in known if each is not None]
+        if len(times) < len(known):
+            return False
+        known_alone = [each.alone_s(per_row - 1) for each in times]
+        alone = [seconds for seconds in known_alone if seconds is not None]
+        if len(alone) < len(times):
+            return True
         beside_s = max(each.beside_s(per_row - 1) for each in times)
         one, other = (self._steps.estimate(len(each) * per_row) for each in (ready, waiting))
-        together = self._steps.estimate(len(rows) * per_row)
-        alone_s = max(each for each in alone if each is not None)
-        return together + alone_s < NEARLY * (one + max(other, beside_s))
+        together = self._steps.estimate(len(rows) * per_row) + max(alone)
+        return together < NEARLY * (one + max(other, beside_s))
 
     def _due(self, seq: Sequence, now: float) -> float:
         """When a row's draft is expected; its deadline if it is overdue."""
