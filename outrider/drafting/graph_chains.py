@@ -1,6 +1,6 @@
 """A draft model's loop recorded: catch-up, K draws and the forwards between them in one replay.
 
-What no recorded loop holds (prompts, long catch-ups) goes the eager way.
+What no recorded loop holds (rows within a constraint, very long drafts) goes the eager way.
 
 Rows with top_k, top_p or min_p run in loops of their own, which cost a partial sort per token: a
 token that the target must refuse is no draft. There the cuts look at the likeliest tokens only, so
@@ -76,10 +76,15 @@ class GraphChains:
     def draft(self, slices: Sequence[RowSlice], ready: Sequence[ReadyRow]) -> list[list[int]]:
         """What `draft_chains` returns, by recorded loops as far as they hold the rows."""
 
-        def eager(rows: list[int], ready: list[ReadyRow]) -> list[list[int]]:
-            return draft_chains(self._model, [slices[i] for i in rows], ready)
+        def feed(long: dict[int, RowSlice]) -> None:
+            draft_chains(self._model, list(long.values()), ())
 
-        return self._loops.drafts(slices, ready, chain, eager)
+        left = self._loops.feed_long(slices, ready, feed)
+
+        def eager(rows: list[int]) -> list[list[int]]:
+            return draft_chains(self._model, [left[i] for i in rows], [ready[i] for i in rows])
+
+        return self._loops.drafts(left, ready, chain, eager)
 
     def forks(
         self,

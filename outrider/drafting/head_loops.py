@@ -1,8 +1,7 @@
 """A draft module's loop recorded: true rows with the target's states, K draws, K - 1 forwards.
 
 The module's counterpart to graph_chains.py, for chains and for trees; it has no branches to draft
-for. What no recorded loop holds (prompts, long catch-ups, rows within a constraint) goes the eager
-way.
+for. What no recorded loop holds (rows within a constraint) goes the eager way.
 
 A tree is made as draft_trees makes it, but for what the device cannot leave out: every level feeds
 `width` nodes, also those that cannot lead into the draft. The K best of all are the same.
@@ -126,15 +125,26 @@ class HeadLoops:
         read: Callable[[NDArray[np.int32], int], Draft],
         draft: Callable[[HeadForward, list[RowSlice], list[ReadyRow]], list[Draft]],
     ) -> list[Draft]:
+        def feed(long: dict[int, RowSlice]) -> None:
+            states = [features[i][: len(row.token_ids)] for i, row in long.items()]
+            draft_chains(self._forward(states), list(long.values()), (), LEAD)
+
+        left = self._loops.feed_long(slices, ready, feed)
+
+        def states(rows: list[int]) -> list[Tensor]:
+            return [features[i][-len(left[i].token_ids) :] for i in rows]
+
         def load(rows: list[int]) -> None:
-            self._features.fill([features[i] for i in rows])
+            self._features.fill(states(rows))
 
-        def eager(rows: list[int], ready: list[ReadyRow]) -> list[Draft]:
-            states = [features[i] for i in rows]
-            forward = HeadForward.of_host(self._head, self._backend, self._page_size, states)
-            return draft(forward, [slices[i] for i in rows], ready)
+        def eager(rows: list[int]) -> list[Draft]:
+            forward = self._forward(states(rows))
+            return draft(forward, [left[i] for i in rows], [ready[i] for i in rows])
 
-        return self._loops.drafts(slices, ready, read, eager, load)
+        return self._loops.drafts(left, ready, read, eager, load)
+
+    def _forward(self, states: list[Tensor]) -> HeadForward:
+        return HeadForward.of_host(self._head, self._backend, self._page_size, states)
 
     def _loop(self, shape: LoopShape) -> Tensor:
         inputs = self._inputs.batches(shape)

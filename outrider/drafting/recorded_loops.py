@@ -2,8 +2,8 @@
 
 Between the copy of the inputs and the copy of what was drafted the host does nothing. Loops are
 recorded for some numbers of rows, tokens to catch up and draft tokens; a batch takes the smallest
-that holds it. Rows that want fewer tokens get more, and are cut. What no recorded loop holds
-(prompts, long catch-ups) is the caller's to draft in another way.
+that holds it. Rows that want fewer tokens get more, and are cut. Of a catch-up that is longer than
+any loop's (a prompt) all but the last token is fed first, in a forward of its own.
 """
 
 from __future__ import annotations
@@ -84,23 +84,48 @@ class RecordedLoops:
             self._loops[shape] = recording.record(self._work(shape, body))
             recording.on_progress(done, len(ordered))
 
+    def feed_long(
+        self,
+        slices: Sequence[RowSlice],
+        ready: Sequence[ReadyRow],
+        feed: Callable[[dict[int, RowSlice]], None],
+    ) -> list[RowSlice]:
+        """What is left to catch up of the rows that are ready, the first of `slices`.
+
+        `feed` is told before, by number, what no loop catches up: of ready rows all but the last
+        token, whose logits the draft begins with, and whatever is not ready. A drafting of its own
+        for these would be many launches, and kernels that nobody compiled at the start.
+        """
+        left = list(slices[: len(ready)])
+        long = dict(enumerate(slices[len(ready) :], start=len(ready)))
+        for i, row in enumerate(ready):
+            tokens, start = left[i].token_ids, left[i].start
+            if row.mask is None and not self._holds(len(tokens), row.wanted):
+                if not self._holds(1, row.wanted):
+                    continue
+                long[i] = left[i]._replace(token_ids=tokens[:-1])
+                left[i] = left[i]._replace(token_ids=tokens[-1:], start=start + len(tokens) - 1)
+        if long:
+            feed(long)
+        return left
+
     def drafts(
         self,
         slices: Sequence[RowSlice],
         ready: Sequence[ReadyRow],
         read: Callable[[NDArray[np.int32], int], Draft],
-        eager: Callable[[list[int], list[ReadyRow]], list[Draft]],
+        eager: Callable[[list[int]], list[Draft]],
         load: Callable[[list[int]], None] = lambda rows: None,  # noqa: ARG005
     ) -> list[Draft]:
-        """A draft for each of `ready`, which are the first of `slices`.
+        """A draft for each of `ready`, whose catch-ups are `slices`.
 
         `read` makes one of what a loop left for a row, and of how many tokens it wanted; `load` is
-        told which rows run next, and brings what they need besides the slices. `eager` feeds the
-        slices that no loop holds, by number, and drafts for the first of them, which are ready.
+        told which rows run next, and brings what they need besides the slices. `eager` drafts for
+        the rows that no loop holds, by number.
         """
         # A mask looks at every token before the next: no loop is that long.
         wanted = [row.wanted if row.mask is None else sys.maxsize for row in ready]
-        pieces, others = self.divide(slices[: len(ready)], wanted, 0)
+        pieces, others = self.divide(slices, wanted, 0)
         drafts: dict[int, Draft] = {}
         for rows in pieces:
             load(rows)
@@ -114,10 +139,8 @@ class RecordedLoops:
             drafts.update(
                 {i: read(row, ready[i].wanted) for i, row in zip(rows, left, strict=True)}
             )
-        rest = [*others, *range(len(ready), len(slices))]
-        if rest:
-            found = eager(rest, [ready[i] for i in others])
-            drafts.update(zip(others, found, strict=True))
+        if others:
+            drafts.update(zip(others, eager(others), strict=True))
         return [drafts[i] for i in range(len(ready))]
 
     def divide(
@@ -153,6 +176,9 @@ class RecordedLoops:
             self._inputs.fill(shape, slices, sampling, copies)
             self._loops[shape]()
             return self._output.read(self._output_shapes[shape])[: len(slices)]
+
+    def _holds(self, query_len: int, num_tokens: int) -> bool:
+        return self._find(1, query_len, num_tokens, 0, False) is not None
 
     def _smallest(
         self, rows: int, query_len: int, num_tokens: int, fanout: int, cut: bool

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.draft_steps import ReadyRow, draft_chains, draft_forks
@@ -15,7 +16,7 @@ from outrider.drafting.draws import TorchDraws
 from outrider.drafting.graph_chains import GraphChains
 from outrider.drafting.proposer import SessionStart
 from outrider.drafting.recorded_loops import make_shapes
-from outrider.engine.batch import RowSlice, pack
+from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.paged_model import PagedModel
 from outrider.params import SamplingParams
 from proposer_service.device import loop_shapes
@@ -101,6 +102,30 @@ def test_rows_that_only_catch_up_go_along() -> None:
     rows.slices[1] = rows.slices[1]._replace(num_logits=0)
     ready = [ReadyRow(9, 4, SAMPLINGS[1])]
     assert drafter_of(model).draft(rows.slices, ready) == expected(model, rows, ready)
+
+
+def test_of_prompts_all_but_the_last_tokens_are_fed_at_once_and_the_rest_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = RecordableHashModel()
+    rows = Rows(model, random.Random(2))
+    rows.add(30, 30, 3)
+    rows.add(9, 1, 3)
+    rows.add(20, 20, 2)
+    ready = [ReadyRow(30, 4, SAMPLINGS[1]), ReadyRow(9, 4, SAMPLINGS[0])]
+    ready.append(ReadyRow(20, 3, SAMPLINGS[2]))
+    drafts = expected(model, rows, ready)
+    drafter = drafter_of(model)
+    launched: list[tuple[int, ...]] = []
+    forward = model.forward
+
+    def counted(batch: PackedBatch) -> Tensor:
+        launched.append(batch.query_lens)
+        return forward(batch)
+
+    monkeypatch.setattr(model, "forward", counted)
+    assert drafter.draft(rows.slices, ready) == drafts
+    assert launched == [(29, 19)]
 
 
 def test_a_row_at_the_end_of_the_model_is_drafted_for_within_it() -> None:
