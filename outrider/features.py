@@ -61,10 +61,12 @@ class FeatureSpec:
 class FeatureWindow:
     """How many bytes are on their way to one proposer. Only the engine's thread changes it."""
 
-    __slots__ = ("on_the_way",)
+    __slots__ = ("on_the_way", "short")
 
     def __init__(self) -> None:
         self.on_the_way = 0
+        self.short = False
+        """Rows wait for room."""
 
     def room(self, row_bytes: int) -> int:
         """Rows that may follow; a single one always may, if nothing else is on its way."""

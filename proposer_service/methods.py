@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import cast
 
@@ -34,6 +35,9 @@ def build_proposer(config: ProposerConfig) -> tuple[Proposer, str]:
     """
     built = [_build(method, config.max_sessions) for method in config.methods]
     tokenizer_hash = next((hash_ for _, hash_ in built if hash_), "")
+    # What loading leaves is there to stay; a full collection that looks at it takes 0.2 s.
+    gc.collect()
+    gc.freeze()
     if len(built) == 1:
         return built[0][0], tokenizer_hash
     return HybridProposer([proposer for proposer, _ in built]), tokenizer_hash

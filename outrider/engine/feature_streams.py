@@ -86,7 +86,8 @@ class FeatureStreams:
     def give_back(self, window: FeatureWindow, size: int) -> None:
         """So many bytes were read."""
         window.on_the_way -= size
-        self.due = True
+        self.due = self.due or window.short
+        window.short = False
 
     def put_projection(self, spec: FeatureSpec, matrix: bytearray) -> None:
         """Keeps a matrix on the device. Raises what the device raises if it has no room."""
@@ -144,6 +145,7 @@ class FeatureStreams:
             order = stream.order
             row_bytes = order.spec.row_bytes
             wanted = min(due, order.window.room(row_bytes))
+            order.window.short = order.window.short or wanted < due
             count = min(wanted, MAX_ROWS, left)
             left -= count
             self.due = self.due or count < wanted

@@ -156,8 +156,12 @@ class EngineWorker:
         return rows.bit_length() not in self._snapshot.undrafted_sizes
 
     def give_back(self, window: FeatureWindow, size: int) -> None:
-        """So many bytes of features were read, or are of no use any more: others may follow."""
-        self._with_features(lambda features: features.give_back(window, size))
+        """So many bytes of features were read, or are of no use any more: others may follow.
+
+        Wakes the thread only if others wait for that: it would run Python while the event loop
+        writes what a proposer waits for.
+        """
+        self._with_features(lambda features: features.give_back(window, size), window)
 
     def put_projection(self, spec: FeatureSpec, matrix: bytearray) -> Future[None]:
         """Keeps a projection on the device; done when it is there, or with what was raised."""
@@ -210,19 +214,30 @@ class EngineWorker:
             if self._thread.is_alive():
                 raise DeadlineError(f"The engine did not stop within {timeout_s:.1f} s.")
 
-    def _push(self, command: Callable[[Engine], None], session_id: int | None = None) -> None:
+    def _push(
+        self,
+        command: Callable[[Engine], None],
+        session_id: int | None = None,
+        *,
+        wakes: bool = True,
+    ) -> None:
         self._commands.append(_Command(session_id, command))
-        self._wakeup.notify()
+        if wakes:
+            self._wakeup.notify()
 
-    def _with_features(self, action: Callable[[FeatureStreams], None]) -> None:
-        """Does something to the states that are sent, if there are any."""
+    def _with_features(
+        self, action: Callable[[FeatureStreams], None], window: FeatureWindow | None = None
+    ) -> None:
+        """Does something to the states that are sent, if there are any; at once, if it sleeps,
+        unless nothing waits for room in the `window`."""
 
         def command(engine: Engine) -> None:
             if engine.features is not None:
                 action(engine.features)
 
         with self._wakeup:
-            self._push(command)
+            # The thread notes that something waits before it takes this lock to sleep.
+            self._push(command, wakes=window is None or window.short)
 
     # The engine's thread.
 

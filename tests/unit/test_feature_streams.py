@@ -31,10 +31,10 @@ class FeatureModel(FeatureHash, HashModel):
     """The target."""
 
 
-def make() -> Engine:
+def make(max_wait_s: float = 0.0) -> Engine:
     model = FeatureModel(32, CONFIG.page_size, CONFIG.num_pages, CONFIG.max_model_len)
     streams = FeatureStreams(model.capture())
-    return Engine(model, CONFIG, policy=Policy(3, max_wait_s=0.0), features=streams)
+    return Engine(model, CONFIG, policy=Policy(3, max_wait_s=max_wait_s), features=streams)
 
 
 def request(session_id: int, max_tokens: int = 6) -> Request:
@@ -48,12 +48,14 @@ def follow(engine: Engine, session_id: int, window: FeatureWindow) -> None:
 
 
 @contextmanager
-def running() -> Iterator[tuple[EngineWorker, queue.SimpleQueue[StepEvents], Engine]]:
+def running(
+    max_wait_s: float = 0.0,
+) -> Iterator[tuple[EngineWorker, queue.SimpleQueue[StepEvents], Engine]]:
     events: queue.SimpleQueue[StepEvents] = queue.SimpleQueue()
     engines: list[Engine] = []
 
     def build() -> Engine:
-        engines.append(make())
+        engines.append(make(max_wait_s))
         return engines[0]
 
     worker = EngineWorker(build, events.put)
@@ -113,6 +115,21 @@ def test_one_step_reads_a_bounded_number_of_rows(monkeypatch: pytest.MonkeyPatch
         for part, count in zip(features.rows, counts, strict=True):
             assert part.start == sent[part.session_id]
             sent[part.session_id] += count
+
+
+def test_rows_that_wait_for_room_wake_a_thread_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only row waits for its draft, and its draft for what is read meanwhile."""
+    monkeypatch.setattr("outrider.features.MAX_ON_THE_WAY", 3 * CAPTURED.row_bytes)
+    with running(max_wait_s=60.0) as (worker, events, _):
+        window = FeatureWindow()
+        worker.submit(request(1))
+        worker.set_drafting(1, "p", 3, features=FeatureOrder(1, CAPTURED, window))
+        num_rows = 0
+        while num_rows < len(PROMPT):
+            if (batch := events.get(timeout=20).features) is not None:
+                size = sum(len(part.rows) for part in batch.rows)
+                num_rows += size // CAPTURED.row_bytes
+                worker.give_back(window, size)
 
 
 def test_a_failing_step_forgets_no_command_that_is_not_its_sessions() -> None:

@@ -275,7 +275,9 @@ def test_events_without_a_step_are_published_though_no_step_follows(
 
         monkeypatch.setattr(engine, "collect", with_states)
         due.set()
-        worker.give_back(FeatureWindow(), 0)  # wakes the thread, as a proposer that has read does
+        window = FeatureWindow()
+        window.short = True
+        worker.give_back(window, 0)  # wakes the thread, as a proposer that has read does
         inbox.wait(lambda inbox: any(events.timings is None for events in inbox.steps))
 
 
