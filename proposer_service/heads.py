@@ -25,7 +25,7 @@ from outrider.drafting.recurrent import RecurrentProposer
 from outrider.engine.attention import AttentionBackend
 from outrider.engine.backends import choose_backend, is_capturable
 from outrider.engine.kv_cache import KVPools
-from outrider.engine.loader import count_pages
+from outrider.engine.loader import choose_llama_ops, count_pages
 from outrider.models.modules import resolve_module
 from outrider.rpc.runtime import progress
 from proposer_service.config import HeadConfig
@@ -72,6 +72,7 @@ def _build(
     device = torch.device(method.device)
     if method.name in _ONE_SHOT:
         head = _ONE_SHOT[method.name](folder, target, dtype, device)
+        choose_llama_ops(device, dtype).tune(head.uses)
         with _guesses(method, head, max_sessions) as recorded:
             return OneShotProposer(
                 head,
@@ -85,6 +86,7 @@ def _build(
                 recording=recorded,
             )
     module = _recurrent_loader(method)(folder, target, dtype, device)
+    choose_llama_ops(device, dtype).tune(module.uses)
     per_page = PAGE_SIZE * dtype.itemsize
     per_page *= sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in module.kv_layers)
     num_pages = count_pages(method.kv_cache_memory, per_page)

@@ -15,11 +15,13 @@ from outrider.engine.linear import Linear
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A product of a step: by `norm_linear` or `norm_gated`, or without a norm by `Linear.add`."""
+    """A product of a step: by `norm_linear` or `norm_gated`; without a norm by `Linear.add`, or
+    alone."""
 
     linear: Linear
     norm: Tensor | None = None  # [in]
     gated: bool = False
+    alone: bool = False
 
 
 class LlamaOps(Protocol):

@@ -335,6 +335,10 @@ def test_products_of_few_rows(
     )
     assert actual[0] is out
     assert actual[2] is residual
+    again = torch.empty_like(residual)
+    assert layer(x, again) is again
+    assert torch.equal(layer(x), again)
+    _close(again, x @ layer._weight.t(), dtype, size=4.0)
     for mine, theirs in zip(actual, expected, strict=True):
         _close(mine, theirs, dtype, size=4.0)
 

@@ -6,9 +6,11 @@ import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.chain_inputs import LoopShape
@@ -24,6 +26,7 @@ from outrider.drafting.recurrent import RecurrentProposer
 from outrider.engine.backends import choose_backend
 from outrider.engine.cuda.graphs import Record
 from outrider.engine.kv_cache import KVPools
+from outrider.engine.linear import Linear, PackedLinear
 from outrider.engine.tree_mask import MAX_TREE_NODES
 from outrider.params import SamplingParams, VerificationRule
 from proposer_service.device import head_shapes
@@ -193,3 +196,28 @@ def test_a_proposer_records_a_loop_for_what_its_rounds_bring(max_rows: int, widt
             for shape in shapes
             if not shape.cut
         )
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_names_its_products_in_the_order_of_a_round(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = HEADS[kind](tmp_path / "heads", CPU)
+    proposer = proposer_of(head, 1, None)
+    proposer.open(1, SessionStart(range(5), SAMPLINGS[0], 1, MAX_LEN))
+    proposer.features(1, 0, bytes(4 * head.features.row_bytes))
+    made: list[tuple[Linear, bool]] = []  # and whether it was added to something
+    forward, add = PackedLinear.forward, PackedLinear.add
+
+    def alone(self: PackedLinear, *args: Any) -> Tensor:
+        made.append((self, False))
+        return forward(self, *args)
+
+    def added(self: PackedLinear, *args: Any) -> Tensor:
+        made.append((self, True))
+        return add(self, *args)
+
+    monkeypatch.setattr(PackedLinear, "forward", alone)
+    monkeypatch.setattr(PackedLinear, "add", added)
+    assert proposer.draft([1]).drafts
+    assert made == [(use.linear, use.norm is None and not use.alone) for use in head.uses]

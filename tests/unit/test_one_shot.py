@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.draft_mask import DraftMasks
+from outrider.drafting.guess_trees import TargetDraws
 from outrider.drafting.heads.base import OneShotHead
 from outrider.drafting.heads.medusa import MedusaHead, MedusaWeights
 from outrider.drafting.heads.mlp_speculator import MlpSpeculatorHead, SpeculatorStage
 from outrider.drafting.one_shot import OneShotProposer
 from outrider.drafting.proposer import SessionStart
 from outrider.engine.constraint import ConstraintCompiler
+from outrider.engine.linear import Linear, PackedLinear
 from outrider.engine.sampling import Lane, SamplingBatch, gumbel_noise
 from outrider.errors import ConfigError
 from outrider.params import Constraint, ConstraintKind, SamplingParams, VerificationRule
@@ -68,6 +73,21 @@ def shared_head() -> OneShotHead:
 
 
 HEADS = {"medusa": medusa_head(), "shared": shared_head(), "mlp_speculator": mlp_head()}
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_a_head_names_its_products(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    head, made = HEADS[method], Counter[Linear]()
+    forward = PackedLinear.forward
+
+    def counted(self: PackedLinear, *args: Any) -> Tensor:
+        made[self] += 1
+        return forward(self, *args)
+
+    monkeypatch.setattr(PackedLinear, "forward", counted)
+    head.guess(STATES[:1], torch.ones(1, dtype=torch.int64), TargetDraws(None), DEPTH, 1)
+    assert made == Counter(use.linear for use in head.uses)
+    assert all(use.alone for use in head.uses)
 
 
 def proposer(method: str, *, tree_width: int = 8, max_sessions: int = 256) -> OneShotProposer:

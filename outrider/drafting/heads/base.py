@@ -15,6 +15,7 @@ from outrider.engine.attention import StepAttention
 from outrider.engine.backends import AttentionTraits
 from outrider.engine.batch import PackedBatch
 from outrider.engine.kv_cache import KVPools
+from outrider.engine.llama_ops import Use
 from outrider.features import FeatureSpec
 
 
@@ -68,6 +69,11 @@ class RecurrentHead(Protocol):
     @property
     def kv_layers(self) -> tuple[tuple[int, int, int], ...]:
         """(kv_heads, key_dim, value_dim) of each layer: what it will allocate of the pools."""
+        ...
+
+    @property
+    def uses(self) -> Sequence[Use]:
+        """Its products, in the order of a round: how they are computed may be chosen by them."""
         ...
 
     @property
@@ -127,6 +133,11 @@ class OneShotHead(Protocol):
     @property
     def max_depth(self) -> int:
         """Tokens that it foresees."""
+        ...
+
+    @property
+    def uses(self) -> Sequence[Use]:
+        """As of a `RecurrentHead`."""
         ...
 
     @property

@@ -18,7 +18,7 @@ from outrider.drafting.heads.llama_head import LlamaHead
 from outrider.drafting.heads.llama_layers import LlamaLayer, LlamaShape, Place
 from outrider.engine.attention import StepAttention
 from outrider.engine.linear import Linear, pack_linear
-from outrider.engine.llama_ops import LlamaOps
+from outrider.engine.llama_ops import LlamaOps, Use
 from outrider.engine.loader import choose_llama_ops
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
@@ -83,6 +83,7 @@ class EagleHead(LlamaHead):
         self._norms = norms
         self._fc = fc
         self._head = head
+        self.uses = (Use(fc, alone=True), *self._layer_uses(norms), Use(head, alone=True))
 
     def begin(self, features: Tensor) -> Tensor:
         return features.to(self.dtype)

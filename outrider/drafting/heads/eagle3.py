@@ -20,7 +20,7 @@ from outrider.drafting.heads.llama_head import LlamaHead
 from outrider.drafting.heads.llama_layers import LlamaLayer, LlamaShape, Place
 from outrider.engine.attention import StepAttention
 from outrider.engine.linear import pack_linear
-from outrider.engine.llama_ops import LlamaOps
+from outrider.engine.llama_ops import LlamaOps, Use
 from outrider.engine.loader import choose_llama_ops
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
@@ -161,6 +161,11 @@ class Eagle3Head(LlamaHead):
             features = replace(features, projection_dim=dim, projection_sha256=digest)
         self.features = features
         self._fc = None if self.projection else pack_linear(place.put(weights.fc), weights.fc_bias)
+        self.uses = (
+            *(() if self._fc is None else (Use(self._fc, alone=True),)),
+            *self._layer_uses(weights.layer_norms),
+            Use(self._head, None if norm_output else weights.norm, alone=norm_output),
+        )
 
     def begin(self, features: Tensor) -> Tensor:
         weights, eps = self._weights, self._shape.eps

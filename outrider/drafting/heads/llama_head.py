@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from outrider.drafting.heads.llama_layers import LlamaLayer, LlamaShape, Place
 from outrider.engine.backends import AttentionTraits
 from outrider.engine.kv_cache import KVPools
+from outrider.engine.llama_ops import Use
 
 
 class LlamaHead:
@@ -29,6 +32,11 @@ class LlamaHead:
         self._layers = layers
         self._embedding = embedding.to(place.device)
         self._rope = shape.rope_table(place)
+
+    def _layer_uses(self, norms: Sequence[Tensor]) -> list[Use]:
+        """Of all layers; the first one has its input ready, before the others come `norms`."""
+        pairs = zip((None, *norms), self._layers, strict=True)
+        return [use for norm, layer in pairs for use in layer.uses(norm)]
 
     def attention_traits(self, page_size: int) -> AttentionTraits:
         return self._shape.attention_traits(page_size, self.dtype)

@@ -17,7 +17,7 @@ from outrider.engine.attention import AttentionParams, StepAttention
 from outrider.engine.backends import AttentionTraits
 from outrider.engine.kv_cache import KVPools, LayerPool
 from outrider.engine.linear import Linear, pack_linear
-from outrider.engine.llama_ops import LlamaOps
+from outrider.engine.llama_ops import LlamaOps, Use
 from outrider.errors import ConfigError
 
 _ROPE_TYPES = {"default", "linear", "llama3", "yarn"}  # the same turns at any length of the text
@@ -158,6 +158,15 @@ class LlamaLayer:
         self._params = AttentionParams(scaling=shape.head_dim**-0.5)
         self._shape = shape
         self._pool: LayerPool | None = None
+
+    def uses(self, input_norm: Tensor | None) -> tuple[Use, ...]:
+        """Its products; queries, keys and values are made with `input_norm`, or alone."""
+        return (
+            Use(self.qkv, input_norm, alone=input_norm is None),
+            Use(self._o),
+            Use(self._gate_up, self._post_norm, gated=True),
+            Use(self._down),
+        )
 
     def bind(self, pools: KVPools, index: int) -> None:
         """Keeps its keys and values there, as layer `index`."""

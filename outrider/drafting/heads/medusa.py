@@ -22,6 +22,7 @@ from torch import Tensor
 from outrider.drafting.checkpoints import Checkpoint, TargetTensors
 from outrider.drafting.guess_trees import Nodes, TargetDraws, best_products
 from outrider.engine.linear import Linear, pack_linear
+from outrider.engine.llama_ops import Use
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
 
@@ -52,6 +53,8 @@ class MedusaHead:
         self._blocks = [[pack_linear(*layer) for layer in layers] for layers in weights.blocks]
         lm_heads: list[Linear] = [pack_linear(weight, None) for weight in weights.lm_heads]
         self._lm_heads = lm_heads * (self.max_depth // len(lm_heads))
+        linears = [linear for layers in self._blocks for linear in layers] + lm_heads
+        self.uses = [Use(linear, alone=True) for linear in linears]
         self._token_map = weights.token_map
 
     def logits(self, states: Tensor, depth: int) -> Tensor:

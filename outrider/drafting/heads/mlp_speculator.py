@@ -20,6 +20,7 @@ from torch import Tensor
 from outrider.drafting.checkpoints import Checkpoint, TargetTensors
 from outrider.drafting.guess_trees import Nodes, TargetDraws, best_nodes
 from outrider.engine.linear import Linear, pack_linear
+from outrider.engine.llama_ops import Use
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
 
@@ -60,6 +61,8 @@ class MlpSpeculatorHead:
                     packed[id(weight)] = pack_linear(weight, None)
         self._proj = [packed[id(stage.proj)] for stage in stages]
         self._head = [packed[id(stage.head)] for stage in stages]
+        pairs = zip(self._proj, self._head, strict=True)
+        self.uses = [Use(linear, alone=True) for pair in pairs for linear in pair]
         self._scale_input = scale_input
         inner = first.emb.shape[1]
         state_weight = 0.5 ** (0.5 / len(stages))

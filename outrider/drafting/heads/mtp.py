@@ -20,6 +20,7 @@ from outrider.engine.attention import StepAttention
 from outrider.engine.backends import AttentionTraits
 from outrider.engine.kv_cache import KVPools
 from outrider.engine.linear import pack_linear
+from outrider.engine.llama_ops import Use
 from outrider.features import FeatureSpec
 
 
@@ -35,6 +36,11 @@ class MtpModule(Protocol):
 
     @property
     def capturable(self) -> bool:
+        """As of a `RecurrentHead`."""
+        ...
+
+    @property
+    def uses(self) -> Sequence[Use]:
         """As of a `RecurrentHead`."""
         ...
 
@@ -115,6 +121,8 @@ class MtpHead:
         self.kv_layers = (shape.kv_layer,) * len(modules)
         self.features = FeatureSpec(hidden_size=shape.hidden_size, final_norm=True)
         self.capturable = all(module.capturable for module in modules)
+        of_modules = [use for module in modules for use in module.uses]
+        self.uses = (*of_modules, Use(self._head, alone=True))
 
     def attention_traits(self, page_size: int) -> AttentionTraits:
         return AttentionTraits(

@@ -19,7 +19,7 @@ from outrider.drafting.heads.mtp_modules import Rotary
 from outrider.engine.attention import StepAttention
 from outrider.engine.kv_cache import KVPools
 from outrider.engine.linear import Linear, pack_linear
-from outrider.engine.llama_ops import LlamaOps
+from outrider.engine.llama_ops import LlamaOps, Use
 
 
 class LlamaTensors:
@@ -101,6 +101,11 @@ class LlamaModule:
         self._gate: Linear | None = None
         if gated:
             self._gate = pack_linear(place.put(tensors.gate(queries, size)).contiguous(), None)
+        self.uses = (
+            Use(self._eh_proj, alone=True),
+            *(() if self._gate is None else (Use(self._gate, alone=True),)),
+            *self._layer.uses(self._input_norm if self._gate is None else None),
+        )
 
     def bind(self, pools: KVPools) -> None:
         self._layer.bind(pools, self._index)

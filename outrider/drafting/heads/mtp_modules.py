@@ -17,6 +17,7 @@ from outrider.engine.attention import (
 )
 from outrider.engine.kv_cache import KVPools, PagedCache
 from outrider.engine.linear import prepack_linears
+from outrider.engine.llama_ops import Use
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
 
@@ -46,6 +47,7 @@ class LayerModule:
     """
 
     capturable = False  # its experts look on the host at which tokens they get
+    uses: tuple[Use, ...] = ()  # launched one by one: there is no chain to measure them in
 
     def __init__(self, weights: ModuleWeights, rotary: Rotary, *, latent: bool) -> None:
         prepack_linears(weights.eval().requires_grad_(False))

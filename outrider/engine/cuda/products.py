@@ -169,6 +169,13 @@ class FewRowsLinear(PackedLinear):
         """How this number of rows is computed; None: by cuBLAS."""
         return self.choices.get(next((most for most in CANDIDATES if rows <= most), 0))
 
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [..., in] to [..., out], in `out` if given."""
+        way = self.choice(len(x)) if x.dim() == 2 else None
+        if way is None:
+            return super().forward(x, out)
+        return self.fused(way, x, x.new_empty(len(x), self.out_features) if out is None else out)
+
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """`residual + self(x)`, in `residual`."""
         way = self.choice(len(x))

@@ -132,7 +132,7 @@ class TritonOps(LlamaOps):
 
     def _run(self, use: Use, x: Tensor, out: Tensor) -> Tensor:
         if use.norm is None:
-            return use.linear.add(x, out)
+            return use.linear(x, out) if use.alone else use.linear.add(x, out)
         if use.gated:
             return self.norm_gated(x, use.norm, _EPS, use.linear)
         return self.norm_linear(x, use.norm, _EPS, use.linear, out)

@@ -7,10 +7,15 @@ cache. What is fastest alone may lose there, because neighbours overlap.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
+import os
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -59,11 +64,22 @@ def tune(uses: Sequence[Use], run: Run) -> None:
         linear.choices = choices.setdefault(kind, {})
     if not chain:
         return
-    began = time.perf_counter()
-    for rows in CANDIDATES:
-        logger.info("products of %d rows: %s", rows, _Chain(chain, rows, run).choose())
+    with _one_at_a_time():
+        began = time.perf_counter()
+        for rows in CANDIDATES:
+            logger.info("products of %d rows: %s", rows, _Chain(chain, rows, run).choose())
     torch.cuda.empty_cache()
     logger.info("measured products of few rows in %.1f s", time.perf_counter() - began)
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Processes that start together do not measure each other, where they share a folder."""
+    path = Path(tempfile.gettempdir()) / f"outrider-tuning-{os.getuid()}.lock"
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):  # nowhere to write: it is not worth failing
+            fcntl.flock(held.enter_context(path.open("w")), fcntl.LOCK_EX)
+        yield
 
 
 class _Chain:
@@ -125,5 +141,8 @@ class _Chain:
 
 
 def _kind(use: Use, linear: FewRowsLinear) -> _Kind:
-    name = "added" if use.norm is None else "gated" if use.gated else "normed"
+    if use.norm is None:
+        name = "alone" if use.alone else "added"
+    else:
+        name = "gated" if use.gated else "normed"
     return _Kind(name, linear.out_features, linear.in_features)
