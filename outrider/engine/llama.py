@@ -157,8 +157,7 @@ class FusedLlama:
             qkv = ops.norm_linear(x, layer.input_norm, eps, layer.qkv)
             if layer.qk_norm is not None:
                 ops.qk_norm_(qkv, layer.qk_norm, eps)
-            query = ops.rotate_and_store(qkv, rope, batch.slot_mapping, layer.pool)
-            heads = attention.attend(query, layer.pool, layer.params)
+            heads = ops.attend_new(qkv, rope, attention, layer.pool, layer.params)
             x = layer.o.add(heads.flatten(1), x)
             x = layer.down.add(ops.norm_gated(x, layer.post_norm, eps, layer.gate_up), x)
         if features is not None:

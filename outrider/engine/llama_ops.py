@@ -9,6 +9,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.engine.attention import AttentionParams, StepAttention
 from outrider.engine.kv_cache import LayerPool
 from outrider.engine.linear import Linear
 
@@ -43,6 +44,21 @@ class LlamaOps(Protocol):
         int64 [tokens]. Returns [tokens, kv_heads, group, dim].
         """
         ...
+
+    def attend_new(
+        self,
+        qkv: Tensor,
+        rope: Tensor,
+        attention: StepAttention,
+        pool: LayerPool,
+        params: AttentionParams,
+    ) -> Tensor:
+        """`rotate_and_store` in the slots of the step, then `attention`.
+
+        Returns [tokens, kv_heads, group, dim].
+        """
+        query = self.rotate_and_store(qkv, rope, attention.batch.slot_mapping, pool)
+        return attention.attend(query, pool, params)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up: [tokens, 2 * intermediate] to [tokens, intermediate]."""

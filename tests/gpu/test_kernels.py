@@ -6,7 +6,8 @@ TRITON_INTERPRET=1 pytest -m gpu -W ignore::RuntimeWarning tests/gpu
 
 import os
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from outrider.engine.cuda.products import FewRowsLinear, Strips, Tiles, Way  # n
 from outrider.engine.cuda.triton_ops import TritonOps  # noqa: E402
 from outrider.engine.cuda.triton_sampling import choose, choose_and_verify  # noqa: E402
 from outrider.engine.kv_cache import PageMajorPool  # noqa: E402
-from outrider.engine.llama_ops import TorchOps, Use  # noqa: E402
+from outrider.engine.llama_ops import LlamaOps, TorchOps, Use  # noqa: E402
 from outrider.engine.sampling import SamplingBatch, sample, seed_keys  # noqa: E402
 from outrider.engine.sdpa import SdpaAttention  # noqa: E402
 from outrider.engine.verifier import VerifyBatch  # noqa: E402
@@ -300,6 +301,111 @@ def test_attention_to_trees(multiprocessors: int, window: int | None) -> None:
     params = AttentionParams(scaling=0.2, sliding_window=window)
     actual = TritonPagedAttention(batch, multiprocessors).attend(query, pool, params)
     _close(actual, _reference(batch, pool, query, params), dtype)
+
+
+def _new_tokens(
+    rows: Rows,
+    kv_heads: int,
+    group: int,
+    dim: int,
+    dtype: torch.dtype,
+    trees: Sequence[tuple[int, ...]] = (),
+) -> tuple[PackedBatch, PageMajorPool, Tensor, Tensor]:
+    """A batch whose new slots hold nothing yet, its qkv and its rope."""
+    batch, pool, query = _paged(rows, 16, (kv_heads, dim, dim), group, dtype, trees)
+    nothing = torch.full((len(query), kv_heads, dim), float("nan"), dtype=dtype, device=DEVICE)
+    pool.write(batch.slot_mapping, nothing, nothing)
+    qkv = _random(len(query), (group + 2) * kv_heads * dim, dtype=dtype, seed=8)
+    return batch, pool, qkv, _random(len(query), 2, 2, dim // 2, dtype=dtype, seed=9)
+
+
+def _attend_new(
+    batch: PackedBatch,
+    pool: PageMajorPool,
+    qkv: Tensor,
+    rope: Tensor,
+    multiprocessors: int,
+    window: int | None = None,
+) -> list[tuple[Tensor, PageMajorPool]]:
+    """What attention puts out and the pool afterwards: in one launch, then one after the other."""
+    ops, params = TritonOps(), AttentionParams(pool.shape[1] ** -0.5, window)
+    attention = TritonPagedAttention(batch, multiprocessors)
+    assert attention.takes_new(qkv.shape[1] // pool.shape[0] // pool.shape[1] - 2, params)
+    results = []
+    for attend in (ops.attend_new, partial(LlamaOps.attend_new, ops)):
+        mine = PageMajorPool(*pool.keys.shape[:2], pool.shape, pool.keys.dtype, DEVICE)
+        mine.keys.copy_(pool.keys)
+        mine.values.copy_(pool.values)
+        results.append((attend(qkv.clone(), rope, attention, mine, params), mine))
+    return results
+
+
+def _same(actual: Tensor, expected: Tensor) -> None:
+    """To the bit, but for the order in which compilers may join float32 operations."""
+    if ON_GPU and actual.dtype is torch.float32:
+        _close(actual, expected, torch.float32, size=4.0)
+    else:
+        bits = torch.int16 if actual.dtype is torch.bfloat16 else torch.int32
+        assert torch.equal(actual.view(bits), expected.view(bits))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(
+    ("rows", "heads", "multiprocessors"),  # heads: kv_heads, group, dim
+    [
+        ([(0, 1)], (1, 4, 64), 132),
+        ([(511, 1)], (2, 4, 128), 132),
+        ([(300, 5)], (1, 8, 64), 132),
+        ([(62, 16)], (1, 4, 64), 4),  # in the blocks of two programs
+        ([(31, 64)], (1, 1, 64), 132),  # in those of four
+        ([(0, 2), (95, 2), (40, 2)], (2, 1, 128), 132),
+        ([(100, 1), (0, 5), (31, 3), (64, 2), (15, 1), (63, 2), (7, 4), (200, 5)], (1, 4, 64), 33),
+        ([(6 * i, 1) for i in range(16)], (1, 4, 64), 66),
+        ([(5 * i, 1) for i in range(33)], (1, 1, 64), 1),
+        ([(5, 2), (70, 3)], (2, 3, 24), 16),
+    ],
+)
+def test_new_keys_are_stored_where_they_are_read(
+    rows: Rows,
+    heads: tuple[int, int, int],
+    multiprocessors: int,
+    window: int | None,
+    dtype: torch.dtype,
+) -> None:
+    fused, plain = _attend_new(*_new_tokens(rows, *heads, dtype), multiprocessors, window)
+    assert not fused[1].keys.isnan().any()
+    _same(fused[1].keys, plain[1].keys)
+    _same(fused[1].values, plain[1].values)
+    _same(fused[0], plain[0])
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_new_nodes_of_trees(window: int | None) -> None:
+    rows, trees = [(40, 5), (25, 1 + 8), (97, 4)], [(), TREE, TREE]  # of the last half are known
+    step = _new_tokens(rows, 1, 4, 64, torch.float32, trees)
+    fused, plain = _attend_new(*step, 132, window)
+    _same(fused[1].keys, plain[1].keys)
+    _same(fused[0], plain[0])
+
+
+def test_what_fills_up_a_step_harms_no_row() -> None:
+    """Its tokens store to a scratch page, all of them to one slot, or nowhere."""
+    rows, real = [(37, 5), (12, 5), (0, 5), (0, 5)], [5, 2, 0, 0]
+    batch, pool, qkv, rope = _new_tokens(rows, 2, 4, 64, torch.float32)
+    scratch = (set(range(len(pool.keys))) - set(batch.block_table.flatten().tolist())).pop()
+    inert = torch.cat([torch.arange(5) >= count for count in real]).to(DEVICE)
+    slots = batch.slot_mapping.masked_fill(inert, scratch * batch.page_size)
+    slots[-5:] = -1
+    pool.write(batch.slot_mapping[inert], *_random(2, 13, 2, 64, dtype=torch.float32))
+    table = batch.block_table.clone()
+    table[2:] = scratch
+    batch = replace(batch, slot_mapping=slots, block_table=table)
+    fused, plain = _attend_new(batch, pool, qkv, rope, 132)
+    pages = torch.arange(len(pool.keys), device=DEVICE) != scratch
+    _same(fused[1].keys[pages], plain[1].keys[pages])
+    _same(fused[1].values[pages], plain[1].values[pages])
+    _same(fused[0][~inert], plain[0][~inert])
 
 
 @pytest.mark.parametrize(

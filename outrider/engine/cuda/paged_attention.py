@@ -79,11 +79,35 @@ class TritonPagedAttention:
         return self._batch
 
     def attend(self, query: Tensor, pool: LayerPool, params: AttentionParams) -> Tensor:
+        if self._too_wide(params):
+            return SdpaAttention(self._batch).attend(query, pool, params)
+        return self._launch(query, None, pool, params)
+
+    def takes_new(self, group: int, params: AttentionParams) -> bool:
+        """Whether `attend_new` can be called with so many query heads per key head."""
+        return self._max_query_len * group <= _MAX_QUERIES and not self._too_wide(params)
+
+    def attend_new(
+        self, query: Tensor, rope: Tensor, pool: LayerPool, params: AttentionParams
+    ) -> Tensor:
+        """Turns queries and keys, stores keys and values, and attends, in one launch.
+
+        query [tokens, kv_heads, group, dim] is the first part of rows in which the new keys and
+        values [2, kv_heads, dim] follow; rope as for `LlamaOps.rotate_and_store`.
+        """
+        return self._launch(query, rope, pool, params)
+
+    def _too_wide(self, params: AttentionParams) -> bool:
+        """Whether an ancestor may be farther away than the window reaches."""
+        window = params.sliding_window or MAX_TREE_NODES
+        return self._batch.trees is not None and window < MAX_TREE_NODES
+
+    def _launch(
+        self, query: Tensor, rope: Tensor | None, pool: LayerPool, params: AttentionParams
+    ) -> Tensor:
         assert isinstance(pool, PageMajorPool)
         assert query.stride()[1:] == (query.shape[2] * query.shape[3], query.shape[3], 1)
         batch, trees = self._batch, self._batch.trees
-        if trees is not None and (params.sliding_window or MAX_TREE_NODES) < MAX_TREE_NODES:
-            return SdpaAttention(batch).attend(query, pool, params)  # an ancestor may be too far
         tokens, kv_heads, group, dim = query.shape
         value_dim = pool.shape[2]
         block_m = min(_MAX_QUERIES, max(16, triton.next_power_of_2(self._max_query_len * group)))
@@ -108,6 +132,8 @@ class TritonPagedAttention:
         buffers = min(3, _SHARED_BYTES // block_bytes)
         paged_attention_kernel[(tiles * splits, kv_heads, self._rows)](
             query,
+            query if rope is None else rope,
+            batch.slot_mapping,
             pool.keys,
             pool.values,
             batch.block_table,
@@ -140,6 +166,8 @@ class TritonPagedAttention:
             block_dim,
             block_value_dim,
             2 * buffers + 1 if buffers > 1 else 1,
+            rope is not None,
+            min(16, block_m // triton.next_power_of_2(group)),
             min(block_m, max(1, tiling.combined // (splits * block_value_dim))),
             num_warps=tiling.warps,
             **launch_options(),

@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from outrider.engine.attention import AttentionParams, StepAttention
 from outrider.engine.cuda.kernels.pointwise import (
     qk_norm_kernel,
     rms_norm_kernel,
@@ -15,6 +16,7 @@ from outrider.engine.cuda.kernels.pointwise import (
     silu_mul_kernel,
 )
 from outrider.engine.cuda.launch import launch_options
+from outrider.engine.cuda.paged_attention import TritonPagedAttention
 from outrider.engine.cuda.products import FewRowsLinear, Way
 from outrider.engine.cuda.tuning import tune
 from outrider.engine.kv_cache import LayerPool, PageMajorPool
@@ -87,6 +89,21 @@ class TritonOps(LlamaOps):
             **launch_options(),
         )
         return qkv[:, : heads * dim].view(tokens, kv_heads, -1, dim)
+
+    def attend_new(
+        self,
+        qkv: Tensor,
+        rope: Tensor,
+        attention: StepAttention,
+        pool: LayerPool,
+        params: AttentionParams,
+    ) -> Tensor:
+        kv_heads, dim, _ = pool.shape
+        group = qkv.shape[1] // (kv_heads * dim) - 2
+        if isinstance(attention, TritonPagedAttention) and attention.takes_new(group, params):
+            query = qkv[:, : kv_heads * group * dim].view(len(qkv), kv_heads, group, dim)
+            return attention.attend_new(query, rope, pool, params)
+        return super().attend_new(qkv, rope, attention, pool, params)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         tokens, width = gate_up.shape

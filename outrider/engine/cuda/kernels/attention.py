@@ -3,12 +3,17 @@
 The query heads that share a key head are packed into one tile with the row's query tokens, so
 that keys and values are read once. The last program of a tile to end puts together what the others
 have left.
+
+With NEW a row's new keys and values are not in the pages yet: they come as the model's product has
+put them out. The program that attends to a slot is also the one that fills it, so that none waits
+for another.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from outrider.engine.cuda.kernels.pointwise import turned
 from outrider.engine.cuda.kernels.prefetch import prefetch
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -16,7 +21,10 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(do_not_specialize=["table_stride"])  # it follows the longest context of the step
 def paged_attention_kernel(
-    query_ptr,  # [tokens, kv_heads * GROUP, DIM], tokens query_stride apart
+    query_ptr,  # [tokens, kv_heads * GROUP, DIM], tokens query_stride apart; if NEW not turned
+    # yet, and [2 * kv_heads, DIM] follow for each token: new keys, not turned either, and values
+    rope_ptr,  # [tokens, 2, DIM]: cosines, then sines; this and slots_ptr are read if NEW
+    slots_ptr,  # int64 [tokens]; a negative slot stores nothing
     keys_ptr,  # [slots, kv_heads, DIM]
     values_ptr,  # [slots, kv_heads, VALUE_DIM]
     table_ptr,  # int32 [rows, max_pages]
@@ -49,6 +57,8 @@ def paged_attention_kernel(
     BLOCK_DIM: tl.constexpr,  # at least DIM
     BLOCK_VALUE_DIM: tl.constexpr,  # at least VALUE_DIM
     STAGES: tl.constexpr,
+    NEW: tl.constexpr,  # there is one tile, VALUE_DIM is DIM, and DIM is even
+    BLOCK_NEW: tl.constexpr,  # new keys that are turned at a time
     BLOCK_COMBINED: tl.constexpr,  # queries whose splits are put together at a time
     PDL: tl.constexpr,
 ):
@@ -103,11 +113,37 @@ def paged_attention_kernel(
             position = tl.load(positions_ptr + token, mask=in_row, other=0).to(tl.int32)
     column = tl.arange(0, BLOCK_DIM)
     value_column = tl.arange(0, BLOCK_VALUE_DIM)
-    query = tl.load(
-        query_ptr + token[:, None] * query_stride + head[:, None] * DIM + column[None, :],
-        mask=in_row[:, None] & (column < DIM)[None, :],
-        other=0.0,
-    )
+    if NEW:
+        # Of the row's new keys those in this split's blocks.
+        old = seq_len - query_len
+        stop = tl.minimum(to_block * BLOCK_N, seq_len)
+        for first_new in range(tl.maximum(from_block * BLOCK_N, old), stop, BLOCK_NEW):
+            new = first_new + tl.arange(0, BLOCK_NEW)
+            _store_new(
+                start + new - old,
+                new < stop,
+                query_ptr + kv_heads * GROUP * DIM,
+                rope_ptr,
+                slots_ptr,
+                keys_ptr,
+                values_ptr,
+                query_stride,
+                kv_head,
+                kv_heads,
+                DIM,
+                BLOCK_DIM,
+            )
+    numbers = in_row[:, None] & (column < DIM)[None, :]
+    query_here = query_ptr + token[:, None] * query_stride + head[:, None] * DIM
+    query = tl.load(query_here + column[None, :], mask=numbers, other=0.0)
+    if NEW:
+        swapped = tl.where(column < DIM // 2, column + DIM // 2, column - DIM // 2)
+        rope = rope_ptr + token[:, None] * (2 * DIM) + column[None, :]
+        partner = tl.load(query_here + swapped[None, :], mask=numbers, other=0.0)
+        cos = tl.load(rope, mask=numbers, other=0.0)
+        sin = tl.load(rope + DIM, mask=numbers, other=0.0)
+        query = turned(query, partner, cos, sin, query.dtype).to(query.dtype)
+        tl.debug_barrier()  # what one thread has stored others load
 
     highest = tl.full([BLOCK_M], -float("inf"), tl.float32)  # in units of log2
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -187,6 +223,40 @@ def paged_attention_kernel(
                 SPLITS,
                 BLOCK_VALUE_DIM,
             )
+
+
+@triton.jit
+def _store_new(
+    token,  # int32 [n]
+    present,  # bool [n]
+    new_ptr,  # [2 * kv_heads, DIM] of the first token
+    rope_ptr,
+    slots_ptr,
+    keys_ptr,
+    values_ptr,
+    stride,  # from token to token
+    kv_head,
+    kv_heads,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    token = token.to(tl.int64)
+    column = tl.arange(0, BLOCK_DIM)
+    swapped = tl.where(column < DIM // 2, column + DIM // 2, column - DIM // 2)
+    inside = present[:, None] & (column < DIM)[None, :]
+    key_here = new_ptr + token[:, None] * stride + kv_head * DIM
+    value_here = key_here + kv_heads * DIM + column[None, :]
+    rope = rope_ptr + token[:, None] * (2 * DIM) + column[None, :]
+    key = tl.load(key_here + column[None, :], mask=inside, other=0.0)
+    partner = tl.load(key_here + swapped[None, :], mask=inside, other=0.0)
+    cos = tl.load(rope, mask=inside, other=0.0)
+    sin = tl.load(rope + DIM, mask=inside, other=0.0)
+    value = tl.load(value_here, mask=inside, other=0.0)
+    slot = tl.load(slots_ptr + token, mask=present, other=-1)
+    to = (slot[:, None] * kv_heads + kv_head) * DIM + column[None, :]
+    stored = inside & (slot >= 0)[:, None]
+    tl.store(keys_ptr + to, turned(key, partner, cos, sin, key.dtype), mask=stored)
+    tl.store(values_ptr + to, value, mask=stored)
 
 
 @triton.jit

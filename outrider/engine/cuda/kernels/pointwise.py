@@ -62,6 +62,13 @@ def qk_norm_kernel(
 
 
 @triton.jit
+def turned(x, partner, cos, sin, dtype: tl.constexpr):
+    """x, which lies half a head from its partner, by rotary position; float32."""
+    product = x.to(tl.float32) * cos.to(tl.float32)
+    return product.to(dtype).to(tl.float32) + partner.to(tl.float32) * sin.to(tl.float32)
+
+
+@triton.jit
 def rotate_and_store_kernel(
     qkv_ptr,  # [tokens, heads + 2 * kv_heads, 2, half]; queries are turned in place
     rope_ptr,  # [tokens, 2, 2, half]: cosines of both halves, then -sin, sin
@@ -90,14 +97,12 @@ def rotate_and_store_kernel(
     first = tl.load(here, mask=present, other=0.0)
     second = tl.load(here + HALF, mask=present, other=0.0)
     rope = rope_ptr + token * (4 * HALF) + column
-    cos_first = tl.load(rope, mask=inside, other=0.0).to(tl.float32)
-    cos_second = tl.load(rope + HALF, mask=inside, other=0.0).to(tl.float32)
-    sin_first = tl.load(rope + 2 * HALF, mask=inside, other=0.0).to(tl.float32)
-    sin_second = tl.load(rope + 3 * HALF, mask=inside, other=0.0).to(tl.float32)
-    x = first.to(tl.float32)
-    y = second.to(tl.float32)
-    turned_first = (x * cos_first).to(dtype).to(tl.float32) + y * sin_first
-    turned_second = (y * cos_second).to(dtype).to(tl.float32) + x * sin_second
+    cos_first = tl.load(rope, mask=inside, other=0.0)
+    cos_second = tl.load(rope + HALF, mask=inside, other=0.0)
+    sin_first = tl.load(rope + 2 * HALF, mask=inside, other=0.0)
+    sin_second = tl.load(rope + 3 * HALF, mask=inside, other=0.0)
+    turned_first = turned(first, second, cos_first, sin_first, dtype)
+    turned_second = turned(second, first, cos_second, sin_second, dtype)
 
     is_query = present & (head < heads)
     tl.store(here, turned_first, mask=is_query)
