@@ -100,7 +100,7 @@ class EngineSteps:
             table = list(range(i * pages, (i + 1) * pages))
             row = RowSlice(tokens, context, table, query_len)
             scheduled.append(ScheduledRow(seq, row, tokens[1:]))
-        return Step(tuple(scheduled), rows * query_len, ())
+        return Step(tuple(scheduled), rows * query_len)
 
     def _loop(self, rows: int, k: int, context: int, steps: int) -> tuple[float, float | None]:
         """The whole engine, prompts of `context` tokens; drafts are there when they are wanted."""
@@ -126,7 +126,16 @@ class EngineSteps:
         while len(times) < steps + _WARM_UP_STEPS:
             all_decode = len(decoding) == rows
             began = time.perf_counter()
-            if not engine.launch():
+            launched = engine.launch()
+            events = engine.take_events()  # of the step before
+            if events is not None:
+                if events.failures:
+                    raise events.failures[0].error
+                decoding.update(commit.session_id for commit in events.commits)
+                timings = events.timings
+                if all_decode and timings is not None and timings.gap_ms is not None:
+                    gaps.append(timings.gap_ms)
+            if not launched:
                 continue
             # Blocks are made by other threads than the engine's: here for every outcome, meanwhile.
             blocks = {
@@ -134,20 +143,14 @@ class EngineSteps:
                 for i, length in lengths.items()
                 if k
             }
-            events = engine.collect()
-            assert events is not None
-            if events.failures:
-                raise events.failures[0].error
-            for commit in events.commits:
-                i, emitted = commit.session_id, len(commit.token_ids)
-                decoding.add(i)
+            engine.collect()
+            for i, seq in engine._scheduler.by_session.items():
+                emitted = len(seq.token_ids) - lengths[i]
                 lengths[i] += emitted
-                if k:
+                if k and emitted:
                     engine.post_block(i, blocks[i][emitted], "proposer", 0)
             if all_decode:
                 times.append((time.perf_counter() - began) * 1e3)
-                if events.timings is not None and events.timings.gap_ms is not None:
-                    gaps.append(events.timings.gap_ms)
         for i in range(rows):
             engine.abort(i)
         gap = statistics.median(gaps[_WARM_UP_STEPS:]) if gaps else None

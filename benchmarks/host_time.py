@@ -145,9 +145,7 @@ def measure(rows: int, speculation: str, steps: int) -> HostTime:
             for session_id, length in lengths.items()
             if speculation != "none" and length > PROMPT_LEN
         ]
-        events = engine.collect()
-        assert events is not None
-        assert events.timings is not None
+        assert engine.collect()
         posting = time.thread_time()
         for session_id, block in blocks:
             engine.post_block(session_id, block, "proposer", 1000)
@@ -155,6 +153,9 @@ def measure(rows: int, speculation: str, steps: int) -> HostTime:
         if not engine.launch():  # the first drafts are waited for
             runner.lead_s += engine.wake_at - runner.clock()
             assert engine.launch()
+        events = engine.take_events()
+        assert events is not None
+        assert events.timings is not None
         for commit in events.commits:
             assert commit.finish_reason is None
             lengths[commit.session_id] = commit.base_len + len(commit.token_ids)

@@ -107,12 +107,12 @@ class InProcess:
                 session = self._submit(prompt, max_tokens)
                 running[session] = _Open(index, time.perf_counter(), len(prompt))
                 wanting[session] = None
-            events = self._engine.collect()
+            self._engine.collect()
             came = time.perf_counter()
-            batch = self._engine.take_features()
+            events = self._engine.take_events()
             began = time.perf_counter()
-            self._hand_over(batch, running)
             if events is not None:
+                self._hand_over(events.features, running)
                 done |= self._apply(events, running, wanting, came)
             self._draft(running, wanting, began)
             self._engine.launch()

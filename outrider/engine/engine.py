@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
+from outrider.engine.accounts import Committed, settle
 from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.batch import Model
 from outrider.engine.block_pool import BlockPool
@@ -21,7 +22,7 @@ from outrider.engine.scheduler import Scheduler
 from outrider.engine.sequence import BlockFate
 from outrider.engine.step import Step, StepResult
 from outrider.errors import ConfigError, InternalError
-from outrider.features import FeatureBatch, FeatureOrder
+from outrider.features import FeatureOrder
 from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEvents, StepTimings
 
 log = logging.getLogger(__name__)
@@ -79,22 +80,25 @@ class Engine:
         self._policy = policy or AdaptivePolicy(config.num_speculative_tokens)
         self._pool = BlockPool(config.num_pages, enable_prefix_caching=config.enable_prefix_caching)
         self._scheduler = Scheduler(config, self._policy, self._pool)
+        self._set_aside: tuple[int, ...] = ()  # by the step that was launched last
         self._runner = runner or Runner(model)
         self._clock = clock
         self._idle_since = clock()
         self._result_at: float | None = None  # of the step before, if nothing was waited for since
         self._in_flight: _InFlight | None = None
+        self._unsettled: tuple[Committed, StepTimings] | None = None  # true, and not yet told
+        self._events: StepEvents | None = None  # until they are taken
         self._dropped_blocks = 0
 
     def step(self) -> StepEvents | None:
         """One round of all ready rows; None if none is ready before `wake_at`."""
-        events = self.collect() if self.launch() else None
-        return None if events is None else replace(events, features=self.take_features())
+        return self.take_events() if self.launch() and self.collect() else None
 
     def launch(self) -> bool:
         """Hands the ready rows to the runner; False if none is ready before `wake_at`.
 
-        `collect` comes next. In between, `abort` must not be called.
+        `collect` comes next. In between, `abort` must not be called. What the step before taught
+        is taken in here, while the device works.
         """
         assert self._in_flight is None
         began = self._clock()
@@ -119,25 +123,31 @@ class Engine:
             gap_ms=None if self._result_at is None else (launched - self._result_at) * 1e3,
         )
         self._in_flight = _InFlight(step, pending, scheduled, timings)
+        self._settle()
+        self._set_aside = self._scheduler.launched(step, began)
         return True
 
-    def collect(self) -> StepEvents | None:
+    def collect(self) -> bool:
         """Waits for the step in flight and makes its result true.
 
-        Without one: events of hidden states that are sent without a step, or None.
+        Without one it begins to send hidden states that can be sent without a step. True if
+        there is something to tell: `take_events`, when the next step is on its way.
         """
+        assert self._unsettled is None, "take_events() comes first"
         if self._in_flight is None:
             sends = self.features is not None and self.features.due and self._gather()
-            return StepEvents((), (), None) if sends else None
+            self._events = StepEvents((), (), None) if sends else None
+            return sends
         flight, self._in_flight = self._in_flight, None
         try:
             result = flight.pending.wait()
         except Exception as error:
             log.exception("a forward failed")
             failure = InternalError(f"The model's forward failed: {type(error).__name__}.")
-            return self._fail([row.seq.session_id for row in flight.step.rows], failure)
+            self._events = self._fail([row.seq.session_id for row in flight.step.rows], failure)
+            return True
         self._result_at = now = self._clock()
-        commits = self._scheduler.commit(flight.step, result, now - flight.launched_at, now)
+        committed = self._scheduler.commit(flight.step, result, now - flight.launched_at, now)
         self._gather()
         self._idle_since = self._clock()
         timings = replace(
@@ -146,9 +156,20 @@ class Engine:
             verify_ms=result.verify_s * 1e3,
             commit_ms=(self._idle_since - now) * 1e3,
         )
-        counts = self._policy.take_counts()
-        failures = self._scheduler.take_failures()
-        return StepEvents(tuple(commits), failures, timings, flight.step.set_aside, counts)
+        self._unsettled = committed, timings
+        return True
+
+    def take_events(self) -> StepEvents | None:
+        """What the last `collect` brought about; None if nothing.
+
+        Best when the next step is on its way: then the device waits neither for this nor for the
+        copy of hidden states.
+        """
+        self._settle()
+        events, self._events = self._events, None
+        if events is None or self.features is None:
+            return events
+        return replace(events, features=self.features.take())
 
     @property
     def wake_at(self) -> float:
@@ -257,12 +278,13 @@ class Engine:
         """Raises `AssertionError` if the books do not agree. For tests."""
         self._scheduler.check_invariants()
 
-    def take_features(self) -> FeatureBatch | None:
-        """The hidden states that the last `collect` found to send.
-
-        To be called when the next step is on its way: a device need not wait for their copy.
-        """
-        return None if self.features is None else self.features.take()
+    def _settle(self) -> None:
+        """Counts what the last step made true, and makes events of it."""
+        if self._unsettled is not None:
+            (committed, timings), self._unsettled = self._unsettled, None
+            commits, failures = settle(self._policy, committed), committed.failures
+            counts = self._policy.take_counts()
+            self._events = StepEvents(commits, failures, timings, self._set_aside, counts)
 
     def _gather(self) -> bool:
         return self.features is not None and self.features.gather(self._scheduler.by_session)

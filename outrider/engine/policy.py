@@ -114,6 +114,7 @@ class Policy:
 
         It was `asked` for a draft, or follows for now.
         """
+        self.learn(seq)  # from the proposer before
         d = seq.drafting
         if proposer_id != d.proposer_id:
             d.misses = d.rest = d.next_rest = d.blocks = 0
@@ -170,7 +171,10 @@ class Policy:
         ready: list[Sequence] = []
         waiting: list[Sequence] = []
         for seq in rows:
-            d, lacks_draft = seq.drafting, seq.draft is None and owed(seq)
+            d = seq.drafting
+            if d.unlearned is not None and seq.draft is None and d.proposer_id is not None:
+                self.learn(seq)  # whether to wait, and how long, follows from it
+            lacks_draft = seq.draft is None and owed(seq)
             if d.looked_at is None:
                 d.looked_at, d.at_hand = now, seq.draft is not None
                 d.deadline = d.committed_at + self.patience(seq) if lacks_draft else now
@@ -257,8 +261,19 @@ class Policy:
             d.awaited_since = now
         d.looked_at, d.wrong, d.committed_at = None, wrong, now
         d.commits.append((len(seq.token_ids), now, seq.draft is None))
-        self.observe_round(d, round_)
-        d.num_draft_tokens = self._k(d)
+        d.unlearned = round_
+
+    def learn(self, seq: Sequence) -> None:
+        """Takes in what a row's last round showed, and chooses K for the next; once per round.
+
+        Not at once, because the device would have to wait for it: a row that has its draft goes on
+        by the K of the round before.
+        """
+        d = seq.drafting
+        if d.unlearned is not None:
+            round_, d.unlearned = d.unlearned, None
+            self.observe_round(d, round_)
+            d.num_draft_tokens = self._k(d)
 
     def _k(self, d: Drafting) -> int:
         limit = min(d.limit, d.proposer_limit) if d.proposer_id is not None else 0

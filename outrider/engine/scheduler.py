@@ -11,15 +11,16 @@ from collections import deque
 
 from outrider.config import EngineConfig
 from outrider.counts import Admission
+from outrider.engine.accounts import Committed, Emitted
 from outrider.engine.batch import RowSlice
 from outrider.engine.block_pool import BlockPool
 from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.draft_choice import NO_DRAFT, choose_draft
 from outrider.engine.policy import Policy
-from outrider.engine.sequence import Round, Sequence, token_kinds
+from outrider.engine.sequence import Sequence
 from outrider.engine.step import ScheduledRow, Step, StepResult
 from outrider.params import TokenIds
-from outrider.types import Commit, Failure, Request
+from outrider.types import Failure, Request, TokenLogprobs
 
 
 class Scheduler:
@@ -33,7 +34,6 @@ class Scheduler:
         self.running: list[Sequence] = []  # by admission: the oldest first
         self.by_session: dict[int, Sequence] = {}
         self.wake_at = 0.0  # when `schedule` returned None: ask again then at the latest
-        self._failures: list[Failure] = []
 
     def add(
         self,
@@ -77,22 +77,26 @@ class Scheduler:
         if not rows:
             return None
         self.wake_at = now
-        aside = [row for row in rows if self.policy.launch(row.seq, len(row.draft), now)]
-        return Step(
-            rows=tuple(rows),
-            num_tokens=sum([len(row.slice.token_ids) for row in rows]),
-            set_aside=tuple(row.seq.session_id for row in aside),
-        )
+        return Step(tuple(rows), num_tokens=sum([len(row.slice.token_ids) for row in rows]))
 
-    def commit(self, step: Step, result: StepResult, seconds: float, now: float) -> list[Commit]:
-        """Makes a step's result true. `seconds`: from its launch to its result."""
+    def launched(self, step: Step, now: float) -> tuple[int, ...]:
+        """A step is on its way; the sessions whose proposer is set aside by it."""
+        aside = [row.seq for row in step.rows if self.policy.launch(row.seq, len(row.draft), now)]
+        return tuple([seq.session_id for seq in aside])
+
+    def commit(self, step: Step, result: StepResult, seconds: float, now: float) -> Committed:
+        """Makes a step's result true. `seconds`: from its launch to its result.
+
+        Only what the next step follows from: the rest is `settle`'s, when that one is on its way.
+        """
         k = self.config.num_speculative_tokens
         decoding = step.num_tokens <= sum([1 + max(k, len(row.draft)) for row in step.rows])
         if decoding:
             # Prompts say little about a round: on a GPU they run another way.
             self.policy.observe_step(len(step.rows), step.num_tokens, seconds)
         num_running = len(self.running)
-        commits: list[Commit] = []
+        emitted: list[Emitted] = []
+        failures: list[Failure] = []
         told = result.logprobs or ((),) * len(step.rows)
         results = zip(step.rows, result.choices, result.accepted, told, strict=True)
         for row, choices, accepted, logprobs in results:
@@ -101,76 +105,33 @@ class Scheduler:
             # this row's own, and are written again by the tokens that follow. What was accepted of
             # a tree has already moved to the slots before them.
             seq.num_computed += len(row.slice.token_ids) - len(row.draft) + accepted
-            commit = None
+            ended = False
             if choices:
-                output = tuple(choices[: accepted + 1])
-                commit = self._emit(seq, output, row.round(output), seconds, now)
-                if logprobs:
-                    commit = commit._replace(logprobs=logprobs[: len(commit.token_ids)])
-                commits.append(commit)
+                emitted.append(self._emit(row, tuple(choices[: accepted + 1]), logprobs, now))
+                ended = emitted[-1].finish_reason is not None
             if seq.num_computed // self.config.page_size > seq.num_published:
                 self._publish(seq)
-            if commit is not None and commit.finish_reason is not None:
+            if ended:
                 self.remove(seq.session_id)
             elif seq.constraint is not None and seq.constraint.error is not None:
                 self.remove(seq.session_id)
-                self._failures.append(Failure(seq.session_id, seq.constraint.error))
-        if decoding:
-            counts = self.policy.counts
-            plain_s = self.policy.plain_step_s(len(step.rows))
-            counts.plain_s += plain_s * counts.output_tokens / len(step.rows)
-        self.policy.step_done(
-            num_running,
-            sum([len(commit.token_ids) for commit in commits]),
-            now,
-            drafted=any(row.draft for row in step.rows),
-            # A row's first step, however short, may follow on any time without work.
-            comparable=decoding
-            and all(row.slice.start >= row.seq.num_prompt_tokens for row in step.rows)
-            and any(row.seq.drafting.proposer_id is not None for row in step.rows),
-        )
-        return commits
-
-    def take_failures(self) -> tuple[Failure, ...]:
-        """Requests that the last commits ended because their constraint leads nowhere."""
-        failures, self._failures = tuple(self._failures), []
-        return failures
+                failures.append(Failure(seq.session_id, seq.constraint.error))
+        return Committed(step, tuple(emitted), tuple(failures), num_running, decoding, seconds, now)
 
     def _emit(
-        self, seq: Sequence, choices: TokenIds, round_: Round, seconds: float, now: float
-    ) -> Commit:
-        drafted, accepted = round_.drafted, round_.accepted
-        base_len = len(seq.token_ids)
-        first = base_len == seq.num_prompt_tokens
+        self, row: ScheduledRow, choices: TokenIds, logprobs: tuple[TokenLogprobs, ...], now: float
+    ) -> Emitted:
+        seq, base_len = row.seq, len(row.seq.token_ids)
+        round_, proposer_id, method = row.round(choices), seq.drafting.proposer_id, seq.draft_method
         output, finish_reason = seq.trim(choices)
-        wrong = seq.commit(output, drafted)
+        wrong = seq.commit(output, round_.drafted)
         if seq.constraint is not None:
             finish_reason = seq.constraint.finish(finish_reason)
-        counters = seq.counters
-        counts = self.policy.counts
-        if output:
-            counters.count_round(drafted, min(accepted, len(output)), seq.draft_method)
-            counts.output_tokens += len(output)
-            if drafted or not first:
-                counts.rounds[drafted, min(accepted, len(output))] += 1
-            if drafted:
-                proposer_id = seq.drafting.proposer_id or ""
-                counts.drafted_by[proposer_id] += drafted
-                counts.accepted_by[proposer_id] += min(accepted, len(output))
-        if first:
-            counters.prefill_s = now - seq.admitted_at
-        else:
-            counters.score_s += seconds
-            counts.score_s += seconds
+        if base_len == seq.num_prompt_tokens:
+            seq.counters.prefill_s = now - seq.admitted_at
         self.policy.round_done(seq, round_, wrong, now)
-        return Commit(
-            session_id=seq.session_id,
-            base_len=base_len,
-            token_ids=output,
-            kinds=token_kinds(round_.tried, accepted, len(output)),
-            num_draft_tokens=0 if finish_reason else seq.drafting.num_draft_tokens,
-            finish_reason=finish_reason,
-            stats=seq.stats() if finish_reason or seq.request.running_stats else None,
+        return Emitted(
+            seq, base_len, output, round_, proposer_id or "", method, finish_reason, logprobs
         )
 
     def _publish(self, seq: Sequence) -> None:

@@ -97,6 +97,7 @@ class Drafting:
     at_hand: bool = False  # a draft was there at that moment
     deadline: float = 0.0  # the present round waits no longer than this
     wrong: bool = False  # a guess for the present round did not lie on the committed path
+    unlearned: Round | None = None  # the last round, until the policy has learned from it
     no_guess_at: int = -1  # committed length for which the proposer said it has no guess
     misses: int = 0  # rounds in a row without a draft, waited for in vain
     rest: int = 0  # rounds until a proposer that was set aside is waited for again

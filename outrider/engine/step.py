@@ -42,7 +42,6 @@ class Step:
 
     rows: tuple[ScheduledRow, ...]
     num_tokens: int
-    set_aside: tuple[int, ...]  # sessions whose proposer missed too often
 
 
 @dataclass(frozen=True, slots=True)

@@ -255,19 +255,23 @@ class EngineWorker:
         while not stop:
             events: list[StepEvents] = []
             try:
-                if (collected := engine.collect()) is not None:
-                    events.append(collected)
                 # States that are sent without a step must not wait for one.
-                stop = self._carry_out_commands(engine, may_sleep=not events)
+                may_sleep = not engine.collect()
+                stop = self._carry_out_commands(engine, may_sleep=may_sleep)
+                if not stop:
+                    engine.launch()
+                # From here on the device works on the next step.
+                if (taken := engine.take_events()) is not None:
+                    events.append(taken)
                 if stop:
                     events.append(engine.fail_all(UnavailableError("The engine stops.")))
-                else:
-                    engine.launch()
             except Exception as error:
                 log.exception("a step failed")
                 failure = InternalError(f"The engine failed: {type(error).__name__}.")
+                if (taken := engine.take_events()) is not None:
+                    events.append(taken)
                 events.append(self._fail_all(engine, failure))
-            for event in events:  # while the device works on the next step
+            for event in events:
                 self._publish(engine, event)
 
     def _carry_out_commands(self, engine: Engine, *, may_sleep: bool) -> bool:
@@ -322,8 +326,7 @@ class EngineWorker:
             for session_id in ended:
                 self._blocks.pop(session_id, None)
             self._snapshot = engine.snapshot()
-        features = engine.take_features()
-        events = replace(events, commits=commits, failures=failures, features=features)
+        events = replace(events, commits=commits, failures=failures)
         try:
             self._on_events(events)
         except Exception:

@@ -148,11 +148,27 @@ class Scenario:
             self.open.difference_update(failure.session_id for failure in events.failures)
 
     def step(self) -> bool:
-        if not self.engine.launch():
-            return False
-        self.engine.check_invariants()  # in flight, too
-        events = self.engine.collect()
-        assert events is not None
+        """One step, or several of which each is launched before the one before is told of."""
+        launched = stepped = self.engine.launch()
+        while launched:
+            self.engine.check_invariants()  # in flight, too
+            assert self.engine.collect()
+            self.engine.check_invariants()
+            launched = self.rng.random() < 0.5 and self.go_on()
+            events = self.engine.take_events()
+            assert events is not None
+            self.told(events)
+        return stepped
+
+    def go_on(self) -> bool:
+        """What comes between a result and the next launch."""
+        for _ in range(self.rng.choice((0, 1, 4))):
+            self.draft()
+        if self.open and self.rng.random() < 0.1:
+            self.attach(self.rng.choice(("a", "b", None)))
+        return self.engine.launch()
+
+    def told(self, events: StepEvents) -> None:
         assert not events.failures
         for commit in events.commits:
             client = self.clients[commit.session_id]
@@ -166,7 +182,6 @@ class Scenario:
                 client.last = commit
                 self.open.discard(commit.session_id)
         self.check_counts(events)
-        return True
 
     def act(self) -> None:
         chance = self.rng.random()

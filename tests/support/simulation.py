@@ -206,19 +206,17 @@ class World:
     def _work(self) -> None:
         if self._in_flight:
             return
+        self.engine.collect()
+        self.engine.check_invariants()
         for command in self._commands:
             command()
         self._commands.clear()
-        if self.engine.collect() is not None:
-            self._publish_features()
         for player, incarnation, key, tree, draft_us in self._blocks:
             session = player.sessions.get(key)
             current = incarnation == player.incarnation and session is not None
             if current and player.keys.get(session) == key:
                 self.engine.post_block(session, tree, player.id, draft_us)
         self._blocks.clear()
-        if len(self.last) == len(self.requests):
-            return
         if self.engine.launch():
             flight = self.engine._in_flight
             assert flight is not None
@@ -227,15 +225,14 @@ class World:
             self.at(self.now + self.step_s(flight.step.num_tokens), self._collect)
         elif self.engine.wake_at < float("inf"):
             self.at(max(self.now, self.engine.wake_at), self._work)
+        if (events := self.engine.take_events()) is not None:
+            assert not events.failures
+            self._publish_features(events)
+            if events.timings is not None:
+                self._publish(events)
 
     def _collect(self) -> None:
-        events = self.engine.collect()
-        assert events is not None
-        assert not events.failures
         self._in_flight = False
-        self.engine.check_invariants()
-        self._publish_features()
-        self._publish(events)
         self._work()
 
     def _publish(self, events: StepEvents) -> None:
@@ -255,9 +252,8 @@ class World:
                 key = player.keys[session]
                 self._send(player, lambda p, k=key, c=commit: self._told(p, k, c, step_s))
 
-    def _publish_features(self) -> None:
-        batch = self.engine.take_features()
-        for rows in () if batch is None else batch.rows:
+    def _publish_features(self, events: StepEvents) -> None:
+        for rows in () if events.features is None else events.features.rows:
             for player in self.players:
                 if player.window is rows.order.window:
                     self._send(player, lambda p, r=rows: self._told_features(p, r))

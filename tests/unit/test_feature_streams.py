@@ -106,9 +106,11 @@ def test_one_step_reads_a_bounded_number_of_rows(monkeypatch: pytest.MonkeyPatch
         engine.set_drafting(session, "p", 3, features=order)
     sent = {1: 0, 2: 0}
     while sent[1] + sent[2] < 2 * len(PROMPT):
-        events = engine.step() or engine.collect()
+        if (events := engine.step()) is None:
+            assert engine.collect()
+            events = engine.take_events()
         assert events is not None
-        features = events.features or engine.take_features()
+        features = events.features
         assert features is not None
         counts = [len(part.rows) // CAPTURED.row_bytes for part in features.rows]
         assert 0 < sum(counts) <= 7

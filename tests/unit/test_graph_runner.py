@@ -140,7 +140,7 @@ def make_step(rng: random.Random, num_drafts: list[int], vocab: int, trees: bool
     for i, drafts in enumerate(num_drafts):
         share = [pages.pop() for _ in range(len(pages) // (len(num_drafts) - i))]
         rows.append(make_row(rng, drafts, share, vocab, trees, recorded))
-    return Step(tuple(rows), sum(n + 1 for n in num_drafts), ())
+    return Step(tuple(rows), sum(n + 1 for n in num_drafts))
 
 
 def with_true_drafts(step: Step, runner: Runner, rng: random.Random) -> Step:
@@ -157,7 +157,7 @@ def with_true_drafts(step: Step, runner: Runner, rng: random.Random) -> Step:
                     tokens[1 + i] = chosen[1 + parent]
             piece = row.slice._replace(token_ids=tuple(tokens))
             rows.append(ScheduledRow(row.seq, piece, tuple(tokens[1:])))
-        step = Step(tuple(rows), step.num_tokens, ())
+        step = Step(tuple(rows), step.num_tokens)
     return step
 
 
@@ -262,7 +262,7 @@ def test_prompts_and_steps_that_are_too_large_run_eagerly(model: PagedModel) -> 
     long, wide = (make_step(rng, drafts, model.vocab_size) for drafts in ([3], [0, 0, 0]))
     row = make_row(rng, 2, list(range(NUM_PAGES)), model.vocab_size)
     piece = RowSlice(row.slice.token_ids, row.slice.start, row.slice.block_table, num_logits=1)
-    prompt = Step((ScheduledRow(row.seq, piece, ()),), 3, ())
+    prompt = Step((ScheduledRow(row.seq, piece, ()),), 3)
     left_to_eager = count_launches(graphs)
     for step in (long, wide, prompt):
         result = graphs.launch(step).wait()
@@ -281,8 +281,8 @@ def test_nodes_behind_the_longest_context_run_eagerly_and_do_no_harm(
     seq = make_row(random.Random(3), 0, list(range(NUM_PAGES)), 97, recorded=True, trees=True).seq
     start = MAX_MODEL_LEN - 2
     seq.block_table = list(range(MAX_PAGES + 4))  # more than a recorded step has places for
-    tree = Step((one_row(seq, start, (1, 2, 3, 4, 5), *(-1,) * 5),), 6, ())
-    chain_step = Step((one_row(seq, start, (1,)),), 2, ())
+    tree = Step((one_row(seq, start, (1, 2, 3, 4, 5), *(-1,) * 5),), 6)
+    chain_step = Step((one_row(seq, start, (1,)),), 2)
     left_to_eager = count_launches(graphs)
     for step in (tree, chain_step):
         expected = Runner(model).launch(step).wait()
@@ -389,7 +389,7 @@ def test_what_fills_up_beside_a_tree_is_never_accepted() -> None:
         row.seq.block_table = [2 * len(rows), 2 * len(rows) + 1]
         row.seq.request = replace(row.seq.request, sampling=SAMPLINGS[0])
         rows.append(one_row(row.seq, 1, draft, *parents))
-    result = graphs.launch(Step(tuple(rows), 10, ())).wait()
+    result = graphs.launch(Step(tuple(rows), 10)).wait()
     assert list(result.accepted) == [2, 1, 0, 0]
 
 

@@ -143,7 +143,7 @@ def make_step(vocab_size: int) -> Step:
         tokens = tuple(rng.randrange(vocab_size) for _ in range(1 + num_drafts))
         piece = RowSlice(tokens, start, seq.block_table, len(tokens))
         rows.append(ScheduledRow(seq, piece, tokens[1:]))
-    return Step(tuple(rows), 7, ())
+    return Step(tuple(rows), 7)
 
 
 def test_a_recorded_step_captures_what_an_eager_one_does() -> None:

@@ -194,7 +194,7 @@ def random_row(rng: random.Random, session_id: int) -> ScheduledRow:
 
 def run(rows: list[ScheduledRow]) -> StepResult:
     model = HashModel(VOCAB, page_size=16, num_pages=8)
-    step = Step(tuple(rows), sum(len(row.slice.token_ids) for row in rows), ())
+    step = Step(tuple(rows), sum(len(row.slice.token_ids) for row in rows))
     return Runner(model).launch(step).wait()
 
 

@@ -1,0 +1,90 @@
+"""What a step adds to its rows' accounts, and the events that tell of it.
+
+No step's tokens follow from any of this, so it is done while the device works on the next one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from outrider.engine.policy import Policy
+from outrider.engine.sequence import Round, Sequence, token_kinds
+from outrider.engine.step import Step
+from outrider.params import TokenIds
+from outrider.types import Commit, Failure, FinishReason, TokenLogprobs
+
+
+class Emitted(NamedTuple):
+    """What a step made true for one row."""
+
+    seq: Sequence
+    base_len: int  # committed tokens before it
+    output: TokenIds
+    round: Round
+    proposer_id: str  # that drafted,
+    method: str  # and how
+    finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a step made true."""
+
+    step: Step
+    emitted: tuple[Emitted, ...]
+    failures: tuple[Failure, ...]  # of requests whose constraint leads nowhere
+    num_running: int  # rows that were admitted
+    decoding: bool  # no prompt was processed
+    seconds: float  # from the step's launch to its result
+    now: float  # of the result
+
+
+def settle(policy: Policy, committed: Committed) -> tuple[Commit, ...]:
+    """Counts a step's rounds, and lets the policy learn from them; for each row once."""
+    commits = tuple([_settle_row(policy, row, committed) for row in committed.emitted])
+    rows, counts = committed.step.rows, policy.counts
+    if committed.decoding:
+        plain_s = policy.plain_step_s(len(rows))
+        counts.plain_s += plain_s * counts.output_tokens / len(rows)
+    policy.step_done(
+        committed.num_running,
+        sum([len(row.output) for row in committed.emitted]),
+        committed.now,
+        drafted=any(row.draft for row in rows),
+        # A row's first step, however short, may follow on any time without work.
+        comparable=committed.decoding
+        and all(row.slice.start >= row.seq.num_prompt_tokens for row in rows)
+        and any(row.seq.drafting.proposer_id is not None for row in rows),
+    )
+    return commits
+
+
+def _settle_row(policy: Policy, row: Emitted, committed: Committed) -> Commit:
+    seq, base_len, output, round_, proposer_id, method, finish_reason, logprobs = row
+    counters, counts = seq.counters, policy.counts
+    first = base_len == seq.num_prompt_tokens
+    drafted, accepted = round_.drafted, min(round_.accepted, len(output))  # after trimming
+    if output:
+        counters.count_round(drafted, accepted, method)
+        counts.output_tokens += len(output)
+        if drafted or not first:
+            counts.rounds[drafted, accepted] += 1
+        if drafted:
+            counts.drafted_by[proposer_id] += drafted
+            counts.accepted_by[proposer_id] += accepted
+    if not first:
+        counters.score_s += committed.seconds
+        counts.score_s += committed.seconds
+    policy.learn(seq)
+    return Commit(
+        session_id=seq.session_id,
+        base_len=base_len,
+        token_ids=output,
+        kinds=token_kinds(round_.tried, round_.accepted, len(output)),
+        num_draft_tokens=0 if finish_reason else seq.drafting.num_draft_tokens,
+        finish_reason=finish_reason,
+        stats=seq.stats() if finish_reason or seq.request.running_stats else None,
+        logprobs=logprobs[: len(output)],
+    )
