@@ -414,6 +414,8 @@ def test_what_fills_up_a_step_harms_no_row() -> None:
         *((Strips(32, 1), rows, inner) for rows in (1, 2) for inner in (8, 296)),  # no power of two
         *((Tiles(64, 64, 3, 4, 1), rows, 192) for rows in (1, 5, 16, 17)),
         *((Tiles(64, 64, 3, 4, 8), rows, 256) for rows in (1, 5, 33)),  # shared by four programs
+        *((Tiles(64, 64, 3, 4, 1, norms=True), rows, 192) for rows in (1, 16)),
+        *((Tiles(64, 64, 3, 4, 8, norms=True), rows, 384) for rows in (5, 33)),
     ],
 )
 def test_products_of_few_rows(
