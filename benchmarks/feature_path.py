@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
@@ -36,6 +37,7 @@ from benchmarks.feature_rows import IN_PROCESS, NONE, Row, Sample, Sent, documen
 from benchmarks.gpu import gpu_name
 from benchmarks.outrider_stack import (
     OutriderSystem,
+    Route,
     Stack,
     StackConfig,
     model_flags,
@@ -52,13 +54,14 @@ from outrider.models.resolve import resolve_model
 _SENT: Final = ("bytes", "rows", "seconds")
 _SHAPE: Final = "llama-3.1-8b"
 _INFLATING_S: Final = 600.0
+_SPARE_TOKENS: Final = 128  # behind a text: steps with trees near the end are not recorded
 
 
 class Way(Protocol):
     """One way of putting engine and method together."""
 
-    def run(self, group: Sequence[TokenIds], max_tokens: int, at_once: int) -> Sample:
-        """All of `group`, `at_once` in flight. Raises `ProcessError`."""
+    def run(self, group: Sequence[TokenIds], max_tokens: int, at_once: int, k: int) -> Sample:
+        """All of `group`, `at_once` in flight, K draft tokens a round. Raises `ProcessError`."""
         ...
 
 
@@ -69,8 +72,8 @@ class Turns:
     worker: Worker
     timeout_s: float
 
-    def run(self, group: Sequence[TokenIds], max_tokens: int, at_once: int) -> Sample:
-        request = {"prompts": group, "max_tokens": max_tokens, "concurrency": at_once}
+    def run(self, group: Sequence[TokenIds], max_tokens: int, at_once: int, k: int) -> Sample:
+        request = {"prompts": group, "max_tokens": max_tokens, "concurrency": at_once, "k": k}
         answer = self.worker.ask(request, self.timeout_s * len(group))
         done = tuple(
             Completion(**{**each, "token_ids": tuple(each["token_ids"])})
@@ -87,9 +90,10 @@ class Services:
 
     system: OutriderSystem
 
-    def run(self, group: Sequence[TokenIds], max_tokens: int, at_once: int) -> Sample:
+    def run(self, group: Sequence[TokenIds], max_tokens: int, at_once: int, k: int) -> Sample:
+        system = replace(self.system, num_speculative_tokens=k)
         before = self._counters()
-        run = self.system.run(group, max_tokens, at_once)
+        run = system.run(group, max_tokens, at_once)
         spent = [b - a for a, b in zip(before, self._counters(), strict=True)]
         return Sample(run, Sent(*spent), sum(map(len, group)))
 
@@ -112,10 +116,47 @@ def hidden_features(method: str, head: str) -> str:
 
 
 @contextlib.contextmanager
-def ways(args: argparse.Namespace, k: int) -> Iterator[dict[str, Way]]:
-    """All of them, started and warm. Raises `ProcessError`."""
-    memory = ("--gpu-memory-utilization", str(args.scorer_memory))
-    base = StackConfig(
+def ways(args: argparse.Namespace) -> Iterator[dict[str, Way]]:
+    """All of them, started and warm: two engines, one of them of both services.
+
+    Raises `ProcessError`.
+    """
+    with contextlib.ExitStack() as cleanup:
+        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="path-")))
+        children = cleanup.enter_context(stopping([]))
+        config = _config(args)
+        say(f"starting {IN_PROCESS} and the services")
+        child = _in_process(config, folder)
+        children.append(child)
+        stack = Stack(config, children, folder)
+        cleanup.callback(stack.close)
+        stack.require_proposers()
+        turns = Turns(Worker(child, config.start_timeout_s), args.request_timeout)
+        services = OutriderSystem(
+            NONE, stack, "none", frozenset(args.at_once), args.request_timeout, False
+        )
+        drafting = {
+            route.pool: Services(replace(services, method=args.method, pool=route.pool))
+            for route in config.routes
+        }
+        yield {IN_PROCESS: turns, **drafting, NONE: Services(services)}
+
+
+def _config(args: argparse.Namespace) -> StackConfig:
+    """Of the services; on a GPU they record what this run needs, and no more."""
+    routes = [Route("colocated", unix=True), Route("remote")]
+    if args.round_trip_ms:
+        name = f"remote +{args.round_trip_ms:g} ms"
+        routes.append(Route(name, round_trip_ms=args.round_trip_ms))
+    rows, k = max(args.at_once), max(args.k)
+    length = args.max_prompt_tokens + args.max_tokens + _SPARE_TOKENS
+    scorer: list[object] = ["--hidden-features", hidden_features(args.method, args.head)]
+    proposer: list[object] = []
+    if args.device != "cpu":
+        scorer += ["--kv-cache-memory", args.kv_cache_memory, "--max-num-seqs", rows]
+        scorer += ["--max-model-len", length]
+        proposer += ["--max-sessions", rows, "--max-draft-tokens", k]
+    return StackConfig(
         model=args.model,
         draft_model=args.head,
         dtype=args.dtype,
@@ -125,54 +166,20 @@ def ways(args: argparse.Namespace, k: int) -> Iterator[dict[str, Way]]:
         start_timeout_s=args.start_timeout,
         methods=(args.method,),
         device=args.device,
-        scorer_flags=(
-            *("--hidden-features", hidden_features(args.method, args.head)),
-            *(memory if args.device != "cpu" else ()),
-            *args.scorer_flags,
-        ),
-        proposer_flags=tuple(args.proposer_flags),
-        wrapper=("benchmarks.fixed_k",),
+        scorer_flags=(*map(str, scorer), *args.scorer_flags),
+        proposer_flags=(*map(str, proposer), *args.proposer_flags),
+        wrapper=("benchmarks.by_pool",),
+        routes=tuple(routes),
     )
-    with contextlib.ExitStack() as cleanup:
-        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="path-")))
-        children = cleanup.enter_context(stopping([]))
-        found: dict[str, Way] = {IN_PROCESS: _turns(base, children, folder, args)}
-        configs = {
-            "colocated": replace(base, unix_socket=str(folder / "scorer.sock")),
-            "remote": base,
-        }
-        if args.round_trip_ms:
-            slower = replace(base, round_trip_ms=args.round_trip_ms)
-            configs[f"remote +{args.round_trip_ms:g} ms"] = slower
-        for name, config in configs.items():
-            say(f"K = {k}: starting {name}")
-            log_dir = folder / str(len(found))
-            log_dir.mkdir()
-            stack = Stack(config, children, log_dir)
-            cleanup.callback(stack.close)
-            stack.require_proposers()
-            found[name] = _services(name, stack, args.method, args)
-        found[NONE] = _services(NONE, stack, "none", args)
-        yield found
 
 
-def _services(name: str, stack: Stack, method: str, args: argparse.Namespace) -> Services:
-    at_once, timeout_s = frozenset(args.at_once), args.request_timeout
-    return Services(OutriderSystem(name, stack, method, at_once, timeout_s, through_gateway=False))
-
-
-def _turns(
-    config: StackConfig, children: list[Child], log_dir: Path, args: argparse.Namespace
-) -> Turns:
+def _in_process(config: StackConfig, log_dir: Path) -> Child:
     (method,) = config.methods
     proposer = ["--method", method, "--threads", str(config.proposer_threads)]
     proposer += model_flags(config, method)
     flags = [shlex.join(scorer_flags(config)), shlex.join(proposer)]
     command = [sys.executable, "-P", "-m", "benchmarks.in_process", *flags]
-    child = Child(IN_PROCESS, command, log_dir, env=config.process_env)
-    children.append(child)
-    say(f"K = {config.num_speculative_tokens}: starting {IN_PROCESS}")
-    return Turns(Worker(child, config.start_timeout_s), args.request_timeout)
+    return Child(IN_PROCESS, command, log_dir, env=config.process_env)
 
 
 def inflated(folder: Path, device: str) -> tuple[str, str]:
@@ -199,29 +206,30 @@ def inflated(folder: Path, device: str) -> tuple[str, str]:
     return str(folder / "target"), str(folder / "head")
 
 
-def measure(args: argparse.Namespace, loaded: prompts.Prompts, k: int) -> list[Row]:
-    """All ways at one K. Raises `ProcessError` if one drafts nothing."""
-    rows: list[Row] = []
-    with ways(args, k) as found:
-        names = list(found)
-        for at_once in args.at_once:
-            size = max(args.min_prompts, at_once)
-            for way in found.values():  # every kind of step, before any is measured
-                way.run(loaded.group(0, size), args.max_tokens // 2, at_once)
-            samples: dict[str, list[Sample]] = {name: [] for name in names}
-            for r in range(args.rounds):
-                group = loaded.group(r, size)
-                for turn in range(len(names)):
-                    name = names[(r + turn) % len(names)]
-                    sample = found[name].run(group, args.max_tokens, at_once)
-                    drafted = [each.stats["drafted"] > 0 for each in sample.run.completions]
-                    if name != NONE and not all(drafted):
-                        raise ProcessError(f"{name}: a request without drafts; see the proposer")
-                    samples[name].append(sample)
-                    speed = f"{sample.run.tokens_per_s:.1f} tok/s"
-                    say(f"K = {k}, {at_once} at once, {r + 1}/{args.rounds}: {name}: {speed}")
-            rows += [row(k, at_once, name, samples) for name in names]
-    return rows
+def measure(
+    args: argparse.Namespace,
+    found: Mapping[str, Way],
+    loaded: prompts.Prompts,
+    k: int,
+    at_once: int,
+) -> list[Row]:
+    """All ways. Raises `ProcessError` if one drafts nothing."""
+    names = list(found)
+    size = max(args.min_prompts, at_once)
+    for way in found.values():  # every kind of step, before any is measured
+        way.run(loaded.group(0, size), args.max_tokens // 2, at_once, k)
+    samples: dict[str, list[Sample]] = {name: [] for name in names}
+    for r in range(args.rounds):
+        group = loaded.group(r, size)
+        for turn in range(len(names)):
+            name = names[(r + turn) % len(names)]
+            sample = found[name].run(group, args.max_tokens, at_once, k)
+            drafted = [each.stats["drafted"] > 0 for each in sample.run.completions]
+            if name != NONE and not all(drafted):
+                raise ProcessError(f"{name}: a request without drafts; see the proposer")
+            samples[name].append(sample)
+            say(f"K = {k}, {at_once} at once, {r + 1}/{args.rounds}: {name}: {sample.line()}")
+    return [row(k, at_once, name, samples) for name in names]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -249,7 +257,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--round-trip-ms", type=float, default=1.0, help="added to the last way, if any")
     p.add_argument("--scorer-flags", type=shlex.split, default=[], help="more of them, quoted")
     p.add_argument("--proposer-flags", type=shlex.split, default=[], help="more of them, quoted")
-    p.add_argument("--scorer-memory", type=float, default=0.15, help="part of the GPU, per engine")
+    p.add_argument("--kv-cache-memory", type=int, default=4096, help="MiB per engine, on a GPU")
     p.add_argument("--start-timeout", type=float, default=300.0, help="seconds, per process")
     p.add_argument("--request-timeout", type=float, default=120.0, help="seconds, per request")
     p.add_argument(
@@ -277,12 +285,13 @@ def _run(args: argparse.Namespace, command: str) -> int:
     target = resolve_model(args.model, "target")
     loaded = prompts.load(args.prompts, target, count=64, max_prompt_tokens=args.max_prompt_tokens)
     machine = report.machine() | ({} if args.device == "cpu" else {"gpu": gpu_name()})
-    for k in args.k:
-        rows += measure(args, loaded, k)
-        text = "\n".join(document(rows, command, machine, settings))
-        setup = {**machine, **settings, "command": command, "prompts": loaded.sha256}
-        found = {"setup": setup, "results": [asdict(each) for each in rows]}
-        report.write(found, text, args.out)  # so far
+    with ways(args) as found:
+        for k, at_once in itertools.product(args.k, args.at_once):
+            rows += measure(args, found, loaded, k, at_once)
+            text = "\n".join(document(rows, command, machine, settings))
+            setup = {**machine, **settings, "command": command, "prompts": loaded.sha256}
+            results = [asdict(each) for each in rows]
+            report.write({"setup": setup, "results": results}, text, args.out)  # so far
     print(text)
     return int(args.dtype == "float32" and any(each.equal < 1.0 for each in rows))
 

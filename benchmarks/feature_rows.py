@@ -53,6 +53,20 @@ class Sample:
         return statistics.median(gaps) * 1e3
 
     @property
+    def score_ms(self) -> float:
+        """Of the steps that verified its rounds."""
+        return self.total("score_ms") / self.total("rounds")
+
+    def line(self) -> str:
+        """What is known of it alone."""
+        parts = {"round": self.round_ms, "score": self.score_ms}
+        if self.drafted_rounds:
+            names = {"draft": "propose_ms", "way": "network_ms", "wait": "wait_ms"}
+            parts |= {part: self.per_round(name) for part, name in names.items()}
+        times = ", ".join(f"{part} {ms:.2f}" for part, ms in parts.items())
+        return f"{self.run.tokens_per_s:.1f} tok/s; ms: {times}"
+
+    @property
     def texts(self) -> list[TokenIds]:
         return [each.token_ids for each in self.run.completions]
 
@@ -85,6 +99,7 @@ class Row:
     way_ms: Spread | None
     drafting_ratio: Spread | None  # of draft and way, to in process, by repetition
     wait_ms: Spread | None
+    score_ms: Spread
     acceptance_length: float | None  # 1 + accepted tokens per round with a draft
     hit_rate: float | None  # rounds whose draft was at hand at once, of those with a draft
     bytes_per_token: float | None
@@ -129,6 +144,7 @@ def row(k: int, at_once: int, way: str, samples: Mapping[str, Sequence[Sample]])
         way_ms=spread(lambda s: s.per_round("network_ms")) if drafts else None,
         drafting_ratio=spread(lambda s: s.drafting_ms, close) if drafts else None,
         wait_ms=spread(lambda s: s.per_round("wait_ms")) if drafts else None,
+        score_ms=spread(lambda s: s.score_ms),
         acceptance_length=1 + sum(s.total("accepted") for s in mine) / rounds if drafts else None,
         hit_rate=sum(s.total("hits") for s in mine) / rounds if drafts else None,
         bytes_per_token=per_token if drafts else None,
@@ -154,7 +170,7 @@ def document(
         here = [each for each in rows if (each.k, each.at_once) == (k, at_once)]
         lines += [f"## K = {k}, {at_once} at once", ""]
         head = ["way", "tok/s", "speed-up", "round ms", "to in process"]
-        head += ["draft ms", "way ms", "both to in process", "wait ms"]
+        head += ["draft ms", "way ms", "both to in process", "wait ms", "score ms"]
         body = [
             [
                 each.way,
@@ -166,6 +182,7 @@ def document(
                 _spread(each.way_ms, 2),
                 _spread(each.drafting_ratio, 2),
                 _spread(each.wait_ms, 2),
+                _spread(each.score_ms, 2),
             ]
             for each in here
         ]

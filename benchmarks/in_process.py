@@ -4,7 +4,7 @@
 
 A worker (worker_loop.py): what the services would build from the same flags, with the policy of
 fixed_k.py. Hidden states, commits and drafts are handed over as arguments. A request {"prompts",
-"max_tokens", "concurrency"} is answered with `completions` (records.Completion), `wall_s` and
+"max_tokens", "concurrency", "k"} is answered with `completions` (records.Completion), `wall_s` and
 `features`.
 """
 
@@ -86,15 +86,16 @@ class InProcess:
         self._method, self._spec = cast("FeatureProposer", method), spec
         if spec.projection_dim:
             engine.features.put_projection(spec, bytearray(self._method.projection))
-        self._k = min(options.num_speculative_tokens, method.traits.max_draft_tokens)
+        self._k = 0
         self._window = FeatureWindow()
         self._sessions = 0
         self._features = dict.fromkeys(("bytes", "rows", "seconds", "steps"), 0.0)
 
     def run(
-        self, prompts: Sequence[TokenIds], max_tokens: int, concurrency: int
+        self, prompts: Sequence[TokenIds], max_tokens: int, concurrency: int, k: int
     ) -> dict[str, object]:
-        """All prompts, `concurrency` at once, greedily."""
+        """All prompts, `concurrency` at once, greedily, `k` draft tokens a round."""
+        self._k = min(k, self._method.traits.max_draft_tokens)
         self._features = dict.fromkeys(self._features, 0.0)
         started = time.perf_counter()
         waiting = deque(enumerate(prompts))
@@ -198,7 +199,7 @@ def build() -> Handler:
 
     def run(request: dict[str, Any]) -> dict[str, Any]:
         prompts = [tuple(prompt) for prompt in request["prompts"]]
-        return stack.run(prompts, request["max_tokens"], request["concurrency"])
+        return stack.run(prompts, request["max_tokens"], request["concurrency"], request["k"])
 
     return run
 

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,11 +27,21 @@ from outrider.v1.scorer_pb2_grpc import ScorerServiceStub
 HOST = "127.0.0.1"
 METHODS = ("draft_model", "ngram")
 _RPC_TIMEOUT_S = 10.0
+_SOCKET = "scorer.sock"
 _STATS = (
     *("rounds", "drafted", "accepted", "hits", "misses_late", "misses_wrong", "waits"),
     *("wait_ms", "fallback_rounds", "queue_ms", "prefill_ms", "propose_ms", "score_ms"),
     *("network_ms", "cached_prompt_tokens"),
 )
+
+
+@dataclass(frozen=True)
+class Route:
+    """How the proposers of a pool come to the scorer."""
+
+    pool: str = "default"
+    unix: bool = False  # by the scorer's Unix socket
+    round_trip_ms: float = 0.0  # added, if not
 
 
 @dataclass(frozen=True)
@@ -52,8 +63,7 @@ class StackConfig:
     proposer_flags: tuple[str, ...] = ()
     wrapper: tuple[str, ...] = ()  # a module that runs the services' modules
     env: tuple[tuple[str, str], ...] = ()
-    unix_socket: str = ""  # a path: proposers dial this socket of the scorer's
-    round_trip_ms: float = 0.0  # added between proposers and scorer, if they use TCP
+    routes: tuple[Route, ...] = (Route(),)  # each of a proposer of each method
 
     @property
     def process_env(self) -> dict[str, str]:
@@ -73,6 +83,8 @@ class Job:
     prompt: TokenIds
     max_tokens: int
     temperature: float = 0.0
+    num_speculative_tokens: int | None = None  # K; None: the scorer's
+    pool: str = ""  # of the proposers that draft, where the wrapper is `benchmarks.by_pool`
 
 
 class Stack:
@@ -88,21 +100,19 @@ class Stack:
             "scorer",
             config.scorer_module,
             *("--port", scorer_grpc.rpartition(":")[2], *scorer_flags(config)),
-            *(("--listen-unix", config.unix_socket) if config.unix_socket else ()),
+            *(("--listen-unix", log_dir / _SOCKET) if any(r.unix for r in config.routes) else ()),
         )
-        dialled = f"unix:{config.unix_socket}" if config.unix_socket else scorer_grpc
-        if config.round_trip_ms:
-            dialled = self._delayed(scorer_grpc)
         says = scorer.ready(config.start_timeout_s)
         self.metrics_url = says["metrics"]
         proposers = [
             self._start(
-                f"proposer-{method}",
+                f"proposer-{route.pool}-{method}",
                 "proposer_service",
-                *("--scorer", dialled, "--method", method, "--port", 0),
-                *("--threads", config.proposer_threads),
+                *("--scorer", self._dialled(route, scorer_grpc), "--pool", route.pool),
+                *("--method", method, "--port", 0, "--threads", config.proposer_threads),
                 *model_flags(config, method),
             )
+            for route in config.routes
             for method in config.methods
         ]
         gateway = self._start(
@@ -126,12 +136,12 @@ class Stack:
         deadline = time.monotonic() + timeout_s
         while True:
             info = self._runner.run(self._info())
-            alive = {p.method for p in info.proposers if not p.set_aside}
-            if alive >= set(self.config.methods):
+            alive = Counter(p.method for p in info.proposers if not p.set_aside)
+            wanted = Counter(self.config.methods * len(self.config.routes))
+            if alive >= wanted:
                 return
             if time.monotonic() > deadline:
-                wanted = self.config.methods
-                raise ProcessError(f"proposers attached: {sorted(alive)}; wanted: {wanted}")
+                raise ProcessError(f"proposers attached: {dict(alive)}; wanted: {dict(wanted)}")
             time.sleep(0.2)
 
     def step_seconds(self) -> dict[str, float]:
@@ -163,13 +173,14 @@ class Stack:
         method: str,
         through_gateway: bool,
         timeout_s: float,
+        num_speculative_tokens: int | None = None,
+        pool: str = "",
     ) -> tuple[tuple[Completion, ...], float]:
         """Runs all prompts with `concurrency` in flight; returns completions and seconds."""
 
         def call(prompt: TokenIds) -> object:
-            return self._call(
-                Job(prompt, max_tokens), method, timeout_s, through_gateway=through_gateway
-            )
+            job = Job(prompt, max_tokens, num_speculative_tokens=num_speculative_tokens, pool=pool)
+            return self._call(job, method, timeout_s, through_gateway=through_gateway)
 
         return self._runner.run(_run_all(call, prompts, concurrency))
 
@@ -196,7 +207,11 @@ class Stack:
     def _call(
         self, job: Job, method: str, timeout_s: float, *, through_gateway: bool = True
     ) -> object:
-        speculation = common_pb2.SpeculationParams(enabled=method != "none", method=method)
+        speculation = common_pb2.SpeculationParams(
+            enabled=method != "none",
+            method=method,
+            num_speculative_tokens=job.num_speculative_tokens,
+        )
         stop = common_pb2.StopParams(max_tokens=job.max_tokens, ignore_eos=True)
         sampling = common_pb2.SamplingParams(temperature=job.temperature)
         if not through_gateway:
@@ -206,6 +221,7 @@ class Stack:
                     sampling=sampling,
                     stop=stop,
                     speculation=speculation,
+                    tenant=job.pool,
                 ),
                 timeout=timeout_s,
             )
@@ -229,13 +245,17 @@ class Stack:
         self._children.append(child)
         return child
 
-    def _delayed(self, target: str) -> str:
-        """Where a proxy listens that adds the round trip."""
+    def _dialled(self, route: Route, target: str) -> str:
+        """What proposers dial; for a round trip to add it is a proxy."""
+        if route.unix:
+            return f"unix:{self._log_dir / _SOCKET}"
+        if not route.round_trip_ms:
+            return target
         command = [sys.executable, "-P", "-m", "benchmarks.delay_proxy", "--target", target]
-        proxy = Child("proxy", command, self._log_dir, env=self.config.process_env)
+        proxy = Child(f"proxy-{route.pool}", command, self._log_dir, env=self.config.process_env)
         self._children.append(proxy)
         address = proxy.ready(self.config.start_timeout_s)["address"]
-        proxy.write(json.dumps({"delay_s": self.config.round_trip_ms / 2e3}))
+        proxy.write(json.dumps({"delay_s": route.round_trip_ms / 2e3}))
         proxy.line(_RPC_TIMEOUT_S)
         return address
 
@@ -266,6 +286,8 @@ class OutriderSystem:
     concurrencies: frozenset[int]
     timeout_s: float
     through_gateway: bool = True
+    num_speculative_tokens: int | None = None
+    pool: str = ""
 
     def run(self, prompts: Sequence[TokenIds], max_tokens: int, concurrency: int) -> Run:
         """See `System.run`."""
@@ -276,6 +298,8 @@ class OutriderSystem:
             method=self.method,
             through_gateway=self.through_gateway,
             timeout_s=self.timeout_s,
+            num_speculative_tokens=self.num_speculative_tokens,
+            pool=self.pool,
         )
         rounds, drafted, accepted = (
             int(sum(c.stats[name] for c in completions))

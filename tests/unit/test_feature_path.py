@@ -28,7 +28,7 @@ def sample(
 ) -> Sample:
     """One request of 10 prompt tokens: 5 rounds, 4 of them with a draft, 2 of these hits."""
     stats = {"rounds": 5.0, "undrafted_rounds": 1.0, "accepted": 6.0, "hits": 2.0, "wait_ms": 4.0}
-    stats |= {"propose_ms": propose_ms, "network_ms": network_ms}
+    stats |= {"propose_ms": propose_ms, "network_ms": network_ms, "score_ms": 50.0}
     completion = Completion(text, wall_s, stats=stats, round_gaps_s=(gap_s, gap_s, 1.0))
     sent = Sent(rows * 100.0, rows, seconds=rows * 1e-3, steps=6.0)
     return Sample(Run((completion,), wall_s), sent, prompt_tokens=10)
@@ -61,10 +61,16 @@ def test_times_are_per_round_with_a_draft_and_spread_over_repetitions() -> None:
     assert found.draft_ms == Spread(5.0, 2.0, 8.0)
     assert found.way_ms == Spread(2.5, 1.0, 4.0)
     assert found.wait_ms == Spread(1.0, 1.0, 1.0)
+    assert found.score_ms == Spread(10.0, 10.0, 10.0)
     assert found.round_ms == Spread(75.0, 30.0, 120.0)  # the one gap of a second is no median
     assert found.tokens_per_s == Spread(5.625, 2.25, 9.0)
     assert found.acceptance_length == 2.5
     assert found.hit_rate == 0.5
+
+
+def test_a_repetition_says_at_once_where_its_time_went() -> None:
+    line = SAMPLES[WAY][0].line()
+    assert line == "9.0 tok/s; ms: round 30.00, score 10.00, draft 2.00, way 1.00, wait 1.00"
 
 
 def test_the_prompts_features_are_apart() -> None:
