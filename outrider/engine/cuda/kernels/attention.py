@@ -3,10 +3,6 @@
 The query heads that share a key head are packed into one tile with the row's query tokens, so
 that keys and values are read once. The last program of a tile to end puts together what the others
 have left.
-
-With NEW a row's new keys and values are not in the pages yet: they come as the model's product has
-put them out. The program that attends to a slot is also the one that fills it, so that none waits
-for another.
 """
 
 import triton
@@ -17,6 +13,44 @@ from outrider.engine.cuda.kernels.pointwise import turned
 from outrider.engine.cuda.kernels.prefetch import prefetch
 
 _LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _store_new(
+    token,  # int32 [n]
+    present,  # bool [n]
+    new_ptr,  # [2 * kv_heads, DIM] of the first token
+    rope_ptr,
+    slots_ptr,
+    keys_ptr,
+    values_ptr,
+    stride,  # from token to token
+    kv_head,
+    kv_heads,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """Turns new keys, and fills their slots and those of their values.
+
+    The program that attends to a slot is also the one that fills it: none waits for another.
+    """
+    token = token.to(tl.int64)
+    column = tl.arange(0, BLOCK_DIM)
+    swapped = tl.where(column < DIM // 2, column + DIM // 2, column - DIM // 2)
+    inside = present[:, None] & (column < DIM)[None, :]
+    key_here = new_ptr + token[:, None] * stride + kv_head * DIM
+    value_here = key_here + kv_heads * DIM + column[None, :]
+    rope = rope_ptr + token[:, None] * (2 * DIM) + column[None, :]
+    key = tl.load(key_here + column[None, :], mask=inside, other=0.0)
+    partner = tl.load(key_here + swapped[None, :], mask=inside, other=0.0)
+    cos = tl.load(rope, mask=inside, other=0.0)
+    sin = tl.load(rope + DIM, mask=inside, other=0.0)
+    value = tl.load(value_here, mask=inside, other=0.0)
+    slot = tl.load(slots_ptr + token, mask=present, other=-1)
+    to = (slot[:, None] * kv_heads + kv_head) * DIM + column[None, :]
+    stored = inside & (slot >= 0)[:, None]
+    tl.store(keys_ptr + to, turned(key, partner, cos, sin, key.dtype), mask=stored)
+    tl.store(values_ptr + to, value, mask=stored)
 
 
 @triton.jit(do_not_specialize=["table_stride"])  # it follows the longest context of the step
@@ -51,14 +85,15 @@ def paged_attention_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_TREES: tl.constexpr,
+    NEW: tl.constexpr,  # keys and values of this step are not in the pages yet; there is one tile
+    # of queries, VALUE_DIM is DIM, and DIM is even
+    BLOCK_NEW: tl.constexpr,  # new keys that are turned at a time
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_DIM: tl.constexpr,  # at least DIM
     BLOCK_VALUE_DIM: tl.constexpr,  # at least VALUE_DIM
     STAGES: tl.constexpr,
-    NEW: tl.constexpr,  # there is one tile, VALUE_DIM is DIM, and DIM is even
-    BLOCK_NEW: tl.constexpr,  # new keys that are turned at a time
     BLOCK_COMBINED: tl.constexpr,  # queries whose splits are put together at a time
     PDL: tl.constexpr,
 ):
@@ -223,40 +258,6 @@ def paged_attention_kernel(
                 SPLITS,
                 BLOCK_VALUE_DIM,
             )
-
-
-@triton.jit
-def _store_new(
-    token,  # int32 [n]
-    present,  # bool [n]
-    new_ptr,  # [2 * kv_heads, DIM] of the first token
-    rope_ptr,
-    slots_ptr,
-    keys_ptr,
-    values_ptr,
-    stride,  # from token to token
-    kv_head,
-    kv_heads,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
-    token = token.to(tl.int64)
-    column = tl.arange(0, BLOCK_DIM)
-    swapped = tl.where(column < DIM // 2, column + DIM // 2, column - DIM // 2)
-    inside = present[:, None] & (column < DIM)[None, :]
-    key_here = new_ptr + token[:, None] * stride + kv_head * DIM
-    value_here = key_here + kv_heads * DIM + column[None, :]
-    rope = rope_ptr + token[:, None] * (2 * DIM) + column[None, :]
-    key = tl.load(key_here + column[None, :], mask=inside, other=0.0)
-    partner = tl.load(key_here + swapped[None, :], mask=inside, other=0.0)
-    cos = tl.load(rope, mask=inside, other=0.0)
-    sin = tl.load(rope + DIM, mask=inside, other=0.0)
-    value = tl.load(value_here, mask=inside, other=0.0)
-    slot = tl.load(slots_ptr + token, mask=present, other=-1)
-    to = (slot[:, None] * kv_heads + kv_head) * DIM + column[None, :]
-    stored = inside & (slot >= 0)[:, None]
-    tl.store(keys_ptr + to, turned(key, partner, cos, sin, key.dtype), mask=stored)
-    tl.store(values_ptr + to, value, mask=stored)
 
 
 @triton.jit
