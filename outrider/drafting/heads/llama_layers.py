@@ -190,9 +190,7 @@ class LlamaLayer:
         assert self._pool is not None, "bind() comes first"
         if self._qk_norm is not None:
             self._ops.qk_norm_(qkv, self._qk_norm, self._eps)
-        slots = attention.batch.slot_mapping
-        query = self._ops.rotate_and_store(qkv, rope, slots, self._pool)
-        heads = attention.attend(query, self._pool, self._params).flatten(1)
+        heads = self._ops.attend_new(qkv, rope, attention, self._pool, self._params).flatten(1)
         if rows is not None:
             heads, residual = heads.index_select(0, rows), residual.index_select(0, rows)
         x = self._o.add(heads if gate is None else heads * gate, residual)
