@@ -52,6 +52,7 @@ DRAFT_PRODUCTS = {  # of a 1B model
 ROWS = (1, 5, 8, 32, 40, 160)
 COLD_BYTES = 192 * 2**20  # what a graph must read before it comes back: well above the L2 cache
 Record = dict[str, Any]
+AttendNew = Callable[[Tensor, Tensor, StepAttention, PageMajorPool, AttentionParams], Tensor]
 
 
 def graph_us(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float:
@@ -177,6 +178,26 @@ def attention() -> Iterator[Record]:
                         }
 
 
+def new_tokens() -> Iterator[Record]:
+    """Turning, storing and attending: in one launch, and one after the other."""
+    from outrider.engine.cuda.paged_attention import TritonBackend
+    from outrider.engine.cuda.triton_ops import TritonOps
+    from outrider.engine.llama_ops import LlamaOps
+
+    ops = TritonOps()
+    backend = TritonBackend(torch.cuda.get_device_properties(CUDA).multi_processor_count)
+    ways: dict[str, AttendNew] = {
+        "one launch": ops.attend_new,
+        "one after the other": partial(LlamaOps.attend_new, ops),
+    }
+    for rows in (1, 8, 16, 32):
+        for query_len in (1, 5):
+            case = _AttentionCase(rows, query_len, 512, 64)
+            for name, attend_new in ways.items():
+                us = case.us_new(backend, attend_new)
+                yield {"op": name, "rows": rows, "query": query_len, "context": 512, "us": us}
+
+
 class _AttentionCase:
     """Layers that each have pages of their own, all from one pool."""
 
@@ -204,6 +225,16 @@ class _AttentionCase:
             step.attend(self._query, self._pool, params)
         torch.cuda.synchronize()
         calls = [partial(step.attend, self._query, self._pool, params) for step in steps]
+        return graph_us(calls, repeats=5)
+
+    def us_new(self, backend: AttentionBackend, attend_new: AttendNew) -> float:
+        tokens = len(self._query)
+        qkv, rope = _rand(tokens, (HEADS + 2 * KV_HEADS) * DIM), _rand(tokens, 2, 2, DIM // 2)
+        params = AttentionParams(DIM**-0.5)
+        calls = [
+            partial(attend_new, qkv, rope, backend(batch), self._pool, params)
+            for batch in self._batches
+        ]
         return graph_us(calls, repeats=5)
 
 
@@ -257,6 +288,7 @@ SECTIONS = {
     "skinny": skinny,
     "pointwise": pointwise,
     "attention": attention,
+    "new_tokens": new_tokens,
     "sampling": sampling,
 }
 
