@@ -52,6 +52,7 @@ from itertools import takewhile
 from outrider.engine.contest import Contests
 from outrider.engine.measured import DraftTimes, StepTimes, remember
 from outrider.engine.policy import FIRST_PATIENCE_S, Policy, waits
+from outrider.engine.probe import Probe
 from outrider.engine.sequence import Drafting, Round, Sequence
 from outrider.types import Request
 
@@ -60,8 +61,6 @@ FADE = 0.9  # per round, of what is known about a row's acceptance
 PROPOSER_FADE = 0.98  # and about a proposer's, over all its rows
 FORGETTING = 1 / 16  # per round without a draft, of what tells a row from its proposer's others
 NEARLY = 0.95  # of the best goodput: such differences between sizes are noise
-PROBE_EVERY = 16  # rounds with a smaller K before a greater one renews what was measured
-PROBE_ROUNDS = 4  # that it lasts at most: a row that does not wait has its draft a round later
 LARGEST_PROBE = 16  # or twice the present K: one round of 128 costs as much as several
 SIZES = (*range(1, 17), 20, 24, 32, 48, 64, 96)  # of K that are compared, beside the limit
 MIN_PATIENCE_S, MAX_PATIENCE_S = 0.002, 0.1
@@ -83,16 +82,18 @@ class AdaptivePolicy(Policy):
         self._steps = StepTimes()
         self._drafts: dict[str, DraftTimes] = {}  # by drafter
         self._acceptance: dict[str, tuple[float, float]] = {}  # by proposer: successes, trials
-        self._short_rounds: dict[str, int] = {}  # by proposer, of the row that was seen last
+        self._probes: dict[str, Probe] = {}  # by proposer
         self._contests = Contests()
+        self._num_steps = 0
         self._num_rows = 1  # of the last step
         self._step_times: dict[int, float] = {}  # by k, the same for all rows until the next step
 
     def choose_k(self, drafting: Drafting, limit: int) -> int:
         d = drafting
+        d.probing = self._contests.drafting and self._probe(d).on
         if not self._contests.drafting:
             return 0
-        if d.short_rounds >= PROBE_EVERY:
+        if d.probing:
             return min(limit, max(LARGEST_PROBE, 2 * d.num_draft_tokens))
         plain = self._step_time(0)
         if not plain:
@@ -133,8 +134,8 @@ class AdaptivePolicy(Policy):
         if times is None:
             return min(MAX_PATIENCE_S, worth)
         mean = times.mean_s(d.num_draft_tokens)
-        if d.short_rounds >= PROBE_EVERY:  # what comes too late tells nothing
-            worth = max(worth, STEPS_OF_PATIENCE * step)
+        if d.probing:  # what comes too late tells nothing
+            worth = max(worth, STEPS_OF_PATIENCE * step) if times.calm else MAX_PATIENCE_S
         if mean > worth:
             return 0.0
         return min(MAX_PATIENCE_S, worth, mean + 4 * times.delay.deviation)
@@ -209,15 +210,13 @@ class AdaptivePolicy(Policy):
             successes, trials = known
             drafting.successes = PRIOR_TRIALS * successes / trials
             drafting.trials = PRIOR_TRIALS
-        # Counted on from row to row: answers may all be too short for a probe of their own.
-        drafting.short_rounds = self._short_rounds.get(proposer_id, 0)
 
     def observe_delay(
         self, drafting: Drafting, seconds: float, draft_s: float, num_tokens: int, *, calm: bool
     ) -> None:
         times = self._drafts.get(drafting.drafter) or DraftTimes()
         remember(self._drafts, drafting.drafter, times)
-        times.observe(seconds, draft_s, num_tokens, calm=calm)
+        times.observe(seconds, draft_s, num_tokens, calm=calm, rounds=1 / self._num_rows)
 
     def observe_round(self, drafting: Drafting, round_: Round) -> None:
         d = drafting
@@ -235,17 +234,11 @@ class AdaptivePolicy(Policy):
             successes = PROPOSER_FADE * successes + accepted
             trials = PROPOSER_FADE * trials + tried
             remember(self._acceptance, d.proposer_id or "", (successes, trials))
-        if d.short_rounds >= PROBE_EVERY:  # until a draft was verified
-            over = round_.drafted or d.short_rounds + 1 >= PROBE_EVERY + PROBE_ROUNDS
-            d.short_rounds = 0 if over else d.short_rounds + 1
-        elif d.num_draft_tokens < min(d.limit, d.proposer_limit):
-            d.short_rounds += 1
-        else:
-            d.short_rounds = 0
-        if d.proposer_id is not None:
-            remember(self._short_rounds, d.proposer_id, d.short_rounds)
+        most = d.probing or d.num_draft_tokens >= min(d.limit, d.proposer_limit)
+        self._probe(d).observe(self._num_steps, most=most, drafted=round_.drafted > 0)
 
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        self._num_steps += 1
         self._num_rows = num_rows
         self._steps.observe(num_tokens, seconds)
         self._step_times = {}
@@ -261,6 +254,13 @@ class AdaptivePolicy(Policy):
 
     def plain_step_s(self, num_rows: int) -> float:
         return self._steps.estimate(num_rows)
+
+    def _probe(self, d: Drafting) -> Probe:
+        """Counted on from row to row: answers may all be too short for a probe of their own."""
+        name = d.proposer_id or ""
+        if name not in self._probes:
+            remember(self._probes, name, Probe())
+        return self._probes[name]
 
     def _step_time(self, k: int) -> float:
         """Expected seconds of a step as large as the last one, with `k` draft tokens per row."""

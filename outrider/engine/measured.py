@@ -7,7 +7,7 @@ from typing import TypeVar
 
 STALE_AFTER = 12  # steps of other sizes after which a size's average is forgotten
 MAX_NAMES = 256  # of proposers about which something is kept
-CALM_LASTS = 64  # drafts made beside steps until they count although there were others
+CALM_LASTS = 64  # rounds of drafts made beside steps until they count although there were others
 
 V = TypeVar("V")
 
@@ -107,8 +107,8 @@ class DraftTimes:
 
     def __init__(self) -> None:
         self._stall = Average()
-        self._calm = False
-        self._others = 0  # since the last calm one
+        self.calm = False  # what counts was made with no step beside it
+        self._others = 0.0  # rounds since the last calm one
         self._begin()
 
     def _begin(self) -> None:
@@ -116,15 +116,20 @@ class DraftTimes:
         self._token_s = Average()
         self._length = 0.0  # mean tokens of a draft
 
-    def observe(self, seconds: float, draft_s: float, num_tokens: int, *, calm: bool) -> None:
-        """A draft of so many tokens, of which the drafting took `draft_s`."""
-        self._others = 0 if calm else self._others + 1
-        if self._calm and not calm:
+    def observe(
+        self, seconds: float, draft_s: float, num_tokens: int, *, calm: bool, rounds: float = 1.0
+    ) -> None:
+        """A draft of so many tokens, of which the drafting took `draft_s`.
+
+        `rounds`: its share of one, if many rows' drafts come at once.
+        """
+        self._others = 0.0 if calm else self._others + rounds
+        if self.calm and not calm:
             self._stall.add(max(0.0, seconds - self.mean_s(num_tokens)))
-        if not calm and self._calm and self._others < CALM_LASTS:
+        if not calm and self.calm and self._others < CALM_LASTS:
             return
-        if calm != self._calm:
-            self._calm = calm
+        if calm != self.calm:
+            self.calm = calm
             self._begin()
         self.delay.add(seconds)
         if num_tokens:
@@ -142,10 +147,10 @@ class DraftTimes:
 
     def alone_s(self, num_tokens: int) -> float | None:
         """The same with no step beside it; None while there was no such draft."""
-        if self._calm:
+        if self.calm:
             return self.mean_s(num_tokens)
         return self.mean_s(num_tokens) - self._stall.mean if self._stall.count else None
 
     def beside_s(self, num_tokens: int) -> float:
         """The same beside a step, as far as that is known."""
-        return self.mean_s(num_tokens) + (self._stall.mean if self._calm else 0.0)
+        return self.mean_s(num_tokens) + (self._stall.mean if self.calm else 0.0)

@@ -79,6 +79,12 @@ class Round(NamedTuple):
         return self.accepted + self.rejected
 
 
+@lru_cache(maxsize=4096)
+def chain_round(drafted: int, accepted: int) -> Round:
+    """The round of a chain."""
+    return Round(drafted, drafted, accepted, accepted < drafted)
+
+
 @dataclass(slots=True)
 class Drafting:
     """What the policy knows about one row's proposer. Only the policy changes it."""
@@ -107,7 +113,7 @@ class Drafting:
     successes: float = 0.0  # draft tokens accepted, fading
     trials: float = 0.0  # draft tokens accepted or rejected, fading
     levels: float = 1.0  # depth of a draft per token of it, fading; a chain's is 1
-    short_rounds: int = 0  # with less than the greatest K, since that was last tried
+    probing: bool = False  # the next round drafts more than seems best, to find out
     wait_s: float = 0.0  # moving average of a round's wait
     hit: bool | None = None  # whether the last round that wanted a draft had one at once
     hit_share: float = 0.0  # of such rounds, fading
