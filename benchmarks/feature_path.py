@@ -170,6 +170,7 @@ def _config(args: argparse.Namespace) -> StackConfig:
         proposer_flags=(*map(str, proposer), *args.proposer_flags),
         wrapper=("benchmarks.by_pool",),
         routes=tuple(routes),
+        start_together=True,
     )
 
 

@@ -64,6 +64,7 @@ class StackConfig:
     wrapper: tuple[str, ...] = ()  # a module that runs the services' modules
     env: tuple[tuple[str, str], ...] = ()
     routes: tuple[Route, ...] = (Route(),)  # each of a proposer of each method
+    start_together: bool = False  # where no scorer measures what memory a GPU has left
 
     @property
     def process_env(self) -> dict[str, str]:
@@ -102,8 +103,8 @@ class Stack:
             *("--port", scorer_grpc.rpartition(":")[2], *scorer_flags(config)),
             *(("--listen-unix", log_dir / _SOCKET) if any(r.unix for r in config.routes) else ()),
         )
-        says = scorer.ready(config.start_timeout_s)
-        self.metrics_url = says["metrics"]
+        if not config.start_together:
+            self.metrics_url = scorer.ready(config.start_timeout_s)["metrics"]
         proposers = [
             self._start(
                 f"proposer-{route.pool}-{method}",
@@ -121,6 +122,8 @@ class Stack:
             *("--scorer", scorer_grpc, "--http-port", 0, "--grpc-port", 0),
             *("--model", config.model),
         )
+        if config.start_together:
+            self.metrics_url = scorer.ready(config.start_timeout_s)["metrics"]
         for proposer in proposers:
             proposer.ready(config.start_timeout_s)
         gateway_grpc = gateway.ready(config.start_timeout_s)["grpc"]
