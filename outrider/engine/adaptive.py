@@ -135,7 +135,9 @@ class AdaptivePolicy(Policy):
             return min(MAX_PATIENCE_S, worth)
         mean = times.mean_s(d.num_draft_tokens)
         if d.probing:  # what comes too late tells nothing
-            worth = max(worth, STEPS_OF_PATIENCE * step) if times.calm else MAX_PATIENCE_S
+            worth = max(worth, STEPS_OF_PATIENCE * step)
+        if d.probing and not times.calm:  # with no step beside it a draft may come sooner
+            return min(MAX_PATIENCE_S, worth)
         if mean > worth:
             return 0.0
         return min(MAX_PATIENCE_S, worth, mean + 4 * times.delay.deviation)
