@@ -147,8 +147,9 @@ def measure(rows: int, speculation: str, steps: int) -> HostTime:
         ]
         assert engine.collect()
         posting = time.thread_time()
+        arrived_at = runner.clock()
         for session_id, block in blocks:
-            engine.post_block(session_id, block, "proposer", 1000)
+            engine.post_block(session_id, block, "proposer", 1000, arrived_at)
         posted = time.thread_time()
         if not engine.launch():  # the first drafts are waited for
             runner.lead_s += engine.wake_at - runner.clock()

@@ -164,6 +164,9 @@ class DraftTree:
 
     def first_path(self, max_len: int, node: int = -1) -> TokenIds:
         """The preferred path below `node`: always the first child, `max_len` tokens at most."""
+        end = min(node + 1 + max_len, len(self.parents))
+        if self.parents[node + 1 : end] == tuple(range(node, end - 1)):
+            return self.token_ids[node + 1 : end]  # one after another, as most are
         return tuple([self.token_ids[i] for i in self._first_nodes(max_len, node)])
 
     def first_probs(self, max_len: int, node: int = -1) -> tuple[DraftProbs | None, ...]:

@@ -1,4 +1,4 @@
-"""What a step adds to its rows' accounts, and the events that tell of it.
+"""What steps and blocks add to their rows' accounts, and the events that tell of it.
 
 No step's tokens follow from any of this, so it is done while the device works on the next one.
 """
@@ -8,11 +8,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from outrider.draft_tree import DraftTree
 from outrider.engine.policy import Policy
-from outrider.engine.sequence import Round, Sequence, token_kinds
+from outrider.engine.sequence import BlockFate, Round, Sequence, token_kinds
 from outrider.engine.step import Step
 from outrider.params import TokenIds
 from outrider.types import Commit, Failure, FinishReason, TokenLogprobs
+
+
+class Arrived(NamedTuple):
+    """A block that came for a row."""
+
+    seq: Sequence
+    block: DraftTree
+    fate: BlockFate
+    proposer_id: str
+    method: str
+    draft_s: float
+    at: float
 
 
 class Emitted(NamedTuple):
@@ -39,6 +52,20 @@ class Committed:
     decoding: bool  # no prompt was processed
     seconds: float  # from the step's launch to its result
     now: float  # of the result
+
+
+def note_block(policy: Policy, arrived: Arrived) -> None:
+    """Lets the policy learn from a block, and counts the time that it took."""
+    seq, block, fate, proposer_id, method, draft_s, at = arrived
+    delay = policy.block_arrived(seq, block, fate, draft_s, at, method)
+    network_s = max(0.0, delay - draft_s)
+    counters, counts = seq.counters, policy.counts
+    counters.propose_s += draft_s
+    counters.network_s += network_s
+    counts.propose_s += draft_s
+    counts.network_s += network_s
+    if proposer_id not in counters.proposer_ids:
+        counters.proposer_ids.append(proposer_id)
 
 
 def settle(policy: Policy, committed: Committed) -> tuple[Commit, ...]:

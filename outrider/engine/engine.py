@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
-from outrider.engine.accounts import Committed, settle
+from outrider.engine.accounts import Arrived, Committed, note_block, settle
 from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.batch import Model
 from outrider.engine.block_pool import BlockPool
@@ -86,6 +86,7 @@ class Engine:
         self._idle_since = clock()
         self._result_at: float | None = None  # of the step before, if nothing was waited for since
         self._in_flight: _InFlight | None = None
+        self._arrived: list[Arrived] = []  # useful blocks, and not yet noted
         self._unsettled: tuple[Committed, StepTimings] | None = None  # true, and not yet told
         self._events: StepEvents | None = None  # until they are taken
         self._dropped_blocks = 0
@@ -215,6 +216,7 @@ class Engine:
         """
         seq = self._scheduler.by_session.get(session_id)
         if seq is not None:
+            self._note_blocks()  # of the proposer before
             if self.features is not None:
                 self.features.follow(seq, features)
             seq.drafting.runs_ahead = runs_ahead
@@ -243,16 +245,13 @@ class Engine:
         if fate is BlockFate.INVALID:
             self._dropped_blocks += 1
             return fate
-        now = self._clock() if arrived_at is None else arrived_at
-        delay = self._policy.block_arrived(seq, block, fate, draft_us * 1e-6, now, method)
-        counters = seq.counters
-        counters.propose_s += draft_us * 1e-6
-        counters.network_s += max(0.0, delay - draft_us * 1e-6)
-        counts = self._policy.counts
-        counts.propose_s += draft_us * 1e-6
-        counts.network_s += max(0.0, delay - draft_us * 1e-6)
-        if proposer_id not in counters.proposer_ids:
-            counters.proposer_ids.append(proposer_id)
+        at = self._clock() if arrived_at is None else arrived_at
+        arrived = Arrived(seq, block, fate, proposer_id, method, draft_us * 1e-6, at)
+        # How long drafts on demand take says which rows wait now; else the row has what it needs.
+        if fate is BlockFate.USEFUL and seq.drafting.runs_ahead:
+            self._arrived.append(arrived)
+        else:
+            note_block(self._policy, arrived)
         return fate
 
     def fail_all(self, error: Exception) -> StepEvents:
@@ -279,12 +278,18 @@ class Engine:
         self._scheduler.check_invariants()
 
     def _settle(self) -> None:
-        """Counts what the last step made true, and makes events of it."""
+        """Counts what the last step made true and the blocks since, and makes events of it."""
+        self._note_blocks()
         if self._unsettled is not None:
             (committed, timings), self._unsettled = self._unsettled, None
             commits, failures = settle(self._policy, committed), committed.failures
             counts = self._policy.take_counts()
             self._events = StepEvents(commits, failures, timings, self._set_aside, counts)
+
+    def _note_blocks(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        for each in arrived:
+            note_block(self._policy, each)
 
     def _gather(self) -> bool:
         return self.features is not None and self.features.gather(self._scheduler.by_session)

@@ -90,7 +90,9 @@ class Scheduler:
         Only what the next step follows from: the rest is `settle`'s, when that one is on its way.
         """
         k = self.config.num_speculative_tokens
-        decoding = step.num_tokens <= sum([1 + max(k, len(row.draft)) for row in step.rows])
+        decoding = step.num_tokens <= len(step.rows) * (1 + k) or step.num_tokens <= sum(
+            [1 + max(k, len(row.draft)) for row in step.rows]
+        )
         if decoding:
             # Prompts say little about a round: on a GPU they run another way.
             self.policy.observe_step(len(step.rows), step.num_tokens, seconds)

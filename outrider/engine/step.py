@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.engine.batch import RowSlice
-from outrider.engine.sequence import Round, Sequence
+from outrider.engine.sequence import Round, Sequence, chain_round
 from outrider.engine.tree_mask import depths
 from outrider.params import TokenIds
 from outrider.types import TokenLogprobs
@@ -29,7 +29,7 @@ class ScheduledRow(NamedTuple):  # made in a third of a frozen dataclass's time
         """What became of the draft when verification gave `output`, the last one never drafted."""
         drafted, accepted, parents = len(self.draft), len(output) - 1, self.slice.parents
         if not parents:
-            return Round(drafted, drafted, accepted, accepted < drafted)
+            return chain_round(drafted, accepted)
         tree = DraftTree(0, self.draft, tuple(parents))
         node = tree.descend(output[:-1])
         assert node is not None, "accepted, but never drafted"
