@@ -150,23 +150,31 @@ class Cycle:
             self._sessions_seen = self._proposer.num_sessions
             self._metrics.sessions.set(self._sessions_seen)
 
-    def ahead(self) -> None:
-        """Guesses past the drafts that were handed over, and hands over what came of it."""
+    def ahead(self) -> bool:
+        """Guesses past the drafts that were handed over, and hands over what came of it.
+
+        False if there is nothing to guess any more.
+        """
         keys = list(self._routes.drafted)
         if not keys or not self._proposer.traits.runs_ahead:
-            return
+            return False
         self._started = time.perf_counter()
         round_ = self._proposer.ahead(keys, self._routes.pace.pace)
-        self._routes.drafted.clear()
+        if not round_.trees:
+            self._routes.drafted.clear()
         blocks = _Blocks(self._elapsed_us(), round_.methods)
         for key, tree in round_.trees:
             self._add(blocks, self._routes.route(key), tree)
         outgoing = blocks.messages()
         self._lose(round_.lost, outgoing)
         self._hand_over(outgoing)
+        now = time.perf_counter()
+        for key, _ in round_.trees:
+            self._routes.pace.handed_ahead(key, now)
         if round_.trees:
             self._metrics.ahead.observe(time.perf_counter() - self._started)
             self._metrics.branch_tokens.inc(sum([len(tree.token_ids) for _, tree in round_.trees]))
+        return bool(round_.trees)
 
     def give_up(self) -> None:
         """Loses the sessions of a cycle that failed; the scorer may open them again."""

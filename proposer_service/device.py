@@ -25,6 +25,7 @@ _FEW_ROWS = (4, 32, 128)
 _CATCH_UP, _LONG_CATCH_UP = 2, 16
 """Tokens: after most rounds, and after some that went on without a draft."""
 _NUM_TOKENS = (1, 2, 3, 4, 6, 8, 12)
+"""Of a draft. With candidates one less is fed: the last token's place is known without it."""
 
 
 def loop_shapes(*, max_sessions: int, max_draft_tokens: int, max_branches: int) -> list[LoopShape]:
@@ -39,7 +40,7 @@ def loop_shapes(*, max_sessions: int, max_draft_tokens: int, max_branches: int) 
         shapes += make_shapes(
             rows=_up_to(max_sessions, _FEW_ROWS),
             query_lens=(_LONG_CATCH_UP,),
-            num_tokens=lengths,
+            num_tokens=_fed(lengths, fanout),
             fanout=fanout,
         )
     for cut, sizes in ((False, _ROWS), (True, _FEW_ROWS)):
@@ -47,7 +48,7 @@ def loop_shapes(*, max_sessions: int, max_draft_tokens: int, max_branches: int) 
             shapes += make_shapes(
                 rows=_up_to(count, sizes),
                 query_lens=query_lens,
-                num_tokens=lengths,
+                num_tokens=_fed(lengths, fanout),
                 fanout=fanout,
                 cut=cut,
             )
@@ -86,6 +87,11 @@ def guess_shapes(*, max_rows: int, max_depth: int) -> list[LoopShape]:
 
 def _lengths(max_draft_tokens: int) -> list[int]:
     return [*(k for k in _NUM_TOKENS if k < max_draft_tokens), max_draft_tokens]
+
+
+def _fed(lengths: Sequence[int], fanout: int) -> list[int]:
+    """The chains of a loop whose drafts have these lengths."""
+    return [k - 1 for k in lengths] if fanout else list(lengths)
 
 
 def _up_to(count: int, sizes: Sequence[int]) -> list[int]:

@@ -80,7 +80,9 @@ class Routes:
             if route is not None and route.epoch == commit.epoch:
                 route.length = max(route.length, commit.base_len + len(commit.tokens))
                 wanted = commit.num_draft_tokens
-                self.pace.committed(route.key, arrived, step_s)
+                # Of tokens that only a draft can have brought.
+                verified = len(commit.tokens) > 1
+                self.pace.committed(route.key, arrived, step_s, verified=verified)
                 self._proposer.commit(route.key, commit.base_len, list(commit.tokens), wanted)
                 self._want(route.key, wanted)
         for closed in batch.closes:

@@ -3,7 +3,8 @@
 A cycle takes every message that has come, applies them in order, and drafts once for all sessions
 that want a draft. So a session that committed twice meanwhile is drafted for once, from its newest
 state, and a slow method batches more instead of falling behind. If no message has come by then, the
-scorer is verifying: the cycle ends with guesses past the drafts, for the outcomes of that.
+scorer is verifying: the cycle goes on with guesses past the drafts, for the outcomes of that, until
+a message comes.
 """
 
 from __future__ import annotations
@@ -158,8 +159,8 @@ class DraftWorker:
                 self._taken_bytes += sum(map(_feature_bytes, batches))
                 try:
                     cycle.draft()
-                    if self._queue.empty():
-                        cycle.ahead()
+                    while self._queue.empty() and cycle.ahead():
+                        pass
                     failures = 0
                 except Exception:  # a fault of the device or a bug: the sessions are given up
                     _log.exception("drafting failed")

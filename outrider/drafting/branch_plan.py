@@ -1,10 +1,14 @@
 """Which outcomes of a verification to draft for ahead of it: the likeliest, by measurement.
 
-A draft c1 .. cK is verified. Outcome (a, r): its first `a` tokens are accepted, and the target's
-next token is the one that the draft ranks r-th there, where c_{a+1} itself is r = 0. With
-chances[a][r] the chance that this candidate is the true one after `a` true tokens,
+A proposer guesses c1 .. cn, and knows F candidates at each of these n places; the scorer verifies
+the first v of them. Outcome (a, r): c1 .. ca come true, and then the candidate ranked r-th there,
+where c_{a+1} itself is r = 0. With chances[a][r] the chance that this candidate is the true one
+after `a` true tokens,
 
-    P(a, r) = chances[0][0] ... chances[a-1][0] * chances[a][r]      (r > 0 for a < K)
+    P(a, r) = chances[0][0] ... chances[a-1][0] * chances[a][r]      (r > 0, a <= v)
+
+Where nothing is refused the guess must go on past its end: that is outcome (n - 1, 0), one branch
+too. Its chance is that of all that is verified and, if it is known, of the token after that.
 
 A candidate's chance is measured by its rank and its gap: how far its score (the logit over the
 temperature, plus the request's noise) is behind the best's. The best's own is taken by the gap of
@@ -16,16 +20,20 @@ token is decided, c1 or an alternative to it; with `undrafted` the share of such
     P'(a, r) = (1 - undrafted) * P(a, r) + undrafted * [a = 0] * chances[0][r]
 
 Outcomes exclude one another and each costs one branch, so the best use of a budget is to take the
-likeliest ones. Outcomes that end on the draft itself need no branch.
+likeliest ones.
 
-How large the budget is depends on time. With T the scorer's step, R the way there and back, C what
-a draft takes that is made on demand, D(M) what M branches take and h(M) the sum of their chances, a
-round takes
+How many branches, and of how many tokens, depends on time. With T the scorer's step, R the way
+there and back, f(M) a forward of M branches, h(M) the sum of their chances and C what a draft takes
+that is made on demand, branches of k tokens are there A = k * f(M) + R after the verdict before;
+one forward more, while they are on their way, finds the candidates at their ends. What comes late
+delays the next verdict, too, which gives the branches after that a start: in the long run a round
+is longer by half of A - T. So it takes
 
-    max(T, D(M) + R) + (1 - h(M)) * (C + R)
+    max(T, (T + A) / 2, (k + 1) * f(M)) + (1 - h(M)) * (C + R)
 
-and brings the same tokens whatever M is; M = 0, with D(0) = h(0) = 0, is drafting on demand. The M
-of the shortest round gives the most tokens per second.
+and brings E(k) = 1 + a + .. + a^k tokens of acceptance a: short branches that come in time often
+bring more per second than long ones that are waited for. M = 0 is drafting on demand. Of nearly
+equal choices it is the shortest: what comes late may be waited for in vain.
 """
 
 from __future__ import annotations
@@ -43,10 +51,12 @@ _KINDS = 4  # ranks 0, 1, 2, and beyond
 _KEPT = 0.998  # per round, of what was measured
 _PRIOR_WEIGHT = 4.0  # candidates of each kind and gap
 _PRIOR_UNDRAFTED = 0.1
+_NEARLY = 0.95  # of the most tokens per second
+_SLACK = 0.1  # of a step, by which drafting takes longer now and then
 
 
 class Outcome(NamedTuple):
-    """`accepted` tokens of the draft come true, and then the candidate ranked `rank` there."""
+    """`accepted` guesses come true, and then the candidate ranked `rank` there."""
 
     accepted: int
     rank: int
@@ -64,14 +74,28 @@ class Pace:
 NO_PACE = Pace()
 
 
+class Budget(NamedTuple):
+    """What to draft ahead: so many branches per session, of so many tokens."""
+
+    branches: int
+    tokens: int
+
+
 def plan_branches(
-    chances: NDArray[np.float64], budget: int, undrafted: float = 0.0
+    chances: NDArray[np.float64], verified: int, budget: int, undrafted: float = 0.0
 ) -> tuple[Outcome, ...]:
-    """At most `budget` outcomes of a draft of K tokens, the likeliest first. chances [K + 1, F]."""
+    """At most `budget` outcomes, the likeliest first. chances [n, F], of which `verified` matter.
+
+    (n - 1, 0) stands for the guess that goes on.
+    """
     reached = np.cumprod(np.concatenate(((1.0,), chances[:-1, 0])))
     outcomes = (1.0 - undrafted) * reached[:, None] * chances
     outcomes[0] += undrafted * chances[0]
-    outcomes[:-1, 0] = 0.0
+    last = min(verified, len(chances) - 1)
+    goes_on = outcomes[last, 0]
+    outcomes[last + 1 :] = 0.0
+    outcomes[:, 0] = 0.0
+    outcomes[-1, 0] = goes_on
     num_ranks = chances.shape[1]
     best = np.argsort(-outcomes, axis=None, kind="stable")[: max(0, budget)]
     return tuple(
@@ -85,26 +109,38 @@ def plan_branches(
 
 def choose_budget(
     plans: Sequence[Sequence[Outcome]],
-    branches_s: Callable[[int], float],
+    forward_s: Callable[[int], float],
     draft_s: float,
     pace: Pace,
-) -> int:
-    """Branches per session that make a round shortest; 0: better drafted on demand.
+    *,
+    wanted: int,
+    acceptance: float,
+) -> Budget:
+    """What brings most tokens per second; no branches: better drafted on demand.
 
-    `plans` are the sessions' outcomes, the likeliest first; `branches_s(n)` is what n branches in
-    one batch take, `draft_s` what their drafts take.
+    `plans` are the sessions' outcomes, the likeliest first; `forward_s(n)` is what a forward of n
+    branches takes, `draft_s` what a draft of `wanted` tokens on demand does.
     """
     most = max(map(len, plans), default=0)
+    if not forward_s(1):
+        return Budget(most, wanted)  # nothing was measured yet
+    tokens = np.cumsum(acceptance ** np.arange(wanted + 1))  # E(0), E(1), ...
     on_demand = draft_s + pace.network_s
-    best, shortest = 0, pace.step_s + on_demand
+    slack = _SLACK * pace.step_s
+    rates = {Budget(0, wanted): tokens[wanted] / (pace.step_s + on_demand)}
     hits = 0.0
     for m in range(1, most + 1):
         hits += sum([plan[m - 1].chance for plan in plans if len(plan) >= m]) / len(plans)
-        ahead = branches_s(sum([min(m, len(plan)) for plan in plans])) + pace.network_s
-        round_s = max(pace.step_s, ahead) + (1.0 - hits) * on_demand
-        if round_s < shortest:
-            best, shortest = m, round_s
-    return best
+        forward = forward_s(sum([min(m, len(plan)) for plan in plans]))
+        for k in range(1, wanted + 1):
+            ahead = k * forward + pace.network_s + slack
+            busy = (k + 1) * forward + slack
+            round_s = max(pace.step_s, (pace.step_s + ahead) / 2, busy)
+            round_s += (1.0 - hits) * on_demand
+            rates[Budget(m, k)] = (hits * tokens[k] + (1.0 - hits) * tokens[wanted]) / round_s
+    highest = max(rates.values())
+    good = [budget for budget, rate in rates.items() if rate >= _NEARLY * highest]
+    return min(good, key=lambda budget: (budget.tokens, -rates[budget]))
 
 
 class Outcomes:
@@ -131,6 +167,12 @@ class Outcomes:
         # A better rank is likelier; where few measurements say otherwise, they are noise.
         result: NDArray[np.float64] = -np.sort(-chances, axis=1)
         return result
+
+    @property
+    def acceptance(self) -> float:
+        """The share of places where the best candidate is the true one."""
+        self._count()
+        return float(self._true[0].sum() / self._seen[0].sum())
 
     def undrafted(self, *, hit: bool) -> float:
         """The share of rounds that verified no draft; `hit`: it was at hand when wanted."""
@@ -166,7 +208,7 @@ class Outcomes:
                 n += 1
             gaps.append(their_gaps[:n])
             true.append(candidates[:n] == np.asarray(truth[:n])[:, None])
-            if len(candidates) > 2 and candidates[0, 0] == truth[0]:
+            if len(candidates) > 1 and candidates[0, 0] == truth[0]:
                 # A verified draft whose first token is accepted brings a second token.
                 share = self._undrafted[hit]
                 share[0] = 0.98 * share[0] + (len(truth) == 1)

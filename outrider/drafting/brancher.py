@@ -7,7 +7,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from outrider.drafting.branch_plan import NUM_RANKS, Outcomes, Pace, choose_budget
-from outrider.drafting.branches import Branch, DraftedBranch, ForkDrafter, draft_branches
+from outrider.drafting.branches import (
+    Branch,
+    DraftedBranch,
+    ForkDrafter,
+    draft_branches,
+    lengthen,
+)
 from outrider.drafting.draft_state import DraftRow, DraftState
 from outrider.drafting.draft_steps import Forks
 from outrider.engine.batch import RowSlice
@@ -39,7 +45,7 @@ class Brancher:
         self._max_model_len = max_model_len
         self._clock = clock
         self._draft_s = Average()
-        self._rows_s = StepTimes()  # seconds of a batch by its rows
+        self._rows_s = StepTimes()  # seconds of a forward by its rows
 
     def draft(
         self, rows: Sequence[DraftRow], others: Sequence[DraftState], pace: Pace
@@ -51,7 +57,7 @@ class Brancher:
         num_tokens = rows[0].num_forked
         longest = max([state.follower.wanted for state in others], default=0)
         states = self._branching(others, num_tokens) if longest <= num_tokens else []
-        branches = self._choose(states, pace)
+        branches, _ = self._choose(states, pace)
         alone = self._rows_s.estimate(len(rows))
         if self._rows_s.estimate(len(rows) + len(branches)) > _FREE * alone:
             branches = []
@@ -59,9 +65,9 @@ class Brancher:
         started = self._clock()
         drafted = self._run(joint, states, branches, num_tokens)
         if joint.drafted is None:
-            joint.forks((), (), num_tokens, NUM_RANKS)
+            joint.forks((), (), num_tokens - 1, NUM_RANKS)
         seconds = self._clock() - started
-        self._rows_s.observe(len(rows) + len(drafted), seconds)
+        self._rows_s.observe(len(rows) + len(drafted), seconds / num_tokens)
         self._draft_s.add(seconds)
         joint.hand_out()
         return [state for state in states if state.ahead.branches]
@@ -70,23 +76,46 @@ class Brancher:
         """Drafts branches for the sessions of `states` that want some; returns those."""
         num_tokens = max([state.follower.wanted for state in states], default=0)
         branching = self._branching(states, num_tokens)
-        branches = self._choose(branching, pace)
+        branches, num_tokens = self._choose(branching, pace)
         if not branches:
             return []
         started = self._clock()
         drafted = self._run(self._drafter, branching, branches, num_tokens)
         if drafted:
-            self._rows_s.observe(len(drafted), self._clock() - started)
+            self._rows_s.observe(len(drafted), (self._clock() - started) / num_tokens)
         return branching
+
+    def lengthen(self, states: Sequence[DraftState]) -> None:
+        """Finds the candidates at the ends of the branches of `states`, which were pushed.
+
+        Without it nothing is known of what follows a draft that is accepted as a whole, but how
+        the likeliest text goes on.
+        """
+        states = [s for s in states if s.ahead.branches and not s.ahead.lengthened]
+        branches = [
+            branch._replace(branch=branch.branch._replace(trunk=i))
+            for i, state in enumerate(states)
+            for branch in state.ahead.branches
+        ]
+        if not states:
+            return
+        started = self._clock()
+        trunks = [state.trunk() for state in states]
+        longer = lengthen(self._drafter, trunks, branches, NUM_RANKS)
+        self._rows_s.observe(len(branches), self._clock() - started)
+        for state in states:
+            state.ahead.branches, state.ahead.lengthened = [], True
+        for branch in longer:
+            states[branch.branch.trunk].ahead.branches.append(branch)
 
     def _branching(self, states: Sequence[DraftState], num_tokens: int) -> list[DraftState]:
         room = self._max_model_len - num_tokens
         return [state for state in states if state.can_branch(room)]
 
-    def _choose(self, states: Sequence[DraftState], pace: Pace) -> list[Branch]:
-        """Of all the sessions' outcomes those worth a branch, the likeliest first."""
+    def _choose(self, states: Sequence[DraftState], pace: Pace) -> tuple[list[Branch], int]:
+        """Of all the sessions' outcomes those worth a branch, the likeliest first; their tokens."""
         if not states:
-            return []
+            return [], 0
         outcomes = self._outcomes
         places = [state.places for state in states]
         chances = np.split(
@@ -97,14 +126,21 @@ class Brancher:
             state.plan(mine, self._max_branches, undrafted[state.hit])
             for state, mine in zip(states, chances, strict=False)
         ]
-        count = choose_budget(plans, self._rows_s.estimate, self._draft_s.mean, pace)
+        count, num_tokens = choose_budget(
+            plans,
+            self._rows_s.estimate,
+            self._draft_s.mean,
+            pace,
+            wanted=max(state.follower.wanted for state in states),
+            acceptance=outcomes.acceptance,
+        )
         wanted = [
             (outcome.chance, Branch(i, outcome.accepted, states[i].token(outcome)))
             for i, plan in enumerate(plans)
             for outcome in plan[:count]
         ]
         wanted.sort(key=lambda item: -item[0])
-        return [branch for _, branch in wanted]
+        return [branch for _, branch in wanted], num_tokens
 
     def _run(
         self,
@@ -118,7 +154,7 @@ class Brancher:
             self._pool,
             [state.trunk() for state in states],
             branches,
-            num_tokens=num_tokens,
+            num_tokens=num_tokens - 1,
             fanout=NUM_RANKS,
         )
         for branch in drafted:
@@ -155,7 +191,7 @@ class _Joint:
         return Forks(forks.candidates[n:], forks.gaps[n:])
 
     def hand_out(self) -> None:
-        """Gives the rows what was drafted for them."""
+        """Gives the rows what was drafted for them: a guess more than is fed."""
         assert self.drafted is not None
         chains: list[list[int]] = self.drafted.chains.tolist()
         for i, (row, chain) in enumerate(zip(self._rows, chains, strict=True)):

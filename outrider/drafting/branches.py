@@ -60,10 +60,15 @@ class DraftedBranch(NamedTuple):
     branch: Branch
     length: int  # of its text: the trunk's, `accepted` and `token`
     first_page: int  # place of `pages` in the block table
-    pages: array[int]  # owned: hand them to `adopt` or `drop`
+    pages: array[int]  # owned, room for a token more: hand them to `adopt` or `drop`
     tokens: list[int]  # its chain: at positions length, length + 1, ...
     candidates: NDArray[np.int32]  # [K + 1, F], as in `Forks`
     gaps: NDArray[np.float32]  # [K + 1, F]
+
+    @property
+    def guess(self) -> list[int]:
+        """The chain, and the best candidate at its end, which is not in the cache."""
+        return [*self.tokens, int(self.candidates[-1, 0])]
 
 
 class ForkDrafter(Protocol):
@@ -133,8 +138,8 @@ def draft_branches(
     """Drafts `num_tokens` after each of `branches`, all in one batch.
 
     `branches` are in order of preference: when the pool has no page left, the rest is left out. The
-    caller sees to it that a branch and its chain, length + accepted + 1 + num_tokens tokens, stay
-    within the model's length. If the model raises, no page is kept.
+    caller sees to it that a branch, its chain and a token more, length + accepted + 2 + num_tokens
+    tokens, stay within the model's length. If the model raises, no page is kept.
     """
     page_size = drafter.page_size
     slices: list[RowSlice] = []
@@ -145,7 +150,7 @@ def draft_branches(
         shared = tables[branch.trunk]
         position = trunks[branch.trunk].length + branch.accepted  # of the branch's token
         first, offset = divmod(position, page_size)
-        needed = -(-(position + 1 + num_tokens) // page_size) - first
+        needed = -(-(position + 2 + num_tokens) // page_size) - first
         if needed > pool.num_free:
             break
         pages = array("i", [pool.allocate() for _ in range(needed)])
@@ -175,6 +180,27 @@ def draft_branches(
             gaps=forks.gaps[i],
         )
         for i, branch in enumerate(taken)
+    ]
+
+
+def lengthen(
+    drafter: ForkDrafter, trunks: Sequence[Trunk], branches: Sequence[DraftedBranch], fanout: int
+) -> list[DraftedBranch]:
+    """The branches of `draft_branches`, each with a token more in its chain. Once for each."""
+    slices = []
+    for branch in branches:
+        shared = array("i", trunks[branch.branch.trunk].block_table)[: branch.first_page]
+        start = branch.length + len(branch.tokens)
+        slices.append(RowSlice((branch.guess[-1],), start, shared + branch.pages, 1))
+    sampling = [trunks[branch.branch.trunk].sampling for branch in branches]
+    forks = drafter.forks(slices, sampling, 0, fanout)
+    return [
+        branch._replace(
+            tokens=branch.guess,
+            candidates=np.concatenate((branch.candidates, forks.candidates[i])),
+            gaps=np.concatenate((branch.gaps, forks.gaps[i])),
+        )
+        for i, branch in enumerate(branches)
     ]
 
 

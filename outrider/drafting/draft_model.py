@@ -8,7 +8,8 @@ accepted draft the last drafted token was never fed, so it is among the tokens t
 With a `ForkDrafter` it runs ahead: a draft comes with the likeliest other tokens at each place, and
 while the scorer verifies it, branches are drafted for the likeliest outcomes (branch_plan.py). The
 branch that comes true is the next draft, and its pages are the session's: only branches are drafted
-until an outcome is missed.
+until an outcome is missed. The last token of a draft is not fed before it is sent. When branches
+are on their way it is, if there is time: what may come after them is known then.
 
 Tokens are drawn with the session's own sampling parameters and noise at their absolute positions
 (`engine.sampling`), so a draft equals the target's choice wherever the models are close enough.
@@ -132,6 +133,8 @@ class DraftModelProposer(SessionMethod[DraftState]):
         started = self._clock()
         states = [self._sessions[session] for session in sessions if session in self._sessions]
         branched = self._brancher.branch(states, pace)
+        if not branched:
+            self._brancher.lengthen(states)
         trees = [(state.key, state.push_tree()) for state in branched]
         return DraftRound(trees=trees, forward_s=self._clock() - started)
 
@@ -171,7 +174,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
             at_hand = [self._sessions[session] for session in done.at_hand]
             branched = self._brancher.draft(forked, at_hand, pace)
             done.trees.extend([(state.key, state.push_tree()) for state in branched])
-        chains = [row.state.ahead.line[: row.wanted] for row in forked] + self._run_chains(others)
+        chains = [row.state.ahead.guess[: row.wanted] for row in forked] + self._run_chains(others)
         drawn = self._sample_chains(sampled)
         forward_s = self._clock() - started
         for row in (*forked, *others, *sampled):
@@ -229,7 +232,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
 
     def _reserve_row(self, row: DraftRow, asked: set[SessionKey]) -> bool:
         """Pages for what a row's round writes; without them the session is lost."""
-        if self._reserve(row.state, row.end + (row.num_forked or max(row.wanted - 1, 0)), asked):
+        if self._reserve(row.state, row.end + max((row.num_forked or row.wanted) - 1, 0), asked):
             return True
         self._lose(row.state.key)
         return False

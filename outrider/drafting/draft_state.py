@@ -16,6 +16,7 @@ from outrider.drafting.draft_steps import ReadyRow
 from outrider.drafting.proposer import Follower, SessionKey
 from outrider.engine.batch import RowSlice
 from outrider.engine.block_pool import ROOT_HASH, BlockPool, PageHash, page_hash
+from outrider.params import TokenIds
 from outrider.types import common_prefix_len
 
 
@@ -23,16 +24,25 @@ class Lookahead:
     """A line of guesses, what else may come at each place of it, and branches that leave it.
 
     The line's keys and values follow the committed text's in the session's pages; a branch has
-    pages of its own (drafting/branches.py).
+    pages of its own (drafting/branches.py). The best candidate at the line's end is guessed too,
+    and is not in the cache.
     """
 
-    __slots__ = ("branches", "candidates", "gaps", "line")
+    __slots__ = ("branches", "candidates", "gaps", "lengthened", "line")
 
     def __init__(self) -> None:
         self.line: list[int] = []
         self.candidates: NDArray[np.int32] | None = None  # [len(line) + 1, F]; None: not known
         self.gaps: NDArray[np.float32] | None = None  # the same, as in `Forks`
         self.branches: list[DraftedBranch] = []
+        self.lengthened = False  # the branches, since they were pushed
+
+    @property
+    def guess(self) -> list[int]:
+        """The line, and the token at its end if candidates are known."""
+        if self.candidates is None:
+            return self.line
+        return [*self.line, int(self.candidates[-1, 0])]
 
     def follow(
         self, pool: BlockPool, block_table: MutableSequence[int], fresh: Sequence[int]
@@ -43,7 +53,8 @@ class Lookahead:
         line itself did, along the branch that continues it. Else nothing is left.
         """
         on_line = common_prefix_len(fresh, self.line)
-        chosen = next((b for b in self.branches if self._lies_on(b, fresh, on_line)), None)
+        taken = (on_line, fresh[on_line]) if on_line < len(fresh) else self.end
+        chosen = next((b for b in self.branches if b.branch[1:] == taken), None)
         if chosen is not None:
             assert self.candidates is not None
             assert self.gaps is not None
@@ -54,7 +65,7 @@ class Lookahead:
             self.candidates = np.concatenate((self.candidates[: place + 1], chosen.candidates))
             self.gaps = np.concatenate((self.gaps[: place + 1], chosen.gaps))
         drop(pool, self.branches)
-        self.branches = []
+        self.branches, self.lengthened = [], False
         known = common_prefix_len(fresh, self.line)
         if known == len(fresh):
             self.line = self.line[known:]
@@ -64,16 +75,16 @@ class Lookahead:
             self.line, self.candidates, self.gaps = [], None, None
         return known
 
-    def _lies_on(self, branch: DraftedBranch, fresh: Sequence[int], on_line: int) -> bool:
-        accepted = branch.branch.accepted
-        if on_line == len(fresh):
-            return accepted == len(self.line)
-        return accepted == on_line and branch.branch.token == fresh[on_line]
+    @property
+    def end(self) -> tuple[int, int]:
+        """Where the branch leaves the line that goes on with the guess: place and token."""
+        return len(self.line), self.guess[-1]
 
     def drop(self, pool: BlockPool) -> None:
         """Forgets all; the pages of the branches are free."""
         drop(pool, self.branches)
         self.line, self.candidates, self.gaps, self.branches = [], None, None, []
+        self.lengthened = False
 
 
 class DraftState:
@@ -107,8 +118,14 @@ class DraftState:
     @property
     def at_hand(self) -> bool:
         """The scorer holds the next draft already, and so does the cache."""
-        path = self.follower.at_hand
-        return bool(path) and tuple(self.ahead.line[: len(path)]) == path
+        path = self.follower.at_hand if self.ahead.candidates is None else self.held
+        return bool(path) and tuple(self.ahead.guess[: len(path)]) == path
+
+    @property
+    def held(self) -> TokenIds:
+        """What the scorer verifies of what was pushed: it takes a short draft rather than none."""
+        pushed, wanted = self.follower.pushed, self.follower.wanted
+        return pushed.first_path(wanted) if pushed is not None and wanted else ()
 
     def follow(self, pool: BlockPool, fresh: Sequence[int], outcomes: Outcomes) -> None:
         """The text went on with `fresh`: what of it was guessed is computed already."""
@@ -137,28 +154,25 @@ class DraftState:
         follower, ahead = self.follower, self.ahead
         wanted, length = follower.wanted, len(follower.tokens)
         return (
-            0 < wanted <= len(ahead.line)
+            wanted > 0
             and ahead.candidates is not None
             and not ahead.branches
             and self.computed == length
-            and length + wanted + 1 <= room
+            and length + len(ahead.line) + 1 < room
             and follower.max_len - length - wanted > 2
         )
 
     @property
     def places(self) -> NDArray[np.float32]:
-        """The gaps of the candidates at the places of the draft [K + 1, F]; for `can_branch`."""
+        """The gaps of the candidates at the places of the guess [n, F]; for `can_branch`."""
         assert self.ahead.gaps is not None
-        return self.ahead.gaps[: self.follower.wanted + 1]
+        return self.ahead.gaps
 
     def plan(
         self, chances: NDArray[np.float64], max_branches: int, undrafted: float
     ) -> tuple[Outcome, ...]:
         """The likeliest outcomes of the draft's verification; the chances are of `places`."""
-        k = self.follower.wanted
-        if len(self.ahead.line) > k:
-            chances[k, 0] = 0.0  # the line goes on with it
-        return plan_branches(chances, max_branches, undrafted)
+        return plan_branches(chances, len(self.held), max_branches, undrafted)
 
     def token(self, outcome: Outcome) -> int:
         """The token that comes after what `outcome` accepts."""
@@ -170,8 +184,14 @@ class DraftState:
 
     def push_tree(self) -> DraftTree:
         """The draft and its branches, which the scorer is about to hold."""
-        branches = [(b.branch.accepted, (b.branch.token, *b.tokens)) for b in self.ahead.branches]
-        tree = DraftTree.branched(len(self.follower.tokens), self.ahead.line, branches)
+        guess = self.ahead.guess
+        branches = [
+            (len(guess), b.guess)
+            if b.branch[1:] == self.ahead.end
+            else (b.branch.accepted, [b.branch.token, *b.guess])
+            for b in self.ahead.branches
+        ]
+        tree = DraftTree.branched(len(self.follower.tokens), guess, branches)
         self.follower.pushed = tree
         return tree
 
@@ -213,7 +233,7 @@ class DraftRow:
     state: DraftState
     num_tokens: int  # committed tokens fed by the catch-up forward
     wanted: int  # draft tokens; 0: the prompt is not through yet
-    num_forked: int = 0  # tokens drafted with candidates; 0: without
+    num_forked: int = 0  # tokens guessed with candidates; 0: without
 
     @property
     def sampled(self) -> bool:

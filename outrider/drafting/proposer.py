@@ -122,8 +122,9 @@ class Proposer(Protocol):
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:
         """Guesses past the drafts of `sessions`, for the outcomes of their verification.
 
-        Called while the scorer verifies and no message waits; sessions that have no draft are left
-        out, and only `trees` of the result is filled. `pace` says how much time there is.
+        Called while the scorer verifies and no message waits, and again, when its trees are on
+        their way, until it returns none; sessions that have no draft are left out, and only `trees`
+        of the result is filled. `pace` says how much time there is.
         """
         ...
 

@@ -349,7 +349,8 @@ class World:
     def _told(self, player: Player, key: int, commit: Commit, step_s: float) -> None:
         if key in player.sessions:
             player.meter.step(step_s)
-            player.meter.committed(key, self.now, step_s)
+            verified = len(commit.token_ids) > 1
+            player.meter.committed(key, self.now, step_s, verified=verified)
             k = commit.num_draft_tokens
             player.method.commit(key, commit.base_len, commit.token_ids, k)
             player.drafted.pop(key, None)
@@ -392,8 +393,17 @@ class World:
             self.at(player.busy_until, handed_over)
         elif player.drafted and player.method.traits.runs_ahead:
             keys = list(player.drafted)
-            player.drafted.clear()
-            self._timed(player, lambda: player.method.ahead(keys, player.meter.pace))
+            round_ = self._timed(player, lambda: player.method.ahead(keys, player.meter.pace))
+            if not round_.trees:
+                player.drafted.clear()
+            incarnation = player.incarnation
+
+            def handed_ahead() -> None:
+                if player.incarnation == incarnation:
+                    for key, _ in round_.trees:
+                        player.meter.handed_ahead(key, self.now)
+
+            self.at(player.busy_until, handed_ahead)
         else:
             return
         self.at(player.busy_until, lambda: self._cycle(player))

@@ -8,16 +8,23 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from outrider.drafting.branch_plan import Outcomes, Pace, choose_budget, plan_branches
+from outrider.drafting.branch_plan import (
+    Budget,
+    Outcomes,
+    Pace,
+    choose_budget,
+    plan_branches,
+)
 
 # The embedded pair at temperature 1, shared noise (benchmarks/shared_noise.py): acceptance .54, the
-# rest by rank; a place after a full draft is like any other.
+# rest by rank. Four tokens are verified, and what may follow them is known.
 PLACE = (0.54, 0.15, 0.07, 0.033, 0.033, 0.015, 0.015, 0.015)
 CHANCES = np.array([PLACE] * 5)
+K = 4
 
 
 def test_chances_are_the_formula() -> None:
-    chances = {(a, r): chance for a, r, chance in plan_branches(CHANCES, 99)}
+    chances = {(a, r): chance for a, r, chance in plan_branches(CHANCES, K, 99)}
     assert chances[0, 1] == pytest.approx(0.15)
     assert chances[2, 2] == pytest.approx(0.54**2 * 0.07)
     assert chances[4, 0] == pytest.approx(0.54**5)
@@ -27,23 +34,34 @@ def test_chances_are_the_formula() -> None:
 
 
 def test_the_budget_goes_to_the_likeliest() -> None:
-    plan = plan_branches(CHANCES, 5)
+    plan = plan_branches(CHANCES, K, 5)
     assert [(a, r) for a, r, _ in plan] == [(0, 1), (1, 1), (0, 2), (4, 0), (2, 1)]
-    every = plan_branches(CHANCES, 99)
+    every = plan_branches(CHANCES, K, 99)
     best = max(sum(o.chance for o in chosen) for chosen in itertools.combinations(every, 3))
     assert sum(o.chance for o in plan[:3]) == pytest.approx(best)
-    assert plan_branches(CHANCES, 0) == ()
+    assert plan_branches(CHANCES, K, 0) == ()
+
+
+@pytest.mark.parametrize("known", [1, 2, 4, 5, 8])
+@pytest.mark.parametrize("verified", [1, 2, 4])
+def test_the_guess_goes_on_where_all_of_it_comes_true(known: int, verified: int) -> None:
+    """From its end, which may be what is verified, what follows that, or beyond."""
+    verified = min(verified, known)
+    chances = {(a, r): p for a, r, p in plan_branches(CHANCES[[0] * known], verified, 99)}
+    assert chances.pop((known - 1, 0)) == pytest.approx(0.54 ** min(verified + 1, known))
+    assert all(r > 0 for _, r in chances)
+    assert {a for a, _ in chances} == set(range(min(verified + 1, known)))
 
 
 def test_a_place_without_doubt_gets_no_branch() -> None:
     chances = CHANCES.copy()
     chances[1] = (0.999, 0.001, 0, 0, 0, 0, 0, 0)
-    assert 1 not in {a for a, _, _ in plan_branches(chances, 8)}
+    assert 1 not in {a for a, _, _ in plan_branches(chances, K, 8)}
 
 
 def test_rows_that_go_on_undrafted_move_it_to_the_first_place() -> None:
-    assert [a for a, _, _ in plan_branches(CHANCES, 3, undrafted=0.9)] == [0, 0, 0]
-    assert {a for a, _, _ in plan_branches(CHANCES, 99, undrafted=1.0)} == {0}
+    assert [a for a, _, _ in plan_branches(CHANCES, K, 3, undrafted=0.9)] == [0, 0, 0]
+    assert {a for a, _, _ in plan_branches(CHANCES, K, 99, undrafted=1.0)} == {0}
 
 
 GAPS = np.array([[0, 0.05, 1.2, 4], [0, 7, 9, np.inf], [0, 0.6, 1.2, 4]], np.float32)
@@ -83,25 +101,53 @@ def test_rounds_without_a_draft_are_told_by_their_single_token() -> None:
     assert outcomes.undrafted(hit=True) == pytest.approx(0.1)
 
 
-# Milliseconds of an 8B target and a 1B draft on one H200 (anchors.md), K = 4.
-H200 = Pace(step_s=0.0045, network_s=0.0003)
+def test_acceptance_is_that_of_the_best_candidates() -> None:
+    outcomes = Outcomes()
+    for i in range(400):
+        outcomes.observe(np.array([[1, 2]]), GAPS[:1, :2], (1 if i % 4 else 2,), hit=True)
+    assert outcomes.acceptance == pytest.approx(0.75, abs=0.05)
 
 
-def budget(branches_s: Callable[[int], float], pace: Pace = H200, sessions: int = 1) -> int:
-    return choose_budget([plan_branches(CHANCES, 16)] * sessions, branches_s, 0.0038, pace)
+# Seconds of an 8B target and a 1B draft on an H200 each (gpu_versions.md), K = 4.
+H200 = Pace(step_s=0.0049, network_s=0.0012)
 
 
-def test_what_the_step_hides_is_free() -> None:
-    assert budget(lambda _: 0.0038) == 16
-    assert budget(lambda n: 0.0038 + 0.0001 * n) == 8, "a longer round must buy enough hits"
+def budget(
+    forward_s: Callable[[int], float],
+    pace: Pace = H200,
+    *,
+    sessions: int = 1,
+    acceptance: float = 0.86,
+) -> Budget:
+    place = (acceptance, 0.7 * (1 - acceptance), 0.2 * (1 - acceptance), 0.05 * (1 - acceptance))
+    plans = [plan_branches(np.array([place] * 5), K, 16)] * sessions
+    return choose_budget(plans, forward_s, K * forward_s(1), pace, wanted=K, acceptance=acceptance)
+
+
+def test_branches_are_as_long_as_the_step_hides() -> None:
+    assert budget(lambda _: 0.0009).tokens == 4
+    assert budget(lambda _: 0.00114).tokens == 3, "a fourth token would be late"
+    assert budget(lambda _: 0.0018).tokens == 2
+
+
+def test_what_is_seldom_accepted_is_not_drafted() -> None:
+    assert budget(lambda _: 0.0003, acceptance=0.1).tokens == 1
+
+
+def test_a_step_too_short_to_hide_anything_hides_no_fewer_tokens() -> None:
+    assert budget(lambda _: 0.0006, Pace(step_s=0.0045, network_s=0.005)).tokens >= 3
+
+
+def test_rows_that_cost_must_buy_hits() -> None:
+    free, dear = budget(lambda _: 0.0009), budget(lambda n: 0.0008 + 0.0001 * n)
+    assert free.branches > dear.branches > 0
 
 
 def test_drafting_on_demand_where_ahead_does_not_pay() -> None:
-    assert budget(lambda n: 0.02 * n) == 0
-    assert budget(lambda n: 0.003 * n) == 1, "slow branches: the likeliest fits"
-    assert budget(lambda n: 0.001 * n, sessions=32) == 0
+    on_demand = Budget(0, K)
+    assert budget(lambda n: 0.02 * n) == on_demand
+    assert budget(lambda n: 0.001 * n, sessions=32) == on_demand
 
 
 def test_nothing_measured_yet_tries_all() -> None:
-    assert budget(lambda _: 0.0, Pace()) == 16
-    assert choose_budget([], lambda _: 0.0, 0.0, Pace()) == 0
+    assert budget(lambda _: 0.0, Pace()) == Budget(16, K)

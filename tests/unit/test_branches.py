@@ -19,6 +19,7 @@ from outrider.drafting.branches import (
     adopt,
     draft_branches,
     drop,
+    lengthen,
 )
 from outrider.drafting.candidates import cut_to_likeliest, top_candidates
 from outrider.drafting.draft_steps import ReadyRow, draft_chains
@@ -112,6 +113,10 @@ class Bench:
             self.drafter, self.pool, trunks, branches, num_tokens=self.k, fanout=self.fanout
         )
 
+    def lengthen(self, drafted: list[DraftedBranch]) -> list[DraftedBranch]:
+        trunks = [Trunk(len(s.tokens), s.table, s.sampling) for s in self.sessions]
+        return lengthen(self.drafter, trunks, drafted, self.fanout)
+
     def text(self, branch: Branch) -> list[int]:
         session = self.sessions[branch.trunk]
         return [*session.tokens, *session.chain[: branch.accepted], branch.token]
@@ -153,6 +158,24 @@ def test_branches_equal_drafting_from_scratch_round_after_round(make: object, k:
                 mine.remove(true)
             drop(bench.pool, mine)
         bench.check([])
+
+
+@pytest.mark.parametrize("make", [hash_model, llama])
+def test_branches_are_lengthened_within_their_pages(make: object) -> None:
+    model: BranchingModel = make()  # type: ignore[operator]
+    bench = Bench(model, 3, 3, random.Random(2))
+    for length, sampling in zip((9, 4, 15), SAMPLINGS, strict=True):
+        bench.open(length, sampling)
+    drafted = bench.draft(bench.branches()[:14])
+    free = bench.pool.num_free
+    for short, each in zip(drafted, bench.lengthen(drafted), strict=True):
+        assert each.tokens == short.guess
+        assert each.candidates[:-1, 0].tolist() == each.tokens
+        sampling = bench.sessions[each.branch.trunk].sampling
+        text = [*bench.text(each.branch), *each.tokens]
+        assert each.guess[-1] == bench.from_scratch(text, sampling)[0]
+        assert len(each.candidates) == len(each.gaps) == len(each.tokens) + 1
+    assert bench.pool.num_free == free
 
 
 def test_branches_that_find_no_page_are_left_out() -> None:

@@ -37,7 +37,11 @@ def drafter_of(model: Recordable, max_rows: int = 4) -> GraphChains:
         for fanout in (0, 3)
         for cut in (False, True)
         for shape in make_shapes(
-            rows=(1, 2, max_rows), query_lens=(1, 3), num_tokens=(2, 5), fanout=fanout, cut=cut
+            rows=(1, 2, max_rows),
+            query_lens=(1, 3),
+            num_tokens=(0, 2, 5) if fanout else (2, 5),
+            fanout=fanout,
+            cut=cut,
         )
     ]
     return GraphChains(model, shapes, record=rerun, draws=TorchDraws())
@@ -148,7 +152,7 @@ def test_forks_equal_the_eager_ones(make: Callable[..., Recordable]) -> None:
     for seed in range(20):
         rng = random.Random(seed)
         rows = Rows(model, rng)
-        k, fanout = rng.choice(((1, 1), (2, 3), (4, 2), (5, 3)))
+        k, fanout = rng.choice(((0, 3), (1, 1), (2, 3), (4, 2), (5, 3)))
         sampling = [rng.choice(SAMPLINGS) for _ in range(rng.randint(1, 6))]
         for _ in sampling:
             rows.add(rng.randint(6, 30), rng.choice((1, 1, 2, 3, 5)), k)
@@ -198,7 +202,7 @@ def test_a_proposer_records_a_loop_for_all_that_its_rounds_bring(
         return any(
             shape.rows >= rows and shape.query_len >= query_len and shape.fanout == fanout
             for shape in shapes
-            if shape.num_tokens == 5 and not shape.cut
+            if shape.num_tokens == (4 if fanout else 5) and not shape.cut
         )
 
     assert recorded(min(128, max_sessions), 16, 0)
@@ -208,3 +212,5 @@ def test_a_proposer_records_a_loop_for_all_that_its_rounds_bring(
         assert recorded(min(128, max_sessions), 16, fanout)
         assert recorded(max_sessions, 2, fanout)
         assert recorded(min(256, max_sessions * max_branches), 1, fanout)
+        longer = [shape for shape in shapes if shape.fanout and not shape.num_tokens]
+        assert longer, "branches are made longer by a token"

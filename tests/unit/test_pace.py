@@ -13,17 +13,38 @@ def test_the_way_is_what_is_left_of_the_shortest_round() -> None:
         now = float(i)
         meter.handed_over(1, now)
         meter.step(0.005)
-        meter.committed(1, now + 0.005 + 0.001 + extra, 0.005)
+        meter.committed(1, now + 0.005 + 0.001 + extra, 0.005, verified=True)
     assert meter.pace.step_s == pytest.approx(0.005)
     assert 0.001 <= meter.pace.network_s < 0.002
 
 
 def test_only_a_draft_that_was_waited_for_measures() -> None:
     meter = PaceMeter()
-    meter.committed(1, 5.0, 0.005)  # its draft was at hand
+    meter.committed(1, 5.0, 0.005, verified=True)  # its draft was at hand
     meter.handed_over(2, 1.0)
     meter.forget(2)
-    meter.committed(2, 5.0, 0.005)
+    meter.committed(2, 5.0, 0.005, verified=True)
     meter.handed_over(3, 1.0)
-    meter.committed(3, 5.0, 0.0)  # a scorer that does not say what its step took
+    meter.committed(3, 5.0, 0.0, verified=True)  # a scorer that does not say what its step took
+    meter.handed_over(4, 1.0)
+    meter.committed(4, 1.001, 0.005, verified=False)  # from a step that began before it came
+    assert meter.pace.network_s == 0.0
+
+
+def test_branches_show_that_the_way_is_no_longer() -> None:
+    meter = PaceMeter()
+    for i, late in enumerate((0.002, 0.0, 0.005)):  # they come so long before the verdict, or late
+        now = float(i)
+        meter.handed_ahead(1, now)
+        meter.committed(1, now + 0.001, 0.005, verified=True)  # the verdict that they foretold
+        meter.committed(1, now + 0.006 + late, 0.005, verified=True)
+    assert meter.pace.network_s == pytest.approx(0.001)
+
+
+def test_a_step_that_went_without_the_branches_measures_nothing() -> None:
+    meter = PaceMeter()
+    meter.handed_ahead(1, 0.0)
+    meter.committed(1, 0.001, 0.005, verified=True)
+    meter.committed(1, 0.005, 0.005, verified=False)
+    meter.committed(1, 0.02, 0.005, verified=True)
     assert meter.pace.network_s == 0.0

@@ -581,7 +581,7 @@ def test_a_batch_stays_together_where_drafts_are_short(
 
 def test_misses_are_told_apart() -> None:
     """What comes too late, and what was foretold wrongly."""
-    late = ahead(delay_s=0.001)
+    late = ahead(delay_s=0.002)
     assert total(late, "misses_late") > total(late, "misses_wrong")
     few = ahead(branches=1)
     assert total(few, "misses_wrong") > total(few, "misses_late")
