@@ -12,6 +12,10 @@ Of a draft tree K counts the nodes, which is what a step's time follows, and `a`
 the target's token is among a node's children: a round tries one place per level until one fails.
 So `accepted` is taken of the tree's depth, k times the row's measured depth per node.
 
+Where most rows draft on demand, and to wait pays by their proposer's average, a row waits with them
+also if its own acceptance is low: alone it would only run its steps beside their drafts. Such a row
+compares with 1 / (step_time + wait(0)): what verifying costs.
+
 A draft takes its proposer `D(k)` from the commit to its arrival, measured, corrected by the time
 per drafted token; `h` is the row's share of hits: rounds whose draft was at hand at once. So
 
@@ -31,14 +35,10 @@ accepted from hits. So it pays as long as
 and a row does not wait at all if its proposer's mean delay is beyond that: the draft that comes
 later is used as far as it is still true.
 
-Rows that draft on demand run in cohorts, one's drafts beside another's step, or all together. With
-t(n) a step of n rows, a round of theirs takes
-
-    t(a) + max(t(b), D beside a step)    in two cohorts, of a and b rows
-    t(a + b) + D                         together
-
-and ready rows wait for the others while the second is less. Where proposer and scorer share a
-device, D beside a step is D and most of the step, so cohorts bring nothing.
+Rows that draft on demand stay together: as one batch a round of theirs takes t(a + b) + D, and in
+two cohorts, one's drafts beside another's step, t(a) + max(t(b), D), which is less only where a
+step's time follows its tokens. There drafting brings little anyway, and where proposer and scorer
+share a device the second D is D and most of a step.
 
 What no formula knows is how much drafting slows down the steps beside it, where the two share a
 device. Whether to draft at all is therefore also decided by trial (contest.py).
@@ -62,6 +62,7 @@ PROPOSER_FADE = 0.98  # and about a proposer's, over all its rows
 FORGETTING = 1 / 16  # per round without a draft, of what tells a row from its proposer's others
 NEARLY = 0.95  # of the best goodput: such differences between sizes are noise
 LARGEST_PROBE = 16  # or twice the present K: one round of 128 costs as much as several
+COMPANY_ROUNDS = 4  # over which the share of rows that draft fades
 SIZES = (*range(1, 17), 20, 24, 32, 48, 64, 96)  # of K that are compared, beside the limit
 MIN_PATIENCE_S, MAX_PATIENCE_S = 0.002, 0.1
 STEPS_OF_PATIENCE = 3.0
@@ -86,6 +87,7 @@ class AdaptivePolicy(Policy):
         self._contests = Contests()
         self._num_steps = 0
         self._num_rows = 1  # of the last step
+        self._company = 0.0  # the share of rows that draft, fading
         self._step_times: dict[int, float] = {}  # by k, the same for all rows until the next step
 
     def choose_k(self, drafting: Drafting, limit: int) -> int:
@@ -98,7 +100,6 @@ class AdaptivePolicy(Policy):
         plain = self._step_time(0)
         if not plain:
             return limit
-        acceptance = d.successes / d.trials
         times = self._drafts.get(d.drafter)
         missed = 1.0 - d.hit_share
         token_s = 0.0 if times is None else missed * times.token_s
@@ -107,15 +108,29 @@ class AdaptivePolicy(Policy):
         else:
             wait_s = 0.0 if times is None else missed * times.mean_s(0)
         sizes: list[int] = [*takewhile(lambda k: k < limit, SIZES), limit]
-        rates = [
-            (1.0 + accepted(acceptance, k * d.levels))
-            / (self._step_time(k) + max(0.0, wait_s + token_s * k))
-            for k in sizes
-        ]
-        best = max(rates)
-        if best <= 1.0 / plain:
+
+        def rates(acceptance: float) -> list[float]:
+            return [
+                (1.0 + accepted(acceptance, k * d.levels))
+                / (self._step_time(k) + max(0.0, wait_s + token_s * k))
+                for k in sizes
+            ]
+
+        mine = rates(d.successes / d.trials)
+        best, without = max(mine), 1.0 / plain
+        if best <= without and self._in_company(d):
+            successes, trials = self._acceptance[d.proposer_id or ""]
+            if max(rates(successes / trials)) > without:
+                without = 1.0 / (plain + wait_s)
+        self._company += ((best > without) - self._company) / (COMPANY_ROUNDS * self._num_rows)
+        if best <= without:
             return 0
-        return max([k for k, rate in zip(sizes, rates, strict=True) if rate >= NEARLY * best])
+        return max([k for k, rate in zip(sizes, mine, strict=True) if rate >= NEARLY * best])
+
+    def _in_company(self, d: Drafting) -> bool:
+        """Whether most rows wait for drafts on demand, and this one with them in any case."""
+        known = self._num_rows > 1 and (d.proposer_id or "") in self._acceptance
+        return known and not d.runs_ahead and self._company > 0.5
 
     def patience(self, seq: Sequence) -> float:
         """Blocks' mean delay plus four deviations, at most as long as waiting pays.
@@ -147,50 +162,33 @@ class AdaptivePolicy(Policy):
     ) -> float:
         """Waits for drafts that are due soon if that lets all rows finish earlier on average.
 
-        Going now, `ready` rows finish after t(ready), and m others a step later; holding them back
-        by `delay` until the m can join, all finish after delay + t(ready + m). And it waits for
-        all of them if all rows then come round in less time, for good (`_better_together`).
+        Going now, `ready` rows finish after t(ready), and m others t(m) after that or after their
+        drafts, which the step makes late where they share its device; holding them back by `delay`
+        until the m can join, all finish after delay + t(ready + m). Rows that all draft on demand
+        wait for each other.
         """
         arrivals = sorted(self._due(seq, now) for seq in waiting)
         per_row = 1 + max(seq.drafting.num_draft_tokens for seq in waiting)
-        if not others_ready and self._better_together(ready, waiting, per_row):
+        if not others_ready and all(_on_demand(seq) for seq in (*ready, *waiting)):
             return arrivals[-1]
         going = len(ready) + others_ready
         now_time = self._steps.estimate(going * per_row)
+        stall = max(self._stall(seq) for seq in waiting)
         go_at, best_gain = now, 0.0
         for joining, due in enumerate(arrivals, start=1):
+            delay = due - now
             later = self._steps.estimate(joining * per_row)
             together = self._steps.estimate((going + joining) * per_row)
-            apart = going * now_time + joining * (now_time + later)
-            gain = apart - (going + joining) * (due - now + together)
+            apart = going * now_time + joining * (max(now_time, delay + stall) + later)
+            gain = apart - (going + joining) * (delay + together)
             if gain > best_gain:
                 go_at, best_gain = due, gain
         return go_at
 
-    def _better_together(
-        self, ready: Rows[Sequence], waiting: Rows[Sequence], per_row: int
-    ) -> bool:
-        """Whether two cohorts that draft on demand come round sooner as one.
-
-        As one: t(all) + D. Apart, one's drafts are made beside the other's step, and take longer
-        by it where the two share a device: t(a) + max(t(b), D beside a step). As long as no draft
-        was made alone, that is tried.
-        """
-        rows = [*ready, *waiting]
-        if not all(waits(seq.drafting) and not seq.drafting.runs_ahead for seq in rows):
-            return False
-        known = [self._drafts.get(name) for name in {seq.drafting.drafter for seq in rows}]
-        times = [each for each in known if each is not None]
-        if len(times) < len(known):
-            return False
-        known_alone = [each.alone_s(per_row - 1) for each in times]
-        alone = [seconds for seconds in known_alone if seconds is not None]
-        if len(alone) < len(times):
-            return True
-        beside_s = max(each.beside_s(per_row - 1) for each in times)
-        one, other = (self._steps.estimate(len(each) * per_row) for each in (ready, waiting))
-        together = self._steps.estimate(len(rows) * per_row) + max(alone)
-        return together < NEARLY * (one + max(other, beside_s))
+    def _stall(self, seq: Sequence) -> float:
+        """Seconds by which a step beside it makes a row's draft late."""
+        times = self._drafts.get(seq.drafting.drafter)
+        return 0.0 if times is None or seq.drafting.runs_ahead else times.stall_s
 
     def _due(self, seq: Sequence, now: float) -> float:
         """When a row's draft is expected; its deadline if it is overdue."""
@@ -270,3 +268,7 @@ class AdaptivePolicy(Policy):
         if known is None:
             known = self._step_times[k] = self._steps.estimate(self._num_rows * (1 + k))
         return known
+
+
+def _on_demand(seq: Sequence) -> bool:
+    return waits(seq.drafting) and not seq.drafting.runs_ahead

@@ -145,12 +145,7 @@ class DraftTimes:
         """Mean seconds from a commit to the arrival of so many tokens; 0 tokens: what any takes."""
         return self.delay.mean + self.token_s * (num_tokens - self._length)
 
-    def alone_s(self, num_tokens: int) -> float | None:
-        """The same with no step beside it; None while there was no such draft."""
-        if self.calm:
-            return self.mean_s(num_tokens)
-        return self.mean_s(num_tokens) - self._stall.mean if self._stall.count else None
-
-    def beside_s(self, num_tokens: int) -> float:
-        """The same beside a step, as far as that is known."""
-        return self.mean_s(num_tokens) + (self._stall.mean if self.calm else 0.0)
+    @property
+    def stall_s(self) -> float:
+        """Mean seconds by which a step beside a draft makes it late; 0 as long as unknown."""
+        return self._stall.mean if self._stall.count else 0.0

@@ -45,13 +45,12 @@ def test_drafts_beside_steps_do_not_count_where_there_are_calm_ones() -> None:
 def test_what_a_step_beside_a_draft_costs_it_is_known_from_both() -> None:
     times = DraftTimes()
     times.observe(0.012, 0.008, 4, calm=False)
-    assert times.alone_s(4) is None
+    assert times.stall_s == 0.0, "not known"
     times.observe(0.005, 0.004, 4, calm=True)
-    assert times.alone_s(4) == times.beside_s(4) == pytest.approx(0.005)
+    assert times.stall_s == 0.0
     for _ in range(CALM_LASTS):
         times.observe(0.008, 0.004, 4, calm=False)
-    assert times.alone_s(4) == pytest.approx(0.005), "long after the last of its kind"
-    assert times.beside_s(4) == pytest.approx(0.008)
+    assert times.stall_s == pytest.approx(0.003), "long after the last of its kind"
 
 
 def test_a_proposer_is_not_believed_to_have_drafted_longer_than_it_was_waited_for() -> None:
