@@ -262,31 +262,6 @@ def test_triton_attention(
     _close(actual, _reference(batch, pool, query, params), dtype)
 
 
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize(
-    ("rows", "shape", "group", "multiprocessors"),
-    [
-        ([(0, 1), (70, 1), (600, 1)], (2, 64, 64), 8, 132),  # some splits have no keys
-        ([(0, 5), (33, 2), (300, 16)], (1, 64, 64), 4, 16),  # several rounds put them together
-        ([(10 * i, 1 + i % 3) for i in range(33)], (1, 16, 16), 1, 66),
-    ],
-)
-def test_splits_are_put_together(
-    rows: Rows,
-    shape: tuple[int, int, int],
-    group: int,
-    multiprocessors: int,
-    window: int | None,
-) -> None:
-    """Again and again: each time all of them are waited for."""
-    batch, pool, query = _paged(rows, 16, shape, group, torch.float32)
-    params = AttentionParams(shape[1] ** -0.5, window)
-    for sign in (1.0, -1.0):  # nothing that was left before is taken for what is left now
-        expected = _reference(batch, pool, sign * query, params)
-        actual = TritonPagedAttention(batch, multiprocessors).attend(sign * query, pool, params)
-        _close(actual, expected, torch.float32)
-
-
 TREE = (-1, -1, 0, 0, 1, 3, 5, 6)  # of eight nodes
 DEEP = tuple(range(-1, 63))  # as many as fit
 
@@ -414,8 +389,6 @@ def test_what_fills_up_a_step_harms_no_row() -> None:
         *((Strips(32, 1), rows, inner) for rows in (1, 2) for inner in (8, 296)),  # no power of two
         *((Tiles(64, 64, 3, 4, 1), rows, 192) for rows in (1, 5, 16, 17)),
         *((Tiles(64, 64, 3, 4, 8), rows, 256) for rows in (1, 5, 33)),  # shared by four programs
-        *((Tiles(64, 64, 3, 4, 1, norms=True), rows, 192) for rows in (1, 16)),
-        *((Tiles(64, 64, 3, 4, 8, norms=True), rows, 384) for rows in (5, 33)),
     ],
 )
 def test_products_of_few_rows(

@@ -7,7 +7,6 @@ are divided among several programs, which FlashAttention-4 does not do on Hopper
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import ClassVar
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from outrider.engine.attention import AttentionParams
 from outrider.engine.batch import PackedBatch
-from outrider.engine.cuda.kernels.attention import paged_attention_kernel
+from outrider.engine.cuda.kernels.attention import combine_splits_kernel, paged_attention_kernel
 from outrider.engine.cuda.launch import launch_options
 from outrider.engine.kv_cache import LayerPool, PageMajorPool
 from outrider.engine.sdpa import SdpaAttention
@@ -45,8 +44,7 @@ class _Tiling:
 
     keys: int  # per block
     warps: int
-    programs: int  # at most 4
-    combined: int  # numbers that splits have left, which are put together at a time
+    programs: int
 
 
 def _tiling(block_m: int, *, alone: bool) -> _Tiling:
@@ -56,9 +54,8 @@ def _tiling(block_m: int, *, alone: bool) -> _Tiling:
     and 26 became 21 at 32; at 64 a head 13.7 became 8.7 at 16 rows. (Before: 64 keys, 4 warps, 2.)
     """
     if block_m > 16:
-        return _Tiling(32 if alone else 64, 4, 2, 2**13)
-    # A warp waits for no other.
-    return _Tiling(32, 8, 1, 2**14) if alone else _Tiling(32, 1, 4, 2**12)
+        return _Tiling(32 if alone else 64, 4, 2)
+    return _Tiling(32, 8, 1) if alone else _Tiling(32, 1, 4)  # a warp waits for no other
 
 
 class TritonPagedAttention:
@@ -121,9 +118,8 @@ class TritonPagedAttention:
         most = tiling.programs * self._multiprocessors
         splits = _splits(programs, most) if tiles == 1 else 1
         out = query.new_empty(tokens, kv_heads, group, value_dim)
-        partial, lse, arrived = out, out, batch.seq_lens
+        partial, lse = out, out
         if splits > 1:
-            arrived = _arrived(query.device, self._multiprocessors)
             heads = tokens * kv_heads * group
             partial = query.new_empty((heads, splits, value_dim), dtype=torch.float32)
             lse = query.new_empty((heads, splits), dtype=torch.float32)
@@ -143,10 +139,8 @@ class TritonPagedAttention:
             batch.seq_lens if trees is None else trees.starts,
             batch.positions if trees is None else trees.visible,
             batch.positions,
-            out,
             partial,
             lse,
-            arrived,
             query.stride(0),
             batch.block_table.stride(0),
             params.sliding_window or 0,
@@ -168,10 +162,20 @@ class TritonPagedAttention:
             block_dim,
             block_value_dim,
             2 * buffers + 1 if buffers > 1 else 1,
-            min(block_m, max(1, tiling.combined // (splits * block_value_dim))),
             num_warps=tiling.warps,
             **launch_options(),
         )
+        if splits > 1:
+            combine_splits_kernel[(len(lse),)](
+                partial,
+                lse,
+                out,
+                value_dim,
+                splits,
+                block_value_dim,
+                num_warps=1,
+                **launch_options(),
+            )
         return out
 
 
@@ -184,10 +188,3 @@ def _splits(programs: int, most: int) -> int:
     while splits * 2 * programs <= most and splits < _MAX_SPLITS:
         splits *= 2
     return splits
-
-
-@cache
-def _arrived(device: torch.device, multiprocessors: int) -> Tensor:
-    """Zeros int32, one for each row and key head that `_splits` may divide. One step's attention
-    uses them at a time: the next one waits for it."""
-    return torch.zeros(2 * multiprocessors, dtype=torch.int32, device=device)

@@ -45,8 +45,8 @@ class Strips:
 
     norms: ClassVar[bool] = True
 
-    def takes(self, inner: int, *, normed: bool = True) -> bool:  # noqa: ARG002
-        """Whether rows of a weight may be of this length, of an x that is `normed` or not."""
+    def takes(self, inner: int) -> bool:
+        """Whether rows of a weight may be of this length."""
         return inner <= _MAX_STRIP
 
     def __call__(self, product: Product) -> None:
@@ -82,11 +82,12 @@ class Tiles:
     stages: int
     warps: int
     programs: int  # at most, among which tiles are divided; a power of two
-    norms: bool = False  # x, instead of a launch before
 
-    def takes(self, inner: int, *, normed: bool = True) -> bool:
-        """Whether rows of a weight may be of this length, of an x that is `normed` or not."""
-        return inner % self.inner == 0 and (normed or not self.norms)
+    norms: ClassVar[bool] = False
+
+    def takes(self, inner: int) -> bool:
+        """Whether rows of a weight may be of this length."""
+        return inner % self.inner == 0
 
     def __call__(self, product: Product) -> None:
         x, out = product.x, product.out
@@ -103,15 +104,12 @@ class Tiles:
         tile_kernel[(tiles * splits,)](
             x,
             product.weight,
-            x if product.norm is None else product.norm,
             out,
             partial,
             arrived,
             *out.shape,
             x.shape[1],
             x.shape[1] // splits,
-            product.eps,
-            product.norm is not None,
             product.gated,
             product.add,
             rows,
@@ -133,19 +131,12 @@ def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
 
 Way = Strips | Tiles
 
-_FEW: tuple[Way, ...] = (
-    Tiles(64, 256, 3, 4, 256),
-    Tiles(32, 256, 4, 4, 256),
-    Tiles(64, 256, 3, 4, 256, norms=True),
-    Tiles(32, 256, 4, 4, 256, norms=True),
-)
-
 # What is tried for up to so many rows of x.
 CANDIDATES: dict[int, tuple[Way, ...]] = {
     1: (Strips(64, 4), Strips(128, 4), Strips(64, 8)),
     2: (Strips(64, 4), Strips(128, 4), Strips(64, 8)),
-    8: _FEW,
-    16: _FEW,
+    8: (Tiles(64, 256, 3, 4, 256), Tiles(32, 256, 4, 4, 256)),
+    16: (Tiles(64, 256, 3, 4, 256), Tiles(32, 256, 4, 4, 256)),
     32: (Tiles(128, 128, 4, 8, 256), Tiles(32, 256, 4, 4, 256)),
     64: (Tiles(128, 128, 3, 8, 256), Tiles(32, 256, 3, 4, 256)),
 }

@@ -102,7 +102,7 @@ class _Chain:
             use, linear = first[kind]
             expected = self._outputs(use, linear)
             for way in CANDIDATES[self._rows]:
-                if not way.takes(kind.inner, normed=use.norm is not None):
+                if not way.takes(kind.inner):
                     continue
                 before = linear.choices.get(self._rows)
                 linear.choices[self._rows] = way

@@ -1,8 +1,7 @@
 """Attention over pages, the keys of a row divided among several programs (flash decoding).
 
 The query heads that share a key head are packed into one tile with the row's query tokens, so
-that keys and values are read once. The last program of a tile to end puts together what the others
-have left.
+that keys and values are read once.
 """
 
 import triton
@@ -68,10 +67,8 @@ def paged_attention_kernel(
     trees_ptr,  # int32 [rows], and these two are read if HAS_TREES: see `TreeMask`
     visible_ptr,  # int64 [tokens]
     positions_ptr,  # int64 [tokens]
-    out_ptr,  # [tokens, heads, VALUE_DIM]
-    partial_ptr,  # float32 [tokens, heads, SPLITS, VALUE_DIM]: each split's own average of values
-    lse_ptr,  # float32 [tokens, heads, SPLITS]: log2 of its sum of weights
-    arrived_ptr,  # int32 [rows, kv_heads], zeros before and after; these three if SPLITS > 1
+    out_ptr,  # [tokens, heads, SPLITS, VALUE_DIM]: each split's own average of values
+    lse_ptr,  # float32 [tokens, heads, SPLITS]: log2 of its sum of weights; unused if SPLITS is 1
     query_stride,
     table_stride,
     window,  # keys a query sees at most, read if HAS_WINDOW
@@ -94,7 +91,6 @@ def paged_attention_kernel(
     BLOCK_DIM: tl.constexpr,  # at least DIM
     BLOCK_VALUE_DIM: tl.constexpr,  # at least VALUE_DIM
     STAGES: tl.constexpr,
-    BLOCK_COMBINED: tl.constexpr,  # queries whose splits are put together at a time
     PDL: tl.constexpr,
 ):
     split = tl.program_id(0) % SPLITS
@@ -115,10 +111,9 @@ def paged_attention_kernel(
         if HAS_TREES:  # a node's position is the tree's first at least
             first_seen = tl.minimum(first_seen, tl.load(trees_ptr + row) - window + 1)
         first_block = tl.maximum(first_seen, 0) // BLOCK_N
-    blocks = tl.cdiv(end, BLOCK_N) - first_block
-    share = tl.cdiv(blocks, SPLITS)
+    share = tl.cdiv(tl.cdiv(end, BLOCK_N) - first_block, SPLITS)
     from_block = first_block + split * share
-    to_block = tl.minimum(from_block + share, first_block + blocks)
+    to_block = tl.minimum(from_block + share, tl.cdiv(end, BLOCK_N))
 
     if PDL:
         # The batch was there before the first layer, and so were most keys: they may be on their
@@ -132,7 +127,7 @@ def paged_attention_kernel(
             prefetch(keys_ptr + slot * DIM, DIM)
             prefetch(values_ptr + slot * VALUE_DIM, VALUE_DIM)
         gdc_wait()
-    if (tile * BLOCK_M >= query_len * GROUP) | (from_block >= to_block):
+    if tile * BLOCK_M >= query_len * GROUP:
         return
 
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -226,71 +221,42 @@ def paged_attention_kernel(
         sums = tl.dot(weights.to(values.dtype), values, sums, input_precision="ieee")
         highest = new_highest
 
-    at = token * kv_heads * GROUP + head
+    at = (token * kv_heads * GROUP + head) * SPLITS + split
     average = sums / tl.where(total == 0.0, 1.0, total)[:, None]
-    inside = in_row[:, None] & (value_column < VALUE_DIM)[None, :]
-    if SPLITS == 1:
-        tl.store(out_ptr + at[:, None] * VALUE_DIM + value_column[None, :], average, mask=inside)
-    else:
-        left = at * SPLITS + split
-        tl.store(
-            partial_ptr + left[:, None] * VALUE_DIM + value_column[None, :], average, mask=inside
-        )
+    tl.store(
+        out_ptr + at[:, None] * VALUE_DIM + value_column[None, :],
+        average,
+        mask=in_row[:, None] & (value_column < VALUE_DIM)[None, :],
+    )
+    if SPLITS > 1:
         lse = tl.where(total == 0.0, -float("inf"), highest + tl.log2(total))
-        tl.store(lse_ptr + left, lse, mask=in_row)
-        tl.debug_barrier()  # all threads have written before one says so
-        splits = tl.cdiv(blocks, share)  # that have blocks
-        here = arrived_ptr + row * kv_heads + kv_head
-        if tl.atomic_add(here, 1, sem="acq_rel") < splits - 1:
-            return
-        tl.store(here, 0)
-        for first in range(0, query_len * GROUP, BLOCK_COMBINED):
-            some = first + tl.arange(0, BLOCK_COMBINED)
-            token_of_some = (start + some // GROUP).to(tl.int64)
-            _combine_splits(
-                token_of_some * kv_heads * GROUP + kv_head * GROUP + some % GROUP,
-                some < query_len * GROUP,
-                splits,
-                partial_ptr,
-                lse_ptr,
-                out_ptr,
-                VALUE_DIM,
-                SPLITS,
-                BLOCK_VALUE_DIM,
-            )
+        tl.store(lse_ptr + at, lse, mask=in_row)
 
 
 @triton.jit
-def _combine_splits(
-    at,  # int64 [n]: of the tokens' heads
-    present,  # bool [n]
-    splits,  # that have left something
-    partial_ptr,
-    lse_ptr,
-    out_ptr,
+def combine_splits_kernel(
+    partial_ptr,  # float32 [tokens * heads, SPLITS, VALUE_DIM]
+    lse_ptr,  # float32 [tokens * heads, SPLITS]
+    out_ptr,  # [tokens * heads, VALUE_DIM]
     VALUE_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_VALUE_DIM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    at = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
-    left = at[None, :] * SPLITS + split[:, None]  # [SPLITS, n]
-    written = present[None, :] & (split < splits)[:, None]
     column = tl.arange(0, BLOCK_VALUE_DIM)
-    lse = tl.load(lse_ptr + left, mask=written, other=-float("inf"), cache_modifier=".cg")
-    partial = tl.load(
-        partial_ptr + left[:, :, None] * VALUE_DIM + column[None, None, :],
-        mask=written[:, :, None] & (column < VALUE_DIM)[None, None, :],
-        other=0.0,
-        cache_modifier=".cg",
-    )
+    lse = tl.load(lse_ptr + at * SPLITS + split)
     highest = tl.max(lse, axis=0)
-    # What no split has seen has no weight at all, and must not compute inf - inf.
-    weight = tl.exp2(lse - tl.where(highest == -float("inf"), 0.0, highest)[None, :])
-    total = tl.sum(weight, axis=0)
-    sums = tl.sum(partial * weight[:, :, None], axis=0)
-    average = sums / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(
-        out_ptr + at[:, None] * VALUE_DIM + column[None, :],
-        average,
-        mask=present[:, None] & (column < VALUE_DIM)[None, :],
+    weight = tl.exp2(lse - tl.where(highest == -float("inf"), 0.0, highest))
+    partial = tl.load(
+        partial_ptr + (at * SPLITS + split[:, None]) * VALUE_DIM + column[None, :],
+        mask=(lse > -float("inf"))[:, None] & (column < VALUE_DIM)[None, :],
+        other=0.0,
     )
+    total = tl.sum(weight, axis=0)
+    average = tl.sum(partial * weight[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + at * VALUE_DIM + column, average, mask=column < VALUE_DIM)

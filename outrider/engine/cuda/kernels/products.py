@@ -8,8 +8,7 @@ products.
 one or two rows of x is fastest; it norms x itself, because that costs less than a launch.
 `tile_kernel` multiplies on tensor cores, which takes sixteen rows in the time of one. There x is
 large enough for its way from the cache to count, so programs take many rows of the weight and
-share the inner dimension; the last of them to end adds up what all have left. Norming x means
-reading all of it once more, which is less than a launch as long as the rows are few.
+share the inner dimension; the last of them to end adds up what all have left.
 """
 
 import triton
@@ -81,7 +80,6 @@ def strip_kernel(
 def tile_kernel(
     x_ptr,  # [rows, K]
     weight_ptr,  # [N, K]; if GATED [2 * N, K], the gates first
-    norm_ptr,  # [K], read if NORM
     out_ptr,  # [rows, N]
     partial_ptr,  # float32 [tiles, splits, 2 if GATED, ROWS, BLOCK_N], written if splits > 1
     arrived_ptr,  # int32 [tiles], zeros before and after
@@ -89,8 +87,6 @@ def tile_kernel(
     N,
     K,
     share,  # of K, a multiple of BLOCK_K: K / share programs make a tile
-    eps,  # of the norm
-    NORM: tl.constexpr,  # x is x over its root mean square, times norm
     GATED: tl.constexpr,  # the output is silu(gate) * up
     ADD: tl.constexpr,  # to what is in out
     ROWS: tl.constexpr,  # at least rows, a multiple of 16
@@ -119,20 +115,10 @@ def tile_kernel(
     present = (row < rows)[:, None]
     x_here = x_ptr + row[:, None] * K + k[None, :]
     dtype = x_ptr.dtype.element_ty
-    if NORM:
-        squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
-        whole = x_ptr + row[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
-        for start in tl.range(0, K, BLOCK_K, loop_unroll_factor=4):
-            x = tl.load(whole + start, mask=present, other=0.0).to(tl.float32)
-            squares += x * x
-        scale = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / K + eps)
     sums = tl.zeros([ROWS, BLOCK_N], tl.float32)
     up_sums = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for start in tl.range(0, share, BLOCK_K, num_stages=STAGES):
         x = tl.load(x_here + start, mask=present, other=0.0)
-        if NORM:  # rounded as by `rms_norm_kernel`
-            norm = tl.load(norm_ptr + k + start)[None, :].to(tl.float32)
-            x = ((x.to(tl.float32) * scale).to(dtype).to(tl.float32) * norm).to(dtype)
         weight = tl.load(weight_here + start, eviction_policy="evict_first")
         sums = tl.dot(x, weight, sums)
         if GATED:
