@@ -55,6 +55,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--scorer-memory", type=float, default=0.3, help="part of the GPU")
     p.add_argument("--vllm-memory", type=float, default=0.22, help="the same, for each engine")
     p.add_argument("--soak", type=float, default=0.0, metavar="SECONDS")
+    p.add_argument(
+        "--waves",
+        type=int,
+        default=3,
+        help="requests of a round by how many are in flight: their starts and ends overlap then",
+    )
     p.add_argument("--soak-requests", type=int, default=128, help="in flight at once")
     p.add_argument("--start-timeout", type=float, default=300.0, help="seconds, per process")
     p.add_argument("--request-timeout", type=float, default=120.0, help="seconds, per request")
@@ -100,7 +106,7 @@ def _measure(
     cells: list[Cell] = []
     notes = _notes(args)
     for concurrency in args.concurrency:
-        plan = Plan(concurrency, args.rounds, max(2, concurrency))
+        plan = Plan(concurrency, args.rounds, max(2, args.waves * concurrency))
         try:
             # Once unmeasured: kernels are compiled, and a policy learns what drafts cost and bring.
             for system in systems:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections import Counter
 from collections.abc import Collection
 
@@ -190,6 +191,7 @@ class Hub:
             self.on_bad(proposer, f"{len(blocks)} blocks in a message")
             return
         good: list[Block] = []
+        now = time.perf_counter()  # the same for all: they were drafted in one batch
         for block in _newest(blocks):
             if proposer.detached.done():
                 break
@@ -198,13 +200,13 @@ class Hub:
                 self.on_bad(proposer, f"session {block.session} was never opened")
             elif session is None or block.epoch != session.epoch:
                 self._metrics.stale_blocks.inc()
-            elif (checked := self._checked(proposer, session, block)) is not None:
+            elif (checked := self._checked(proposer, session, block, now)) is not None:
                 good.append(checked)
         if good:
             self._worker.post_blocks(good)
 
     def _checked(
-        self, proposer: AttachedProposer, session: Session, block: draft_pb2.Block
+        self, proposer: AttachedProposer, session: Session, block: draft_pb2.Block, now: float
     ) -> Block | None:
         """None for a bad one, which is counted."""
         try:
@@ -235,7 +237,7 @@ class Hub:
         if session.rounds is not None and block.base_len == len(session.committed):
             session.rounds.block(block.draft_us)
         method = proposer.methods[block.method_index]
-        return Block(session.id, tree, proposer.id, block.draft_us, method)
+        return Block(session.id, tree, proposer.id, block.draft_us, method, now)
 
     def on_bad(self, proposer: AttachedProposer, what: str) -> None:
         """Counts a malformed message; too many end the stream."""

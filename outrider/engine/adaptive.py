@@ -66,6 +66,7 @@ COMPANY_ROUNDS = 4  # over which the share of rows that draft fades
 SIZES = (*range(1, 17), 20, 24, 32, 48, 64, 96)  # of K that are compared, beside the limit
 MIN_PATIENCE_S, MAX_PATIENCE_S = 0.002, 0.1
 STEPS_OF_PATIENCE = 3.0
+SLACK = 0.25  # of a mean delay: drafts that took the same for a while may yet be late once
 
 
 def accepted(acceptance: float, depth: float) -> float:
@@ -133,7 +134,7 @@ class AdaptivePolicy(Policy):
         return known and not d.runs_ahead and self._company > 0.5
 
     def patience(self, seq: Sequence) -> float:
-        """Blocks' mean delay plus four deviations, at most as long as waiting pays.
+        """Blocks' mean delay and a little more, at most as long as waiting pays.
 
         Until the session's first block came, about as long as the prompt took, all rounds together:
         a proposer that is busy with many prompts must not hold a row back round after round.
@@ -155,7 +156,7 @@ class AdaptivePolicy(Policy):
             return min(MAX_PATIENCE_S, worth)
         if mean > worth:
             return 0.0
-        return min(MAX_PATIENCE_S, worth, mean + 4 * times.delay.deviation)
+        return min(MAX_PATIENCE_S, worth, mean + max(4 * times.delay.deviation, SLACK * mean))
 
     def hold(
         self, ready: Rows[Sequence], others_ready: int, waiting: Rows[Sequence], now: float
@@ -212,11 +213,18 @@ class AdaptivePolicy(Policy):
             drafting.trials = PRIOR_TRIALS
 
     def observe_delay(
-        self, drafting: Drafting, seconds: float, draft_s: float, num_tokens: int, *, calm: bool
+        self,
+        drafting: Drafting,
+        at: float,
+        seconds: float,
+        draft_s: float,
+        num_tokens: int,
+        *,
+        calm: bool,
     ) -> None:
         times = self._drafts.get(drafting.drafter) or DraftTimes()
         remember(self._drafts, drafting.drafter, times)
-        times.observe(seconds, draft_s, num_tokens, calm=calm, rounds=1 / self._num_rows)
+        times.observe(at, seconds, draft_s, num_tokens, calm=calm)
 
     def observe_round(self, drafting: Drafting, round_: Round) -> None:
         d = drafting

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 STALE_AFTER = 12  # steps of other sizes after which a size's average is forgotten
 MAX_NAMES = 256  # of proposers about which something is kept
-CALM_LASTS = 64  # rounds of drafts made beside steps until they count although there were others
+CALM_LASTS = 64  # batches made beside steps until they count although there were others
 
 V = TypeVar("V")
 
@@ -103,27 +103,33 @@ class DraftTimes:
     beside them, are what counts, and others only as long as there are none. (Otherwise rows that
     once went ahead would never wait again: going ahead is what makes their drafts late.) What the
     others take longer says how much of the device a step takes away.
+
+    Drafts that come at the same moment were made in one batch, which takes as long as its longest.
     """
 
     def __init__(self) -> None:
+        self._at = -math.inf  # of the last batch
         self._stall = Average()
         self.calm = False  # what counts was made with no step beside it
-        self._others = 0.0  # rounds since the last calm one
+        self._others = 0  # since the last calm one
         self._begin()
 
     def _begin(self) -> None:
         self.delay = Average()
         self._token_s = Average()
-        self._length = 0.0  # mean tokens of a draft
+        self._length = 0.0  # mean tokens of a batch's longest draft
 
     def observe(
-        self, seconds: float, draft_s: float, num_tokens: int, *, calm: bool, rounds: float = 1.0
+        self, at: float, seconds: float, draft_s: float, num_tokens: int, *, calm: bool
     ) -> None:
-        """A draft of so many tokens, of which the drafting took `draft_s`.
+        """A draft of so many tokens came, of which the drafting took `draft_s`.
 
-        `rounds`: its share of one, if many rows' drafts come at once.
+        Of a batch the first one tells: proposers send the longest first.
         """
-        self._others = 0.0 if calm else self._others + rounds
+        if at == self._at:
+            return
+        self._at = at
+        self._others = 0 if calm else self._others + 1
         if self.calm and not calm:
             self._stall.add(max(0.0, seconds - self.mean_s(num_tokens)))
         if not calm and self.calm and self._others < CALM_LASTS:

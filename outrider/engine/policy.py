@@ -62,11 +62,17 @@ class Policy:
         """A proposer begins with a row: what is known of the proposer holds for the row."""
 
     def observe_delay(
-        self, drafting: Drafting, seconds: float, draft_s: float, num_tokens: int, *, calm: bool
+        self,
+        drafting: Drafting,
+        at: float,
+        seconds: float,
+        draft_s: float,
+        num_tokens: int,
+        *,
+        calm: bool,
     ) -> None:
-        """A draft of so many tokens, which took `draft_s`, came this long after it was wanted.
-
-        `calm`: no step was launched meanwhile.
+        """A draft of so many tokens, which took `draft_s`, came `at` a time, so long after it was
+        wanted. `calm`: no step was launched meanwhile.
         """
 
     def observe_round(self, drafting: Drafting, round_: Round) -> None:
@@ -157,7 +163,8 @@ class Policy:
                 # The first one also took the prompt's processing; an empty one took no drafting.
                 if wanted and d.blocks > 1 and block.token_ids:
                     calm = self._launched_at < when
-                    self.observe_delay(d, now - when, draft_s, len(block.token_ids), calm=calm)
+                    num_tokens = len(block.token_ids)
+                    self.observe_delay(d, now, now - when, draft_s, num_tokens, calm=calm)
                 return max(0.0, now - when)
         return 0.0
 

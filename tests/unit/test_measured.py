@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from outrider.engine.measured import CALM_LASTS, Average, DraftTimes
+
+MOMENTS = itertools.count()
+
+
+def hear(times: DraftTimes, seconds: float, draft_s: float, num_tokens: int, *, calm: bool) -> None:
+    """Of a batch of its own."""
+    times.observe(float(next(MOMENTS)), seconds, draft_s, num_tokens, calm=calm)
 
 
 def test_one_value_moves_a_mean_little_and_one_that_began_it_is_left_at_once() -> None:
@@ -28,32 +37,42 @@ def test_a_zero_does_not_hold_a_mean() -> None:
 def test_drafts_beside_steps_do_not_count_where_there_are_calm_ones() -> None:
     times = DraftTimes()
     for _ in range(4):
-        times.observe(0.012, 0.008, 4, calm=False)
+        hear(times, 0.012, 0.008, 4, calm=False)
     assert times.delay.mean == pytest.approx(0.012), "better than nothing"
     for _ in range(4):
-        times.observe(0.005, 0.004, 4, calm=True)
+        hear(times, 0.005, 0.004, 4, calm=True)
     assert times.delay.mean == pytest.approx(0.005)
     for _ in range(CALM_LASTS - 1):
-        times.observe(0.012, 0.008, 4, calm=False)
+        hear(times, 0.012, 0.008, 4, calm=False)
     assert times.delay.mean == pytest.approx(0.005)
     assert times.token_s == pytest.approx(0.001)
     assert [times.mean_s(k) for k in (0, 2, 4)] == pytest.approx([0.001, 0.003, 0.005])
-    times.observe(0.012, 0.008, 4, calm=False)
+    hear(times, 0.012, 0.008, 4, calm=False)
     assert times.delay.mean == pytest.approx(0.012), "there are no calm ones any more"
+
+
+def test_a_batch_takes_as_long_as_its_longest_draft() -> None:
+    times = DraftTimes()
+    for at in (1.0, 2.0, 3.0):
+        for num_tokens in (4, 2, 1, 1):
+            times.observe(at, 0.008, 0.006, num_tokens, calm=True)
+    assert times.delay.count == 3
+    assert times.token_s == pytest.approx(0.0015)
+    assert times.mean_s(4) == pytest.approx(0.008)
 
 
 def test_what_a_step_beside_a_draft_costs_it_is_known_from_both() -> None:
     times = DraftTimes()
-    times.observe(0.012, 0.008, 4, calm=False)
+    hear(times, 0.012, 0.008, 4, calm=False)
     assert times.stall_s == 0.0, "not known"
-    times.observe(0.005, 0.004, 4, calm=True)
+    hear(times, 0.005, 0.004, 4, calm=True)
     assert times.stall_s == 0.0
     for _ in range(CALM_LASTS):
-        times.observe(0.008, 0.004, 4, calm=False)
+        hear(times, 0.008, 0.004, 4, calm=False)
     assert times.stall_s == pytest.approx(0.003), "long after the last of its kind"
 
 
 def test_a_proposer_is_not_believed_to_have_drafted_longer_than_it_was_waited_for() -> None:
     times = DraftTimes()
-    times.observe(0.004, 60.0, 4, calm=True)
+    hear(times, 0.004, 60.0, 4, calm=True)
     assert times.token_s == pytest.approx(0.001)

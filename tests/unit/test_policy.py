@@ -209,8 +209,8 @@ class Rushed(AdaptivePolicy):
         if self._num_steps == 60:
             row = self.drafting(Request(0, (1,), SamplingParams(temperature=0.0)))
             row.drafter = "a "
-            for _ in range(100 * num_rows):
-                self.observe_delay(row, 0.030, 0.013, 4, calm=False)
+            for i in range(100):
+                self.observe_delay(row, 1.0 + i, 0.030, 0.013, 4, calm=False)
 
 
 def test_rows_come_back_together_to_drafts_that_were_slow_beside_their_steps() -> None:
@@ -285,8 +285,8 @@ def test_short_answers_come_back_to_drafts_after_a_rush() -> None:
     assert answers[0].drafted > 0
     row = policy.drafting(Request(0, (1,), SamplingParams(temperature=0.0)))
     row.drafter = "a "
-    for _ in range(64):
-        policy.observe_delay(row, 0.5, 0.001, 4, calm=False)
+    for i in range(64):
+        policy.observe_delay(row, 5.0 + i / 64, 0.5, 0.001, 4, calm=False)
     for i in range(24):
         bench = Bench(policy, max_tokens=12, began=10.0 * (i + 1))
         answers += bench.run()
