@@ -108,6 +108,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
         self._masks = masks
         self._clock = clock
         self._outcomes = Outcomes()
+        self._put_off = False  # prompts, in the last round
         self._brancher: Brancher | None = None
         if fork_drafter is not None and max_branches > 0:
             self._brancher = Brancher(
@@ -214,6 +215,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
                 done.unfinished.append(state.key)
             else:
                 rows.append(DraftRow(state, missing, wanted))
+        rows = self._put_off_prompts(rows, done)
         rows.sort(key=lambda row: -row.wanted)
         if self._brancher is not None and rows:
             # All chains with candidates are drafted together, to one length.
@@ -229,6 +231,16 @@ class DraftModelProposer(SessionMethod[DraftState]):
                 for row in rows
             ]
         return [row for row in rows if self._reserve_row(row, asked)]
+
+    def _put_off_prompts(self, rows: list[DraftRow], done: DraftRound) -> list[DraftRow]:
+        """Without the prompts, if others only wait for a draft: these have it sooner, and while it
+        is verified the prompts are processed. For one round."""
+        short = [row for row in rows if row.num_tokens <= _SHORT]
+        self._put_off = 0 < len(short) < len(rows) and not self._put_off
+        if not self._put_off:
+            return rows
+        done.unfinished.extend([row.state.key for row in rows if row.num_tokens > _SHORT])
+        return short
 
     def _reserve_row(self, row: DraftRow, asked: set[SessionKey]) -> bool:
         """Pages for what a row's round writes; without them the session is lost."""

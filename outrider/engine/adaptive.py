@@ -170,8 +170,10 @@ class AdaptivePolicy(Policy):
         """
         arrivals = sorted(self._due(seq, now) for seq in waiting)
         per_row = 1 + max(seq.drafting.num_draft_tokens for seq in waiting)
-        if not others_ready and all(_on_demand(seq) for seq in (*ready, *waiting)):
-            return arrivals[-1]
+        # Nobody waits for a first block, with its prompt's processing, but its own row.
+        known = [seq for seq in waiting if seq.drafting.blocks]
+        if known and not others_ready and all(_on_demand(seq) for seq in (*ready, *waiting)):
+            return max(self._due(seq, now) for seq in known)
         going = len(ready) + others_ready
         now_time = self._steps.estimate(going * per_row)
         stall = max(self._stall(seq) for seq in waiting)

@@ -326,6 +326,20 @@ def test_a_reopened_session_finds_its_prefix_in_the_cache() -> None:
     proposer.check_invariants()
 
 
+def test_a_prompt_lets_others_have_their_drafts_first_but_once_only() -> None:
+    proposer = DraftModelProposer(HashModel(32, 4, 200, 512), name="hash")
+    for key in (1, 2):
+        proposer.open(key, SessionStart([key] * 8, GREEDY, 4, 100))
+    proposer.open(3, SessionStart([3] * 60, GREEDY, 4, 100))
+    first = proposer.draft([1, 2, 3])
+    assert [key for key, _ in first.drafts] == [1, 2]
+    assert first.unfinished == [3]
+    for key, tree in first.drafts:
+        proposer.commit(key, 8, [*tree.token_ids, 7], 4)
+    second = proposer.draft([3, 1, 2])
+    assert sorted(key for key, _ in second.drafts) == [1, 2, 3], "it is not put off for ever"
+
+
 def test_full_acceptance_feeds_the_last_draft_again_in_one_forward() -> None:
     model = HashModel()
     proposer = DraftModelProposer(model, name="hash")

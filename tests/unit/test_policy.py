@@ -16,7 +16,7 @@ from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.engine import Engine
 from outrider.engine.measured import StepTimes
 from outrider.engine.policy import FIRST_PATIENCE_S, FIRST_REST, Policy
-from outrider.engine.sequence import Drafting, Round
+from outrider.engine.sequence import Drafting, Round, Sequence
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Commit, Request, RequestStats
 from tests.support.hash_model import HashModel, Sequential
@@ -246,6 +246,27 @@ def test_rows_of_poor_acceptance_wait_in_company() -> None:
     tokens = sum(stats.output_tokens for stats in bench.run())
     plain = interpolated(GPU_STEP_S).estimate(32) / 32
     assert bench.now < 0.75 * tokens * plain
+
+
+def test_nobody_waits_for_the_first_block_of_another_session() -> None:
+    """It comes when the proposer has processed the prompt; the newcomer itself may wait for it."""
+    policy = AdaptivePolicy(4)
+    Bench(policy, requests=2, steps=GPU_STEP_S, delay_s=0.006).run()
+    row, newcomer = (_on_demand(policy, i) for i in range(2))
+    newcomer.drafting.deadline = 0.06
+    assert policy.hold([row], 0, [newcomer], 0.0) == 0.0
+    newcomer.drafting.blocks = 1
+    assert policy.hold([row], 0, [newcomer], 0.0) == pytest.approx(0.006, rel=0.01)
+
+
+def _on_demand(policy: Policy, session: int) -> Sequence:
+    """A row that waits for its draft since 0.0."""
+    request = Request(session, (1, 2), SamplingParams(temperature=0.0))
+    d = policy.drafting(request)
+    seq = Sequence(request, max_len=64, stop_ids=frozenset(), drafting=d, submitted_at=0.0)
+    d.proposer_id, d.drafter, d.proposer_limit, d.num_draft_tokens = "a", "a ", 4, 4
+    d.deadline = 0.02
+    return seq
 
 
 def test_drafts_that_slow_the_steps_beside_them_are_given_up() -> None:
