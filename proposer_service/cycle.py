@@ -52,6 +52,7 @@ class Batch:
 
     link: LinkId
     message: draft_pb2.SessionBatch
+    rows: list[bytes]  # of each of its features: protobuf copies them whenever they are read
     arrived: float  # perf_counter
 
 
@@ -102,7 +103,7 @@ class Cycle:
         for item in items:
             if isinstance(item, Batch):
                 if item.link in self._links:
-                    self._routes.apply(item.link, item.message, item.arrived)
+                    self._routes.apply(item.link, item.message, item.rows, item.arrived)
             elif isinstance(item, Attach):
                 self._links[item.link] = item
             elif isinstance(item, Detach):

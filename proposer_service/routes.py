@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -65,16 +66,25 @@ class Routes:
     def new_key(self) -> SessionKey:
         return next(self._keys)
 
-    def apply(self, link: LinkId, batch: draft_pb2.SessionBatch, arrived: float) -> None:
-        """Opens, then features, commits and closes, as draft.proto says."""
+    def apply(
+        self,
+        link: LinkId,
+        batch: draft_pb2.SessionBatch,
+        feature_rows: Sequence[bytes],
+        arrived: float,
+    ) -> None:
+        """Opens, then features, commits and closes, as draft.proto says.
+
+        `feature_rows` are those of the batch's features.
+        """
         step_s = batch.step_us * 1e-6
         self.pace.step(step_s)
         for opened in batch.opens:
             self._open(link, opened)
-        for features in batch.features:
+        for features, rows in zip(batch.features, feature_rows, strict=True):
             route = self._by_name.get((link, features.session))
             if route is not None and route.epoch == features.epoch:
-                self._take_features(route, features)
+                self._take_features(route, features.start, rows)
         for commit in batch.commits:
             route = self._by_name.get((link, commit.session))
             if route is not None and route.epoch == commit.epoch:
@@ -145,12 +155,11 @@ class Routes:
         self._proposer.open(route.key, start)
         self._want(route.key, opened.num_draft_tokens)
 
-    def _take_features(self, route: Route, features: draft_pb2.Features) -> None:
+    def _take_features(self, route: Route, start: int, rows: bytes) -> None:
         if self._features is None:
             return
-        end = features.start + len(features.rows) // self._row_bytes
-        route.num_rows = max(route.num_rows, end)
-        self._features.features(route.key, features.start, features.rows)
+        route.num_rows = max(route.num_rows, start + len(rows) // self._row_bytes)
+        self._features.features(route.key, start, rows)
         if route.key in self._starved:
             self._starved.remove(route.key)
             self.wanting[route.key] = None

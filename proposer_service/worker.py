@@ -119,8 +119,10 @@ class DraftWorker:
         full = self._posted_bytes - self._taken_bytes > _MAX_FEATURE_BYTES
         if full or self._queue.qsize() >= self._max_queued:
             return False
-        self._posted_bytes += _feature_bytes(message)
-        self._queue.put(Batch(link, message, time.perf_counter()))
+        arrived = time.perf_counter()
+        rows = [features.rows for features in message.features]
+        self._posted_bytes += sum(map(len, rows))
+        self._queue.put(Batch(link, message, rows, arrived))
         return True
 
     async def propose(
@@ -155,8 +157,8 @@ class DraftWorker:
                 items = self._take(wait=not cycle.has_work)
                 if not cycle.apply(items):
                     return
-                batches = [item.message for item in items if isinstance(item, Batch)]
-                self._taken_bytes += sum(map(_feature_bytes, batches))
+                batches = [item.rows for item in items if isinstance(item, Batch)]
+                self._taken_bytes += sum([len(rows) for batch in batches for rows in batch])
                 try:
                     cycle.draft()
                     while self._queue.empty() and cycle.ahead():
@@ -182,7 +184,3 @@ class DraftWorker:
                 items.append(self._queue.get_nowait())
         except queue.Empty:
             return items
-
-
-def _feature_bytes(message: draft_pb2.SessionBatch) -> int:
-    return sum([len(features.rows) for features in message.features])
