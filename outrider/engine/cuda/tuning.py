@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ Run = Callable[[Use, Tensor, Tensor], Tensor]
 _COLD_BYTES = 2**32  # of weights in a row: a step's millisecond, of which a product is a part
 _REPEATS = 11
 _GAIN = 0.002  # of the chain's time, that a candidate must save: less is noise
+_PATIENCE_S = 120.0  # for others that measure
 _TOLERANCE = 0.02  # of the largest output: roundings of bfloat16 in another order
 
 
@@ -74,12 +76,24 @@ def tune(uses: Sequence[Use], run: Run) -> None:
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Processes that start together do not measure each other, where they share a folder."""
+    """Processes that start together do not measure each other, where they share a folder.
+
+    Whoever waits longer than `_PATIENCE_S` goes on: what is measured then may be worse chosen.
+    """
     path = Path(tempfile.gettempdir()) / f"outrider-tuning-{os.getuid()}.lock"
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):  # nowhere to write: it is not worth failing
-            fcntl.flock(held.enter_context(path.open("w")), fcntl.LOCK_EX)
+            _lock(held.enter_context(path.open("w")), time.monotonic() + _PATIENCE_S)
         yield
+
+
+def _lock(file: TextIO, until: float) -> None:
+    """Locks it if that succeeds in time."""
+    while time.monotonic() < until:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(0.1)
 
 
 class _Chain:
