@@ -84,11 +84,9 @@ def test_drafts_are_the_masked_model_s(temperature: float, rule: VerificationRul
     for accepted in (2, 0, K, 1):
         done = method.draft([1, 2])
         drafts = dict(done.drafts)
-        if done.unfinished:  # a long catch-up lets the other go first
-            drafts |= dict(method.draft(done.unfinished).drafts)
         expected = masked_chain(text, len(text) - 3, sampling, lane)
         assert list(drafts[1].token_ids) == expected
-        assert list(drafts[2].token_ids) != expected
+        assert 2 in done.at_hand or list(drafts[2].token_ids) != expected
         assert bool(drafts[1].probs) == samples
         method.ahead([1, 2], Pace())
         method.check_invariants()
