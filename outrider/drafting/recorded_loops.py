@@ -100,9 +100,8 @@ class RecordedLoops:
         long = dict(enumerate(slices[len(ready) :], start=len(ready)))
         for i, row in enumerate(ready):
             tokens, start = left[i].token_ids, left[i].start
-            if row.mask is None and not self._holds(len(tokens), row.wanted):
-                if not self._holds(1, row.wanted):
-                    continue
+            too_long = row.mask is None and not self._holds(len(tokens), row.wanted)
+            if too_long and self._holds(1, row.wanted):
                 long[i] = left[i]._replace(token_ids=tokens[:-1])
                 left[i] = left[i]._replace(token_ids=tokens[-1:], start=start + len(tokens) - 1)
         if long:

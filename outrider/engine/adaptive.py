@@ -168,12 +168,12 @@ class AdaptivePolicy(Policy):
         until the m can join, all finish after delay + t(ready + m). Rows that all draft on demand
         wait for each other.
         """
-        arrivals = sorted(self._due(seq, now) for seq in waiting)
-        per_row = 1 + max(seq.drafting.num_draft_tokens for seq in waiting)
         # Nobody waits for a first block, with its prompt's processing, but its own row.
         known = [seq for seq in waiting if seq.drafting.blocks]
         if known and not others_ready and all(_on_demand(seq) for seq in (*ready, *waiting)):
             return max(self._due(seq, now) for seq in known)
+        arrivals = sorted(self._due(seq, now) for seq in waiting)
+        per_row = 1 + max(seq.drafting.num_draft_tokens for seq in waiting)
         going = len(ready) + others_ready
         now_time = self._steps.estimate(going * per_row)
         stall = max(self._stall(seq) for seq in waiting)
