@@ -50,7 +50,7 @@ from collections.abc import Sequence as Rows
 from itertools import takewhile
 
 from outrider.engine.contest import Contests
-from outrider.engine.measured import DraftTimes, StepTimes, remember
+from outrider.engine.measured import Delay, DraftTimes, StepTimes, remember
 from outrider.engine.policy import FIRST_PATIENCE_S, Policy, waits
 from outrider.engine.probe import Probe
 from outrider.engine.sequence import Drafting, Round, Sequence
@@ -214,19 +214,10 @@ class AdaptivePolicy(Policy):
             drafting.successes = PRIOR_TRIALS * successes / trials
             drafting.trials = PRIOR_TRIALS
 
-    def observe_delay(
-        self,
-        drafting: Drafting,
-        at: float,
-        seconds: float,
-        draft_s: float,
-        num_tokens: int,
-        *,
-        calm: bool,
-    ) -> None:
+    def observe_delay(self, drafting: Drafting, delay: Delay) -> None:
         times = self._drafts.get(drafting.drafter) or DraftTimes()
         remember(self._drafts, drafting.drafter, times)
-        times.observe(at, seconds, draft_s, num_tokens, calm=calm)
+        times.observe(delay)
 
     def observe_round(self, drafting: Drafting, round_: Round) -> None:
         d = drafting

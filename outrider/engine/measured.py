@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 STALE_AFTER = 12  # steps of other sizes after which a size's average is forgotten
 MAX_NAMES = 256  # of proposers about which something is kept
@@ -95,6 +95,16 @@ class StepTimes:
         return low[1] + slope * (num_tokens - low[0])
 
 
+class Delay(NamedTuple):
+    """What is known of a draft that came."""
+
+    at: float  # when
+    seconds: float  # since it was wanted
+    draft_s: float  # of these by drafting, as its proposer says
+    num_tokens: int
+    calm: bool  # no step was launched meanwhile
+
+
 class DraftTimes:
     """How long one drafter's drafts take, from the commit to the arrival.
 
@@ -119,13 +129,9 @@ class DraftTimes:
         self._token_s = Average()
         self._length = 0.0  # mean tokens of a batch's longest draft
 
-    def observe(
-        self, at: float, seconds: float, draft_s: float, num_tokens: int, *, calm: bool
-    ) -> None:
-        """A draft of so many tokens came, of which the drafting took `draft_s`.
-
-        Of a batch the first one tells: proposers send the longest first.
-        """
+    def observe(self, delay: Delay) -> None:
+        """A draft came. Of a batch the first one tells: proposers send the longest first."""
+        at, seconds, draft_s, num_tokens, calm = delay
         if at == self._at:
             return
         self._at = at

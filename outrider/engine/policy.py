@@ -12,7 +12,7 @@ from collections.abc import Sequence as Rows
 
 from outrider.counts import StepCounts
 from outrider.draft_tree import DraftTree
-from outrider.engine.measured import remember
+from outrider.engine.measured import Delay, remember
 from outrider.engine.sequence import BlockFate, Drafting, Round, Sequence
 from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.types import Request
@@ -61,19 +61,8 @@ class Policy:
     def expect(self, drafting: Drafting, proposer_id: str) -> None:
         """A proposer begins with a row: what is known of the proposer holds for the row."""
 
-    def observe_delay(
-        self,
-        drafting: Drafting,
-        at: float,
-        seconds: float,
-        draft_s: float,
-        num_tokens: int,
-        *,
-        calm: bool,
-    ) -> None:
-        """A draft of so many tokens, which took `draft_s`, came `at` a time, so long after it was
-        wanted. `calm`: no step was launched meanwhile.
-        """
+    def observe_delay(self, drafting: Drafting, delay: Delay) -> None:
+        """A draft came for a row."""
 
     def observe_round(self, drafting: Drafting, round_: Round) -> None:
         """A row's round verified tokens, perhaps none."""
@@ -163,8 +152,8 @@ class Policy:
                 # The first one also took the prompt's processing; an empty one took no drafting.
                 if wanted and d.blocks > 1 and block.token_ids:
                     calm = self._launched_at < when
-                    num_tokens = len(block.token_ids)
-                    self.observe_delay(d, now, now - when, draft_s, num_tokens, calm=calm)
+                    delay = Delay(now, now - when, draft_s, len(block.token_ids), calm)
+                    self.observe_delay(d, delay)
                 return max(0.0, now - when)
         return 0.0
 

@@ -6,14 +6,14 @@ import itertools
 
 import pytest
 
-from outrider.engine.measured import CALM_LASTS, Average, DraftTimes
+from outrider.engine.measured import CALM_LASTS, Average, Delay, DraftTimes
 
 MOMENTS = itertools.count()
 
 
 def hear(times: DraftTimes, seconds: float, draft_s: float, num_tokens: int, *, calm: bool) -> None:
     """Of a batch of its own."""
-    times.observe(float(next(MOMENTS)), seconds, draft_s, num_tokens, calm=calm)
+    times.observe(Delay(float(next(MOMENTS)), seconds, draft_s, num_tokens, calm))
 
 
 def test_one_value_moves_a_mean_little_and_one_that_began_it_is_left_at_once() -> None:
@@ -55,7 +55,7 @@ def test_a_batch_takes_as_long_as_its_longest_draft() -> None:
     times = DraftTimes()
     for at in (1.0, 2.0, 3.0):
         for num_tokens in (4, 2, 1, 1):
-            times.observe(at, 0.008, 0.006, num_tokens, calm=True)
+            times.observe(Delay(at, 0.008, 0.006, num_tokens, calm=True))
     assert times.delay.count == 3
     assert times.token_s == pytest.approx(0.0015)
     assert times.mean_s(4) == pytest.approx(0.008)

@@ -14,7 +14,7 @@ from outrider.draft_tree import DraftTree
 from outrider.engine import measured
 from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.engine import Engine
-from outrider.engine.measured import StepTimes
+from outrider.engine.measured import Delay, StepTimes
 from outrider.engine.policy import FIRST_PATIENCE_S, FIRST_REST, Policy
 from outrider.engine.sequence import Drafting, Round, Sequence
 from outrider.params import SamplingParams, SpeculationParams, StopParams
@@ -210,7 +210,7 @@ class Rushed(AdaptivePolicy):
             row = self.drafting(Request(0, (1,), SamplingParams(temperature=0.0)))
             row.drafter = "a "
             for i in range(100):
-                self.observe_delay(row, 1.0 + i, 0.030, 0.013, 4, calm=False)
+                self.observe_delay(row, Delay(1.0 + i, 0.030, 0.013, 4, calm=False))
 
 
 def test_rows_come_back_together_to_drafts_that_were_slow_beside_their_steps() -> None:
@@ -307,7 +307,7 @@ def test_short_answers_come_back_to_drafts_after_a_rush() -> None:
     row = policy.drafting(Request(0, (1,), SamplingParams(temperature=0.0)))
     row.drafter = "a "
     for i in range(64):
-        policy.observe_delay(row, 5.0 + i / 64, 0.5, 0.001, 4, calm=False)
+        policy.observe_delay(row, Delay(5.0 + i / 64, 0.5, 0.001, 4, calm=False))
     for i in range(24):
         bench = Bench(policy, max_tokens=12, began=10.0 * (i + 1))
         answers += bench.run()
