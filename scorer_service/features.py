@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Iterable
 
-from outrider.engine.worker import EngineWorker
+from outrider.engine.feature_commands import FeatureCommands
 from outrider.errors import DeadlineError, InvalidRequestError, ProposerRefusedError
 from outrider.features import FeatureSpec
 from outrider.rpc.feature_codec import features_from_proto
@@ -60,8 +60,8 @@ def check_features(
 class Projections:
     """The matrices that the engine holds, by digest: a few. Lives on the event loop."""
 
-    def __init__(self, worker: EngineWorker, limits: DraftLimits) -> None:
-        self._worker = worker
+    def __init__(self, engine: FeatureCommands, limits: DraftLimits) -> None:
+        self._engine = engine
         self._limits = limits
         self._held: dict[bytes, asyncio.Future[None]] = {}
         """Done once the engine has it; the ones longest not asked for first."""
@@ -116,8 +116,8 @@ class Projections:
                     reason=_REASON,
                 )
             del self._held[idle[0]]
-            self._worker.drop_projection(idle[0])
-        put = asyncio.wrap_future(self._worker.put_projection(spec, matrix))
+            self._engine.drop_projection(idle[0])
+        put = asyncio.wrap_future(self._engine.put_projection(spec, matrix))
         self._held[digest] = kept = asyncio.ensure_future(self._keep(digest, put))
         return kept
 

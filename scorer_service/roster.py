@@ -38,7 +38,7 @@ class Roster:
         self._served = served
         self._limits = limits
         self._metrics = metrics
-        self.projections = Projections(worker, limits)
+        self.projections = Projections(worker.features, limits)
         self._undrafted: dict[int, Session] = {}  # want a proposer and have none
         self._proposers: dict[str, AttachedProposer] = {}
         self._pools: set[tuple[str, str]] = set()  # pool and method of all that ever attached

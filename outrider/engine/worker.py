@@ -7,28 +7,26 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from outrider.draft_tree import DraftTree
 from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.engine import Engine
-from outrider.engine.feature_streams import FeatureStreams
+from outrider.engine.feature_commands import FeatureCommands
 from outrider.errors import (
     CapacityError,
     DeadlineError,
     InternalError,
     InvalidRequestError,
+    OutriderError,
     UnavailableError,
 )
-from outrider.features import FeatureOrder, FeatureSpec, FeatureWindow
+from outrider.features import FeatureOrder
 from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEvents
 
 log = logging.getLogger(__name__)
 
 MAX_BLOCKS_AT_ONCE = 4  # per session between two steps; the oldest is dropped beyond
-
-
 MAX_SLEEP_S = 60.0
 
 
@@ -65,6 +63,7 @@ class EngineWorker:
         self._on_events = on_events
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._wakeup = threading.Condition()
+        self.features = FeatureCommands(self._wakeup, self._push)
         # Under the condition's lock:
         self._commands: deque[_Command] = deque()
         self._blocks: dict[int, deque[Block]] = {}
@@ -155,37 +154,6 @@ class EngineWorker:
         rows = min(len(self._sessions), self._info.max_num_seqs)
         return rows.bit_length() not in self._snapshot.undrafted_sizes
 
-    def give_back(self, window: FeatureWindow, size: int) -> None:
-        """So many bytes of features were read, or are of no use any more: others may follow.
-
-        Wakes the thread only if others wait for that: it would run Python while the event loop
-        writes what a proposer waits for.
-        """
-        self._with_features(lambda features: features.give_back(window, size), window)
-
-    def put_projection(self, spec: FeatureSpec, matrix: bytearray) -> Future[None]:
-        """Keeps a projection on the device; done when it is there, or with what was raised."""
-        done: Future[None] = Future()
-
-        def command(engine: Engine) -> None:
-            if not done.set_running_or_notify_cancel():
-                return
-            try:
-                assert engine.features is not None, "checked with Hello"
-                engine.features.put_projection(spec, matrix)
-            except Exception as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-        with self._wakeup:
-            self._push(command)
-        return done
-
-    def drop_projection(self, sha256: bytes) -> None:
-        """Forgets a projection that no proposer uses."""
-        self._with_features(lambda features: features.drop_projection(sha256))
-
     def post_blocks(self, blocks: Iterable[Block]) -> None:
         """Hands over what came together; wakes a step that waits for it, which takes all of it."""
         with self._wakeup:
@@ -225,20 +193,6 @@ class EngineWorker:
         if wakes:
             self._wakeup.notify()
 
-    def _with_features(
-        self, action: Callable[[FeatureStreams], None], window: FeatureWindow | None = None
-    ) -> None:
-        """Does something to the states that are sent, if there are any; at once, if it sleeps,
-        unless nothing waits for room in the `window`."""
-
-        def command(engine: Engine) -> None:
-            if engine.features is not None:
-                action(engine.features)
-
-        with self._wakeup:
-            # The thread notes that something waits before it takes this lock to sleep.
-            self._push(command, wakes=window is None or window.short)
-
     # The engine's thread.
 
     def _main(self) -> None:
@@ -253,26 +207,26 @@ class EngineWorker:
         self._started.set()
         stop = False
         while not stop:
-            events: list[StepEvents] = []
+            failure: OutriderError | None = None
             try:
                 # States that are sent without a step must not wait for one.
                 may_sleep = not engine.collect()
                 stop = self._carry_out_commands(engine, may_sleep=may_sleep)
-                if not stop:
-                    engine.launch()
-                # From here on the device works on the next step.
-                if (taken := engine.take_events()) is not None:
-                    events.append(taken)
                 if stop:
-                    events.append(engine.fail_all(UnavailableError("The engine stops.")))
+                    failure = UnavailableError("The engine stops.")
+                else:
+                    engine.launch()
             except Exception as error:
-                log.exception("a step failed")
-                failure = InternalError(f"The engine failed: {type(error).__name__}.")
-                if (taken := engine.take_events()) is not None:
-                    events.append(taken)
-                events.append(self._fail_all(engine, failure))
-            for event in events:
-                self._publish(engine, event)
+                failure = _logged(error)
+            # From here on the device works on the next step, if there is one.
+            try:
+                events = engine.take_events()
+            except Exception as error:
+                events, failure = None, _logged(error)
+            if events is not None:
+                self._publish(engine, events)
+            if failure is not None:
+                self._publish(engine, self._fail_all(engine, failure))
 
     def _carry_out_commands(self, engine: Engine, *, may_sleep: bool) -> bool:
         """Carries out what was queued, sleeping first if nothing was and no step could run.
@@ -331,3 +285,8 @@ class EngineWorker:
             self._on_events(events)
         except Exception:
             log.exception("the receiver of events failed")
+
+
+def _logged(error: Exception) -> InternalError:
+    log.error("a step failed", exc_info=error)
+    return InternalError(f"The engine failed: {type(error).__name__}.")

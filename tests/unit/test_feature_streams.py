@@ -131,7 +131,7 @@ def test_rows_that_wait_for_room_wake_a_thread_that_sleeps(monkeypatch: pytest.M
             if (batch := events.get(timeout=20).features) is not None:
                 size = sum(len(part.rows) for part in batch.rows)
                 num_rows += size // CAPTURED.row_bytes
-                worker.give_back(window, size)
+                worker.features.give_back(window, size)
 
 
 def test_a_failing_step_forgets_no_command_that_is_not_its_sessions() -> None:
@@ -151,8 +151,8 @@ def test_a_failing_step_forgets_no_command_that_is_not_its_sessions() -> None:
             window = FeatureWindow()
             window.on_the_way = 10
             spec = replace(CAPTURED, projection_dim=1, projection_sha256=bytes(32))
-            worker.give_back(window, 10)
-            done = worker.put_projection(spec, bytearray(spec.projection_bytes))
+            worker.features.give_back(window, 10)
+            done = worker.features.put_projection(spec, bytearray(spec.projection_bytes))
         go_on.put(None)
         done.result(timeout=20)
         assert window.on_the_way == 0

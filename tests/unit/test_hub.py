@@ -44,6 +44,16 @@ FINAL = FeatureSpec(2, final_norm=True)
 TIMINGS = StepTimings(0.1, 1.0, 0.1, 0.1, 0.0, 1, 1)
 
 
+class RecordingFeatures:
+    """The part of `FeatureCommands` that the hub uses."""
+
+    def __init__(self) -> None:
+        self.given_back: list[tuple[FeatureWindow, int]] = []
+
+    def give_back(self, window: FeatureWindow, size: int) -> None:
+        self.given_back.append((window, size))
+
+
 class RecordingWorker:
     """The part of `EngineWorker` that the hub uses; writes down what it is told."""
 
@@ -54,7 +64,7 @@ class RecordingWorker:
         self.blocks: list[tuple[int, DraftTree, str]] = []
         self.methods: list[str] = []
         self.orders: dict[int, FeatureOrder | None] = {}
-        self.given_back: list[tuple[FeatureWindow, int]] = []
+        self.features = RecordingFeatures()
         self.aborted: list[int] = []
         self.refuse: Exception | None = None
 
@@ -78,9 +88,6 @@ class RecordingWorker:
         self.set[session_id] = (proposer_id, k)
         self.asked[session_id] = asked
         self.orders[session_id] = features
-
-    def give_back(self, window: FeatureWindow, size: int) -> None:
-        self.given_back.append((window, size))
 
     def post_blocks(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
@@ -221,17 +228,17 @@ async def test_features_travel_with_the_commits_that_they_belong_to() -> None:
         commit(session, 5),
         features=(FeatureRows(session.id, order, 0, bytes(8)), FeatureRows(99, order, 0, b"gone")),
     )
-    assert bench.worker.given_back == [(reader.window, 4)]  # of a session that is over
+    assert bench.worker.features.given_back == [(reader.window, 4)]  # of a session that is over
     batch = await sent(reader)
     [features] = batch.features
     assert (features.session, features.epoch, features.start) == (session.id, 1, 0)
     assert features.rows == bytes(8)
     assert len(batch.opens) == len(batch.commits) == 1
     bench.hub.on_taken(reader)
-    assert bench.worker.given_back[1:] == [(reader.window, 8)]
+    assert bench.worker.features.given_back[1:] == [(reader.window, 8)]
     bench.hub.roster.reassign(session)
     bench.step(features=(FeatureRows(session.id, order, 2, b"late"),))
-    assert bench.worker.given_back[2:] == [(reader.window, 4)]  # of the epoch before
+    assert bench.worker.features.given_back[2:] == [(reader.window, 4)]  # of the epoch before
     assert not (await sent(reader)).features
     plain = bench.attach("plain")
     reader.draining = True

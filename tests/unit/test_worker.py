@@ -6,6 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 
 import pytest
@@ -17,7 +18,7 @@ from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
 from outrider.engine.policy import Policy
 from outrider.engine.runner import Pending, Runner
-from outrider.engine.sequence import Drafting
+from outrider.engine.sequence import Drafting, Sequence
 from outrider.engine.step import Step, StepResult
 from outrider.engine.worker import Block, EngineWorker
 from outrider.errors import (
@@ -197,11 +198,20 @@ class Breaking(Policy):
         super().__init__(4)
         self.at_submit: set[int] = set()
         self.at_result = 0
+        self.at_schedule = 0
 
     def drafting(self, request: Request) -> Drafting:
         if request.session_id in self.at_submit:
             raise RuntimeError("a bug")
         return super().drafting(request)
+
+    def split(
+        self, rows: Rows[Sequence], others_ready: int, now: float
+    ) -> tuple[list[Sequence], float]:
+        if self.at_schedule:
+            self.at_schedule -= 1
+            raise RuntimeError("a bug")
+        return super().split(rows, others_ready, now)
 
     def step_done(self, *_: object, **__: object) -> None:
         if self.at_result:
@@ -214,6 +224,32 @@ def test_a_bug_answers_also_what_the_engine_has_just_forgotten() -> None:
     policy.at_result = 1
     with running(Gate(), policy=policy) as (worker, inbox, _):
         worker.submit(request(1, max_tokens=1))  # ended, but nobody was told yet
+        inbox.wait(lambda box: 1 in box.ended)
+        assert isinstance(inbox.ended[1], InternalError)
+        worker.submit(request(2))
+        inbox.wait(lambda box: 2 in box.ended)
+        assert inbox.ended[2] is FinishReason.LENGTH
+
+
+def test_a_step_that_cannot_follow_takes_nothing_from_the_one_before() -> None:
+    model, policy = Gate(), Breaking()
+    policy.at_schedule = 1
+    with running(model, policy=policy) as (worker, inbox, _):
+        model.open.clear()
+        worker.submit(request(0))
+        assert model.entered.wait(BOUND_S)
+        worker.submit(request(1))  # for the next step, which fails
+        model.open.set()
+        inbox.wait(lambda box: {0, 1} <= {*box.ended})
+        assert len(inbox.tokens[0]) == 1, "told before it failed"
+        assert all(isinstance(inbox.ended[i], InternalError) for i in (0, 1))
+
+
+def test_two_bugs_at_once_end_their_requests_and_not_the_thread() -> None:
+    policy = Breaking()
+    policy.at_schedule = policy.at_result = 1  # of the second step, and of the first
+    with running(Gate(), policy=policy) as (worker, inbox, _):
+        worker.submit(request(1))
         inbox.wait(lambda box: 1 in box.ended)
         assert isinstance(inbox.ended[1], InternalError)
         worker.submit(request(2))
@@ -276,7 +312,7 @@ def test_events_without_a_step_are_published_though_no_step_follows(
         due.set()
         window = FeatureWindow()
         window.short = True
-        worker.give_back(window, 0)  # wakes the thread, as a proposer that has read does
+        worker.features.give_back(window, 0)  # wakes the thread, as a proposer that has read does
         inbox.wait(lambda inbox: any(events.timings is None for events in inbox.steps))
 
 
