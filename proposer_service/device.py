@@ -13,7 +13,9 @@ from outrider.drafting.chain_inputs import LoopShape
 from outrider.drafting.graph_chains import GraphChains
 from outrider.drafting.recorded_loops import Recording, make_shapes
 from outrider.engine.cuda.graphs import CudaGraphs
+from outrider.engine.cuda.ragged_forwards import RaggedForwards
 from outrider.engine.paged_model import PagedModel
+from outrider.engine.ragged_step import make_ragged
 from outrider.engine.tree_mask import MAX_TREE_NODES
 from outrider.errors import ConfigError
 from outrider.rpc.runtime import progress
@@ -99,17 +101,29 @@ def _up_to(count: int, sizes: Sequence[int]) -> list[int]:
     return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < count]
 
 
-def record_loops(model: PagedModel, shapes: Sequence[LoopShape]) -> GraphChains | None:
+def record_loops(
+    model: PagedModel, shapes: Sequence[LoopShape], max_sessions: int
+) -> GraphChains | None:
     """The recorded draft loops, or None (said aloud) if the attention cannot be recorded.
 
-    Raises `ConfigError` if they do not fit into the device's memory.
+    Forwards of prompts are recorded, too. Raises `ConfigError` if they do not fit into the device's
+    memory.
     """
     if not model.capturable:
         progress("proposer", "this attention backend cannot be recorded: every forward is launched")
         return None
     with recording(shapes, model.device) as how:
+        forwards = None
+        if model.layered:
+            ragged = make_ragged(model.max_model_len, max_sessions)
+            forwards = RaggedForwards(model, ragged, record=how.record)
         return GraphChains(
-            model, how.shapes, record=how.record, draws=how.draws, on_progress=how.on_progress
+            model,
+            how.shapes,
+            record=how.record,
+            draws=how.draws,
+            forwards=forwards,
+            on_progress=how.on_progress,
         )
 
 

@@ -125,7 +125,7 @@ def _build_draft_model(method: DraftModelConfig, max_sessions: int) -> tuple[Pro
             max_draft_tokens=method.max_draft_tokens,
             max_branches=method.max_branches,
         )
-        loops = record_loops(model, shapes)
+        loops = record_loops(model, shapes, max_sessions)
         if loops is not None:
             chain_drafter = fork_drafter = loops
     elif dtype is torch.float32 and method.threads == 1:

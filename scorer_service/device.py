@@ -18,8 +18,10 @@ from outrider.engine.cuda.memory import (
     estimate_graphs,
     measure_activations,
 )
+from outrider.engine.cuda.ragged_forwards import RaggedForwards
 from outrider.engine.cuda.triton_sampling import choose_and_verify
 from outrider.engine.paged_model import PagedModel
+from outrider.engine.ragged_step import RaggedBucket, make_ragged
 from outrider.engine.static_step import Bucket, make_buckets
 from outrider.errors import ConfigError
 
@@ -43,6 +45,12 @@ class StepLimits:
         trees = (verifying,) if self.trees and verifying > 2 else ()
         return make_buckets(self.max_num_seqs, (1, verifying), trees)
 
+    def ragged(self, model: PagedModel) -> list[RaggedBucket]:
+        """The same of steps with prompts; empty if the model's layers do not run apart."""
+        if not model.layered:
+            return []
+        return make_ragged(self.max_num_batched_tokens, self.max_num_seqs)
+
 
 def size_cache(
     memory: DeviceMemory, model: PagedModel, limits: StepLimits, say: Callable[[str], None]
@@ -60,10 +68,13 @@ def size_cache(
     used = [memory.used()]
     graphs = 0
     if model.capturable:
-        buckets = limits.buckets()
-        trial = _record(model, buckets[-2:], lambda *_: used.append(memory.used()))
+        buckets, ragged = limits.buckets(), limits.ragged(model)
+        tried = ragged[-2:]
+        trial = _record(model, buckets[-2:], tried, lambda: used.append(memory.used()))
         if trial is not None:
-            graphs = estimate_graphs(used, len(buckets))
+            graphs = estimate_graphs(used[len(tried) :], len(buckets))
+        if trial is not None and tried:
+            graphs += estimate_graphs(used[: len(tried) + 1], len(ragged))
         del trial
         gc.collect()
     page_bytes = model.kv_bytes_per_page
@@ -89,30 +100,39 @@ def record_steps(
         say("this attention cannot be recorded in CUDA graphs: every step runs eagerly")
         return None
     began = said = time.perf_counter()
+    buckets, ragged = limits.buckets(), limits.ragged(model)
+    done, total = 0, len(buckets) + len(ragged)
 
-    def on_recorded(done: int, total: int) -> None:
-        nonlocal said
+    def on_recorded() -> None:
+        nonlocal done, said
+        done += 1
         if time.perf_counter() - said > _SECONDS_PER_LINE:
             said = time.perf_counter()
             say(f"recording steps {'#' * (20 * done // total):.<20} {done}/{total}")
 
-    buckets = limits.buckets()
-    runner = _record(model, buckets, on_recorded)
+    runner = _record(model, buckets, ragged, on_recorded)
     if runner is not None:
-        seconds = time.perf_counter() - began
-        say(f"recorded steps of {len(buckets)} sizes in {seconds:.1f} s")
+        say(f"recorded steps of {total} sizes in {time.perf_counter() - began:.1f} s")
     return runner
 
 
 def _record(
-    model: PagedModel, buckets: Sequence[Bucket], on_recorded: Callable[[int, int], None]
+    model: PagedModel,
+    buckets: Sequence[Bucket],
+    ragged: Sequence[RaggedBucket],
+    on_recorded: Callable[[], None],
 ) -> GraphRunner | None:
+    record = CudaGraphs()
     try:
+        forwards = None
+        if ragged:
+            forwards = RaggedForwards(model, ragged, record=record, on_recorded=on_recorded)
         return GraphRunner(
             model,
             buckets,
-            record=CudaGraphs(),
+            record=record,
             choose_and_verify=choose_and_verify,
+            forwards=forwards,
             on_recorded=on_recorded,
         )
     except torch.OutOfMemoryError as error:

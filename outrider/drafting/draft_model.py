@@ -60,6 +60,10 @@ class ChainDrafter(Protocol):
         """Feeds `slices`, then drafts a chain for each; `ready` are as many."""
         ...
 
+    def feed(self, slices: Sequence[RowSlice]) -> bool:
+        """Feeds rows that no draft is wanted for; False if there is no faster way."""
+        ...
+
 
 class DraftModelProposer(SessionMethod[DraftState]):
     """Drafts with `model`, whose page pool it owns. Raises `ConfigError` for a pool too small.
@@ -271,7 +275,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
         if fast and ready and num_tokens <= fast.max_tokens and not masked:
             chains = fast.draft(slices[: len(ready)], ready)
             slices, ready = slices[len(ready) :], []
-        if slices:
+        if slices and (ready or not (fast and fast.feed(slices))):
             chains += draft_chains(self._model, slices, ready)
         for row, chain in zip(rows, chains, strict=False):
             row.state.ahead.line = chain[:-1]  # the last token was never fed

@@ -25,6 +25,7 @@ from outrider.drafting.draws import Draws
 from outrider.drafting.recorded_loops import RecordedLoops, Recording, chain
 from outrider.engine.batch import PackedBatch, RowSlice
 from outrider.engine.cuda.graphs import Record
+from outrider.engine.cuda.ragged_forwards import RaggedForwards
 from outrider.engine.sampling import SamplingBatch
 from outrider.params import SamplingParams
 
@@ -45,7 +46,7 @@ class RecordableModel(BranchingModel, Protocol):
 class GraphChains:
     """Implements `ChainDrafter` and `ForkDrafter` with recorded loops of `shapes`.
 
-    Building it records them. Used from one thread.
+    Building it records them; `forwards` feed what no loop catches up. Used from one thread.
     """
 
     max_tokens = sys.maxsize
@@ -57,9 +58,11 @@ class GraphChains:
         *,
         record: Record,
         draws: Draws,
+        forwards: RaggedForwards | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,  # noqa: ARG005
     ) -> None:
         self._model = model
+        self._forwards = forwards
         self._draws = draws
         self._eager = EagerForks(model)
         self.page_size = model.page_size
@@ -77,7 +80,9 @@ class GraphChains:
         """What `draft_chains` returns, by recorded loops as far as they hold the rows."""
 
         def feed(long: dict[int, RowSlice]) -> None:
-            draft_chains(self._model, list(long.values()), ())
+            rows = list(long.values())
+            if not self.feed(rows):
+                draft_chains(self._model, rows, ())
 
         left = self._loops.feed_long(slices, ready, feed)
 
@@ -110,6 +115,10 @@ class GraphChains:
             )
             candidates[rows], gaps[rows] = part.candidates, part.gaps
         return Forks(candidates, gaps)
+
+    def feed(self, slices: Sequence[RowSlice]) -> bool:
+        """Feeds rows that no draft is wanted for; False if no recorded forward holds them."""
+        return self._forwards is not None and self._forwards.feed(slices)
 
     def _loop(self, shape: LoopShape) -> Tensor:
         """int32 [rows, places, numbers per place]"""

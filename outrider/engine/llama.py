@@ -147,6 +147,11 @@ class FusedLlama:
 
     def forward(self, attention: StepAttention, out: Tensor | None = None) -> Tensor:
         """Logits [num_logits, vocab_size] in the model's dtype, in `out` if given."""
+        x, index = self.hidden(attention), attention.batch.logits_index
+        return self.head(x if len(index) == len(x) else x.index_select(0, index), out)
+
+    def hidden(self, attention: StepAttention) -> Tensor:
+        """What the layers make of every token: [tokens, hidden], not normed yet."""
         batch, ops, eps = attention.batch, self._ops, self._eps
         x = F.embedding(batch.input_ids, self._embedding)
         rope = self._rope.index_select(0, batch.positions)
@@ -164,6 +169,8 @@ class FusedLlama:
             features.enter(len(self._layers), batch.slot_mapping, x)
             if features.spec.final_norm:
                 features.final(batch.slot_mapping, ops.rms_norm(x, self._norm, eps))
-        if len(batch.logits_index) != len(x):
-            x = x.index_select(0, batch.logits_index)
-        return ops.norm_linear(x, self._norm, eps, self._head, out)
+        return x
+
+    def head(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits [n, vocab_size] of rows of `hidden` [n, hidden], in `out` if given."""
+        return self._ops.norm_linear(hidden, self._norm, self._eps, self._head, out)

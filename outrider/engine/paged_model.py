@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,19 @@ class Step(Protocol):
 
     def forward(self, attention: StepAttention, out: Tensor | None = None) -> Tensor:
         """Logits [num_logits, vocab_size] in the model's dtype, in `out` if given."""
+        ...
+
+
+@runtime_checkable
+class LayeredStep(Step, Protocol):
+    """One whose layers and head can run apart."""
+
+    def hidden(self, attention: StepAttention) -> Tensor:
+        """What `head` takes, of every token: [tokens, hidden]."""
+        ...
+
+    def head(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits [n, vocab_size] of rows of it [n, hidden], in `out` if given."""
         ...
 
 
@@ -107,6 +120,11 @@ class PagedModel:
         """Whether the attention's work can be recorded in a CUDA graph."""
         return is_capturable(self._backend)
 
+    @property
+    def layered(self) -> bool:
+        """Whether there are `hidden` and `head`."""
+        return isinstance(self._step, LayeredStep)
+
     def resize(self, num_pages: int) -> None:
         """Gives the cache another size; what it held is lost."""
         self.pools.resize(num_pages + 1)
@@ -136,5 +154,20 @@ class PagedModel:
 
         A float64 model returns float64: its near ties are the point.
         """
-        logits = self.logits(batch)
-        return logits if logits.dtype is torch.float64 else logits.float()
+        return _widened(self.logits(batch))
+
+    @torch.inference_mode()
+    def hidden(self, batch: PackedBatch) -> Tensor:
+        """Writes the new keys and values and returns what `head` takes: [tokens, hidden]."""
+        assert isinstance(self._step, LayeredStep)
+        return self._step.hidden(self._backend(batch))
+
+    @torch.inference_mode()
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [n, vocab_size] of rows of it [n, hidden]; as `forward` returns them."""
+        assert isinstance(self._step, LayeredStep)
+        return _widened(self._step.head(hidden))
+
+
+def _widened(logits: Tensor) -> Tensor:
+    return logits if logits.dtype is torch.float64 else logits.float()

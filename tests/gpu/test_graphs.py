@@ -21,11 +21,13 @@ from outrider.engine.batch import PackedBatch
 from outrider.engine.cuda.graph_runner import GraphRunner
 from outrider.engine.cuda.graphs import CudaGraphs
 from outrider.engine.cuda.memory import TRIAL_PAGES, DeviceMemory
+from outrider.engine.cuda.ragged_forwards import RaggedForwards
 from outrider.engine.cuda.triton_sampling import choose_and_verify
 from outrider.engine.engine import Engine
 from outrider.engine.loader import build_paged_model, load_model
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.policy import Policy
+from outrider.engine.ragged_step import make_ragged
 from outrider.engine.runner import Runner, StepRunner
 from outrider.engine.static_step import make_buckets
 from outrider.errors import ConfigError
@@ -52,8 +54,17 @@ PROMPTS = Path("outrider/models/data/heldout_prompts.jsonl")
 
 
 def graph_runner(model: PagedModel, max_num_seqs: int) -> GraphRunner:
-    buckets = make_buckets(max_num_seqs, (1, K + 1), (K + 1,))
-    return GraphRunner(model, buckets, record=CudaGraphs(), choose_and_verify=choose_and_verify)
+    record = CudaGraphs()
+    forwards = None
+    if model.layered:
+        forwards = RaggedForwards(model, make_ragged(64, max_num_seqs), record=record)
+    return GraphRunner(
+        model,
+        make_buckets(max_num_seqs, (1, K + 1), (K + 1,)),
+        record=record,
+        choose_and_verify=choose_and_verify,
+        forwards=forwards,
+    )
 
 
 def generate(

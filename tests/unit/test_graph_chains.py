@@ -17,9 +17,12 @@ from outrider.drafting.graph_chains import GraphChains
 from outrider.drafting.proposer import SessionStart
 from outrider.drafting.recorded_loops import make_shapes
 from outrider.engine.batch import PackedBatch, RowSlice, pack
+from outrider.engine.cuda.ragged_forwards import RaggedForwards
 from outrider.engine.paged_model import PagedModel
+from outrider.engine.ragged_step import make_ragged
 from outrider.params import SamplingParams
 from proposer_service.device import loop_shapes
+from tests.support.by_tensors import by_tensors
 from tests.support.recordable import RecordableHashModel, recordable_llama, rerun
 
 SAMPLINGS = (
@@ -31,7 +34,9 @@ SAMPLINGS = (
 Recordable = RecordableHashModel | PagedModel
 
 
-def drafter_of(model: Recordable, max_rows: int = 4) -> GraphChains:
+def drafter_of(
+    model: Recordable, max_rows: int = 4, forwards: RaggedForwards | None = None
+) -> GraphChains:
     shapes = [
         shape
         for fanout in (0, 3)
@@ -44,7 +49,7 @@ def drafter_of(model: Recordable, max_rows: int = 4) -> GraphChains:
             cut=cut,
         )
     ]
-    return GraphChains(model, shapes, record=rerun, draws=TorchDraws())
+    return GraphChains(model, shapes, record=rerun, draws=TorchDraws(), forwards=forwards)
 
 
 class Rows:
@@ -130,6 +135,21 @@ def test_of_prompts_all_but_the_last_tokens_are_fed_at_once_and_the_rest_is_reco
     monkeypatch.setattr(model, "forward", counted)
     assert drafter.draft(rows.slices, ready) == drafts
     assert launched == [(29, 19)]
+
+
+def test_prompts_are_fed_by_recorded_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = recordable_llama(num_pages=220)
+    model._backend = by_tensors
+    rows = Rows(model, random.Random(4))
+    for length, missing in ((30, 30), (9, 1), (25, 25), (28, 28)):
+        rows.add(length, missing, 3)
+    ready = [ReadyRow(len(text), 4, SAMPLINGS[i]) for i, text in enumerate(rows.texts)]
+    drafts = expected(model, rows, ready)
+    drafter = drafter_of(model, forwards=RaggedForwards(model, make_ragged(128, 4), record=rerun))
+    monkeypatch.setattr(model, "forward", None)  # nothing is launched forward by forward
+    assert drafter.draft(rows.slices, ready) == drafts
+    assert drafter.feed([rows.whole(i, 0) for i in (0, 1)])
+    assert not drafter.feed([row._replace(token_ids=[1] * 99) for row in rows.slices[:2]])
 
 
 def test_a_row_at_the_end_of_the_model_is_drafted_for_within_it() -> None:

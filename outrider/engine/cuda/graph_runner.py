@@ -1,7 +1,8 @@
 """Decode and verification steps as recorded work: a copy in, one launch, a copy out.
 
 Steps that are nothing but rows that have caught up (each token of theirs gets logits) run in the
-smallest recorded bucket that holds them. All others run eagerly, on the same model.
+smallest recorded bucket that holds them. All others run eagerly, on the same model, but for their
+forward if `forwards` hold it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from outrider.engine.batch import Model, PackedBatch
 from outrider.engine.cuda.graphs import Record, Work
-from outrider.engine.runner import Pending, Runner, to_logprobs
+from outrider.engine.runner import Forwards, Pending, Runner, to_logprobs
 from outrider.engine.static_step import Bucket, StaticInputs, StaticSizes
 from outrider.engine.step import Step, StepResult
 from outrider.engine.tree_walk import walk
@@ -64,13 +65,14 @@ class GraphRunner:
         *,
         record: Record,
         choose_and_verify: ChooseAndVerify,
-        on_recorded: Callable[[int, int], None] | None = None,
+        forwards: Forwards | None = None,
+        on_recorded: Callable[[], None] = lambda: None,
     ) -> None:
         rows = max(bucket.rows for bucket in buckets)
         query_len = max(bucket.query_len for bucket in buckets)
         tokens = max(bucket.tokens for bucket in buckets)
         self._model = model
-        self._runner = Runner(model)
+        self._runner = Runner(model, forwards)
         self._choose_and_verify = choose_and_verify
         sizes = StaticSizes(
             rows,
@@ -91,10 +93,9 @@ class GraphRunner:
         self._buckets = sorted(buckets)
         self._recorded: dict[Bucket, _Recorded] = {}
         largest_first = sorted(buckets, key=lambda bucket: bucket.tokens, reverse=True)
-        for done, bucket in enumerate(largest_first, start=1):
+        for bucket in largest_first:
             self._recorded[bucket] = self._record(bucket, record)
-            if on_recorded is not None:
-                on_recorded(done, len(buckets))
+            on_recorded()
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Pending:
