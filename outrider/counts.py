@@ -10,7 +10,7 @@ from typing import NamedTuple
 class Admission(NamedTuple):
     """A request that left the queue. One that was preempted and comes back is not another."""
 
-    queue_s: float
+    queue_s: float  # from its arrival; what it waits after a preemption is its own account's
     prompt_tokens: int
     cached_prompt_tokens: int
 

@@ -133,7 +133,7 @@ class ScorerMetrics:
         )
         self._prefill_time = self._histogram(
             "request_prefill_time_seconds",
-            "Time from a request's first step to its first token.",
+            "Time from a request's first step to its first token, without waits when preempted.",
             _REQUEST_SECONDS,
         )
 

@@ -69,7 +69,8 @@ class RoundSpans:
         first = end if self._first is None else self._first
         admitted = first
         if stats is not None:
-            admitted = min(first, self._submitted + round(stats.queue_ms * _MS))
+            # Not by queue_ms: it waited again if it was preempted later.
+            admitted = max(self._submitted, first - round(stats.prefill_ms * _MS))
         spans = [PastSpan("queue", self._began, admitted)]
         if admitted < first:
             spans.append(PastSpan("prefill", admitted, first))

@@ -33,6 +33,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # by admission: the oldest first
         self.by_session: dict[int, Sequence] = {}
+        self._now = 0.0  # of `schedule`
         self.wake_at = 0.0  # when `schedule` returned None: ask again then at the latest
 
     def add(
@@ -63,7 +64,8 @@ class Scheduler:
 
     def schedule(self, now: float) -> Step | None:
         """The next step; None if no row is ready before `wake_at`."""
-        self._admit(now)
+        self._now = now
+        self._admit()
         self.wake_at = float("inf")
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
@@ -130,7 +132,7 @@ class Scheduler:
         if seq.constraint is not None:
             finish_reason = seq.constraint.finish(finish_reason)
         if base_len == seq.num_prompt_tokens:
-            seq.counters.prefill_s = now - seq.admitted_at
+            seq.counters.prefill_s = now - seq.submitted_at - seq.counters.queue_s
         self.policy.round_done(seq, round_, wrong, now)
         return Emitted(
             seq, base_len, output, round_, proposer_id or "", method, finish_reason, logprobs
@@ -145,7 +147,7 @@ class Scheduler:
             self.pool.publish(seq.block_table[i], hashes[i])
         seq.num_published = full
 
-    def _admit(self, now: float) -> None:
+    def _admit(self) -> None:
         """Moves waiting requests to the running ones while rows and pages last, in order."""
         if not self.waiting or len(self.running) >= self.config.max_num_seqs:
             return
@@ -168,12 +170,12 @@ class Scheduler:
             seq.num_computed = len(shared) * page_size
             seq.num_published = len(shared)
             seq.admitted = True
+            queue_s = self._now - seq.queued_at
+            seq.counters.queue_s += queue_s
             if not seq.counters.preemptions:
-                seq.admitted_at = now
-                seq.counters.queue_s = now - seq.submitted_at
                 seq.counters.cached_prompt_tokens = seq.num_computed
                 self.policy.counts.admissions.append(
-                    Admission(now - seq.submitted_at, seq.num_prompt_tokens, seq.num_computed)
+                    Admission(queue_s, seq.num_prompt_tokens, seq.num_computed)
                 )
 
     def _fill(self, decoding: list[Sequence], prefilling: list[Sequence]) -> list[ScheduledRow]:
@@ -233,6 +235,7 @@ class Scheduler:
         seq.block_table = []
         seq.num_computed = seq.num_published = 0
         seq.admitted = False
+        seq.queued_at = self._now
         self.policy.preempted(seq)
         self.waiting.appendleft(seq)
 

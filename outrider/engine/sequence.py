@@ -161,8 +161,8 @@ class Sequence:
         self.drafting = drafting
         self.counters = Counters()
         self.submitted_at = submitted_at
+        self.queued_at = submitted_at  # again, when it is preempted
         self.admitted = False
-        self.admitted_at = 0.0
 
     @property
     def num_uncomputed(self) -> int:

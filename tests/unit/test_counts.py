@@ -81,9 +81,10 @@ def test_sums_over_steps_are_sums_over_requests(kind: type[Policy], max_branches
         ([s.score_ms for s in stats], total.score_s),
         ([s.propose_ms for s in stats], total.propose_s),
         ([s.network_ms for s in stats], total.network_s),
-        ([s.queue_ms for s in stats], sum(a.queue_s for a in total.admissions)),
     ):
         assert sum(milliseconds) / 1e3 == pytest.approx(seconds)
     assert sum(s.prompt_tokens for s in stats) == sum(a.prompt_tokens for a in total.admissions)
     assert len(total.admissions) == NUM_REQUESTS
+    # Waits after a preemption are of the request, and of no admission.
+    assert sum(s.queue_ms for s in stats) / 1e3 > sum(a.queue_s for a in total.admissions)
     assert (total.plain_s > 0.0) == (kind is AdaptivePolicy)

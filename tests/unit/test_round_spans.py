@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+from outrider.engine.sequence import Drafting, Sequence
+from outrider.params import SamplingParams
 from outrider.rpc.telemetry import PastSpan
-from outrider.types import Commit, StepTimings, TokenKind
+from outrider.types import Commit, Request, StepTimings, TokenKind
 from scorer_service.round_spans import MAX_ROUNDS, PARTS, RoundSpans, round_bounds
 
 MS = 1_000_000
@@ -85,6 +87,25 @@ def test_spans_of_a_long_request_are_bounded_and_add_up() -> None:
     assert rest["outrider.score_us"] == 6000 * (3000 - MAX_ROUNDS)
     assert sum(span.end - span.start for span in spans) == (3000 + 2) * 10 * MS
     assert all(a.end == b.start for a, b in pairwise(spans))
+
+
+def test_later_waits_are_no_part_of_the_first() -> None:
+    spans = RoundSpans(Clock())
+    spans.submitted()
+    for number in range(2):
+        spans.commit(Commit(1, number, (7,), (TokenKind.PLAIN,), 4), STEP)
+    seq = Sequence(
+        Request(1, (7,), SamplingParams()),
+        max_len=9,
+        stop_ids=frozenset(),
+        drafting=Drafting(4),
+        submitted_at=0.0,
+    )
+    seq.counters.queue_s, seq.counters.prefill_s = 0.305, 0.004
+    queue, prefill = spans.end(seq.stats())[:2]
+    assert (queue.name, prefill.name) == ("queue", "prefill")
+    assert queue.end == prefill.start
+    assert prefill.end - prefill.start == 4 * MS
 
 
 def test_a_request_aborted_before_its_first_token_was_queued() -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
+import pytest
+
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
@@ -14,11 +19,11 @@ from tests.support.hash_model import HashModel, Sequential
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def engine(**changes: int) -> Engine:
+def engine(clock: Callable[[], float] = time.perf_counter, **changes: int) -> Engine:
     limits = {"page_size": 4, "num_pages": 64, "max_model_len": 64, "max_num_batched_tokens": 16}
     config = EngineConfig(**{**limits, **changes})  # type: ignore[arg-type]
     model = HashModel(32, config.page_size, config.num_pages, 64)
-    return Engine(model, config, policy=Policy(4, max_wait_s=0.0))
+    return Engine(model, config, policy=Policy(4, max_wait_s=0.0), clock=clock)
 
 
 def submit(
@@ -99,6 +104,28 @@ def test_the_youngest_is_preempted_and_its_text_is_the_same() -> None:
     assert stats[0] is not None
     assert stats[1] is not None
     assert (stats[0].preemptions, stats[1].preemptions) == (0, 1)
+
+
+@pytest.mark.parametrize(("prompt_len", "budget"), [(20, 16), (36, 2)])
+def test_all_waiting_of_a_preempted_request_counts(prompt_len: int, budget: int) -> None:
+    now = 0.0
+    e = engine(lambda: now, num_pages=16, max_num_seqs=2, max_num_batched_tokens=budget)
+    submit(e, 0, prompt_len=20, max_tokens=40)
+    submit(e, 1, prompt_len=prompt_len, max_tokens=20, start=9)
+    waiting: list[int] = []  # requests after each step, a second long
+    first = 0  # steps until the second request's first token
+    stats = {}
+    while len(stats) < 2:
+        now += 1.0
+        commits = {commit.session_id: commit for commit in step(e).commits}
+        waiting.append(e.snapshot().waiting)
+        first = first or (len(waiting) if 1 in commits else 0)
+        stats |= {i: c.stats for i, c in commits.items() if c.stats is not None}
+    assert stats[1].preemptions == 1
+    assert (first > waiting.index(1)) == (budget == 2), "preempted before its first token, or after"
+    assert stats[0].queue_ms == 1e3
+    assert stats[1].queue_ms == 1e3 * (1 + sum(waiting))
+    assert stats[1].prefill_ms == 1e3 * (first - 1 - sum(waiting[:first]))
 
 
 def test_computing_a_preempted_row_again_is_no_round() -> None:
