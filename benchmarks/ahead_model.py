@@ -1,13 +1,16 @@
 """What drafting ahead should bring, from a few measured numbers. Times in milliseconds.
 
 T target step, d draft step, R the way there and back, c host time, K drafts, E tokens of a round
-that had a draft, h1 and h0 the hit rates after a hit and after a miss:
+that had a draft, h1 and h0 the hit rates after a hit and after a miss. With A = K * d + R + c, the
+time until a draft is there:
 
-    on demand     S = E * T / (T + K * d + R + c)
-    drafted ahead S = (p * E + (1 - p)) * T / max(T, D + R + c)
+    on demand     S = E * T / (T + A)
+    drafted ahead S = E * T / (max(T, (T + A) / 2, (K + 1) * d) + (1 - p) * A)
 
-with D = (K + 1) * d the time that the branches take, and p = h0 / (1 - h1 + h0) the share of hits
-that these rates settle at. A miss is taken to decode one token. All speed-ups are over T per token.
+with p = h0 / (1 - h1 + h0) the share of hits that these rates settle at. Branches leave after K
+forwards, and one more follows while they are on their way; what comes late gives the branches after
+it a start; a miss is drafted on demand: outrider/drafting/branch_plan.py, with branches as long as
+drafts. All speed-ups are over T per token.
 """
 
 from __future__ import annotations
@@ -22,11 +25,14 @@ class Times:
     round_trip_ms: float
     host_ms: float
 
+    def draft_ms(self, k: int) -> float:
+        """Until k tokens are drafted and with the scorer."""
+        return k * self.draft_step_ms + self.round_trip_ms + self.host_ms
+
 
 def on_demand(times: Times, k: int, tokens: float) -> float:
     """Speed-up of a proposer that drafts when it is asked; `tokens` per round with a draft."""
-    round_ms = times.step_ms + k * times.draft_step_ms + times.round_trip_ms + times.host_ms
-    return tokens * times.step_ms / round_ms
+    return tokens * times.step_ms / (times.step_ms + times.draft_ms(k))
 
 
 def hit_share(after_hit: float, after_miss: float) -> float:
@@ -38,10 +44,10 @@ def drafted_ahead(
     times: Times, k: int, tokens: float, after_hit: float, after_miss: float
 ) -> float:
     """Speed-up of a proposer that drafts for the outcomes before the verdict."""
-    share = hit_share(after_hit, after_miss)
-    ahead_ms = (k + 1) * times.draft_step_ms + times.round_trip_ms + times.host_ms
-    round_ms = max(times.step_ms, ahead_ms)
-    return (share * tokens + 1.0 - share) * times.step_ms / round_ms
+    step_ms, draft_ms = times.step_ms, times.draft_ms(k)
+    round_ms = max(step_ms, (step_ms + draft_ms) / 2, (k + 1) * times.draft_step_ms)
+    round_ms += (1.0 - hit_share(after_hit, after_miss)) * draft_ms
+    return tokens * step_ms / round_ms
 
 
 def tokens_per_round(acceptance: float, k: int) -> float:

@@ -1,4 +1,4 @@
-"""The formulas give the table that the design was chosen by."""
+"""The formulas give the table that the design was chosen by; drafted ahead they now give more."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 
 from benchmarks.ahead_model import Times, drafted_ahead, hit_share, on_demand, tokens_per_round
 
-# acceptance, T, d, R, c; colocated, remote, drafted ahead: best K up to 12, h1 = .88, h0 = .75.
+# acceptance, T, d, R, c; colocated, remote, drafted ahead: best K, h1 = .88, h0 = .75. The last was
+# for branches that left after K + 1 forwards, and misses that decoded one token.
 TABLE = [
     (0.8, 4.0, 0.6, 0.2, 0.3, 2.11, 1.97, 3.24),
     (0.8, 4.0, 0.6, 1.0, 1.0, 2.11, 1.65, 2.44),
@@ -27,7 +28,25 @@ def test_the_table(row: tuple[float, ...]) -> None:
         remote, rel=0.03
     )
     best = max(drafted_ahead(far, k, tokens_per_round(a, k), 0.88, 0.75) for k in ks)
-    assert best == pytest.approx(ahead, rel=0.06)
+    assert ahead < best < 1.2 * ahead
+
+
+@pytest.mark.parametrize(
+    ("k", "way", "round_ms"),
+    [
+        (3, 1.0, 4.0),  # hidden behind the step of 4
+        (4, 2.0, 5.0),  # there after 6: late by 2, and half of that is made up for
+        (5, 0.0, 6.0),  # six forwards of 1 are a cycle
+    ],
+)
+def test_a_round_that_always_hits(k: int, way: float, round_ms: float) -> None:
+    times = Times(4.0, 1.0, way, 0.0)
+    assert drafted_ahead(times, k, 3.0, 1.0, 0.5) == pytest.approx(3.0 * 4.0 / round_ms)
+
+
+def test_what_never_hits_and_is_hidden_is_drafted_on_demand() -> None:
+    times = Times(10.0, 1.0, 1.0, 1.0)
+    assert drafted_ahead(times, 4, 3.0, 0.5, 0.0) == on_demand(times, 4, 3.0)
 
 
 def test_hits_settle() -> None:
