@@ -65,16 +65,17 @@ class ScorerLink:
         self._stream: _Stream | None = None
         self._draining = False
         self._hurry = asyncio.Event()  # do not wait to dial again: it is over
-        self._last_error = "not connected yet"
+        self._last_error: OutriderError | None = UnavailableError("not connected yet")
 
     def status(self) -> proposer_pb2.ScorerLink:
         """For GetProposerInfo."""
-        stream = self._stream
+        stream, error = self._stream, self._last_error
         return proposer_pb2.ScorerLink(
             target=self.target.address,
             connected=stream is not None,
             sessions=0 if stream is None else stream.num_sessions,
-            last_error="" if stream is not None else self._last_error,
+            last_error="" if error is None else error.message,
+            refused=_is_refusal(error),
         )
 
     async def run(self) -> None:
@@ -90,7 +91,7 @@ class ScorerLink:
                 backoff = config.backoff_first_s
             self._tell(error)
             wait = backoff
-            if isinstance(error, ProposerRefusedError | InvalidRequestError):
+            if _is_refusal(error):
                 wait = max(wait, config.refused_retry_s)
             elif isinstance(error, CapacityError):
                 wait = max(wait, error.retry_after_s)
@@ -121,12 +122,12 @@ class ScorerLink:
 
     def _tell(self, error: OutriderError) -> None:
         """Logs what is news: not every failed dial of a scorer that is away."""
-        if error.message != self._last_error:
-            refused = isinstance(error, ProposerRefusedError | InvalidRequestError)
+        if self._last_error is None or error.message != self._last_error.message:
+            refused = _is_refusal(error)
             verb = "refused this proposer" if refused else "is not connected"
             level = logging.ERROR if refused else logging.WARNING
             _log.log(level, "scorer %s %s: %s (%s)", self.target, verb, error.message, error.reason)
-        self._last_error = error.message
+        self._last_error = error
 
     async def _dial(self) -> OutriderError:
         """One stream from Hello to its end; returns why it ended."""
@@ -182,7 +183,7 @@ class ScorerLink:
         stream = _Stream(call, self._config)
         self._worker.attach(link, stream.put, welcome.max_block_tokens)
         writing = asyncio.create_task(stream.write_all())
-        self._stream, self._last_error = stream, ""
+        self._stream, self._last_error = stream, None
         self._metrics.links.inc()
         _log.info("scorer %s connected", self.target)
         try:
@@ -278,6 +279,10 @@ class _Stream:
         self._unsent.append(None)
         self._wake.set()
         await self.ended.wait()
+
+
+def _is_refusal(error: OutriderError | None) -> bool:
+    return isinstance(error, ProposerRefusedError | InvalidRequestError)
 
 
 async def _write(call: Call, message: draft_pb2.DraftRequest) -> None:

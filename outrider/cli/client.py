@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from outrider.errors import UnavailableError
+from outrider.errors import ProposerRefusedError, UnavailableError
 from outrider.rpc.channel import open_channel
 from outrider.rpc.status import from_rpc_error, nothing_answers
 from outrider.v1 import (
@@ -87,7 +87,10 @@ async def stream(
 
 
 async def why_not_attached(proposer_address: str, *, timeout_s: float) -> str:
-    """What keeps a proposer from its scorer; nothing if it is attached."""
+    """What keeps a proposer from its scorer; nothing if it is attached.
+
+    Raises `ProposerRefusedError` if it does not fit.
+    """
     async with open_channel(proposer_address) as channel:
         stub = proposer_pb2_grpc.ProposerServiceStub(channel)
         try:
@@ -96,4 +99,7 @@ async def why_not_attached(proposer_address: str, *, timeout_s: float) -> str:
             )
         except grpc.aio.AioRpcError as error:
             return f"no answer from the proposer: {error.details()}"
+    for link in info.scorers:
+        if link.refused:
+            raise ProposerRefusedError(link.last_error)
     return "".join(link.last_error or "lost" for link in info.scorers if not link.connected)

@@ -12,12 +12,16 @@ from outrider.cli.process import ServiceSpec
 from outrider.errors import ConfigError
 from outrider.methods import HIDDEN_STATE_METHODS
 from outrider.models.resolve import EMBEDDED_HEADS, resolve_model
+from outrider.models.tokenizer import tokenizer_hash
 
 HOST = "127.0.0.1"
 # Children get this long between SIGTERM and SIGKILL: with it, Ctrl-C ends everything in under 2 s.
 STOP_GRACE_S = 1.0
 # A model may have to be downloaded first.
 START_DEADLINE_S = 900.0
+
+WITHOUT_DRAFT_MODEL = "Name another --draft-model, or draft without a model: --method ngram."
+"""What to do about a draft that does not fit its target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,24 @@ class StackConfig:
     def head(self) -> str | None:
         """The method among `methods` that reads the target's hidden states."""
         return next((name for name in self.methods if name in HIDDEN_STATE_METHODS), None)
+
+
+def check_tokenizers(config: StackConfig) -> None:
+    """Raises `ConfigError` if the draft model has another tokenizer than the target.
+
+    Before anything is loaded, of models that are on disk; of others the scorer refuses it.
+    """
+    if "draft_model" not in config.methods or config.draft_model is None:
+        return
+    target = resolve_model(None, "target") if config.model is None else Path(config.model)
+    folders = [folder.expanduser() for folder in (target, Path(config.draft_model))]
+    if not all((folder / "tokenizer.json").is_file() for folder in folders):
+        return
+    if len({tokenizer_hash(folder) for folder in folders}) > 1:
+        raise ConfigError(
+            f"{config.draft_model} has another tokenizer than {config.model or 'the embedded'} "
+            f"target: the same id would mean different text. {WITHOUT_DRAFT_MODEL}"
+        )
 
 
 def scorer_spec(config: StackConfig, port: int) -> ServiceSpec:

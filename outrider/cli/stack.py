@@ -16,12 +16,14 @@ from outrider.cli.specs import (
     HOST,
     START_DEADLINE_S,
     STOP_GRACE_S,
+    WITHOUT_DRAFT_MODEL,
     StackConfig,
+    check_tokenizers,
     gateway_spec,
     proposer_spec,
     scorer_spec,
 )
-from outrider.errors import ConfigError, InternalError, OutriderError
+from outrider.errors import ConfigError, InternalError, OutriderError, ProposerRefusedError
 
 T = TypeVar("T")
 
@@ -83,16 +85,23 @@ class Stack:
     async def wait_for_proposer(self) -> None:
         """Returns once the scorer has its proposer, if there is to be one.
 
-        A bounded time, because requests are served without it, too.
+        A bounded time, because requests are served without it, too. Raises `ConfigError` if the
+        scorer refuses it: that would not change.
         """
         if self._proposer is None:
             return
         deadline = time.monotonic() + _ATTACH_DEADLINE_S
-        while why := await why_not_attached(self._proposer_address, timeout_s=_ANSWER_DEADLINE_S):
-            if time.monotonic() >= deadline:
-                self._relay("outrider", f"no speculation, the proposer is not attached: {why}")
-                return
-            await asyncio.sleep(0.05)
+        address, answer_s = self._proposer_address, _ANSWER_DEADLINE_S
+        try:
+            while why := await why_not_attached(address, timeout_s=answer_s):
+                if time.monotonic() >= deadline:
+                    self._relay("outrider", f"no speculation, the proposer is not attached: {why}")
+                    return
+                await asyncio.sleep(0.05)
+        except ProposerRefusedError as error:
+            raise ConfigError(
+                f"the scorer refused the proposer: {error.message}. {WITHOUT_DRAFT_MODEL}"
+            ) from error
 
     async def supervise(self) -> NoReturn:
         """Restarts the proposer when it ends. Raises `InternalError` when another service does."""
@@ -131,6 +140,7 @@ class Stack:
         config = self._config
         check_port(config.http_port, "--http-port")
         check_port(config.grpc_port, "--grpc-port")
+        check_tokenizers(config)
         # Chosen here, so that all three can load at the same time.
         scorer_port = free_port()
         self._scorer_address = f"{HOST}:{scorer_port}"

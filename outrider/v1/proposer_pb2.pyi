@@ -60,13 +60,15 @@ class GetProposerInfoResponse(_message.Message):
     def __init__(self, proposer_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., method: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_sessions: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., protocol_version: _Optional[int] = ..., sessions: _Optional[int] = ..., scorers: _Optional[_Iterable[_Union[ScorerLink, _Mapping]]] = ...) -> None: ...
 
 class ScorerLink(_message.Message):
-    __slots__ = ("target", "connected", "sessions", "last_error")
+    __slots__ = ("target", "connected", "sessions", "last_error", "refused")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     LAST_ERROR_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     target: str
     connected: bool
     sessions: int
     last_error: str
-    def __init__(self, target: _Optional[str] = ..., connected: _Optional[bool] = ..., sessions: _Optional[int] = ..., last_error: _Optional[str] = ...) -> None: ...
+    refused: bool
+    def __init__(self, target: _Optional[str] = ..., connected: _Optional[bool] = ..., sessions: _Optional[int] = ..., last_error: _Optional[str] = ..., refused: _Optional[bool] = ...) -> None: ...

@@ -354,6 +354,7 @@ async def test_redials_after_the_scorer_died(scorer: DraftScorer) -> None:
         async def gone() -> bool:
             info = await stub.GetProposerInfo(proposer_pb2.GetProposerInfoRequest())
             link = info.scorers[0]
+            assert not link.refused
             return info.sessions == 0 and not link.connected and bool(link.last_error)
 
         await eventually(gone)
@@ -385,6 +386,7 @@ async def test_a_refusal_is_logged_and_retried_slowly(
         await eventually(refused_twice)
         info = await stub.GetProposerInfo(proposer_pb2.GetProposerInfoRequest())
         assert info.scorers[0].last_error == "use another draft"
+        assert info.scorers[0].refused
         assert scorer.refused <= 3
         scorer.refusal = None
         await scorer.attached()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -164,6 +165,36 @@ def test_a_missing_draft_model_is_named(pair: tuple[Path, Path]) -> None:
     assert done.returncode == 2
     assert "/nowhere/draft" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+def test_a_draft_with_another_tokenizer_is_refused_at_once(pair: tuple[Path, Path]) -> None:
+    started = time.monotonic()
+    done = run_outrider("demo", "--draft-model", pair[1])
+    assert time.monotonic() - started < 10, "before any model is loaded"
+    assert done.returncode == 2
+    assert f"{pair[1]} has another tokenizer than" in done.stderr
+    assert "--method ngram" in done.stderr.splitlines()[-1]
+
+
+def test_a_draft_that_the_scorer_refuses_ends_everything(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    draft = shutil.copytree(pair[1], tmp_path / "draft")
+    (draft / "tokenizer.json").unlink()
+    argv = ["up", "--model", str(pair[0]), "--draft-model", str(draft), "--http-port", "0"]
+    with subprocess.Popen(
+        [*OUTRIDER, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        line = next(line for line in process.stderr if "refused this proposer" in line)
+        pids = children(process.pid)
+        output = process.communicate(timeout=60)
+    assert "tokenizer (none) is not the target's" in line
+    assert process.returncode == 2
+    assert "the scorer refused the proposer: the draft's tokenizer" in output[1].splitlines()[-1]
+    assert output[0] == "", "it was never ready"
+    assert len(pids) == 3
+    assert not any(map(alive, pids))
 
 
 def test_help_does_not_load_the_engine() -> None:

@@ -8,7 +8,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -131,33 +132,52 @@ async def test_without_a_method_there_is_no_proposer(services: dict[str, str]) -
         assert set(stack.pids) == {"scorer", "gateway"}
 
 
-class Refused(proposer_pb2_grpc.ProposerServiceServicer):
-    """A proposer that its scorer did not take."""
+class Alone(proposer_pb2_grpc.ProposerServiceServicer):
+    """A proposer whose scorer does not take it."""
+
+    def __init__(self, *, refused: bool) -> None:
+        self._refused = refused
 
     async def GetProposerInfo(  # noqa: N802
         self, _request: object, _context: object
     ) -> proposer_pb2.GetProposerInfoResponse:
-        link = proposer_pb2.ScorerLink(target="s:1", last_error="another vocabulary")
+        link = proposer_pb2.ScorerLink(
+            target="s:1", last_error="another vocabulary", refused=self._refused
+        )
         return proposer_pb2.GetProposerInfoResponse(scorers=[link])
 
 
-async def test_a_proposer_that_is_refused_is_told_with_the_reason(
+@asynccontextmanager
+async def alone(*, refused: bool) -> AsyncIterator[str]:
+    """The script of a proposer service that is not attached."""
+    server = grpc.aio.server()
+    proposer_pb2_grpc.add_ProposerServiceServicer_to_server(Alone(refused=refused), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield SERVE.replace("h:2", f"127.0.0.1:{port}")
+    finally:
+        await server.stop(None)
+
+
+async def test_a_proposer_that_does_not_attach_in_time_is_told_with_the_reason(
     services: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stack_module, "_ATTACH_DEADLINE_S", 0.0)
-    server = grpc.aio.server()
-    proposer_pb2_grpc.add_ProposerServiceServicer_to_server(Refused(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    services["proposer"] = SERVE.replace("h:2", f"127.0.0.1:{port}")
     lines = Lines()
-    try:
-        async with Stack(StackConfig(), lines) as stack:
-            await stack.wait_for_proposer()
-    finally:
-        await server.stop(None)
+    async with alone(refused=False) as services["proposer"], Stack(StackConfig(), lines) as stack:
+        await stack.wait_for_proposer()
     said = "no speculation, the proposer is not attached: another vocabulary"
     assert ("outrider", said) in lines
+
+
+async def test_a_proposer_that_is_refused_ends_the_stack(services: dict[str, str]) -> None:
+    async with alone(refused=True) as services["proposer"], Stack(StackConfig(), Lines()) as stack:
+        pids = stack.pids
+        with pytest.raises(ConfigError, match=r"another vocabulary\. Name another --draft-model"):
+            await stack.wait_for_proposer()
+    assert len(pids) == 3
+    assert not any(map(alive, pids.values()))
 
 
 @pytest.mark.parametrize("name", ["scorer", "proposer", "gateway"])
