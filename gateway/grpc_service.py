@@ -46,7 +46,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         try:
             tenant = self._check_key(context)
             self._generator.intake.check_model(request.model)
-            work = await self._prepare(request, tenant)
+            with self._generator.admission.preparing():
+                work = await self._prepare(request, tenant)
             with self._generator.admission.admitted(1):
                 async with (
                     self._generator.admission.until(deadline),
