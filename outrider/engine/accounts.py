@@ -77,9 +77,10 @@ def settle(policy: Policy, committed: Committed) -> tuple[Commit, ...]:
         counts.plain_s += plain_s * counts.output_tokens / len(rows)
     policy.step_done(
         committed.num_running,
+        len(rows),
         sum([len(row.output) for row in committed.emitted]),
         committed.now,
-        drafted=any(row.draft for row in rows),
+        drafted=sum([bool(row.draft) for row in rows]),
         # A row's first step, however short, may follow on any time without work.
         comparable=committed.decoding
         and all(row.slice.start >= row.seq.num_prompt_tokens for row in rows)

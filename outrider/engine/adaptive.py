@@ -87,7 +87,8 @@ class AdaptivePolicy(Policy):
         self._probes: dict[str, Probe] = {}  # by proposer
         self._contests = Contests()
         self._num_steps = 0
-        self._num_rows = 1  # of the last step
+        self._num_rows = 1  # of the last step that only verified
+        self._num_running = 1
         self._company = 0.0  # the share of rows that draft, fading
         self._step_times: dict[int, float] = {}  # by k, the same for all rows until the next step
 
@@ -142,7 +143,8 @@ class AdaptivePolicy(Policy):
         d = seq.drafting
         step = self._step_time(d.num_draft_tokens)
         if not d.blocks:
-            allowed = min(FIRST_PATIENCE_S, STEPS_OF_PATIENCE * step + seq.counters.prefill_s)
+            prefill_s = seq.counters.prefill_s / self._num_running  # it took all prompts, too
+            allowed = min(FIRST_PATIENCE_S, STEPS_OF_PATIENCE * step + prefill_s)
             return max(0.0, d.awaited_since + allowed - d.committed_at)
         gain = accepted(d.successes / d.trials, d.num_draft_tokens * d.levels)
         worth = max(MIN_PATIENCE_S, gain * step / (1.0 + d.free_tokens))
@@ -208,6 +210,9 @@ class AdaptivePolicy(Policy):
         return d
 
     def expect(self, drafting: Drafting, proposer_id: str) -> None:
+        if proposer_id not in self._probes:  # what drafting costs was measured with others
+            remember(self._probes, proposer_id, Probe())
+            self._contests = Contests()
         known = self._acceptance.get(proposer_id)
         if known is not None:
             successes, trials = known
@@ -245,9 +250,23 @@ class AdaptivePolicy(Policy):
         self._step_times = {}
 
     def step_done(
-        self, num_running: int, tokens: int, now: float, *, drafted: bool, comparable: bool
+        self,
+        num_running: int,
+        num_rows: int,
+        tokens: int,
+        now: float,
+        *,
+        drafted: int,
+        comparable: bool,
     ) -> None:
-        self._contests.step_done(num_running, tokens, now, drafted=drafted, comparable=comparable)
+        self._num_running = max(1, num_running)
+        self._contests.step_done(
+            num_running, num_rows, tokens, now, drafted=drafted, comparable=comparable
+        )
+
+    @property
+    def may_wait(self) -> bool:
+        return self._contests.drafting
 
     @property
     def undrafted_sizes(self) -> frozenset[int]:

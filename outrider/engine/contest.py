@@ -6,12 +6,19 @@ of a memory: every step is measured with drafts being made next to it. So both w
 committed tokens per second of all rows together, with drafts and without. The better one goes on,
 and the other is tried again for a few steps, at distances that double as long as nothing changes,
 and grow faster while trials would take more than a small share of the time between them.
+
+Steps are counted by rounds, the share of all rows that take part: a step of 4 rows of 32 is an
+eighth of one. After a change nothing is compared until every row could have drafted a few times: a
+proposer that was not asked for a while first processes prompts, and the rows go on meanwhile. One
+step that takes many times as long as others (a kernel is compiled, memory is mapped) counts little.
 """
 
 from __future__ import annotations
 
 TRIAL_STEPS = 16
 SETTLING_STEPS = 3  # after a change: drafts of before are used up, or the first new ones come
+LONGEST_SETTLING = 32  # steps until so many drafts a row have come at the latest
+LONGEST_STEP = 4.0  # times the mean
 FIRST_STRETCH, LONGEST_STRETCH = 128, 4096  # steps of one row between two trials
 SHORTEST_STRETCH = 8  # of many rows: one step of theirs says as much as several of one row
 MOST_LOST = 0.01  # of the time, by trials of the worse way
@@ -25,12 +32,12 @@ class Rate:
     """Tokens per second over about the last `FIRST_STRETCH` steps."""
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.steps = 0.0
         self._tokens = 0.0
         self._seconds = 0.0
 
-    def add(self, tokens: int, seconds: float, *, counts: bool) -> None:
-        """One step's tokens and all the time since the step before."""
+    def add(self, tokens: int, seconds: float, counts: float) -> None:
+        """One step's tokens, all the time since the step before, how much of a step it was."""
         if self.steps >= FIRST_STRETCH:
             self._tokens -= self._tokens / FIRST_STRETCH
             self._seconds -= self._seconds / FIRST_STRETCH
@@ -45,7 +52,7 @@ class Rate:
     @property
     def step_s(self) -> float:
         """Mean seconds of a step."""
-        return self._seconds / max(1, min(self.steps, FIRST_STRETCH))
+        return self._seconds / max(1.0, min(self.steps, FIRST_STRETCH))
 
 
 class Contest:
@@ -59,8 +66,8 @@ class Contest:
         self._best = Rate()  # the champion's
         self._tried = Rate()  # the other's, in the present trial
         self._stretch = first_stretch
-        self._since_trial = 0
-        self._settling = SETTLING_STEPS
+        self._since_trial = 0.0
+        self.settle()
 
     @property
     def drafting(self) -> bool:
@@ -69,27 +76,35 @@ class Contest:
 
     def settle(self) -> None:
         """Something else changed: the next steps say nothing."""
-        self._settling = SETTLING_STEPS
+        self._settling, self._unsettled_steps = float(SETTLING_STEPS), 0
 
-    def observe(self, tokens: int, seconds: float, *, drafted: bool) -> None:
+    def observe(self, tokens: int, seconds: float, *, drafted: float, rounds: float = 1.0) -> None:
         """A step without prompts: what it committed, and the time since the step before.
+
+        Of all rows the share `rounds` took part, and the share `drafted` verified a draft.
 
         While rows are to draft, steps without any draft do not bring the end of a stretch or trial
         nearer: no proposer may be there, and then there is nothing to decide. But once a trial had
         a draft, steps for which the policy wants none are part of how drafting goes.
         """
-        self._trial_drafted |= drafted and self._on_trial
-        counts = drafted or not self.drafting or self._trial_drafted
-        if self._settling:
-            self._settling -= counts
+        self._trial_drafted |= drafted > 0 and self._on_trial
+        counts = rounds if drafted or not self.drafting or self._trial_drafted else 0.0
+        if self._settling > 0:
+            self._settling -= drafted if self.drafting else rounds
+            self._unsettled_steps += counts > 0
+            if self._unsettled_steps == LONGEST_SETTLING:
+                self._settling = 0.0
             return
+        current = self._tried if self._on_trial else self._best
+        typical_s = max(current.step_s, self._best.step_s)
+        if typical_s and rounds:
+            seconds = min(seconds, LONGEST_STEP * typical_s)
+        current.add(tokens, seconds, counts)
         if not self._on_trial:
-            self._best.add(tokens, seconds, counts=counts)
             self._since_trial += counts
             if self._since_trial >= self._stretch:
                 self._begin_trial()
             return
-        self._tried.add(tokens, seconds, counts=counts)
         # No quotients: where all that ends a step is a stop, no token comes at all.
         steps, tried, best = self._tried.steps, self._tried.value, self._best.value
         if steps >= TRIAL_STEPS or (steps >= HOPELESS_AFTER and tried < HOPELESS * best):
@@ -100,7 +115,7 @@ class Contest:
         self.settle()
 
     def _end_trial(self, *, won: bool) -> None:
-        self._on_trial, self._trial_drafted, self._since_trial = False, False, 0
+        self._on_trial, self._trial_drafted, self._since_trial = False, False, 0.0
         loser, stretch = self._tried, 2 * self._stretch
         if won:
             loser, stretch = self._best, self._first_stretch
@@ -139,17 +154,28 @@ class Contests:
         return frozenset(size for size, each in self._by_size.items() if not each.drafting)
 
     def step_done(
-        self, num_running: int, tokens: int, now: float, *, drafted: bool, comparable: bool
+        self,
+        num_running: int,
+        num_rows: int,
+        tokens: int,
+        now: float,
+        *,
+        drafted: int,
+        comparable: bool,
     ) -> None:
-        """A step ended at `now`. `comparable`: it processed no prompts, and
-        somebody could have drafted for a row of it."""
+        """A step of `num_rows` of all rows ended at `now`, `drafted` of them with a draft.
+
+        `comparable`: it processed no prompts, and somebody could have drafted for a row of it.
+        """
         before, self._last_step_at = self._last_step_at, now
         contest = self._at(num_running)
         if contest is not self._current:
             self._current = contest
             contest.settle()
         elif comparable and before is not None:
-            contest.observe(tokens, now - before, drafted=drafted)
+            contest.observe(
+                tokens, now - before, drafted=drafted / num_running, rounds=num_rows / num_running
+            )
 
     def _at(self, num_rows: int) -> Contest:
         size = num_rows.bit_length()

@@ -71,10 +71,22 @@ class Policy:
         """A step of that size took this long, forward and verification."""
 
     def step_done(
-        self, num_running: int, tokens: int, now: float, *, drafted: bool, comparable: bool
+        self,
+        num_running: int,
+        num_rows: int,
+        tokens: int,
+        now: float,
+        *,
+        drafted: int,
+        comparable: bool,
     ) -> None:
-        """A step ended: all rows that are admitted, tokens committed, whether any draft was
-        verified, and whether no prompt was processed and somebody could have drafted."""
+        """A step ended: all rows that are admitted, those of the step, tokens committed, rows that
+        verified a draft, and whether no prompt was processed and somebody could have drafted."""
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether any row is to wait for a draft now, whatever was asked for before."""
+        return True
 
     @property
     def undrafted_sizes(self) -> frozenset[int]:
@@ -174,6 +186,8 @@ class Policy:
             if d.looked_at is None:
                 d.looked_at, d.at_hand = now, seq.draft is not None
                 d.deadline = d.committed_at + self.patience(seq) if lacks_draft else now
+            if not self.may_wait:
+                d.deadline = min(d.deadline, d.committed_at)  # and nothing is missed
             (waiting if lacks_draft and now < d.deadline else ready).append(seq)
         if not waiting:
             return ready, now

@@ -23,7 +23,7 @@ class Probe:
 
     def observe(self, step: int, *, most: bool, drafted: bool) -> None:
         """A row's round in this step was to draft the most it may, or tried to, and `drafted`."""
-        if most and (drafted or not self.on):
+        if most and drafted:
             self._short_steps = 0
         elif step != self._last_step:
             over = self._short_steps + 1 >= PROBE_EVERY + PROBE_STEPS

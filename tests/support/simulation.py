@@ -100,6 +100,9 @@ class Player:
     starved: set[int] = field(default_factory=set)  # keys that want a draft and lack features
 
 
+_Block = tuple[Player, int, int, DraftTree, int]  # from which incarnation, key, tree, us
+
+
 def draft_model(
     eps: float = 0.2,
     forward_s: float = 0.0006,
@@ -164,7 +167,7 @@ class World:
         self.rows_per_step: list[int] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._blocks: list[tuple[Player, int, int, DraftTree, int]] = []
+        self._blocks: list[_Block] = []
         self._commands: list[Callable[[], None]] = []
         self._in_flight = False
         self._keys = itertools.count(1)
@@ -238,6 +241,7 @@ class World:
     def _publish(self, events: StepEvents) -> None:
         assert events.timings is not None
         step_s = self.step_s(events.timings.num_tokens)
+        messages: dict[str, list[Callable[[Player], None]]] = {p.id: [] for p in self.players}
         for commit in events.commits:
             session = commit.session_id
             assert commit.base_len == len(self.committed[session])
@@ -247,10 +251,13 @@ class World:
                 self.last[session] = commit
                 if player is not None:
                     key = player.keys.pop(session)
-                    self._send(player, lambda p, k=key: self._closed(p, k))
+                    messages[player.id].append(lambda p, k=key: self._closed(p, k))
             elif player is not None:
                 key = player.keys[session]
-                self._send(player, lambda p, k=key, c=commit: self._told(p, k, c, step_s))
+                messages[player.id].append(lambda p, k=key, c=commit: self._told(p, k, c, step_s))
+        for player in self.players:
+            if parts := messages[player.id]:
+                self._send(player, *parts)
 
     def _publish_features(self, events: StepEvents) -> None:
         for rows in () if events.features is None else events.features.rows:
@@ -271,7 +278,7 @@ class World:
         order = None if spec is None else FeatureOrder(key, spec, player.window)
         self._command(
             lambda: self.engine.set_drafting(
-                session, player.id, k, runs_ahead=ahead, features=order
+                session, player.id, k, runs_ahead=ahead, asked=asked, features=order
             )
         )
         prompt_len = len(request.prompt_token_ids)
@@ -284,20 +291,26 @@ class World:
             num_output_tokens=len(prefix) - prompt_len,
         )
 
+        asked = len(self.engine._scheduler.by_session).bit_length() not in (
+            self.engine.snapshot().undrafted_sizes
+        )
+
         def opened(p: Player) -> None:
             p.method.open(key, start)
-            p.wanting[key] = None
+            if asked:
+                p.wanting[key] = None
 
         self._send(player, opened)
 
     # The way between them.
 
-    def _send(self, player: Player, message: Callable[[Player], None]) -> None:
+    def _send(self, player: Player, *parts: Callable[[Player], None]) -> None:
+        """One message, as of all that a step committed."""
         incarnation = player.incarnation
 
         def arrive() -> None:
             if player.incarnation == incarnation:
-                player.inbox.append(lambda: message(player))
+                player.inbox += [lambda part=part: part(player) for part in parts]
                 self._cycle(player)
 
         self._travel(player, "to", arrive)
@@ -340,7 +353,7 @@ class World:
 
     def _told_features(self, player: Player, rows: FeatureRows) -> None:
         order, size = rows.order, len(rows.rows)
-        self._command(lambda: self.engine.features.give_back(order.window, size))
+        self._command(lambda: self.engine.features.give_back(rows.window, size))
         player.method.features(order.epoch, rows.start, rows.rows)
         if order.epoch in player.starved:
             player.starved.remove(order.epoch)
@@ -425,22 +438,30 @@ class World:
                 if session is not None and player.keys.get(session) == key:
                     del player.keys[session]
                     self._open(player, session)
-            for key, tree in (*round_.drafts, *round_.trees):
-                player.bytes_sent += 12 + 5 * len(tree.token_ids)
-                self._post(player, incarnation, key, tree, round(elapsed * 1e6))
+            us = round(elapsed * 1e6)
+            blocks = [
+                (player, incarnation, key, tree, us)
+                for key, tree in (*round_.drafts, *round_.trees)
+            ]
+            if blocks:
+                player.bytes_sent += sum(12 + 5 * len(tree.token_ids) for *_, tree, _ in blocks)
+                self._post(player, blocks)
 
         self.at(player.busy_until, leave)
         return round_
 
-    def _post(self, player: Player, incarnation: int, key: int, tree: DraftTree, us: int) -> None:
+    def _post(self, player: Player, blocks: list[_Block]) -> None:
+        """One message of a cycle's blocks; some may come again, or again and later."""
         net, rng = player.net, self.rng
 
-        def arrive() -> None:
-            self._blocks.append((player, incarnation, key, tree, us))
+        def arrive(blocks: list[_Block]) -> None:
+            self._blocks += blocks
             self._work()
 
-        self._travel(player, "from", arrive)
-        if rng.random() < net.repeat_chance:
-            self._travel(player, "from", arrive)
-        if rng.random() < net.reorder_chance:
-            self.at(self.now + net.delay_s + rng.random() * 0.02, arrive)
+        self._travel(player, "from", lambda: arrive(blocks))
+        for block in blocks:
+            if rng.random() < net.repeat_chance:
+                self._travel(player, "from", lambda block=block: arrive([block]))
+            if rng.random() < net.reorder_chance:
+                when = self.now + net.delay_s + rng.random() * 0.02
+                self.at(when, lambda block=block: arrive([block]))

@@ -6,8 +6,8 @@ import pytest
 
 from outrider.engine.contest import (
     FIRST_STRETCH,
+    LONGEST_SETTLING,
     LONGEST_STRETCH,
-    SETTLING_STEPS,
     SHORTEST_STRETCH,
     TRIAL_STEPS,
     Contest,
@@ -58,7 +58,7 @@ def test_a_trial_whose_drafts_the_policy_gives_up_ends_like_any_other() -> None:
     while contest.drafting:
         contest.observe(1, 0.010, drafted=False)
         steps += 1
-    assert steps <= SETTLING_STEPS + TRIAL_STEPS
+    assert steps <= LONGEST_SETTLING + TRIAL_STEPS
 
 
 def test_one_accident_ends_nothing_for_long() -> None:
@@ -113,7 +113,9 @@ def test_each_size_of_batch_has_its_own_answer() -> None:
             drafts = contests.drafting
             drafted[rows] += drafts
             now += step_s if drafts else 0.010
-            contests.step_done(rows, 3 if drafts else 1, now, drafted=drafts, comparable=True)
+            contests.step_done(
+                rows, rows, 3 if drafts else 1, now, drafted=rows * drafts, comparable=True
+            )
     assert drafted[1] > 0.98 * 4000
     assert drafted[32] < 0.06 * 4000
     assert contests.undrafted_sizes == {(32).bit_length()}
@@ -124,5 +126,39 @@ def test_steps_with_prompts_are_not_compared() -> None:
     for i in range(4000):
         drafts, comparable = contests.drafting, i % 2 == 0
         now += 0.012 if comparable else 1.0
-        contests.step_done(1, 3 if drafts else 1, now, drafted=drafts, comparable=comparable)
+        contests.step_done(1, 1, 3 if drafts else 1, now, drafted=drafts, comparable=comparable)
     assert contests.drafting
+
+
+def test_rows_that_wait_for_their_first_drafts_do_not_end_a_trial() -> None:
+    """32 rows, as simulated: drafts were off, and their proposer first processes prompts."""
+    contests, now = Contests(), 0.0
+
+    def play(steps: int, *, rows: int, drafted: int, tokens: int, step_s: float) -> None:
+        nonlocal now
+        for _ in range(steps):
+            now += step_s
+            contests.step_done(32, rows, tokens, now, drafted=drafted, comparable=True)
+
+    play(1, rows=32, drafted=32, tokens=32, step_s=0.0055)
+    while contests.drafting:  # a shared device slows its steps
+        play(1, rows=32, drafted=32, tokens=96, step_s=0.030)
+    while not contests.drafting:
+        play(1, rows=32, drafted=0, tokens=32, step_s=0.0055)
+    play(2, rows=1, drafted=1, tokens=3, step_s=0.005)
+    play(6, rows=14, drafted=14, tokens=40, step_s=0.010)  # 4,000 tokens/s, of 5,800 without
+    assert contests.drafting
+    play(60, rows=32, drafted=32, tokens=96, step_s=0.012)
+    assert contests.drafting
+
+
+def test_one_long_step_of_many_rows_ends_nothing() -> None:
+    """A kernel of a new size was compiled for 0.1 s within the first eight steps of 32 rows."""
+    contests, now, drafted = Contests(), 0.0, 0
+    for i in range(200):
+        drafts = contests.drafting
+        drafted += drafts
+        now += 0.1 if i == 8 else (0.0125 if drafts else 0.0055)
+        tokens = 96 if drafts else 32
+        contests.step_done(32, 32, tokens, now, drafted=32 * drafts, comparable=True)
+    assert drafted > 150
