@@ -184,9 +184,9 @@ class Bench:
         if batch is None:
             return
         assert self._streams is not None
-        for session, order, start, rows in batch.rows:
-            cast(FeatureProposer, method).features(session, start, rows)
-            self._streams.give_back(order.window, len(rows))
+        for each in batch.rows:
+            cast(FeatureProposer, method).features(each.session_id, each.start, each.rows)
+            self._streams.give_back(each.window, len(each.rows))
 
 
 def heads(

@@ -139,14 +139,15 @@ class InProcess:
         if batch is None:
             return
         self._features["seconds"] += batch.seconds
-        for session, order, start, rows in batch.rows:
-            self._features["bytes"] += len(rows)
-            num_rows = len(rows) // self._spec.row_bytes
+        for part in batch.rows:
+            size = len(part.rows)
+            self._features["bytes"] += size
+            num_rows = size // self._spec.row_bytes
             self._features["rows"] += num_rows
-            running[session].num_rows = start + num_rows
-            self._method.features(session, start, rows)
+            running[part.session_id].num_rows = part.start + num_rows
+            self._method.features(part.session_id, part.start, part.rows)
             assert self._engine.features is not None
-            self._engine.features.give_back(order.window, len(rows))
+            self._engine.features.give_back(part.window, size)
 
     def _apply(
         self, events: StepEvents, running: dict[int, _Open], wanting: dict[int, None], came: float

@@ -90,10 +90,11 @@ def record(
         events = engine.step()
         if events is None:
             continue
-        for session, order, _, sent in events.features.rows if events.features else ():
+        for part in events.features.rows if events.features else ():
             assert streams is not None
-            streams.give_back(order.window, len(sent))
-            rows[session].append(torch.frombuffer(bytearray(sent), dtype=torch.bfloat16))
+            streams.give_back(part.window, len(part.rows))
+            sent = torch.frombuffer(bytearray(part.rows), dtype=torch.bfloat16)
+            rows[part.session_id].append(sent)
         for commit in events.commits:
             tokens[commit.session_id] += commit.token_ids
             length = commit.base_len + len(commit.token_ids)

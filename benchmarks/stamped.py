@@ -3,8 +3,10 @@
     python -m benchmarks.stamped scorer_service|proposer_service --stamps FILE --sleep-ms 5 [flags]
 
 For benchmarks only. The scorer's forward sleeps and finds every draft right; the proposer, which
-is to copy (`--method ngram`), sleeps for each of its cycles. FILE gets the stamps at the end. They
-are of CLOCK_MONOTONIC, which is one clock for all processes of a host.
+is to copy (`--method ngram`), sleeps for each of its cycles. With `--row-bytes` it asks for that
+many bytes of hidden states a token, and puts them together like a module (stamped_states.py).
+FILE gets the stamps at the end. They are of CLOCK_MONOTONIC, which is one clock for all processes
+of a host.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import importlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -23,11 +25,11 @@ from unittest import mock
 from benchmarks.wrapped import leave
 from outrider.rpc import runtime
 
-PROMPT: Final = (7,) * 8
-"""Of every request; the text goes on like that."""
+TOKEN: Final = 7
+"""All that prompts and texts consist of."""
 
 Round = tuple[int, int]  # session, committed length that is drafted from
-Taken = list[tuple[str, int, Any]]
+Taken = list[tuple[str, int, list[Round]]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,21 +38,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("service", choices=("scorer_service", "proposer_service"))
     p.add_argument("--stamps", type=Path, required=True)
     p.add_argument("--sleep-ms", type=float, required=True)
+    p.add_argument("--row-bytes", type=int, default=0)
     ours, flags = p.parse_known_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
     runtime.prepare_grpc()
     taken: Taken = []
     steps: list[tuple[int, int]] = []
     if ours.service == "scorer_service":
-        _change_scorer(taken, steps, ours.sleep_ms * 1e-3)
+        _change_scorer(taken, steps, ours.sleep_ms * 1e-3, ours.row_bytes)
     else:
-        _change_proposer(taken, ours.sleep_ms * 1e-3)
+        _change_proposer(taken, ours.sleep_ms * 1e-3, ours.row_bytes)
     code: int = importlib.import_module(f"{ours.service}.__main__").main(flags)
     ours.stamps.write_text(json.dumps({"rounds": _by_round(taken), "steps": steps}))
     return code
 
 
-def _change_scorer(taken: Taken, steps: list[tuple[int, int]], sleep_s: float) -> None:
+def _change_scorer(
+    taken: Taken, steps: list[tuple[int, int]], sleep_s: float, row_bytes: int
+) -> None:
     import grpc
     import torch
 
@@ -74,10 +79,14 @@ def _change_scorer(taken: Taken, steps: list[tuple[int, int]], sleep_s: float) -
             rows = len(batch.logits_index)
             if rows > len(logits):
                 logits = torch.zeros(rows, model.vocab_size)
-                logits[:, PROMPT[0]] = 1.0
+                logits[:, TOKEN] = 1.0
             return logits[:rows]
 
         mock.patch.object(model, "forward", forward).start()
+        if row_bytes:
+            from benchmarks.stamped_states import make_pool
+
+            model.pools.features = make_pool(row_bytes, model)
         return model, runner, step_times
 
     mock.patch.object(app, "load", load_sleeping).start()
@@ -99,16 +108,23 @@ def _change_scorer(taken: Taken, steps: list[tuple[int, int]], sleep_s: float) -
     ).start()
 
 
-def _change_proposer(taken: Taken, sleep_s: float) -> None:
+def _change_proposer(taken: Taken, sleep_s: float, row_bytes: int) -> None:
     from grpc.aio._channel import Channel
 
     from outrider.drafting.ngram import NgramProposer
+    from proposer_service import methods
     from proposer_service.cycle import Cycle
 
-    drafting = (0, 0)
-    draft, hand_over, stub = NgramProposer.draft, Cycle._hand_over, Channel.stream_stream
+    kind: Any = NgramProposer
+    if row_bytes:
+        from benchmarks.stamped_states import StatesProposer, build
 
-    def slept(self: NgramProposer, *args: Any) -> object:
+        kind = StatesProposer
+        mock.patch.object(methods, "_build", functools.partial(build, row_bytes)).start()
+    drafting = (0, 0)
+    draft, hand_over, stub = kind.draft, Cycle._hand_over, Channel.stream_stream
+
+    def slept(self: Any, *args: Any) -> object:
         nonlocal drafting
         began = time.perf_counter_ns()
         if sleep_s:
@@ -119,9 +135,10 @@ def _change_proposer(taken: Taken, sleep_s: float) -> None:
 
     def handed_over(self: Cycle, outgoing: Any) -> None:
         messages = [each for link in outgoing.values() for each in link]
-        taken.append(("asked", drafting[0], messages))
-        taken.append(("guessed", drafting[1], messages))
-        taken.append(("drafted", time.perf_counter_ns(), messages))
+        rounds = _rounds(messages)
+        taken.append(("asked", drafting[0], rounds))
+        taken.append(("guessed", drafting[1], rounds))
+        taken.append(("drafted", time.perf_counter_ns(), rounds))
         hand_over(self, outgoing)
 
     def stream(
@@ -139,7 +156,7 @@ def _change_proposer(taken: Taken, sleep_s: float) -> None:
             **more,
         )
 
-    mock.patch.object(NgramProposer, "draft", slept).start()
+    mock.patch.object(kind, "draft", slept).start()
     mock.patch.object(Cycle, "_hand_over", handed_over).start()
     mock.patch.object(Channel, "stream_stream", stream).start()
     _before(taken, Cycle, "apply", "applied", 0)
@@ -151,7 +168,7 @@ def _before(taken: Taken, owner: type, method: str, point: str, argument: int | 
 
     @functools.wraps(original)
     def stamped(self: object, *args: Any, **kwargs: Any) -> Any:
-        taken.append((point, time.perf_counter_ns(), args[argument]))
+        taken.append((point, time.perf_counter_ns(), _rounds(args[argument])))
         return original(self, *args, **kwargs)
 
     mock.patch.object(owner, method, stamped).start()
@@ -159,7 +176,7 @@ def _before(taken: Taken, owner: type, method: str, point: str, argument: int | 
 
 def _at(taken: Taken, serialize: Callable[[Any], bytes], point: str) -> Callable[[Any], bytes]:
     def stamped(message: Any) -> bytes:
-        taken.append((point, time.perf_counter_ns(), message))
+        taken.append((point, time.perf_counter_ns(), _rounds(message)))
         return serialize(message)
 
     return stamped
@@ -168,36 +185,34 @@ def _at(taken: Taken, serialize: Callable[[Any], bytes], point: str) -> Callable
 def _after(taken: Taken, parse: Callable[[bytes], Any], point: str) -> Callable[[bytes], Any]:
     def stamped(data: bytes) -> Any:
         now = time.perf_counter_ns()  # reading it is ours to shorten, too
-        taken.append((point, now, message := parse(data)))
+        message = parse(data)
+        taken.append((point, now, _rounds(message)))
         return message
 
     return stamped
 
 
 def _by_round(taken: Taken) -> dict[str, list[tuple[int, int, int]]]:
-    """(session, committed length, ns) by point. After the end: it takes time."""
-    from outrider.types import StepEvents
-
+    """(session, length, ns) by point, of what was committed."""
     stamps: dict[str, list[tuple[int, int, int]]] = {}
-    lengths: dict[tuple[str, int], int] = {}
-    for point, ns, what in taken:
-        if isinstance(what, StepEvents):
-            rounds = []
-            for commit in what.commits:
-                key = point, commit.session_id
-                lengths[key] = lengths.get(key, len(PROMPT)) + len(commit.token_ids)
-                rounds.append((commit.session_id, lengths[key]))
-        else:
-            rounds = list(_rounds(what))
+    for point, ns, rounds in taken:
         stamps.setdefault(point, []).extend((*each, ns) for each in rounds)
     return stamps
 
 
-def _rounds(what: Any) -> Iterable[Round]:
-    """The rounds that a message is about, or the messages and items of a list."""
+def _rounds(what: Any) -> list[Round]:
+    """The rounds that a message is about, or the messages and items of a list.
+
+    Found at once: a message must not be kept for the end, it may have megabytes of states.
+    """
     from outrider.engine.worker import Block
+    from outrider.rpc.feature_codec import SessionMessage
+    from outrider.types import StepEvents
     from outrider.v1 import draft_pb2
     from proposer_service.cycle import Batch
+
+    if isinstance(what, StepEvents):
+        return [(each.session_id, each.base_len + len(each.token_ids)) for each in what.commits]
 
     if isinstance(what, draft_pb2.DraftRequest):
         return [(block.session, block.base_len) for block in what.blocks.blocks]
@@ -205,6 +220,8 @@ def _rounds(what: Any) -> Iterable[Round]:
         return _rounds(what.sessions)
     if isinstance(what, draft_pb2.SessionBatch):
         return [(commit.session, commit.base_len + len(commit.tokens)) for commit in what.commits]
+    if isinstance(what, SessionMessage):
+        return _rounds(what.batch)
     if isinstance(what, Batch):
         return _rounds(what.message)
     if isinstance(what, Block):

@@ -2,12 +2,16 @@
 
     python -m benchmarks.way                        # about two minutes
     python -m benchmarks.way --against ../before    # in turns with another checkout of Outrider
+    python -m benchmarks.way --row-bytes 24576 --prompt-tokens 256 --rounds 16 --requests 3
 
 A real scorer and a real proposer, each in its own process, that sleep instead of computing
 (stamped.py), so nothing but the way is left; rows wait for their drafts. The way of a round is
 from the moment that the engine's thread publishes a commit to the moment that it has the block
 that was drafted from it, without the time inside the drafting method. Blocks that come in the
 middle of a step (of other requests) have to wait for its end, and are left out.
+With `--row-bytes` the proposer is sent hidden states. A first draft then waits for its prompt's;
+the way of those rounds is told apart. With `--requests` clients ask so often, one request after
+another, the first ones of different lengths: prompts come while others decode.
 CPU is each process's time per step, in brackets that of its event loop: the scorer's engine cannot
 run Python meanwhile. One stack per checkout and kind of connection is up all the time, and they
 take turns: only numbers of one run compare.
@@ -31,7 +35,7 @@ from typing import Final
 
 from benchmarks.processes import REPO, Child, ProcessError, python_path, stopping
 from benchmarks.program import guarded
-from benchmarks.stamped import PROMPT
+from benchmarks.stamped import TOKEN, Round
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, scorer_pb2
 from outrider.v1.scorer_pb2_grpc import ScorerServiceStub
@@ -51,7 +55,7 @@ PARTS: Final = (
     ("to the queue", "arrived", "posted"),
     ("to the engine", "posted", "taken"),
 )
-Stamps = dict[str, dict[tuple[int, int], int]]
+Stamps = dict[str, dict[Round, int]]
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Turn:
     began_ns: int
     ended_ns: int
     cpu_s: tuple[float, ...]  # scorer, its event loop, proposer, its event loop
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,11 @@ class Row:
     sessions: int
     rounds: int
     rounds_per_step: float
-    way: tuple[float, float, float]  # 10th percentile, median, 90th
+    tokens_per_s: float
+    way: tuple[float, float, float]  # 10th percentile, median, 90th; of rounds after the first
+    first_way: tuple[float, float, float]  # of first rounds
     parts: tuple[tuple[float, float], ...]  # 10th percentile and median, in the order of PARTS
+    first_parts: tuple[tuple[float, float], ...]
     cpu_ms: tuple[float, ...]  # as in Turn
 
 
@@ -111,6 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--against", type=Path, nargs="*", default=[], help="other checkouts")
     p.add_argument("--turns", type=int, default=12)
     p.add_argument("--rounds", type=int, default=60, help="of a request")
+    p.add_argument("--requests", type=int, default=1, help="of a client")
+    p.add_argument("--prompt-tokens", type=int, default=8)
+    p.add_argument("--row-bytes", type=int, default=0, help="of a token's hidden states")
     p.add_argument("--out", type=Path, help="JSON")
     args = p.parse_args(argv)
     return guarded(lambda: _run(args))
@@ -126,7 +137,7 @@ def _run(args: argparse.Namespace) -> int:
         asyncio.run(measure(stacks, args))
         for child in children:
             child.stop()  # they write their stamps
-        rows = [row(stack, n) for n in args.sessions for stack in stacks]
+        rows = [row(stack, n, args.prompt_tokens) for n in args.sessions for stack in stacks]
     report(rows)
     if args.out:
         args.out.write_text(json.dumps([asdict(each) for each in rows], indent=1) + "\n")
@@ -143,6 +154,7 @@ def start(
     def run(service: str, stamps: Path, sleep_ms: float, *flags: object) -> Child:
         command = [sys.executable, "-P", "-m", "benchmarks.stamped", service]
         command += ["--stamps", str(stamps), "--sleep-ms", str(sleep_ms), "--exit-with-parent"]
+        command += ["--row-bytes", str(args.row_bytes)]
         command += map(str, flags)
         child = Child(stamps.stem, command, folder, env=python_path(tree))
         children.append(child)
@@ -175,30 +187,36 @@ async def measure(stacks: Sequence[Stack], args: argparse.Namespace) -> None:
     for turn in range(args.turns + 1):
         for sessions in args.sessions:
             for stack in rng.sample(stacks, len(stacks)):
-                taken = await take_turn(stack, sessions, args.rounds)
+                taken = await take_turn(stack, sessions, args)
                 if turn:
                     stack.turns.append(taken)
 
 
-async def take_turn(stack: Stack, sessions: int, rounds: int) -> Turn:
-    """Requests that begin and end together."""
-    request = scorer_pb2.ScorerServiceGenerateRequest(
-        prompt_token_ids=PROMPT,
-        sampling=common_pb2.SamplingParams(temperature=0.0),
-        stop=common_pb2.StopParams(max_tokens=1 + rounds * (_K + 1), ignore_eos=True),
-        speculation=common_pb2.SpeculationParams(enabled=True),
-    )
+async def take_turn(stack: Stack, sessions: int, args: argparse.Namespace) -> Turn:
+    """So many clients, who begin together."""
     async with open_channel(stack.address) as channel:
         stub = ScorerServiceStub(channel)
 
-        async def one() -> None:
+        async def ask(rounds: int) -> int:
+            request = scorer_pb2.ScorerServiceGenerateRequest(
+                prompt_token_ids=(TOKEN,) * args.prompt_tokens,
+                sampling=common_pb2.SamplingParams(temperature=0.0),
+                stop=common_pb2.StopParams(max_tokens=1 + rounds * (_K + 1), ignore_eos=True),
+                speculation=common_pb2.SpeculationParams(enabled=True),
+            )
             async for _ in stub.Generate(request, timeout=_TIMEOUT_S):
                 pass
+            return request.stop.max_tokens
+
+        async def client(which: int) -> int:
+            first = args.rounds if args.requests == 1 else -(-args.rounds * which // sessions)
+            return await ask(first) + sum([await ask(args.rounds) for _ in range(1, args.requests)])
 
         cpu, began = stack.cpu(), time.perf_counter_ns()
-        await asyncio.gather(*(one() for _ in range(sessions)))
+        tokens = sum(await asyncio.gather(*(client(i + 1) for i in range(sessions))))
         ended, used = time.perf_counter_ns(), stack.cpu()
-    return Turn(sessions, began, ended, tuple(b - a for a, b in zip(cpu, used, strict=True)))
+    spent = tuple(b - a for a, b in zip(cpu, used, strict=True))
+    return Turn(sessions, began, ended, spent, tokens)
 
 
 async def _attached(stack: Stack) -> None:
@@ -212,7 +230,7 @@ async def _attached(stack: Stack) -> None:
     raise ProcessError(f"{stack.name}: no proposer attached; {stack.proposer.log.read_text()}")
 
 
-def row(stack: Stack, sessions: int) -> Row:
+def row(stack: Stack, sessions: int, prompt_tokens: int) -> Row:
     """What the stamps say of all turns with so many sessions."""
     stamps: Stamps = {}
     steps: list[tuple[int, int]] = []
@@ -235,20 +253,31 @@ def row(stack: Stack, sessions: int) -> Row:
     ]
     if not complete:
         raise ProcessError(f"{stack.name}: no round was drafted for")
-    parts = [
-        [(stamps[end][key] - stamps[begin][key]) * 1e-6 for key in complete]
-        for _, begin, end in PARTS
-    ]
-    ways = [sum(of_round) for of_round in zip(*parts, strict=True)]
+
+    def parts_of(keys: Sequence[Round]) -> list[list[float]]:
+        return [
+            [(stamps[end][key] - stamps[begin][key]) * 1e-6 for key in keys]
+            for _, begin, end in PARTS
+        ]
+
+    def ways(keys: Sequence[Round]) -> tuple[float, float, float]:
+        return _deciles([sum(of_round) for of_round in zip(*parts_of(keys), strict=True)])
+
+    first = [key for key in complete if key[1] == prompt_tokens + 1]
+    later = [key for key in complete if key[1] != prompt_tokens + 1]
     num_steps = len(set(published.values()))
     used = [sum(of_turns) for of_turns in zip(*(turn.cpu_s for turn in turns), strict=True)]
     return Row(
         stack=stack.name,
         sessions=sessions,
-        rounds=len(complete),
+        rounds=len(later),
         rounds_per_step=len(published) / num_steps,
-        way=_deciles(ways),
-        parts=tuple(_deciles(each)[:2] for each in parts),
+        tokens_per_s=sum(turn.tokens for turn in turns)
+        / sum((turn.ended_ns - turn.began_ns) * 1e-9 for turn in turns),
+        way=ways(later),
+        first_way=ways(first),
+        parts=tuple(_deciles(each)[:2] for each in parts_of(later)),
+        first_parts=tuple(_deciles(each)[:2] for each in parts_of(first)),
         cpu_ms=tuple(seconds * 1e3 / num_steps for seconds in used),
     )
 
@@ -266,20 +295,24 @@ def _deciles(values: Sequence[float]) -> tuple[float, float, float]:
 
 def report(rows: Sequence[Row]) -> None:
     """Two tables."""
-    head = ("stack", "sessions", "rounds", "per step", "way, ms: p10", "median", "p90")
-    print(f"| {' | '.join(head)} | scorer CPU (its loop), ms per step | proposer |")
-    print("|---" * (2 + len(head)) + "|")
+    head = ("stack", "sessions", "rounds", "per step", "tokens/s", "way, ms: p10", "median", "p90")
+    more = ("first rounds: p10", "median", "p90")
+    print(f"| {' | '.join(head + more)} | scorer CPU (its loop), ms per step | proposer |")
+    print("|---" * (2 + len(head) + len(more)) + "|")
     for r in rows:
         which = f"{r.stack} | {r.sessions} | {r.rounds} | {r.rounds_per_step:.1f}"
-        way = " | ".join(f"{each:.2f}" for each in r.way)
+        which += f" | {r.tokens_per_s:.0f}"
+        way = " | ".join(f"{each:.2f}" for each in (*r.way, *r.first_way))
         cpu = " | ".join(f"{r.cpu_ms[i]:.2f} ({r.cpu_ms[i + 1]:.2f})" for i in (0, 2))
         print(f"| {which} | {way} | {cpu} |")
-    print("\nParts, ms: 10th percentile and median\n")
-    print(f"| stack | sessions | {' | '.join(name for name, _, _ in PARTS)} |")
-    print("|---" * (2 + len(PARTS)) + "|")
-    for r in rows:
-        parts = " | ".join(f"{low:.2f} {median:.2f}" for low, median in r.parts)
-        print(f"| {r.stack} | {r.sessions} | {parts} |")
+    for title in ("Parts", "Parts of first rounds"):
+        print(f"\n{title}, ms: 10th percentile and median\n")
+        print(f"| stack | sessions | {' | '.join(name for name, _, _ in PARTS)} |")
+        print("|---" * (2 + len(PARTS)) + "|")
+        for r in rows:
+            found = r.parts if title == "Parts" else r.first_parts
+            parts = " | ".join(f"{low:.2f} {median:.2f}" for low, median in found)
+            print(f"| {r.stack} | {r.sessions} | {parts} |")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from outrider.aux_layers import default_layers, trained_layers
@@ -12,8 +12,8 @@ BYTES_PER_VALUE: Final = 2
 """Features travel as bfloat16, little-endian."""
 
 MAX_ON_THE_WAY: Final = 8 * 2**20
-"""Bytes of rows that one proposer has not read yet. With all else that may wait for it they fit
-into one message of gRPC."""
+"""Bytes of rows that one proposer has not read yet: of rounds, and as many of prompts. With all
+else that may wait for it those of rounds fit into one message of gRPC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,10 @@ class FeatureSpec:
 
 
 class FeatureWindow:
-    """How many bytes are on their way to one proposer. Only the engine's thread changes it."""
+    """How many bytes are on their way to one proposer, of rounds or of prompts.
+
+    Only the engine's thread changes it.
+    """
 
     __slots__ = ("on_the_way", "short")
 
@@ -80,7 +83,8 @@ class FeatureOrder:
 
     epoch: int  # of the session's Open
     spec: FeatureSpec
-    window: FeatureWindow  # of the proposer's, shared by its sessions
+    window: FeatureWindow  # of the proposer's, shared by its sessions: what rounds committed
+    prompts: FeatureWindow = field(default_factory=FeatureWindow)  # likewise, for what is more
 
 
 class FeatureRows(NamedTuple):
@@ -89,7 +93,13 @@ class FeatureRows(NamedTuple):
     session_id: int
     order: FeatureOrder
     start: int  # position of the first
-    rows: bytes  # bfloat16, little-endian [n, order.spec.width]
+    rows: bytes | memoryview  # bfloat16, little-endian [n, order.spec.width]
+    of_prompt: bool = False  # more than a round commits: others need not wait for them
+
+    @property
+    def window(self) -> FeatureWindow:
+        """Where they count until they are read."""
+        return self.order.prompts if self.of_prompt else self.order.window
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,14 +31,13 @@ from outrider.rpc.deployment import Deployment
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.telemetry import Telemetry, configure
 from outrider.types import Request, StepEvents
-from outrider.v1 import scorer_pb2_grpc
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.constraints import Constraints
 from scorer_service.gauges import watch
 from scorer_service.hub import Hub
 from scorer_service.loading import join, load
 from scorer_service.metrics import ScorerMetrics
-from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving
+from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving, add_to_server
 
 T = TypeVar("T")
 NAME: Final = "scorer"
@@ -164,7 +163,7 @@ class ScorerApp:
         await self._hub.failed.wait()
 
     def _register(self, server: grpc.aio.Server) -> None:
-        scorer_pb2_grpc.add_ScorerServiceServicer_to_server(self._servicer, server)
+        add_to_server(self._servicer, server)
 
 
 def _end(reason: str) -> None:

@@ -140,7 +140,7 @@ class Hub:
             session = self._sessions.get(rows.session_id)
             proposer = None if session is None else session.proposer
             if session is None or proposer is None or rows.order.epoch != session.epoch:
-                self._worker.features.give_back(rows.order.window, len(rows.rows))
+                self._worker.features.give_back(rows.window, len(rows.rows))
                 continue
             proposer.outbox.features(session, rows)
             sent += len(rows.rows)
@@ -148,8 +148,8 @@ class Hub:
 
     def on_taken(self, proposer: AttachedProposer) -> None:
         """What waited in a proposer's outbox is being written."""
-        if proposer.outbox.taken_feature_bytes:
-            self._worker.features.give_back(proposer.window, proposer.outbox.taken_feature_bytes)
+        for window, size in proposer.outbox.taken_feature_bytes.items():
+            self._worker.features.give_back(window, size)
         if proposer.outbox.was_crowded:
             self.roster.assign_undrafted()
 

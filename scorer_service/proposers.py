@@ -1,4 +1,4 @@
-"""An attached proposer: who it said it is, its sessions, and what waits to be sent to it."""
+"""An attached proposer: who it said it is, and its sessions."""
 
 from __future__ import annotations
 
@@ -6,22 +6,14 @@ import asyncio
 from typing import Final
 
 from outrider.errors import CapacityError, InvalidRequestError, OutriderError, ProposerRefusedError
-from outrider.features import FeatureOrder, FeatureRows, FeatureSpec, FeatureWindow
+from outrider.features import FeatureOrder, FeatureSpec, FeatureWindow
 from outrider.methods import METHODS
 from outrider.params import MAX_SPECULATIVE_TOKENS
-from outrider.rpc import codec
 from outrider.rpc.versions import agreed_version
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
+from scorer_service.outbox import Outbox
 from scorer_service.sessions import Session
-
-_CROWDED_TOKENS: Final = 2**18
-"""Waiting in an outbox: other sessions are opened later, or all of them together would be more
-than a message holds, and more than may wait."""
-
-HELD_TOKENS: Final = 64
-"""That a session without drafts may commit before its proposer is told: it has few to catch up with
-when drafts are wanted again, and is not woken for every token meanwhile."""
 
 _MAX_NAME_CHARS: Final = 1024
 
@@ -29,112 +21,6 @@ _MAX_NAME_CHARS: Final = 1024
 _COPYING_METHODS = frozenset({"deterministic", "ngram", "suffix"})
 # They draft no more than they are sure of.
 _SELF_LIMITING = frozenset({"deterministic", "suffix"})
-
-
-class Outbox:
-    """Messages for one proposer, merged while it is slow; bounded.
-
-    Whatever was put since the last `take` travels as one message: one per engine step if the
-    proposer keeps up. Of a session for which nothing is drafted, some is held back.
-    """
-
-    def __init__(self, max_tokens: int, methods: tuple[str, ...]) -> None:
-        self._methods = methods
-        self._told: dict[int, tuple[int, int]] = {}
-        """By open session: the committed length and the number of draft tokens told last."""
-        self._max_tokens = max_tokens
-        self._message = draft_pb2.DraftResponse()
-        self._batch = self._message.sessions  # filled in place: features are megabytes
-        self._size = 0
-        self.was_crowded = False
-        """When the last batch was taken: others may have waited for that."""
-        self._feature_bytes = 0
-        self.taken_feature_bytes = 0
-        """In the last batch that was taken."""
-        self._wake = asyncio.Event()
-
-    @property
-    def overflowed(self) -> bool:
-        return self._size > self._max_tokens
-
-    @property
-    def crowded(self) -> bool:
-        """Whether sessions should not be opened until the next `take`."""
-        return self._size > _CROWDED_TOKENS
-
-    def open(self, session: Session) -> None:
-        speculation, constraint = session.request.speculation, session.request.constraint
-        advice = speculation.advice
-        self._batch.opens.add(
-            session=session.id,
-            epoch=session.epoch,
-            prefix=session.committed,
-            sampling=codec.sampling_to_proto(session.request.sampling),
-            num_draft_tokens=session.num_draft_tokens,
-            max_len=session.max_len,
-            traceparent=session.traceparent,
-            advice=codec.advice_to_proto(advice),
-            constraint=codec.constraint_to_proto(constraint),
-            tenant=session.request.tenant,
-            methods=[name for name in speculation.methods if name in self._methods],
-            verification_rule=codec.RULE_TO_PROTO[speculation.verification.rule],
-            num_output_tokens=len(session.committed) - session.num_given_tokens,
-        )
-        self._told[session.id] = len(session.committed), session.num_draft_tokens
-        source_words = 0 if constraint is None else len(constraint.source) // 4
-        advised = len(advice.token_ids) + sum(map(len, advice.references))
-        self._grow(len(session.committed) + source_words + advised)
-
-    def commit(self, session: Session, step_us: int) -> None:
-        """The session has committed something. Held back while no draft is wanted, or was."""
-        length, k = self._told[session.id]
-        if k or session.num_draft_tokens or len(session.committed) - length >= HELD_TOKENS:
-            self._batch.step_us = step_us
-            self._tell(session)
-
-    def _tell(self, session: Session) -> None:
-        """Sends all that the session has committed since this was last told."""
-        base_len, _ = self._told[session.id]
-        tokens = session.committed[base_len:]
-        self._batch.commits.add(
-            session=session.id,
-            epoch=session.epoch,
-            base_len=base_len,
-            tokens=tokens,
-            num_draft_tokens=session.num_draft_tokens,
-        )
-        self._told[session.id] = len(session.committed), session.num_draft_tokens
-        self._grow(len(tokens))
-
-    def features(self, session: Session, rows: FeatureRows) -> None:
-        """The target's states at positions of a session, in order."""
-        self._batch.features.add(
-            session=session.id, epoch=session.epoch, start=rows.start, rows=rows.rows
-        )
-        self._feature_bytes += len(rows.rows)
-        self._grow(0)
-
-    def close(self, session: Session) -> None:
-        length, k = self._told[session.id]
-        if not k and length < len(session.committed):  # what was held back may be worth learning
-            self._tell(session)
-        del self._told[session.id]
-        self._batch.closes.add(session=session.id, epoch=session.epoch)
-        self._grow(0)
-
-    async def take(self) -> draft_pb2.DraftResponse:
-        """Waits until something was put, and takes all of it."""
-        await self._wake.wait()
-        self._wake.clear()
-        self.was_crowded = self.crowded
-        self.taken_feature_bytes, self._feature_bytes = self._feature_bytes, 0
-        message, self._message, self._size = self._message, draft_pb2.DraftResponse(), 0
-        self._batch = self._message.sessions
-        return message
-
-    def _grow(self, tokens: int) -> None:
-        self._size += 1 + tokens
-        self._wake.set()
 
 
 class AttachedProposer:
@@ -160,7 +46,7 @@ class AttachedProposer:
         self.sessions: dict[int, Session] = {}
         self.outbox = Outbox(limits.max_backlog_tokens, self.methods)
         self.features = features
-        self.window = FeatureWindow()
+        self.window, self.prompt_window = FeatureWindow(), FeatureWindow()
         self.ready = True  # False until the scorer has the projection that it needs
         self.draining = False  # said Goodbye
         self.set_aside_until = 0.0  # loop time; until then others are preferred
@@ -183,7 +69,7 @@ class AttachedProposer:
         """What is to be sent of the target's states, from its latest Open on."""
         if self.features is None:
             return None
-        return FeatureOrder(session.epoch, self.features, self.window)
+        return FeatureOrder(session.epoch, self.features, self.window, self.prompt_window)
 
     def methods_for(self, session: Session) -> tuple[str, ...]:
         """Its methods that may draft for the session, the session's preferred one first."""

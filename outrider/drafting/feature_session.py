@@ -148,7 +148,7 @@ class FeatureMethod(SessionMethod[FeatureSession]):
     def projection(self) -> bytes:
         return b""
 
-    def features(self, session: SessionKey, start: int, rows: bytes) -> None:
+    def features(self, session: SessionKey, start: int, rows: bytes | memoryview) -> None:
         state = self._sessions.get(session)
         if state is None or state.follower.silent:
             return
@@ -182,7 +182,7 @@ class FeatureMethod(SessionMethod[FeatureSession]):
         """Also for a session that is silent."""
         state.drop()
 
-    def _unpack(self, rows: bytes) -> Tensor:
+    def _unpack(self, rows: bytes | memoryview) -> Tensor:
         if not rows:
             return torch.empty(0, self._spec.width, dtype=torch.bfloat16)
         # Without a copy: rows are megabytes, and only read.

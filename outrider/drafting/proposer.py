@@ -137,7 +137,7 @@ class FeatureProposer(Proposer, Protocol):
         """The matrix of `traits.features.projection_sha256`; empty if there is none."""
         ...
 
-    def features(self, session: SessionKey, start: int, rows: bytes) -> None:
+    def features(self, session: SessionKey, start: int, rows: bytes | memoryview) -> None:
         """States of the committed positions start, start + 1, ...: bfloat16 [n, features.width].
 
         They come in order from position 0, each before or with the `commit` of the token that was

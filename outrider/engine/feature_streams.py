@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 MAX_ROWS = 1024  # of one session at once, so that no other waits long
 MAX_READ_BYTES = 64 * 2**20  # before projections, which may leave a few bytes of a row, per step
 HELD_ROWS = 64  # fewer of one that wants no draft stay in the pool, where they cost nothing
+MAX_ROUND_ROWS = 64  # what a session has more was not committed by a round
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +49,12 @@ class _Part:
     stream: _Stream
     start: int
     count: int
+    of_prompt: bool
+
+    @property
+    def window(self) -> FeatureWindow:
+        order = self.stream.order
+        return order.prompts if self.of_prompt else order.window
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +151,18 @@ class FeatureStreams:
         for due, stream in waiting:
             order = stream.order
             row_bytes = order.spec.row_bytes
-            wanted = min(due, order.window.room(row_bytes))
-            order.window.short = order.window.short or wanted < due
+            # Prompts have a window of their own: they leave the rows of rounds their room.
+            of_prompt = due > MAX_ROUND_ROWS
+            window = order.prompts if of_prompt else order.window
+            wanted = min(due, window.room(row_bytes))
+            window.short = window.short or wanted < due
             count = min(wanted, MAX_ROWS, left)
             left -= count
             self.due = self.due or count < wanted
             if count:
-                parts.setdefault(order.spec, []).append(_Part(stream, stream.sent, count))
-                order.window.on_the_way += count * row_bytes
+                part = _Part(stream, stream.sent, count, of_prompt)
+                parts.setdefault(order.spec, []).append(part)
+                window.on_the_way += count * row_bytes
                 stream.sent += count
         return parts
 
@@ -160,7 +171,7 @@ class FeatureStreams:
         log.exception("features cannot be sent any more to sessions that run")
         for part in parts:
             order, session_id = part.stream.order, part.stream.seq.session_id
-            order.window.on_the_way -= part.count * order.spec.row_bytes
+            part.window.on_the_way -= part.count * order.spec.row_bytes
             if self._streams.get(session_id) is part.stream:
                 del self._streams[session_id]
 
@@ -189,11 +200,11 @@ def _on_host(copy: _Copy) -> list[FeatureRows]:
     """Waits for a copy."""
     if copy.done is not None:
         copy.done.synchronize()
-    data = copy.rows.view(torch.uint8).numpy()  # [n, row_bytes]
+    data = copy.rows.view(torch.uint8).flatten().numpy().data  # it keeps the copy alive
     rows: list[FeatureRows] = []
     end = 0
     for part in copy.parts:
-        start, end = end, end + part.count
         session_id, order = part.stream.seq.session_id, part.stream.order
-        rows.append(FeatureRows(session_id, order, part.start, data[start:end].tobytes()))
+        start, end = end, end + part.count * order.spec.row_bytes
+        rows.append(FeatureRows(session_id, order, part.start, data[start:end], part.of_prompt))
     return rows

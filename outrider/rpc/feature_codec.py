@@ -1,8 +1,10 @@
-"""Between `FeatureSpec` and its message."""
+"""Between `FeatureSpec` and its message; and messages with states as they are written."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 from outrider.features import FeatureSpec
 from outrider.params import require
@@ -48,3 +50,53 @@ def features_from_proto(msg: draft_pb2.FeatureSpec) -> FeatureSpec:
         f"at most the width of a row, {spec.captured_width}",
     )
     return spec
+
+
+class SentRows(NamedTuple):
+    """What is sent of a session's states; the fields of `Features`."""
+
+    session: int
+    epoch: int
+    start: int
+    rows: bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class SessionMessage:
+    """A `DraftResponse` of `sessions`, with rows that are copied only as the message is written.
+
+    `batch` has no features of its own.
+    """
+
+    batch: draft_pb2.SessionBatch
+    features: Sequence[SentRows] = ()
+
+
+def response_to_bytes(message: draft_pb2.DraftResponse | SessionMessage) -> bytes:
+    """The message on the wire.
+
+    Protobuf would copy the rows, which are megabytes, into its message and out again.
+    """
+    if isinstance(message, draft_pb2.DraftResponse):
+        return message.SerializeToString()
+    parts: list[bytes | memoryview] = [b"", message.batch.SerializeToString()]
+    for session, epoch, start, rows in message.features:
+        head = draft_pb2.Features(session=session, epoch=epoch, start=start).SerializeToString()
+        head += _tagged(draft_pb2.Features.ROWS_FIELD_NUMBER, len(rows))
+        number = draft_pb2.SessionBatch.FEATURES_FIELD_NUMBER
+        parts += (_tagged(number, len(head) + len(rows)), head, rows)
+    number = draft_pb2.DraftResponse.SESSIONS_FIELD_NUMBER
+    parts[0] = _tagged(number, sum(map(len, parts)))
+    return b"".join(parts)
+
+
+def _tagged(number: int, size: int) -> bytes:
+    """What a field of `size` bytes begins with (protobuf's encoding, wire type 2): two varints."""
+    head = bytearray()
+    for value in (number << 3 | 2, size):
+        left = value
+        while left > 0x7F:
+            head.append(left & 0x7F | 0x80)
+            left >>= 7
+        head.append(left)
+    return bytes(head)

@@ -559,13 +559,13 @@ async def test_draining_ends_late_requests_and_refuses_new_ones() -> None:
 async def test_before_the_engine_is_up_the_scorer_is_unavailable() -> None:
     from outrider.rpc.server import GrpcServer
     from outrider.rpc.telemetry import configure
-    from scorer_service.servicer import SERVICE_NAME, ScorerServicer
+    from scorer_service.servicer import SERVICE_NAME, ScorerServicer, add_to_server
 
     telemetry = configure("starting")
     servicer = ScorerServicer(telemetry)
     server = GrpcServer(
         "127.0.0.1:0",
-        lambda s: scorer_pb2_grpc.add_ScorerServiceServicer_to_server(servicer, s),
+        lambda s: add_to_server(servicer, s),
         [SERVICE_NAME],
     )
     port = await server.start()

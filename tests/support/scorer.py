@@ -27,7 +27,7 @@ from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.constraints import Constraints
 from scorer_service.hub import Hub
 from scorer_service.metrics import ScorerMetrics
-from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving
+from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving, add_to_server
 from tests.support.features import FeatureHash
 from tests.support.hash_model import HashModel
 
@@ -200,9 +200,7 @@ async def running_scorer(
     servicer.begin(Serving(worker, hub, served, limits, constraints))
     server = GrpcServer(
         "127.0.0.1:0",
-        lambda grpc_server: scorer_pb2_grpc.add_ScorerServiceServicer_to_server(
-            servicer, grpc_server
-        ),
+        lambda grpc_server: add_to_server(servicer, grpc_server),
         [SERVICE_NAME],
     )
     port = await server.start()

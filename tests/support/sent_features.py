@@ -77,7 +77,7 @@ def write(
                 if commit.finish_reason is not None:
                     left.discard(commit.session_id)
             for part in () if events.features is None else events.features.rows:
-                order.window.on_the_way -= len(part.rows)
+                part.window.on_the_way -= len(part.rows)
                 flat = torch.frombuffer(bytearray(part.rows), dtype=torch.bfloat16)
                 assert part.start == sum(map(len, rows[part.session_id])), "in order"
                 rows[part.session_id].append(flat.view(-1, spec.width).float())

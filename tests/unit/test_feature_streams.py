@@ -161,3 +161,22 @@ def test_a_failing_step_forgets_no_command_that_is_not_its_sessions() -> None:
 
 def _broken(*_: Any) -> None:
     raise RuntimeError("the device fell over")
+
+
+def test_a_prompt_leaves_rows_of_rounds_their_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feature_streams, "MAX_ROUND_ROWS", 8)
+    monkeypatch.setattr("outrider.features.MAX_ON_THE_WAY", 9 * CAPTURED.row_bytes)
+    engine = make()
+    order = FeatureOrder(1, CAPTURED, FeatureWindow(), FeatureWindow())
+    engine.submit(request(1, max_tokens=30))
+    engine.set_drafting(1, "p", 3, features=order)
+    engine.step()
+    assert order.prompts.on_the_way == 9 * CAPTURED.row_bytes  # and 11 rows wait for room
+    assert (order.prompts.short, order.window.on_the_way) == (True, 0)
+    short = Request(2, PROMPT[:4], SamplingParams(temperature=0.0), StopParams(max_tokens=9))
+    engine.submit(short)
+    engine.set_drafting(2, "p", 3, features=order)
+    events = engine.step()
+    assert events is not None
+    assert events.features is not None
+    assert {part.session_id: part.of_prompt for part in events.features.rows} == {2: False}

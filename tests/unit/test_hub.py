@@ -21,6 +21,7 @@ from outrider.features import FeatureBatch, FeatureOrder, FeatureRows, FeatureSp
 from outrider.params import NO_ADVICE, Advice, SamplingParams, SpeculationParams
 from outrider.rpc import codec
 from outrider.rpc.channel import MAX_MESSAGE_BYTES
+from outrider.rpc.feature_codec import response_to_bytes
 from outrider.types import (
     Commit,
     Failure,
@@ -34,7 +35,8 @@ from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.hub import Hub
 from scorer_service.metrics import ScorerMetrics
-from scorer_service.proposers import HELD_TOKENS, AttachedProposer
+from scorer_service.outbox import HELD_TOKENS
+from scorer_service.proposers import AttachedProposer
 from scorer_service.sessions import Mailbox, Session
 from tests.support.scorer import TOKENIZER_HASH, VOCAB
 from tests.support.scripted_proposer import hello
@@ -140,7 +142,8 @@ def commit(
 
 async def sent(proposer: AttachedProposer) -> draft_pb2.SessionBatch:
     async with asyncio.timeout(5):
-        return (await proposer.outbox.take()).sessions
+        message = await proposer.outbox.take()
+    return draft_pb2.DraftResponse.FromString(response_to_bytes(message)).sessions
 
 
 async def test_events_of_one_step_travel_in_one_message() -> None:
