@@ -166,8 +166,8 @@ class FewRowsLinear(PackedLinear):
         self.choices: dict[int, Way] = {}
 
     def choice(self, rows: int) -> Way | None:
-        """How this number of rows is computed; None: by cuBLAS."""
-        return self.choices.get(next((most for most in CANDIDATES if rows <= most), 0))
+        """How this number of rows is computed; None: by cuBLAS, as none at all (in mid-prompt)."""
+        return self.choices.get(next((most for most in CANDIDATES if 0 < rows <= most), 0))
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [..., in] to [..., out], in `out` if given."""
