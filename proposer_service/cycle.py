@@ -198,7 +198,9 @@ class Cycle:
             key = self._routes.new_key()
             self._asked[key] = item
             max_len = len(item.token_ids) + item.num_draft_tokens + 1
-            start = SessionStart(item.token_ids, item.sampling, item.num_draft_tokens, max_len)
+            start = SessionStart(
+                item.token_ids, item.sampling, item.num_draft_tokens, max_len, once=True
+            )
             self._proposer.open(key, start)
 
     def _lose(self, keys: Sequence[int], outgoing: Outgoing) -> None:

@@ -155,7 +155,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
 
     def _begin(self, key: SessionKey, follower: Follower, start: SessionStart) -> DraftState:
         mask = open_mask(self._masks, start)
-        state = DraftState(key, follower, mask, samples=start.samples)
+        state = DraftState(key, follower, mask, samples=start.samples, once=start.once)
         state.adopt_cached_prefix(self._pool, self._model.page_size)
         return state
 
@@ -186,8 +186,12 @@ class DraftModelProposer(SessionMethod[DraftState]):
             state = row.state
             state.computed += row.num_tokens
             state.publish(self._pool, self._model.page_size)
-            if row.wanted == 0:
+            if state.computed < len(state.follower.tokens):
                 done.unfinished.append(state.key)
+                continue
+            state.patient = False
+            if row.wanted == 0:
+                done.drafts.append((state.key, DraftTree.chain(len(state.follower.tokens), ())))
                 continue
             chain, probs = (chains.pop(0), []) if chains else drawn.pop(0)
             tree = DraftTree.chain(len(state.follower.tokens), chain, probs)
@@ -199,6 +203,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
         """Who takes part with how many tokens, their pages reserved; most drafts wanted first."""
         budget = self._prefill_budget
         asked = set(sessions)
+        accompanied = any(map(_follows, self._sessions.values()))
         rows: list[DraftRow] = []
         for state in self._asked(sessions):
             wanted = state.follower.wanted
@@ -214,7 +219,9 @@ class DraftModelProposer(SessionMethod[DraftState]):
             if missing > _SHORT:
                 missing, whole = min(missing, budget), missing
                 budget -= missing
-                wanted = wanted if missing == whole else 0
+                # A draft of its own would hold others up: the next one is made with theirs.
+                left_out = accompanied and state.patient
+                wanted = wanted if missing == whole and not left_out else 0
             if missing == 0:
                 done.unfinished.append(state.key)
             else:
@@ -289,3 +296,8 @@ class DraftModelProposer(SessionMethod[DraftState]):
         for row, (chain, _) in zip(rows, drawn, strict=True):
             row.state.ahead.line = chain[:-1]  # the last token was never fed
         return drawn
+
+
+def _follows(state: DraftState) -> bool:
+    """Whether a session is past its prompt, and drafted for round by round."""
+    return state.follower.wanted > 0 and len(state.follower.tokens) - state.computed <= _SHORT

@@ -99,16 +99,24 @@ class DraftState:
         "hit",
         "key",
         "mask",
+        "patient",
         "samples",
     )
 
     def __init__(
-        self, key: SessionKey, follower: Follower, mask: DraftMask | None, *, samples: bool
+        self,
+        key: SessionKey,
+        follower: Follower,
+        mask: DraftMask | None,
+        *,
+        samples: bool,
+        once: bool,
     ) -> None:
         self.key = key
         self.follower = follower
         self.mask = mask  # of what its constraint forbids
         self.samples = samples  # as `SessionStart` says
+        self.patient = not once  # its first draft may be left out, until there was one
         self.block_table: list[int] = []
         self.computed = 0  # committed tokens whose keys and values are in the cache
         self.ahead = Lookahead()  # what follows them there
@@ -232,7 +240,7 @@ class DraftRow:
 
     state: DraftState
     num_tokens: int  # committed tokens fed by the catch-up forward
-    wanted: int  # draft tokens; 0: the prompt is not through yet
+    wanted: int  # draft tokens; 0: only the prompt is fed
     num_forked: int = 0  # tokens guessed with candidates; 0: without
 
     @property

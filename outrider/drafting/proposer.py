@@ -54,6 +54,7 @@ class SessionStart:
     rule: VerificationRule = VerificationRule.COUPLED
     tenant: str = ""
     num_output_tokens: int = 0  # of the prefix: its last ones, what was generated before `open`
+    once: bool = False  # nothing will be committed: the first draft is all that is wanted
 
     @property
     def prompt_len(self) -> int:
