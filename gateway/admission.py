@@ -17,7 +17,7 @@ class Admission:
         self.max_in_flight = max_in_flight
         self._metrics = metrics
         metrics.limit.set(max_in_flight)
-        self._in_flight = self._preparing = 0
+        self._in_flight = 0
         self._running: set[asyncio.Timeout] = set()
         self.draining = False
 
@@ -35,24 +35,15 @@ class Admission:
         """Holds places for a number of completions; raises `CapacityError` if there are none."""
         if self.draining:
             raise UnavailableError("This gateway is shutting down. Try another.")
-        self._check(self._in_flight + completions)
+        limit = self.max_in_flight
+        if self._in_flight + completions > limit:
+            self._metrics.refused.inc()
+            raise CapacityError("Too many requests are under way. Try again soon.")
         self._set_in_flight(self._in_flight + completions)
         try:
             yield
         finally:
             self._set_in_flight(self._in_flight - completions)
-
-    @contextlib.contextmanager
-    def preparing(self) -> Iterator[None]:
-        """Holds a place for a request that is read, parsed and tokenised, as many as may run:
-        its text takes memory before it is admitted. Raises `CapacityError` if there is none.
-        """
-        self._check(self._preparing + 1)
-        self._preparing += 1
-        try:
-            yield
-        finally:
-            self._preparing -= 1
 
     @contextlib.asynccontextmanager
     async def until(self, deadline: float) -> AsyncGenerator[None, None]:
@@ -80,11 +71,6 @@ class Admission:
         for timeout in self._running:
             deadline = timeout.when()
             timeout.reschedule(end if deadline is None else min(deadline, end))
-
-    def _check(self, number: int) -> None:
-        if number > self.max_in_flight:
-            self._metrics.refused.inc()
-            raise CapacityError("Too many requests are under way. Try again soon.")
 
     def _set_in_flight(self, number: int) -> None:
         self._in_flight = number

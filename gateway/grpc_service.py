@@ -46,8 +46,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         try:
             tenant = self._check_key(context)
             self._generator.intake.check_model(request.model)
-            with self._generator.admission.preparing():
-                work = await self._prepare(request, tenant)
+            work = await self._prepare(request, tenant)
             with self._generator.admission.admitted(1):
                 async with (
                     self._generator.admission.until(deadline),

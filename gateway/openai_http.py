@@ -89,25 +89,23 @@ class _OpenAI:
         return endpoint
 
     async def _completions(self, request: Request, tenant: str) -> Response:
-        with self._generator.admission.preparing():
-            deadline, body = await self._parsed(CompletionRequest, request)
-            prompts = body.prompts()
-            self._check_size(body, len(prompts))
-            intake, decode = self._generator.intake, self._generator.tokenizer.decode
-            token_ids = [
-                await intake.encode(prompt, "prompt") if isinstance(prompt, str) else prompt
-                for prompt in prompts
-            ]
-            echoes = [p if isinstance(p, str) else decode(p) for p in prompts if body.echo]
-            return await self._answer(body, token_ids, tenant, deadline, tuple(echoes))
+        deadline, body = await self._parsed(CompletionRequest, request)
+        prompts = body.prompts()
+        self._check_size(body, len(prompts))
+        intake, tokenizer = self._generator.intake, self._generator.tokenizer
+        token_ids = [
+            await intake.encode(prompt, "prompt") if isinstance(prompt, str) else prompt
+            for prompt in prompts
+        ]
+        echoes = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts if body.echo]
+        return await self._answer(body, token_ids, tenant, deadline, tuple(echoes))
 
     async def _chat(self, request: Request, tenant: str) -> Response:
-        with self._generator.admission.preparing():
-            deadline, body = await self._parsed(ChatRequest, request)
-            self._check_size(body, 1)
-            messages = [message.for_template() for message in body.messages]
-            token_ids = await self._generator.intake.encode_chat(messages, "messages")
-            return await self._answer(body, [token_ids], tenant, deadline)
+        deadline, body = await self._parsed(ChatRequest, request)
+        self._check_size(body, 1)
+        messages = [message.for_template() for message in body.messages]
+        token_ids = await self._generator.intake.encode_chat(messages, "messages")
+        return await self._answer(body, [token_ids], tenant, deadline)
 
     async def _parsed(self, kind: type[B], request: Request) -> tuple[float, B]:
         """The request's deadline (loop time) and its body."""

@@ -11,7 +11,6 @@ from grpc_reflection.v1alpha import reflection
 from outrider.errors import ConfigError
 from outrider.rpc.channel import LIMITS
 from outrider.rpc.deployment import TlsFiles
-from outrider.rpc.receiving import BoundedReceiving
 from outrider.rpc.tls import server_credentials
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
@@ -42,7 +41,6 @@ class GrpcServer:
         unix_path: str | None = None,
         health_address: str | None = None,
         tls: TlsFiles | None = None,
-        receiving: BoundedReceiving | None = None,
     ) -> None:
         self._address = address
         self._register = register
@@ -51,12 +49,11 @@ class GrpcServer:
         self._unix_path = unix_path
         self._health_address = health_address
         self._tls = tls
-        self._receiving = receiving or BoundedReceiving()
         self._servers: list[grpc.aio.Server] = []
 
     async def start(self) -> int:
         """Binds and starts; returns the port. Raises `ConfigError` if it cannot be bound."""
-        server = grpc.aio.server(interceptors=[self._receiving], options=_OPTIONS)
+        server = grpc.aio.server(options=_OPTIONS)
         self._register(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflected = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)

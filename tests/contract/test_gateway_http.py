@@ -378,23 +378,6 @@ async def test_too_many_requests_in_flight_are_429() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_bodies_that_are_still_read_are_bounded_too() -> None:
-    body = b'{"model": "default", "prompt": "x"}'
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: g\r\nContent-Length: {len(body)}\r\n"
-    async with running_gateway(Script(tokens(TEXT)), max_in_flight=1) as gateway:
-        url = httpx.URL(gateway.http)
-        reader, writer = await asyncio.open_connection(url.host, url.port)
-        writer.write(f"{head}Expect: 100-continue\r\n\r\n".encode())
-        async with asyncio.timeout(20):
-            goes_on = await reader.readuntil(b"\r\n\r\n")
-            assert b" 100 " in goes_on, "the gateway reads its body"
-            other = await post(gateway, "/v1/completions", {"prompt": "x"})
-            assert other.status_code == 429
-            writer.write(body)
-            assert b" 200 " in await reader.readline()
-        writer.close()
-
-
 async def test_the_deadline_gives_504_or_an_error_event() -> None:
     script = Script(tokens(TEXT), hang_after=4)
     async with running_gateway(script, request_timeout_s=0.5) as gateway:
