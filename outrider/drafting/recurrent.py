@@ -50,6 +50,9 @@ from outrider.errors import ConfigError
 _SHORT = 16
 """Rows that never wait for the prefill budget: what a round or two committed."""
 
+_PART = 256
+"""Rows that are worth a forward while more of the prompt are to come: few take as long."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Row:
@@ -233,6 +236,8 @@ class RecurrentProposer(FeatureMethod):
                 continue
             cache.computed = min(cache.computed, length - LEAD)
             fresh = max(0, state.num_rows - cache.computed)
+            if fresh < _PART and not state.ready:
+                fresh = 0  # until the others have come
             missing = fresh if fresh <= _SHORT else min(fresh, budget)
             if fresh > _SHORT:
                 budget -= missing

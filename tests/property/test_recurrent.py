@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.draft_tree import DraftTree
+from outrider.drafting import recurrent
 from outrider.drafting.heads.base import RecurrentHead
 from outrider.drafting.heads.eagle import load_eagle
 from outrider.drafting.heads.eagle3 import load_eagle3
@@ -95,9 +96,10 @@ def _alone(head: RecurrentHead, session: _Session, wanted: int, tree_width: int)
 @pytest.mark.parametrize("tree_width", [1, 4])
 @pytest.mark.parametrize("seed", range(2))
 def test_drafts_are_those_of_a_fresh_start(
-    tmp_path: Path, kind: str, tree_width: int, seed: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, tree_width: int, seed: int
 ) -> None:
     rng = random.Random(seed)
+    monkeypatch.setattr(recurrent, "_PART", 5)  # prompts here are short
     # A module keeps keys and values in one place: whoever drafts beside it needs another.
     head, fresh_head = _load(kind, tmp_path / "files"), _load(kind, tmp_path / "files")
     width = head.features.width
@@ -194,7 +196,9 @@ def test_a_session_without_all_its_rows_has_no_draft_yet(tmp_path: Path) -> None
     proposer.open(1, SessionStart(tokens, GREEDY, 3, 50))
     assert proposer.draft([1]).unfinished == [1]
     proposer.features(1, 0, _rows(tokens, 0, 6, head.features.width))
-    assert proposer.draft([1]).unfinished == [1]
+    waiting = proposer.draft([1])
+    assert waiting.unfinished == [1]
+    assert waiting.forward_s == 0.0, "too few for a forward: a prompt's rows come in parts"
     proposer.features(1, 6, _rows(tokens, 6, 7, head.features.width))
     ((_, tree),) = proposer.draft([1]).drafts
     assert len(tree.token_ids) == 3
