@@ -56,11 +56,14 @@ class Rate:
 
 
 class Contest:
-    """Drafts against no drafts, at one size of batch. The first trial is after `first_stretch`."""
+    """Drafts against no drafts, at one size of batch. The first trial is after `first_stretch`.
 
-    def __init__(self, first_stretch: int = FIRST_STRETCH) -> None:
+    It begins with `champion`: drafting or not.
+    """
+
+    def __init__(self, first_stretch: int = FIRST_STRETCH, *, champion: bool = True) -> None:
         self._first_stretch = first_stretch
-        self._champion = True  # what was better so far: drafting, until shown otherwise
+        self.champion = champion  # what was better so far
         self._on_trial = False
         self._trial_drafted = False  # the present trial has begun to draft
         self._best = Rate()  # the champion's
@@ -72,7 +75,7 @@ class Contest:
     @property
     def drafting(self) -> bool:
         """Whether rows are to draft now."""
-        return self._champion != self._on_trial
+        return self.champion != self._on_trial
 
     def settle(self) -> None:
         """Something else changed: the next steps say nothing."""
@@ -119,7 +122,7 @@ class Contest:
         loser, stretch = self._tried, 2 * self._stretch
         if won:
             loser, stretch = self._best, self._first_stretch
-            self._champion, self._best = not self._champion, self._tried
+            self.champion, self._best = not self.champion, self._tried
         else:
             self.settle()
         longest = min(FASTEST_GROWTH * self._stretch, LONGEST_STRETCH)
@@ -136,11 +139,15 @@ def _affordable(better: Rate, worse: Rate) -> int:
 
 
 class Contests:
-    """A contest per size of batch, by powers of two: which way is better depends on it."""
+    """A contest per size of batch, by powers of two: which way is better depends on it.
+
+    A size begins with what was better at the size before it: while answers end one by one, each
+    size lasts a few steps, too few to find out anew.
+    """
 
     def __init__(self) -> None:
-        self._by_size: dict[int, Contest] = {}
-        self._current = self._at(1)
+        self._current = Contest(_first_stretch(1))
+        self._by_size = {1: self._current}
         self._last_step_at: float | None = None
 
     @property
@@ -180,5 +187,11 @@ class Contests:
     def _at(self, num_rows: int) -> Contest:
         size = num_rows.bit_length()
         if size not in self._by_size:
-            self._by_size[size] = Contest(max(SHORTEST_STRETCH, 2 * FIRST_STRETCH >> size))
+            champion = self._current.champion
+            self._by_size[size] = Contest(_first_stretch(size), champion=champion)
         return self._by_size[size]
+
+
+def _first_stretch(size: int) -> int:
+    """Steps of batches of this bit length until the first trial."""
+    return max(SHORTEST_STRETCH, 2 * FIRST_STRETCH >> size)

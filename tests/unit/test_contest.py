@@ -162,3 +162,15 @@ def test_one_long_step_of_many_rows_ends_nothing() -> None:
         tokens = 96 if drafts else 32
         contests.step_done(32, 32, tokens, now, drafted=32 * drafts, comparable=True)
     assert drafted > 150
+
+
+def test_a_size_met_while_answers_end_begins_as_the_one_before() -> None:
+    """Rows of 32 that are not to draft would all ask for drafts as soon as they are 31."""
+    contests, now, drafted = Contests(), 0.0, 0
+    for i in range(300):
+        rows, drafts = (32 if i < 280 else 300 - i), contests.drafting
+        drafted += drafts * (i >= 280)
+        now += 0.030 if drafts else 0.0055
+        tokens = rows * (3 if drafts else 1)
+        contests.step_done(rows, rows, tokens, now, drafted=rows * drafts, comparable=True)
+    assert not drafted
