@@ -16,6 +16,7 @@ from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.engine import Engine
 from outrider.engine.measured import Delay, StepTimes
 from outrider.engine.policy import FIRST_PATIENCE_S, FIRST_REST, Policy
+from outrider.engine.probe import PROBE_EVERY, Probe
 from outrider.engine.sequence import Drafting, Round, Sequence
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Commit, Request, RequestStats
@@ -326,6 +327,49 @@ def test_a_row_that_gave_up_comes_back_to_a_proposer_that_is_good_for_others() -
     for _ in range(32):
         policy.observe_round(row, Round(drafted=0, depth=0, accepted=0, rejected=False))
     assert policy.choose_k(row, 4) == 4
+
+
+def test_rows_that_never_have_their_drafts_in_time_probe() -> None:
+    """They may draft the most, and go on before it comes: 8 rows did for a whole answer."""
+    probe = Probe()
+    for step in range(PROBE_EVERY):
+        probe.observe(step, most=True, drafted=False)
+    assert probe.on
+
+
+def test_a_first_block_is_waited_for_no_longer_than_a_rows_share_of_the_prompts() -> None:
+    policy = AdaptivePolicy(4)
+    seq = _on_demand(policy, 0)
+    seq.drafting.blocks = 0
+    seq.counters.prefill_s = 0.128  # 32 prompts
+    for num_running, expected in ((1, 0.128), (32, 0.004)):
+        policy.step_done(num_running, num_running, 32, 0.0, drafted=0, comparable=False)
+        seq.drafting.awaited_since = seq.drafting.committed_at = 1.0
+        assert policy.patience(seq) == pytest.approx(expected), "no step was measured"
+
+
+def test_nobody_waits_once_a_trial_of_drafting_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = AdaptivePolicy(4)
+    seq = _on_demand(policy, 0)
+    monkeypatch.setattr(policy, "patience", lambda _: 1.0)
+    assert policy.split([seq], 0, now=0.0) == ([], 1.0)
+    monkeypatch.setattr(AdaptivePolicy, "may_wait", False)
+    assert policy.split([seq], 0, now=0.0) == ([seq], 0.0)
+    assert not policy.launch(seq, 0, now=0.0)
+    assert not seq.drafting.misses
+
+
+def test_another_proposer_is_tried_although_the_one_before_did_not_pay() -> None:
+    policy, now = AdaptivePolicy(4), 0.0
+    row = policy.drafting(Request(0, (1,), SamplingParams(temperature=0.0)))
+    policy.expect(row, "a")
+    for _ in range(400):
+        now += 0.05 if policy.may_wait else 0.01
+        policy.step_done(1, 1, 1, now, drafted=int(policy.may_wait), comparable=True)
+    policy.expect(row, "a")
+    assert not policy.may_wait
+    policy.expect(row, "b")
+    assert policy.may_wait
 
 
 def test_a_burst_of_slow_steps_does_not_end_speculation() -> None:
