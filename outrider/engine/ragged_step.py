@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.twins import Twins
 
-_TOKENS = (64, 128, 192, 256, 384, 512)
+_TOKENS = range(64, 513, 64)
 """Beyond, a forward takes longer than launching its kernels one by one does."""
 _ROWS = (8, 64)  # then as many as there can be
 _CPU = torch.device("cpu")
