@@ -22,6 +22,10 @@ class LeadingModel(PagedModel):
     def capturable(self) -> bool:
         return False  # the other ranks would have to replay the same recording
 
+    @property
+    def layered(self) -> bool:
+        return False  # of use for recordings only
+
     def resize(self, num_pages: int) -> None:
         self._group.call("resize", num_pages)
         super().resize(num_pages)

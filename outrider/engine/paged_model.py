@@ -159,12 +159,14 @@ class PagedModel:
     @torch.inference_mode()
     def hidden(self, batch: PackedBatch) -> Tensor:
         """Writes the new keys and values and returns what `head` takes: [tokens, hidden]."""
+        assert self.layered
         assert isinstance(self._step, LayeredStep)
         return self._step.hidden(self._backend(batch))
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [n, vocab_size] of rows of it [n, hidden]; as `forward` returns them."""
+        assert self.layered
         assert isinstance(self._step, LayeredStep)
         return _widened(self._step.head(hidden))
 

@@ -134,6 +134,9 @@ def test_rounds_of_a_proposer(sampling: SamplingParams, tmp_path: Path) -> None:
             taken.append([len(row.token_ids) for row in slices])
             return self._chains.draft(slices, ready)
 
+        def feed(self, slices: Sequence[RowSlice]) -> bool:
+            return self._chains.feed(slices)
+
     slow = DraftModelProposer(load(tmp_path)[0], name="m")
     paged, chains = load(tmp_path)
     fast = DraftModelProposer(paged, name="m", chain_drafter=Counted(chains))
