@@ -19,11 +19,12 @@ compares with 1 / (step_time + wait(0)): what verifying costs.
 A draft takes its proposer `D(k)` from the commit to its arrival, measured, corrected by the time
 per drafted token; `h` is the row's share of hits: rounds whose draft was at hand at once. So
 
-    wait(k) = (1 - h) * D(k)    drafting on demand
+    wait(k) = (1 - h) * D(max(k, l - 1))    drafting on demand, l: its batches' longest draft
     wait(k) = max(0, w - (1 - h) * (D(k') - D(k)))    drafting ahead
 
 with `w` the row's average wait and k' its present number. (On demand, `w` would say little: a row
-that does not wait for its drafts has them late, and on a shared device slows them down.)
+that does not wait for its drafts has them late, and on a shared device slows them down. And where
+rows share a batch, one that wants less waits no shorter; l - 1, so that all together can shrink.)
 
 A row whose draft is at hand goes at once. One without may go on with one token, or wait. Waiting
 `d` brings accepted(k) more tokens, and costs what the row would commit in `d` otherwise, at the
@@ -39,6 +40,10 @@ Rows that draft on demand stay together: as one batch a round of theirs takes t(
 two cohorts, one's drafts beside another's step, t(a) + max(t(b), D), which is less only where a
 step's time follows its tokens. There drafting brings little anyway, and where proposer and scorer
 share a device the second D is D and most of a step.
+
+A step takes as long as if each row had as many drafts as the longest. Drafts that came ahead for a
+few of n rows are therefore not verified, but kept, unless (n + gain) / t(n * (1 + k)) is more than
+n / t(n).
 
 What no formula knows is how much drafting slows down the steps beside it, where the two share a
 device. Whether to draft at all is therefore also decided by trial (contest.py).
@@ -109,12 +114,16 @@ class AdaptivePolicy(Policy):
             wait_s = d.wait_s - token_s * d.num_draft_tokens
         else:
             wait_s = 0.0 if times is None else missed * times.mean_s(0)
+        # On demand a row waits for its batch's longest draft: alone it can do little about that.
+        least = 0.0
+        if times is not None and not d.runs_ahead and self._num_rows > 1:
+            least = times.longest - 1.0
         sizes: list[int] = [*takewhile(lambda k: k < limit, SIZES), limit]
 
         def rates(acceptance: float) -> list[float]:
             return [
                 (1.0 + accepted(acceptance, k * d.levels))
-                / (self._step_time(k) + max(0.0, wait_s + token_s * k))
+                / (self._step_time(k) + max(0.0, wait_s + token_s * max(k, least)))
                 for k in sizes
             ]
 
@@ -189,6 +198,17 @@ class AdaptivePolicy(Policy):
             if gain > best_gain:
                 go_at, best_gain = due, gain
         return go_at
+
+    def drafts_pay(self, rows: Rows[Sequence]) -> bool:
+        """Not where the few that came ahead lengthen the step of all. What was waited for does."""
+        with_draft = [seq.drafting for seq in rows if seq.draft is not None]
+        if not with_draft or any(d.probing or not d.runs_ahead for d in with_draft):
+            return True
+        gain = sum(
+            [accepted(d.successes / d.trials, d.num_draft_tokens * d.levels) for d in with_draft]
+        )
+        n, k = len(rows), max([d.num_draft_tokens for d in with_draft])
+        return (n + gain) * self._steps.estimate(n) >= n * self._steps.estimate(n * (1 + k))
 
     def _stall(self, seq: Sequence) -> float:
         """Seconds by which a step beside it makes a row's draft late."""

@@ -149,6 +149,11 @@ class DraftTimes:
         self._length += (num_tokens - self._length) / min(8, self.delay.count)
 
     @property
+    def longest(self) -> float:
+        """Mean tokens of a batch's longest draft."""
+        return self._length
+
+    @property
     def token_s(self) -> float:
         """Mean seconds per drafted token."""
         return self._token_s.mean

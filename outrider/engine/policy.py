@@ -58,6 +58,10 @@ class Policy:
         """
         return now
 
+    def drafts_pay(self, rows: Rows[Sequence]) -> bool:  # noqa: ARG002
+        """Whether a step of these rows is to verify the drafts that they have."""
+        return True
+
     def expect(self, drafting: Drafting, proposer_id: str) -> None:
         """A proposer begins with a row: what is known of the proposer holds for the row."""
 
@@ -222,6 +226,8 @@ class Policy:
             d.misses = d.next_rest = 0
             return False
         c.fallback_rounds += d.limit > 0
+        if seq.draft is not None:  # there was a draft, which this step did not verify
+            return False
         if d.rest:
             d.rest -= 1
         elif wanted and (d.deadline > d.committed_at or self._silent(d, now)):  # waited in vain

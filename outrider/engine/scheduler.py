@@ -184,6 +184,8 @@ class Scheduler:
         # Drafts must not starve prompts, nor prompts each other's oldest.
         reserve = min(sum(seq.num_uncomputed for seq in prefilling), max(1, budget // 4))
         max_draft = (budget - reserve) // max(1, len(decoding)) - 1
+        if not self.policy.drafts_pay(decoding):
+            max_draft = 0
         rows: dict[int, ScheduledRow] = {}
         for sequences, kept in ((decoding, reserve), (prefilling, 0)):
             for seq in sequences:

@@ -591,6 +591,42 @@ def test_noise_between_sizes_does_not_shorten_drafts() -> None:
     assert policy.choose_k(drafting, 4) == 4
 
 
+def test_drafts_of_a_few_rows_do_not_lengthen_the_step_of_all() -> None:
+    """A step takes as long as if each row had as many drafts as the longest."""
+    policy = AdaptivePolicy(4)
+    for num_tokens, seconds in ((32, 0.0052), (160, 0.0069)):
+        policy.observe_step(32, num_tokens, seconds)
+    rows = [_on_demand(policy, i) for i in range(32)]
+    assert policy.drafts_pay(rows), "there are none"
+    for count, pays in ((4, False), (30, True)):
+        for seq in rows[:count]:
+            seq.draft, seq.drafting.runs_ahead = DraftTree.chain(2, [1, 2, 3, 4]), True
+            seq.drafting.successes, seq.drafting.trials = 5.0, 10.0
+        assert policy.drafts_pay(rows) == pays
+    for seq in rows[4:]:
+        seq.draft = None
+    assert not policy.drafts_pay(rows)
+    rows[0].drafting.probing = True
+    assert policy.drafts_pay(rows), "what is tried for is measured"
+    rows[0].drafting.probing = rows[0].drafting.runs_ahead = False
+    assert policy.drafts_pay(rows), "what was waited for is used"
+
+
+def test_a_row_cannot_shorten_the_wait_that_it_shares() -> None:
+    """Drafts of one batch come when its longest is done, so two tokens take as long as four."""
+    alone, among_others = AdaptivePolicy(4), AdaptivePolicy(4)
+    for policy, num_rows in ((alone, 1), (among_others, 8)):
+        for num_tokens, seconds in ((1, 0.0046), (5, 0.0049)):
+            policy.observe_step(num_rows, num_rows * num_tokens, seconds)
+        d = policy.drafting(Request(0, (1,), SamplingParams(temperature=0.0)))
+        d.proposer_id = d.drafter = "a"
+        for at in range(20):
+            policy.observe_delay(d, Delay(float(at), 0.0065, 0.0047, 4, calm=True))
+        d.successes, d.trials = 6.0, 10.0
+        k = policy.choose_k(d, 4)
+        assert (k > 0) == (num_rows == 1)
+
+
 def test_step_times_interpolate_between_what_was_measured() -> None:
     times = step_times()
     assert times.estimate(1) == pytest.approx(0.0075)
