@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import shlex
 import statistics
 import sys
 import tempfile
@@ -110,7 +111,8 @@ def _run(args: argparse.Namespace) -> int:
     text = _table(rows)
     print(text)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    setup = {**report.machine(), "command": " ".join(sys.argv), "step_ms": args.step_ms}
+    command = shlex.join(["python", "-m", "benchmarks.draft_ahead", *sys.argv[1:]])
+    setup = {**report.machine(), "command": command, "step_ms": args.step_ms}
     found = {"setup": setup, "results": [asdict(row) for row in rows]}
     args.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     args.out.with_suffix(".md").write_text(text)
