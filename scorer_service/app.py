@@ -37,7 +37,8 @@ from scorer_service.gauges import watch
 from scorer_service.hub import Hub
 from scorer_service.loading import join, load
 from scorer_service.metrics import ScorerMetrics
-from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving, add_to_server
+from scorer_service.registration import add_to_server
+from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving
 
 T = TypeVar("T")
 NAME: Final = "scorer"

@@ -14,7 +14,6 @@ from opentelemetry.trace import Span
 from outrider.engine.worker import EngineWorker
 from outrider.errors import DeadlineError, InvalidRequestError, UnavailableError
 from outrider.rpc import codec, status
-from outrider.rpc.feature_codec import response_to_bytes
 from outrider.rpc.latency import RequestTimes
 from outrider.rpc.telemetry import Telemetry, inject
 from outrider.rpc.versions import PROTOCOL_VERSION
@@ -169,17 +168,6 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
                 for proposer in serving.hub.roster.proposers
             ],
         )
-
-
-def add_to_server(servicer: ScorerServicer, server: grpc.aio.Server) -> None:
-    """Like the generated function, but for how Draft's messages are written."""
-    scorer_pb2_grpc.add_ScorerServiceServicer_to_server(servicer, server)
-    draft = grpc.stream_stream_rpc_method_handler(
-        servicer.Draft,
-        request_deserializer=draft_pb2.DraftRequest.FromString,
-        response_serializer=response_to_bytes,
-    )
-    server.add_registered_method_handlers(SERVICE_NAME, {"Draft": draft})
 
 
 class _Call:

@@ -559,7 +559,8 @@ async def test_draining_ends_late_requests_and_refuses_new_ones() -> None:
 async def test_before_the_engine_is_up_the_scorer_is_unavailable() -> None:
     from outrider.rpc.server import GrpcServer
     from outrider.rpc.telemetry import configure
-    from scorer_service.servicer import SERVICE_NAME, ScorerServicer, add_to_server
+    from scorer_service.registration import add_to_server
+    from scorer_service.servicer import SERVICE_NAME, ScorerServicer
 
     telemetry = configure("starting")
     servicer = ScorerServicer(telemetry)

@@ -27,7 +27,8 @@ from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.constraints import Constraints
 from scorer_service.hub import Hub
 from scorer_service.metrics import ScorerMetrics
-from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving, add_to_server
+from scorer_service.registration import add_to_server
+from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving
 from tests.support.features import FeatureHash
 from tests.support.hash_model import HashModel
 
