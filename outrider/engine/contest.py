@@ -68,6 +68,7 @@ class Contest:
         self._trial_drafted = False  # the present trial has begun to draft
         self._best = Rate()  # the champion's
         self._tried = Rate()  # the other's, in the present trial
+        self._other = 0.0  # tokens per second of the other, when it was last measured
         self._stretch = first_stretch
         self._since_trial = 0.0
         self.settle()
@@ -105,7 +106,9 @@ class Contest:
         current.add(tokens, seconds, counts)
         if not self._on_trial:
             self._since_trial += counts
-            if self._since_trial >= self._stretch:
+            # What was better may be so no more: other texts, or another load beside.
+            fell_behind = self._other > CLEARLY * self._best.value > 0.0
+            if self._since_trial >= self._stretch or fell_behind:
                 self._begin_trial()
             return
         # No quotients: where all that ends a step is a stop, no token comes at all.
@@ -125,6 +128,7 @@ class Contest:
             self.champion, self._best = not self.champion, self._tried
         else:
             self.settle()
+        self._other = loser.value
         longest = min(FASTEST_GROWTH * self._stretch, LONGEST_STRETCH)
         self._stretch = min(max(stretch, _affordable(self._best, loser)), longest)
 

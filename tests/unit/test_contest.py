@@ -84,6 +84,13 @@ def test_a_change_is_noticed_at_the_next_trial() -> None:
     assert contest.drafting
 
 
+def test_what_falls_behind_the_other_way_is_tried_against_it_soon() -> None:
+    contest = Contest()
+    play(contest, 20_000, with_s=0.012, without_s=0.010)  # trials are thousands of steps apart
+    assert contest.drafting
+    assert play(contest, 1000, with_s=0.045, without_s=0.010) < 250
+
+
 def test_noise_changes_nothing() -> None:
     contest = Contest()
     drafted = play(contest, 10_000, with_s=0.0303, without_s=0.0100)  # 1 % apart
