@@ -73,8 +73,8 @@ def size_cache(
         trial = _record(model, buckets[-2:], tried, lambda: used.append(memory.used()))
         if trial is not None:
             graphs = estimate_graphs(used[len(tried) :], len(buckets))
-        if trial is not None and tried:
-            graphs += estimate_graphs(used[: len(tried) + 1], len(ragged))
+            if tried:
+                graphs += estimate_graphs(used[: len(tried) + 1], len(ragged))
         del trial
         gc.collect()
     page_bytes = model.kv_bytes_per_page

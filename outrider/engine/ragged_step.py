@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.twins import Twins
@@ -34,11 +35,9 @@ class RaggedBucket:
 def make_ragged(max_tokens: int, max_rows: int) -> list[RaggedBucket]:
     """All buckets for at most `max_rows` rows and, as far as it pays, `max_tokens` tokens."""
     rows = [*(n for n in _ROWS if n < max_rows), max_rows]
-    enough = next((n for n in _TOKENS if n >= max_tokens), _TOKENS[-1])
+    tokens = _TOKENS[: -(-max_tokens // _TOKENS.step)]
     # A row of prompt and otherwise single tokens: more rows than tokens there cannot be.
-    return sorted(
-        {RaggedBucket(t, min(n, t)) for t in _TOKENS if t <= enough for n in rows},
-    )
+    return sorted({RaggedBucket(t, min(n, t)) for t in tokens for n in rows})
 
 
 class RaggedInputs:
@@ -88,10 +87,11 @@ class RaggedInputs:
             recorded=True,
         )
 
-    def fill(self, rows: Sequence[RowSlice], bucket: RaggedBucket) -> None:
+    def fill(self, rows: Sequence[RowSlice], bucket: RaggedBucket) -> Tensor:
         """Writes rows that the bucket holds, and enqueues their copy to the device.
 
-        The forward before must have read its own.
+        The forward before must have read its own. Returns which tokens get logits: int64
+        [num_logits], on the host.
         """
         missing = bucket.tokens - sum([len(row.token_ids) for row in rows])
         pages = [self._scratch_page] * -(-missing // self._page_size)
@@ -108,9 +108,10 @@ class RaggedInputs:
         end = self._twins.offsets["block_table"] + table[:num_rows].nbytes
         on_host, on_device = self._twins.first(end)
         on_device.copy_(on_host, non_blocking=True)
+        return batch.logits_index
 
 
-def _fill(to: NDArray[Any], numbers: torch.Tensor, rest: int) -> None:
+def _fill(to: NDArray[Any], numbers: Tensor, rest: int) -> None:
     """`numbers`, and then only `rest`."""
     to[: len(numbers)] = numbers
     to[len(numbers) :] = rest

@@ -66,14 +66,17 @@ def make_rows(rng: random.Random, lengths: list[int]) -> list[RowSlice]:
     return rows
 
 
-def written(model: PagedModel, rows: list[RowSlice]) -> Tensor:
-    """Keys and values of the last layer in the rows' own slots."""
-    slots = [
+def own_slots(rows: list[RowSlice]) -> list[int]:
+    return [
         row.block_table[place // PAGE_SIZE] * PAGE_SIZE + place % PAGE_SIZE
         for row in rows
         for place in range(row.start, row.start + len(row.token_ids))
     ]
-    return torch.cat(model.pools.layer(2).gather(torch.tensor(slots)))
+
+
+def written(model: PagedModel, rows: list[RowSlice]) -> Tensor:
+    """Keys and values of the last layer in the rows' own slots."""
+    return torch.cat(model.pools.layer(2).gather(torch.tensor(own_slots(rows))))
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
@@ -107,11 +110,7 @@ def test_nothing_but_the_rows_own_slots_and_the_scratch_page_is_written(
     before = model.pools.layer(1).keys.clone()
     assert forwards.feed(rows)
     changed = (before != model.pools.layer(1).keys).any(dim=-1).any(dim=0).nonzero().flatten()
-    own = {
-        row.block_table[place // PAGE_SIZE] * PAGE_SIZE + place % PAGE_SIZE
-        for row in rows
-        for place in range(row.start, row.start + len(row.token_ids))
-    }
+    own = set(own_slots(rows))
     scratch = range(model.scratch_page * PAGE_SIZE, (model.scratch_page + 1) * PAGE_SIZE)
     assert own <= set(changed.tolist()) <= own | set(scratch)
 

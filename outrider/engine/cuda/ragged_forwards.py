@@ -12,34 +12,25 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outrider.engine.batch import PackedBatch, RowSlice
+from outrider.engine.batch import Model, PackedBatch, RowSlice
 from outrider.engine.cuda.graphs import Record, Work
 from outrider.engine.ragged_step import RaggedBucket, RaggedInputs
 
 
-class LayeredModel(Protocol):
+class LayeredModel(Model, Protocol):
     """A model whose layers can be recorded, and its head be run apart."""
-
-    @property
-    def page_size(self) -> int: ...
-
-    @property
-    def max_model_len(self) -> int: ...
 
     @property
     def scratch_page(self) -> int:
         """A page that no sequence ever gets."""
         ...
 
-    @property
-    def device(self) -> torch.device: ...
-
     def hidden(self, batch: PackedBatch) -> Tensor:
         """Writes the new keys and values and returns what `head` takes: [tokens, hidden]."""
         ...
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [n, vocab_size] of rows of it [n, hidden]; as `Model.forward` returns them."""
+        """Logits [n, vocab_size] of rows of it [n, hidden]; as `forward` returns them."""
         ...
 
 
@@ -72,36 +63,32 @@ class RaggedForwards:
     @torch.inference_mode()
     def logits(self, rows: Sequence[RowSlice]) -> Tensor | None:
         """What the model's `forward` returns for these rows; None if no bucket holds them."""
-        hidden = self._run(rows)
-        if hidden is None:
+        index = self._run(rows)
+        if index is None:
             return None
-        ends = torch.tensor([len(row.token_ids) for row in rows]).cumsum(0).tolist()
-        index = [
-            place
-            for row, end in zip(rows, ends, strict=True)
-            for place in range(end - row.num_logits, end)
-        ]
-        chosen = torch.tensor(index, dtype=torch.int64).to(hidden.device, non_blocking=True)
-        return self._model.head(hidden.index_select(0, chosen))
+        assert self._hidden is not None
+        chosen = index.to(self._hidden.device, non_blocking=True)
+        return self._model.head(self._hidden.index_select(0, chosen))
 
     @torch.inference_mode()
     def feed(self, rows: Sequence[RowSlice]) -> bool:
         """Only writes keys and values, and waits for that; False if no bucket holds the rows."""
-        hidden = self._run(rows)
-        if hidden is None:
+        if self._run(rows) is None:
             return False
-        hidden[:1, :1].tolist()
+        assert self._hidden is not None
+        self._hidden[:1, :1].tolist()
         return True
 
     def _run(self, rows: Sequence[RowSlice]) -> Tensor | None:
+        """Leaves what comes of the rows in `_hidden`; returns which tokens of it get logits."""
         if any(row.parents for row in rows):
             return None
         tokens = sum([len(row.token_ids) for row in rows])
         for bucket in self._buckets:
             if bucket.tokens >= tokens and bucket.rows >= len(rows):
-                self._inputs.fill(rows, bucket)
+                index = self._inputs.fill(rows, bucket)
                 self._recorded[bucket]()
-                return self._hidden
+                return index
         return None
 
     def _record(self, bucket: RaggedBucket, record: Record) -> Work:
