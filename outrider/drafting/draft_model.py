@@ -203,7 +203,6 @@ class DraftModelProposer(SessionMethod[DraftState]):
         """Who takes part with how many tokens, their pages reserved; most drafts wanted first."""
         budget = self._prefill_budget
         asked = set(sessions)
-        accompanied = any(map(_follows, self._sessions.values()))
         rows: list[DraftRow] = []
         for state in self._asked(sessions):
             wanted = state.follower.wanted
@@ -220,7 +219,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
                 missing, whole = min(missing, budget), missing
                 budget -= missing
                 # A draft of its own would hold others up: the next one is made with theirs.
-                left_out = accompanied and state.patient
+                left_out = state.patient and any(map(_follows, self._sessions.values()))
                 wanted = wanted if missing == whole and not left_out else 0
             if missing == 0:
                 done.unfinished.append(state.key)
