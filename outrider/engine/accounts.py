@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from outrider.draft_tree import DraftTree
+from outrider.engine.measured import StepDone
 from outrider.engine.policy import Policy
 from outrider.engine.sequence import BlockFate, Round, Sequence, token_kinds
 from outrider.engine.step import Step
@@ -75,17 +76,18 @@ def settle(policy: Policy, committed: Committed) -> tuple[Commit, ...]:
     if committed.decoding:
         plain_s = policy.plain_step_s(len(rows))
         counts.plain_s += plain_s * counts.output_tokens / len(rows)
-    policy.step_done(
-        committed.num_running,
-        len(rows),
-        sum([len(row.output) for row in committed.emitted]),
-        committed.now,
+    done = StepDone(
+        num_running=committed.num_running,
+        num_rows=len(rows),
+        tokens=sum([len(row.output) for row in committed.emitted]),
+        at=committed.now,
         drafted=sum([bool(row.draft) for row in rows]),
         # A row's first step, however short, may follow on any time without work.
         comparable=committed.decoding
         and all(row.slice.start >= row.seq.num_prompt_tokens for row in rows)
         and any(row.seq.drafting.proposer_id is not None for row in rows),
     )
+    policy.step_done(done)
     return commits
 
 

@@ -55,7 +55,7 @@ from collections.abc import Sequence as Rows
 from itertools import takewhile
 
 from outrider.engine.contest import Contests
-from outrider.engine.measured import Delay, DraftTimes, StepTimes, remember
+from outrider.engine.measured import Delay, DraftTimes, StepDone, StepTimes, remember
 from outrider.engine.policy import FIRST_PATIENCE_S, Policy, waits
 from outrider.engine.probe import Probe
 from outrider.engine.sequence import Drafting, Round, Sequence
@@ -155,8 +155,7 @@ class AdaptivePolicy(Policy):
             prefill_s = seq.counters.prefill_s / self._num_running  # it took all prompts, too
             allowed = min(FIRST_PATIENCE_S, STEPS_OF_PATIENCE * step + prefill_s)
             return max(0.0, d.awaited_since + allowed - d.committed_at)
-        gain = accepted(d.successes / d.trials, d.num_draft_tokens * d.levels)
-        worth = max(MIN_PATIENCE_S, gain * step / (1.0 + d.free_tokens))
+        worth = max(MIN_PATIENCE_S, _gain(d) * step / (1.0 + d.free_tokens))
         times = self._drafts.get(d.drafter)
         if times is None:
             return min(MAX_PATIENCE_S, worth)
@@ -204,9 +203,7 @@ class AdaptivePolicy(Policy):
         with_draft = [seq.drafting for seq in rows if seq.draft is not None]
         if not with_draft or any(d.probing or not d.runs_ahead for d in with_draft):
             return True
-        gain = sum(
-            [accepted(d.successes / d.trials, d.num_draft_tokens * d.levels) for d in with_draft]
-        )
+        gain = sum(map(_gain, with_draft))
         n, k = len(rows), max([d.num_draft_tokens for d in with_draft])
         return (n + gain) * self._steps.estimate(n) >= n * self._steps.estimate(n * (1 + k))
 
@@ -269,20 +266,9 @@ class AdaptivePolicy(Policy):
         self._steps.observe(num_tokens, seconds)
         self._step_times = {}
 
-    def step_done(
-        self,
-        num_running: int,
-        num_rows: int,
-        tokens: int,
-        now: float,
-        *,
-        drafted: int,
-        comparable: bool,
-    ) -> None:
-        self._num_running = max(1, num_running)
-        self._contests.step_done(
-            num_running, num_rows, tokens, now, drafted=drafted, comparable=comparable
-        )
+    def step_done(self, step: StepDone) -> None:
+        self._num_running = max(1, step.num_running)
+        self._contests.step_done(step)
 
     @property
     def may_wait(self) -> bool:
@@ -308,6 +294,11 @@ class AdaptivePolicy(Policy):
         if known is None:
             known = self._step_times[k] = self._steps.estimate(self._num_rows * (1 + k))
         return known
+
+
+def _gain(d: Drafting) -> float:
+    """Draft tokens of a row's round that are expected to be accepted."""
+    return accepted(d.successes / d.trials, d.num_draft_tokens * d.levels)
 
 
 def _on_demand(seq: Sequence) -> bool:

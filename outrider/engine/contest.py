@@ -15,6 +15,8 @@ step that takes many times as long as others (a kernel is compiled, memory is ma
 
 from __future__ import annotations
 
+from outrider.engine.measured import StepDone
+
 TRIAL_STEPS = 16
 SETTLING_STEPS = 3  # after a change: drafts of before are used up, or the first new ones come
 LONGEST_SETTLING = 32  # steps until so many drafts a row have come at the latest
@@ -164,28 +166,19 @@ class Contests:
         """Numbers of rows, by their bit length, at which rows are not to draft now."""
         return frozenset(size for size, each in self._by_size.items() if not each.drafting)
 
-    def step_done(
-        self,
-        num_running: int,
-        num_rows: int,
-        tokens: int,
-        now: float,
-        *,
-        drafted: int,
-        comparable: bool,
-    ) -> None:
-        """A step of `num_rows` of all rows ended at `now`, `drafted` of them with a draft.
-
-        `comparable`: it processed no prompts, and somebody could have drafted for a row of it.
-        """
-        before, self._last_step_at = self._last_step_at, now
-        contest = self._at(num_running)
+    def step_done(self, step: StepDone) -> None:
+        """A step ended."""
+        before, self._last_step_at = self._last_step_at, step.at
+        contest = self._at(step.num_running)
         if contest is not self._current:
             self._current = contest
             contest.settle()
-        elif comparable and before is not None:
+        elif step.comparable and before is not None:
             contest.observe(
-                tokens, now - before, drafted=drafted / num_running, rounds=num_rows / num_running
+                step.tokens,
+                step.at - before,
+                drafted=step.drafted / step.num_running,
+                rounds=step.num_rows / step.num_running,
             )
 
     def _at(self, num_rows: int) -> Contest:

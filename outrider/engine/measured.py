@@ -95,6 +95,17 @@ class StepTimes:
         return low[1] + slope * (num_tokens - low[0])
 
 
+class StepDone(NamedTuple):
+    """What a step brought."""
+
+    num_running: int  # all rows that are admitted
+    num_rows: int  # of the step
+    tokens: int  # committed
+    at: float  # when it ended
+    drafted: int  # rows that verified a draft
+    comparable: bool  # no prompt was processed, and somebody could have drafted for a row
+
+
 class Delay(NamedTuple):
     """What is known of a draft that came."""
 
@@ -127,7 +138,7 @@ class DraftTimes:
     def _begin(self) -> None:
         self.delay = Average()
         self._token_s = Average()
-        self._length = 0.0  # mean tokens of a batch's longest draft
+        self.longest = 0.0  # mean tokens of a batch's longest draft
 
     def observe(self, delay: Delay) -> None:
         """A draft came. Of a batch the first one tells: proposers send the longest first."""
@@ -146,12 +157,7 @@ class DraftTimes:
         self.delay.add(seconds)
         if num_tokens:
             self._token_s.add(min(draft_s, seconds) / num_tokens)  # it need not be believed
-        self._length += (num_tokens - self._length) / min(8, self.delay.count)
-
-    @property
-    def longest(self) -> float:
-        """Mean tokens of a batch's longest draft."""
-        return self._length
+        self.longest += (num_tokens - self.longest) / min(8, self.delay.count)
 
     @property
     def token_s(self) -> float:
@@ -160,7 +166,7 @@ class DraftTimes:
 
     def mean_s(self, num_tokens: int) -> float:
         """Mean seconds from a commit to the arrival of so many tokens; 0 tokens: what any takes."""
-        return self.delay.mean + self.token_s * (num_tokens - self._length)
+        return self.delay.mean + self.token_s * (num_tokens - self.longest)
 
     @property
     def stall_s(self) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Rows
 
 from outrider.counts import StepCounts
 from outrider.draft_tree import DraftTree
-from outrider.engine.measured import Delay, remember
+from outrider.engine.measured import Delay, StepDone, remember
 from outrider.engine.sequence import BlockFate, Drafting, Round, Sequence
 from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.types import Request
@@ -74,18 +74,8 @@ class Policy:
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """A step of that size took this long, forward and verification."""
 
-    def step_done(
-        self,
-        num_running: int,
-        num_rows: int,
-        tokens: int,
-        now: float,
-        *,
-        drafted: int,
-        comparable: bool,
-    ) -> None:
-        """A step ended: all rows that are admitted, those of the step, tokens committed, rows that
-        verified a draft, and whether no prompt was processed and somebody could have drafted."""
+    def step_done(self, step: StepDone) -> None:
+        """A step ended."""
 
     @property
     def may_wait(self) -> bool:
@@ -182,6 +172,7 @@ class Policy:
         """
         ready: list[Sequence] = []
         waiting: list[Sequence] = []
+        may_wait = self.may_wait
         for seq in rows:
             d = seq.drafting
             if d.unlearned is not None and seq.draft is None and d.proposer_id is not None:
@@ -190,7 +181,7 @@ class Policy:
             if d.looked_at is None:
                 d.looked_at, d.at_hand = now, seq.draft is not None
                 d.deadline = d.committed_at + self.patience(seq) if lacks_draft else now
-            if not self.may_wait:
+            if not may_wait:
                 d.deadline = min(d.deadline, d.committed_at)  # and nothing is missed
             (waiting if lacks_draft and now < d.deadline else ready).append(seq)
         if not waiting:

@@ -13,6 +13,7 @@ from outrider.engine.contest import (
     Contest,
     Contests,
 )
+from outrider.engine.measured import StepDone
 
 
 def play(contest: Contest, steps: int, *, with_s: float, without_s: float, tokens: int = 3) -> int:
@@ -120,9 +121,8 @@ def test_each_size_of_batch_has_its_own_answer() -> None:
             drafts = contests.drafting
             drafted[rows] += drafts
             now += step_s if drafts else 0.010
-            contests.step_done(
-                rows, rows, 3 if drafts else 1, now, drafted=rows * drafts, comparable=True
-            )
+            tokens = 3 if drafts else 1
+            contests.step_done(StepDone(rows, rows, tokens, now, rows * drafts, comparable=True))
     assert drafted[1] > 0.98 * 4000
     assert drafted[32] < 0.06 * 4000
     assert contests.undrafted_sizes == {(32).bit_length()}
@@ -133,7 +133,7 @@ def test_steps_with_prompts_are_not_compared() -> None:
     for i in range(4000):
         drafts, comparable = contests.drafting, i % 2 == 0
         now += 0.012 if comparable else 1.0
-        contests.step_done(1, 1, 3 if drafts else 1, now, drafted=drafts, comparable=comparable)
+        contests.step_done(StepDone(1, 1, 3 if drafts else 1, now, drafts, comparable))
     assert contests.drafting
 
 
@@ -145,7 +145,7 @@ def test_rows_that_wait_for_their_first_drafts_do_not_end_a_trial() -> None:
         nonlocal now
         for _ in range(steps):
             now += step_s
-            contests.step_done(32, rows, tokens, now, drafted=drafted, comparable=True)
+            contests.step_done(StepDone(32, rows, tokens, now, drafted, comparable=True))
 
     play(1, rows=32, drafted=32, tokens=32, step_s=0.0055)
     while contests.drafting:  # a shared device slows its steps
@@ -167,7 +167,7 @@ def test_one_long_step_of_many_rows_ends_nothing() -> None:
         drafted += drafts
         now += 0.1 if i == 8 else (0.0125 if drafts else 0.0055)
         tokens = 96 if drafts else 32
-        contests.step_done(32, 32, tokens, now, drafted=32 * drafts, comparable=True)
+        contests.step_done(StepDone(32, 32, tokens, now, 32 * drafts, comparable=True))
     assert drafted > 150
 
 
@@ -179,5 +179,5 @@ def test_a_size_met_while_answers_end_begins_as_the_one_before() -> None:
         drafted += drafts * (i >= 280)
         now += 0.030 if drafts else 0.0055
         tokens = rows * (3 if drafts else 1)
-        contests.step_done(rows, rows, tokens, now, drafted=rows * drafts, comparable=True)
+        contests.step_done(StepDone(rows, rows, tokens, now, rows * drafts, comparable=True))
     assert not drafted

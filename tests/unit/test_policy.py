@@ -14,7 +14,7 @@ from outrider.draft_tree import DraftTree
 from outrider.engine import measured
 from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.engine import Engine
-from outrider.engine.measured import Delay, StepTimes
+from outrider.engine.measured import Delay, StepDone, StepTimes
 from outrider.engine.policy import FIRST_PATIENCE_S, FIRST_REST, Policy
 from outrider.engine.probe import PROBE_EVERY, Probe
 from outrider.engine.sequence import Drafting, Round, Sequence
@@ -343,7 +343,7 @@ def test_a_first_block_is_waited_for_no_longer_than_a_rows_share_of_the_prompts(
     seq.drafting.blocks = 0
     seq.counters.prefill_s = 0.128  # 32 prompts
     for num_running, expected in ((1, 0.128), (32, 0.004)):
-        policy.step_done(num_running, num_running, 32, 0.0, drafted=0, comparable=False)
+        policy.step_done(StepDone(num_running, num_running, 32, 0.0, 0, comparable=False))
         seq.drafting.awaited_since = seq.drafting.committed_at = 1.0
         assert policy.patience(seq) == pytest.approx(expected), "no step was measured"
 
@@ -365,7 +365,7 @@ def test_another_proposer_is_tried_although_the_one_before_did_not_pay() -> None
     policy.expect(row, "a")
     for _ in range(400):
         now += 0.05 if policy.may_wait else 0.01
-        policy.step_done(1, 1, 1, now, drafted=int(policy.may_wait), comparable=True)
+        policy.step_done(StepDone(1, 1, 1, now, int(policy.may_wait), comparable=True))
     policy.expect(row, "a")
     assert not policy.may_wait
     policy.expect(row, "b")
@@ -484,9 +484,9 @@ def test_steps_for_which_nobody_could_draft_are_not_compared(enabled: bool) -> N
     compared: list[bool] = []
 
     class Watched(AdaptivePolicy):
-        def step_done(self, *step: float, drafted: int, comparable: bool) -> None:
-            compared.append(comparable)
-            super().step_done(*step, drafted=drafted, comparable=comparable)  # type: ignore[arg-type]
+        def step_done(self, step: StepDone) -> None:
+            compared.append(step.comparable)
+            super().step_done(step)
 
     bench = Bench(Watched(4), max_tokens=40)
     if not enabled:
@@ -569,7 +569,7 @@ def test_a_greater_k_is_tried_again_after_a_time_without_drafts() -> None:
         chosen_k.append(k)
         now += step_times().estimate(1 + k)
         policy.observe_step(1, 1 + k, step_times().estimate(1 + k))
-        policy.step_done(1, 1, 1, now, drafted=k > 0, comparable=True)
+        policy.step_done(StepDone(1, 1, 1, now, int(k > 0), comparable=True))
         policy.observe_round(drafting, Round(k, k, 0, k > 0))
     assert any(chosen_k[-100:]), "what was useless for long may not be any more"
 

@@ -10,6 +10,7 @@ import pytest
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
+from outrider.engine.measured import StepDone
 from outrider.engine.policy import Policy
 from outrider.engine.sequence import BlockFate
 from outrider.params import SamplingParams, StopParams
@@ -163,8 +164,8 @@ def test_time_without_work_is_no_steps() -> None:
     """A short prompt's step looks like decoding, but nothing says since when it was to run."""
 
     class Witness(Policy):
-        def step_done(self, *_: object, comparable: bool, **__: object) -> None:
-            seen.append(comparable)
+        def step_done(self, step: StepDone) -> None:
+            seen.append(step.comparable)
 
     seen: list[bool] = []
     config = EngineConfig(page_size=4, num_pages=64, max_model_len=64)

@@ -16,6 +16,7 @@ from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
+from outrider.engine.measured import StepDone
 from outrider.engine.policy import Policy
 from outrider.engine.runner import Pending, Runner
 from outrider.engine.sequence import Drafting, Sequence
@@ -213,7 +214,7 @@ class Breaking(Policy):
             raise RuntimeError("a bug")
         return super().split(rows, others_ready, now)
 
-    def step_done(self, *_: object, **__: object) -> None:
+    def step_done(self, step: StepDone) -> None:  # noqa: ARG002
         if self.at_result:
             self.at_result -= 1
             raise RuntimeError("a bug")
