@@ -23,6 +23,7 @@ import argparse
 import asyncio
 import bisect
 import json
+import math
 import random
 import statistics
 import sys
@@ -289,6 +290,9 @@ def _within(ns: int, steps: Sequence[tuple[int, int]]) -> bool:
 
 
 def _deciles(values: Sequence[float]) -> tuple[float, float, float]:
+    if len(values) < 2:  # a request alone, in few turns
+        only = values[0] if values else math.nan
+        return only, only, only
     found = statistics.quantiles(values, n=10)
     return found[0], found[4], found[8]
 

@@ -239,16 +239,19 @@ class _Blocks:
         batch = self._batches.get(route.link)
         if batch is None:
             batch = self._batches[route.link] = draft_pb2.BlockBatch()
-        batch.blocks.add(
+        block = batch.blocks.add(
             session=route.session,
             epoch=route.epoch,
             base_len=tree.base_len,
             token_ids=tree.token_ids,
-            parents=() if tree.is_chain else tree.parents,
             draft_us=self._draft_us,
             method_index=self._methods.get(route.key, 0),
-            draft_probs=[codec.draft_probs_to_proto(probs) for probs in tree.probs],
         )
+        # Most have neither, and to say so takes time, too.
+        if not tree.is_chain:
+            block.parents.extend(tree.parents)
+        if tree.probs:
+            block.draft_probs.extend([codec.draft_probs_to_proto(probs) for probs in tree.probs])
 
     def messages(self) -> Outgoing:
         return {

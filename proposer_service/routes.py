@@ -88,12 +88,13 @@ class Routes:
         for commit in batch.commits:
             route = self._by_name.get((link, commit.session))
             if route is not None and route.epoch == commit.epoch:
-                route.length = max(route.length, commit.base_len + len(commit.tokens))
-                wanted = commit.num_draft_tokens
+                base_len, wanted = commit.base_len, commit.num_draft_tokens
+                tokens = [*commit.tokens]
+                route.length = max(route.length, base_len + len(tokens))
                 # Of tokens that only a draft can have brought.
-                verified = len(commit.tokens) > 1
+                verified = len(tokens) > 1
                 self.pace.committed(route.key, arrived, step_s, verified=verified)
-                self._proposer.commit(route.key, commit.base_len, list(commit.tokens), wanted)
+                self._proposer.commit(route.key, base_len, tokens, wanted)
                 self._want(route.key, wanted)
         for closed in batch.closes:
             route = self._by_name.get((link, closed.session))

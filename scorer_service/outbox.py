@@ -109,20 +109,19 @@ class Outbox:
         length, k = self._told[session.id]
         if k or session.num_draft_tokens or len(session.committed) - length >= HELD_TOKENS:
             self._batch.step_us = step_us
-            self._tell(session)
+            self._tell(session, length)
 
-    def _tell(self, session: Session) -> None:
-        """Sends all that the session has committed since this was last told."""
-        base_len, _ = self._told[session.id]
-        tokens = session.committed[base_len:]
+    def _tell(self, session: Session, base_len: int) -> None:
+        """Sends all that the session has committed since `base_len`, which was told last."""
+        tokens, k = session.committed[base_len:], session.num_draft_tokens
         self._batch.commits.add(
             session=session.id,
             epoch=session.epoch,
             base_len=base_len,
             tokens=tokens,
-            num_draft_tokens=session.num_draft_tokens,
+            num_draft_tokens=k,
         )
-        self._told[session.id] = len(session.committed), session.num_draft_tokens
+        self._told[session.id] = base_len + len(tokens), k
         self._grow(len(tokens))
 
     def features(self, session: Session, rows: FeatureRows) -> None:
@@ -139,7 +138,7 @@ class Outbox:
     def close(self, session: Session) -> None:
         length, k = self._told[session.id]
         if not k and length < len(session.committed):  # what was held back may be worth learning
-            self._tell(session)
+            self._tell(session, length)
         del self._told[session.id]
         self._batch.closes.add(session=session.id, epoch=session.epoch)
         self._grow(0)

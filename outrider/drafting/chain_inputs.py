@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -28,6 +27,8 @@ from outrider.params import SamplingParams
 _START, _COUNT, _SOURCE, _TARGET, _SAMPLING = range(5)
 _TEMPERATURE, _TOP_P, _MIN_P, _TOP_K, _KEYS = range(_SAMPLING, _SAMPLING + 5)
 _TOKENS = _KEYS + 2
+
+_MAX_COLUMNS = 4096  # sessions whose sampling is remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,9 @@ class ChainInputs:
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
         self._ints = self._host.numpy()
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        # By the parameters' id, which is theirs as long as they are kept: hashing them takes longer
+        # than all else of a row.
+        self._columns: dict[int, tuple[SamplingParams, tuple[int, ...]]] = {}
 
     def fill(
         self,
@@ -166,10 +170,7 @@ class ChainInputs:
         if count:
             header[:count, _START] = [row.start for row in slices]
             header[:count, _COUNT] = counts
-            # Branches share their session's: hashing the parameters takes longer than the rest.
-            known = {id(params): params for params in sampling}
-            columns = {key: _sampling_columns(params) for key, params in known.items()}
-            header[:count, _SAMPLING:_TOKENS] = [columns[id(params)] for params in sampling]
+            header[:count, _SAMPLING:_TOKENS] = [self._sampling_columns(each) for each in sampling]
         if copies:
             header[: len(copies), _SOURCE : _TARGET + 1] = copies
         for i in range(max(counts, default=0)):
@@ -245,6 +246,14 @@ class ChainInputs:
             target=known.target,
         )
 
+    def _sampling_columns(self, params: SamplingParams) -> tuple[int, ...]:
+        known = self._columns.get(id(params))
+        if known is None:
+            if len(self._columns) >= _MAX_COLUMNS:
+                self._columns.clear()
+            known = self._columns[id(params)] = params, _sampling_columns(params)
+        return known[1]
+
     def _end_of_rows(self, shape: LoopShape) -> int:
         return 1 + shape.rows * (_TOKENS + shape.query_len)
 
@@ -267,7 +276,6 @@ class ChainInputs:
         return positions.clamp(max=self._max_model_len - 1)
 
 
-@lru_cache(maxsize=4096)
 def _sampling_columns(params: SamplingParams) -> tuple[int, ...]:
     """The columns from `_SAMPLING` to `_TOKENS`, as the bits of int32."""
     floats = np.array([params.temperature, params.top_p, params.min_p], np.float32)

@@ -231,7 +231,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
             # All chains with candidates are drafted together, to one length.
             longest, limit = rows[0].wanted, self.traits.max_model_len
             rows = [
-                replace(row, num_forked=longest)
+                row._replace(num_forked=longest)
                 if row.wanted
                 and row.num_tokens <= _SHORT
                 and row.end + longest <= limit

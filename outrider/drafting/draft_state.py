@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import MutableSequence, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +53,21 @@ class Lookahead:
         If all are, the line goes on after them: along the branch that came true, or, where the
         line itself did, along the branch that continues it. Else nothing is left.
         """
+        if self.branches:
+            self._take_branch(pool, block_table, fresh)
+        known = common_prefix_len(fresh, self.line)
+        if known == len(fresh):
+            self.line = self.line[known:]
+            if self.candidates is not None and self.gaps is not None:
+                self.candidates, self.gaps = self.candidates[known:], self.gaps[known:]
+        else:
+            self.line, self.candidates, self.gaps = [], None, None
+        return known
+
+    def _take_branch(
+        self, pool: BlockPool, block_table: MutableSequence[int], fresh: Sequence[int]
+    ) -> None:
+        """Makes the branch that `fresh` takes part of the line; the others are dropped."""
         on_line = common_prefix_len(fresh, self.line)
         taken = (on_line, fresh[on_line]) if on_line < len(fresh) else self.end
         chosen = next((b for b in self.branches if b.branch[1:] == taken), None)
@@ -66,14 +82,6 @@ class Lookahead:
             self.gaps = np.concatenate((self.gaps[: place + 1], chosen.gaps))
         drop(pool, self.branches)
         self.branches, self.lengthened = [], False
-        known = common_prefix_len(fresh, self.line)
-        if known == len(fresh):
-            self.line = self.line[known:]
-            if self.candidates is not None and self.gaps is not None:
-                self.candidates, self.gaps = self.candidates[known:], self.gaps[known:]
-        else:
-            self.line, self.candidates, self.gaps = [], None, None
-        return known
 
     @property
     def end(self) -> tuple[int, int]:
@@ -117,7 +125,7 @@ class DraftState:
         self.mask = mask  # of what its constraint forbids
         self.samples = samples  # as `SessionStart` says
         self.patient = not once  # its first draft may be left out, until there was one
-        self.block_table: list[int] = []
+        self.block_table = array("i")  # not a list: it is copied whole in every round
         self.computed = 0  # committed tokens whose keys and values are in the cache
         self.ahead = Lookahead()  # what follows them there
         self.hit = False  # the draft that is verified was at hand when it was wanted
@@ -212,7 +220,7 @@ class DraftState:
             hashes.append(key)
         pages = pool.match(hashes)
         pool.share(pages)
-        self.block_table = pages
+        self.block_table.extend(pages)
         self.hashes = hashes[: len(pages)]
         self.computed = len(pages) * page_size
 
@@ -228,14 +236,13 @@ class DraftState:
         """Gives up all that is held beside the text."""
         self.ahead.drop(pool)
         pool.release(self.block_table)
-        self.block_table, self.hashes, self.computed = [], [], 0
+        self.block_table, self.hashes, self.computed = array("i"), [], 0
         if self.mask is not None:
             self.mask.close()
             self.mask = None
 
 
-@dataclass(frozen=True, slots=True)
-class DraftRow:
+class DraftRow(NamedTuple):
     """A session's part in one round."""
 
     state: DraftState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,8 +19,7 @@ from outrider.engine.sampling import Lane, SamplingBatch, sample
 from outrider.params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class ReadyRow:
+class ReadyRow(NamedTuple):
     """A row whose catch-up tokens end its committed text of `length` tokens."""
 
     length: int

@@ -22,7 +22,7 @@ from outrider.drafting.branches import BranchingModel, EagerForks
 from outrider.drafting.chain_inputs import ChainInputs, LoopShape
 from outrider.drafting.draft_steps import Forks, ReadyRow, draft_chains
 from outrider.drafting.draws import Draws
-from outrider.drafting.recorded_loops import RecordedLoops, Recording, chain
+from outrider.drafting.recorded_loops import RecordedLoops, Recording, chains
 from outrider.engine.batch import PackedBatch, RowSlice
 from outrider.engine.cuda.graphs import Record
 from outrider.engine.cuda.ragged_forwards import RaggedForwards
@@ -89,7 +89,7 @@ class GraphChains:
         def eager(rows: list[int]) -> list[list[int]]:
             return draft_chains(self._model, [left[i] for i in rows], [ready[i] for i in rows])
 
-        return self._loops.drafts(left, ready, chain, eager)
+        return self._loops.drafts(left, ready, chains, eager)
 
     def forks(
         self,

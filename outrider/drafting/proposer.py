@@ -212,9 +212,9 @@ class Follower:
     @property
     def at_hand(self) -> TokenIds:
         """The draft that the scorer holds already; empty if it lacks some of what is wanted."""
-        wanted = self.wanted
-        if self.pushed is None or wanted == 0:
+        if self.pushed is None:
             return ()
+        wanted = self.wanted
         path = self.pushed.first_path(wanted)
         return path if len(path) == wanted else ()
 

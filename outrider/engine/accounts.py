@@ -76,16 +76,18 @@ def settle(policy: Policy, committed: Committed) -> tuple[Commit, ...]:
     if committed.decoding:
         plain_s = policy.plain_step_s(len(rows))
         counts.plain_s += plain_s * counts.output_tokens / len(rows)
+    prompts = [len(r.slice.token_ids) for r in rows if r.slice.start < r.seq.num_prompt_tokens]
     done = StepDone(
         num_running=committed.num_running,
         num_rows=len(rows),
         tokens=sum([len(row.output) for row in committed.emitted]),
         at=committed.now,
         drafted=sum([bool(row.draft) for row in rows]),
-        # A row's first step, however short, may follow on any time without work.
-        comparable=committed.decoding
-        and all(row.slice.start >= row.seq.num_prompt_tokens for row in rows)
+        # Rows' first steps, however short, may follow on any time without work.
+        comparable=len(prompts) < len(rows)
         and any(row.seq.drafting.proposer_id is not None for row in rows),
+        prompt_tokens=sum(prompts),
+        followed=sum([row.seq.drafting.blocks > 0 for row in rows]),
     )
     policy.step_done(done)
     return commits

@@ -37,7 +37,8 @@ def choose_draft(seq: Sequence, max_tokens: int) -> ChosenDraft:
     max_depth = seq.max_len - len(seq.token_ids) - 1
     if max_nodes <= 0 or max_depth <= 0:
         return NO_DRAFT
-    if not (seq.drafting.runs_ahead or seq.edits_logits) and is_coupled(seq.request):
+    one_path = seq.drafting.runs_ahead or seq.edits_logits or seq.draft.is_chain
+    if not one_path and is_coupled(seq.request):
         tree = seq.draft.below(seq.draft_node, min(max_nodes, MAX_TREE_NODES), max_depth)
         if not tree.is_chain:
             return ChosenDraft(tree.token_ids, tree.parents)

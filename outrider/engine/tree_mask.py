@@ -59,8 +59,3 @@ def lineages(parents: Sequence[int]) -> NDArray[np.int64]:
     for node, parent in enumerate(parents):
         found.append((found[parent] if parent >= 0 else 0) | 1 << node)
     return np.array(found, np.uint64).view(np.int64)
-
-
-def chain_parents(num_nodes: int) -> tuple[int, ...]:
-    """The parents of a tree with one path."""
-    return tuple(range(-1, num_nodes - 1))

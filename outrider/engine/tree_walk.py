@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from outrider.draft_tree import chain_parents
 from outrider.engine.step import ScheduledRow
-from outrider.engine.tree_mask import chain_parents, depths
+from outrider.engine.tree_mask import depths
 from outrider.engine.verifier import verify_trees
 
 

@@ -7,7 +7,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from outrider.draft_tree import DraftTree
 from outrider.engine.constraint import ConstraintEditor
@@ -30,16 +31,15 @@ MAX_BLOCKS_AT_ONCE = 4  # per session between two steps; the oldest is dropped b
 MAX_SLEEP_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """A validated draft for a session."""
 
     session_id: int
     tree: DraftTree
     proposer_id: str
     draft_us: int
+    arrived_at: float  # perf_counter
     method: str = ""
-    arrived_at: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class EngineWorker:
         self.features = FeatureCommands(self._wakeup, self._push)
         # Under the condition's lock:
         self._commands: deque[_Command] = deque()
-        self._blocks: dict[int, deque[Block]] = {}
+        self._blocks: dict[int, list[Block]] = {}
         self._sessions: set[int] = set()  # submitted and not yet ended
         self._submitted = 0  # submissions among the commands
         self._stopping = False
@@ -159,10 +159,9 @@ class EngineWorker:
         with self._wakeup:
             for block in blocks:
                 if block.session_id in self._sessions:
-                    queue = self._blocks.setdefault(
-                        block.session_id, deque(maxlen=MAX_BLOCKS_AT_ONCE)
-                    )
+                    queue = self._blocks.setdefault(block.session_id, [])
                     queue.append(block)
+                    del queue[:-MAX_BLOCKS_AT_ONCE]
             self._wakeup.notify()
 
     def snapshot(self) -> EngineSnapshot:
@@ -243,15 +242,10 @@ class EngineWorker:
             submitted, stop = self._submitted, self._stopping
         for command in commands:
             command.carry_out(engine)
-        for session_id, queue in blocks.items():
-            for block in queue:
+        for queue in blocks.values():
+            for session_id, tree, proposer_id, draft_us, arrived_at, method in queue:
                 engine.post_block(
-                    session_id,
-                    block.tree,
-                    block.proposer_id,
-                    block.draft_us,
-                    block.arrived_at,
-                    method=block.method,
+                    session_id, tree, proposer_id, draft_us, arrived_at, method=method
                 )
         if commands:
             with self._wakeup:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.draft_tree import chain_parents
 from outrider.engine.batch import Model, RowSlice, pack
 from outrider.engine.loader import build_paged_model
-from outrider.engine.tree_mask import chain_parents
 from outrider.engine.verifier import verify_tree
 from outrider.errors import UnsupportedModelError
 from tests.support.architectures import ARCHITECTURES, REFUSED, VOCAB_SIZE, random_model

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.config import EngineConfig
+from outrider.draft_tree import chain_parents
 from outrider.engine.batch import PackedBatch, RowSlice
 from outrider.engine.cuda.graph_runner import GraphRunner
 from outrider.engine.engine import Engine
@@ -26,7 +27,6 @@ from outrider.engine.runner import Pending, Runner
 from outrider.engine.sequence import Drafting, Sequence
 from outrider.engine.static_step import Bucket, StaticInputs, StaticSizes, cuts, make_buckets
 from outrider.engine.step import ScheduledRow, Step, StepResult
-from outrider.engine.tree_mask import chain_parents
 from outrider.engine.verifier import choose_and_verify
 from outrider.params import (
     SamplingParams,

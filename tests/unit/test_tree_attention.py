@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from outrider.draft_tree import chain_parents
 from outrider.engine.attention import AttentionBackend, AttentionParams
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.cpu.attention import NumbaAttention
 from outrider.engine.kv_cache import KVPools
 from outrider.engine.sdpa import SdpaAttention
-from outrider.engine.tree_mask import MAX_TREE_NODES, chain_parents, depths
+from outrider.engine.tree_mask import MAX_TREE_NODES, depths
 from outrider.features import FeatureSpec
 
 CPU = torch.device("cpu")

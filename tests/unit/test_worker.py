@@ -32,7 +32,7 @@ from outrider.errors import (
     UnavailableError,
 )
 from outrider.features import FeatureWindow
-from outrider.params import SamplingParams, StopParams
+from outrider.params import SamplingParams, StopParams, TokenIds
 from outrider.types import Commit, FinishReason, Request, StepEvents
 from tests.support.hash_model import HashModel, Sequential
 
@@ -389,6 +389,11 @@ def test_stop_gives_up_on_a_forward_that_hangs() -> None:
         model.open.set()
 
 
+def draft(session_id: int, base_len: int, token_ids: TokenIds) -> Block:
+    """A chain of proposer "a" that has just come."""
+    return Block(session_id, DraftTree.chain(base_len, token_ids), "a", 100, time.perf_counter())
+
+
 def test_a_block_wakes_the_row_that_waits_for_it() -> None:
     model = Gate()
     with running(model, policy=Policy(4, max_wait_s=3600)) as (worker, inbox, _):
@@ -398,7 +403,7 @@ def test_a_block_wakes_the_row_that_waits_for_it() -> None:
         worker.set_drafting(5, "a", 4)
         inbox.wait(lambda box: len(box.tokens[5]) == 1)
         base = len(r.prompt_token_ids)
-        worker.post_blocks([Block(5, DraftTree.chain(base, truth), "a", 100)])
+        worker.post_blocks([draft(5, base, truth)])
         inbox.wait(lambda box: 5 in box.ended)
         assert inbox.tokens[5] == truth
         stats = inbox.commits(5)[-1].stats
@@ -415,7 +420,7 @@ def test_blocks_that_come_together_are_used_by_one_step() -> None:
         for i in range(8):
             r = request(i, max_tokens=4)
             truth = Sequential(model).output(r, 64, frozenset())[0]
-            blocks.append(Block(i, DraftTree.chain(len(r.prompt_token_ids), truth), "a", 100))
+            blocks.append(draft(i, len(r.prompt_token_ids), truth))
             worker.submit(r)
             worker.set_drafting(i, "a", 4)
         inbox.wait(lambda box: all(len(box.tokens[i]) == 1 for i in range(8)))
@@ -456,7 +461,7 @@ def test_an_abort_storm_leaves_nothing_behind() -> None:
         for i in range(300):
             worker.submit(request(i, max_tokens=40))
             worker.set_drafting(i, "a", 4)
-            worker.post_blocks([Block(i, DraftTree.chain(1, (1, 2, 3)), "a", 10)])
+            worker.post_blocks([draft(i, 1, (1, 2, 3))])
             worker.abort(i - i % 3)
             worker.abort(10_000 + i)
         kept = {i for i in range(300) if i % 3}
