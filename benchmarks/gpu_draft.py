@@ -79,6 +79,7 @@ class Bench:
             max_model_len=args.max_model_len,
             self_test=False,
             attention_backend=args.attention_backend,
+            int8_weights=args.int8_weights,
         )
         self.kv_bytes = self.model.kv_bytes_per_page / _PAGE_SIZE
         shapes = make_shapes(rows=args.rows, query_lens=(2,), num_tokens=(args.num_tokens,))
@@ -245,6 +246,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     p.add_argument("--repeats", type=int, default=50)
     p.add_argument("--attention-backend", help="default: the engine's choice")
+    p.add_argument("--int8-weights", action="store_true")
     p.add_argument("--dtype", default="bfloat16")
     p.add_argument("--device", default="cuda")
     p.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu_draft"))

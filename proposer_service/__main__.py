@@ -106,9 +106,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
     add(
         "--project-features",
         action=argparse.BooleanOptionalAction,
-        default=False,
         help="eagle3: let the scorer apply the module's first product, so that it sends one "
-        "state per token instead of three",
+        "state per token instead of three; unset: on CUDA",
     )
     add(
         "--dtype",
@@ -117,6 +116,12 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
         "hidden states; else float32",
     )
     add("--device", choices=("cpu", "cuda"), default=draft.device, help="of a model")
+    add(
+        "--quantization",
+        choices=("int8", "none"),
+        help="of a model's weights; unset: int8 on CUDA in bfloat16, beside the weights as they "
+        "are, for products of few rows that it makes faster",
+    )
     add(
         "--attention-backend",
         help="of a model: flash, flash_attn, flashinfer, triton, sdpa; unset: the best that fits",
@@ -219,6 +224,7 @@ def _model(name: str, args: argparse.Namespace, common: dict[str, Any]) -> Model
         "max_model_len": args.max_model_len,
         "device": args.device,
         "attention_backend": args.attention_backend,
+        "quantization": args.quantization,
     }
     if name in HIDDEN_STATE_METHODS:
         return HeadConfig(

@@ -80,6 +80,8 @@ class ModelConfig(MethodConfig):
     device: Literal["cpu", "cuda"] = "cpu"
     attention_backend: str | None = None
     """None: the best that fits."""
+    quantization: Literal["int8", "none"] | None = None
+    """None: int8 where there are kernels for it, which is on CUDA in bfloat16."""
 
     def __post_init__(self) -> None:
         MethodConfig.__post_init__(self)
@@ -87,6 +89,17 @@ class ModelConfig(MethodConfig):
             raise ConfigError("--threads and --kv-cache-memory are at least 1.")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError("--max-model-len is at least 2.")
+        if self.quantization == "int8" and not self._has_int8_kernels:
+            raise ConfigError("--quantization int8 is for --device cuda and --dtype bfloat16.")
+
+    @property
+    def int8_weights(self) -> bool:
+        """Whether weights are read as int8 where that is faster."""
+        return self.quantization != "none" and self._has_int8_kernels
+
+    @property
+    def _has_int8_kernels(self) -> bool:
+        return self.device == "cuda" and self.dtype != "float32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +117,8 @@ class HeadConfig(ModelConfig):
     """As `model`: what it was trained for, whose embedding and head it shares."""
     tree_width: int = TREE_WIDTH
     """1: drafts are chains."""
-    project_features: bool = False
-    """eagle3: let the scorer apply the module's first product."""
+    project_features: bool | None = None
+    """eagle3: let the scorer apply the module's first product. None: on CUDA."""
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
@@ -123,6 +136,12 @@ class HeadConfig(ModelConfig):
             raise ConfigError("--tree-width is at least 1.")
         if self.project_features and self.name != "eagle3":
             raise ConfigError("--project-features is for --method eagle3 alone.")
+
+    @property
+    def projects_features(self) -> bool:
+        """Whether the scorer is asked to, where the module allows it."""
+        told = self.project_features
+        return self.name == "eagle3" and (self.device == "cuda" if told is None else told)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,9 +70,10 @@ def _build(
     fast = torch.bfloat16 if torch.cpu._is_avx512_supported() else torch.float32
     dtype = choose_dtype(method, on_cpu=fast)
     device = torch.device(method.device)
+    ops = choose_llama_ops(device, dtype, int8_weights=method.int8_weights)
     if method.name in _ONE_SHOT:
         head = _ONE_SHOT[method.name](folder, target, dtype, device)
-        choose_llama_ops(device, dtype).tune(head.uses)
+        ops.tune(head.uses)
         with _guesses(method, head, max_sessions) as recorded:
             return OneShotProposer(
                 head,
@@ -86,7 +87,7 @@ def _build(
                 recording=recorded,
             )
     module = _recurrent_loader(method)(folder, target, dtype, device)
-    choose_llama_ops(device, dtype).tune(module.uses)
+    ops.tune(module.uses)
     per_page = PAGE_SIZE * dtype.itemsize
     per_page *= sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in module.kv_layers)
     num_pages = count_pages(method.kv_cache_memory, per_page)
@@ -145,5 +146,5 @@ def _recurrent_loader(method: HeadConfig) -> LoadRecurrent:
         return partial(load_eagle, max_model_len=method.max_model_len)
     return cast(
         LoadRecurrent,
-        partial(load_eagle3, max_model_len=method.max_model_len, project=method.project_features),
+        partial(load_eagle3, max_model_len=method.max_model_len, project=method.projects_features),
     )

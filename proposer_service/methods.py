@@ -114,6 +114,7 @@ def _build_draft_model(method: DraftModelConfig, max_sessions: int) -> tuple[Pro
             max_model_len=method.max_model_len,
             device=torch.device(method.device),
             attention_backend=method.attention_backend,
+            int8_weights=method.int8_weights,
         )
     chain_drafter: ChainDrafter | None = None
     fork_drafter: ForkDrafter = EagerForks(model)

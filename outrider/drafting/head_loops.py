@@ -22,7 +22,7 @@ from outrider.drafting.draft_steps import ReadyRow, draft_chains
 from outrider.drafting.guess_trees import Nodes, TargetDraws
 from outrider.drafting.head_forward import LEAD, HeadForward
 from outrider.drafting.heads.base import RecurrentHead
-from outrider.drafting.recorded_loops import Draft, RecordedLoops, Recording, chain
+from outrider.drafting.recorded_loops import Draft, RecordedLoops, Recording, chains
 from outrider.drafting.tree_steps import draft_trees
 from outrider.engine.attention import AttentionBackend
 from outrider.engine.batch import PackedBatch, RowSlice
@@ -102,7 +102,7 @@ class HeadLoops:
 
         `features` are the states of each slice's tokens, bfloat16 [tokens, width] on the host.
         """
-        return self._drafts(slices, features, ready, chain, partial(draft_chains, lead=LEAD))
+        return self._drafts(slices, features, ready, chains, partial(draft_chains, lead=LEAD))
 
     def trees(
         self,
@@ -115,14 +115,14 @@ class HeadLoops:
 
         Page tables must cover `max_fed_nodes` more than the slices.
         """
-        return self._drafts(slices, features, ready, _nodes, partial(draft_trees, width=width))
+        return self._drafts(slices, features, ready, _trees, partial(draft_trees, width=width))
 
     def _drafts(
         self,
         slices: Sequence[RowSlice],
         features: Sequence[Tensor],
         ready: Sequence[ReadyRow],
-        read: Callable[[NDArray[np.int32], int], Draft],
+        read: Callable[[NDArray[np.int32], Sequence[int]], list[Draft]],
         draft: Callable[[HeadForward, list[RowSlice], list[ReadyRow]], list[Draft]],
     ) -> list[Draft]:
         def feed(long: dict[int, RowSlice]) -> None:
@@ -206,6 +206,11 @@ def _best(everything: Sequence[Tensor], count: int) -> Tensor:
     places = torch.where(above < 0, -1, places)
     ints = (tokens.gather(1, best).to(torch.int32), places.to(torch.int32))
     return torch.stack((*ints, scores.gather(1, best).view(torch.int32)), dim=2)
+
+
+def _trees(drafted: NDArray[np.int32], wanted: Sequence[int]) -> list[Nodes]:
+    """Of what a loop of trees left, int32 [rows, nodes, 3], each row's best nodes."""
+    return [_nodes(row, n) for row, n in zip(drafted, wanted, strict=True)]
 
 
 def _nodes(drafted: NDArray[np.int32], wanted: int) -> Nodes:

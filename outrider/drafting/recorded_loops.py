@@ -8,6 +8,7 @@ any loop's (a prompt) all but the last token is fed first, in a forward of its o
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ class RecordedLoops:
         self._smallest_first = ordered[::-1]
         self._inputs = inputs
         self._output_shapes = {shape: output_shape(shape) for shape in ordered}
-        size = max(int(np.prod(each)) for each in self._output_shapes.values())
+        size = max(math.prod(each) for each in self._output_shapes.values())
         self._output = _Output(size, inputs.device)
         self._find = lru_cache(maxsize=4096)(self._smallest)
         self._loops: dict[LoopShape, Work] = {}
@@ -97,6 +98,9 @@ class RecordedLoops:
         for these would be many launches, and kernels that nobody compiled at the start.
         """
         left = list(slices[: len(ready)])
+        lengths, wanted = [len(row.token_ids) for row in left], [row.wanted for row in ready]
+        if len(left) == len(slices) and self._holds(max(lengths), max(wanted)):
+            return left
         long = dict(enumerate(slices[len(ready) :], start=len(ready)))
         for i, row in enumerate(ready):
             tokens, start = left[i].token_ids, left[i].start
@@ -112,13 +116,13 @@ class RecordedLoops:
         self,
         slices: Sequence[RowSlice],
         ready: Sequence[ReadyRow],
-        read: Callable[[NDArray[np.int32], int], Draft],
+        read: Callable[[NDArray[np.int32], Sequence[int]], list[Draft]],
         eager: Callable[[list[int]], list[Draft]],
         load: Callable[[list[int]], None] = lambda rows: None,  # noqa: ARG005
     ) -> list[Draft]:
         """A draft for each of `ready`, whose catch-ups are `slices`.
 
-        `read` makes one of what a loop left for a row, and of how many tokens it wanted; `load` is
+        `read` makes them of what a loop left, and of how many tokens each row wanted; `load` is
         told which rows run next, and brings what they need besides the slices. `eager` drafts for
         the rows that no loop holds, by number.
         """
@@ -128,16 +132,12 @@ class RecordedLoops:
         drafts: dict[int, Draft] = {}
         for rows in pieces:
             load(rows)
+            theirs = [wanted[i] for i in rows]
             left = self.run(
-                [slices[i] for i in rows],
-                [ready[i].sampling for i in rows],
-                max(ready[i].wanted for i in rows),
-                0,
+                [slices[i] for i in rows], [ready[i].sampling for i in rows], max(theirs), 0
             )
             assert left is not None
-            drafts.update(
-                {i: read(row, ready[i].wanted) for i, row in zip(rows, left, strict=True)}
-            )
+            drafts.update(zip(rows, read(left, theirs), strict=True))
         if others:
             drafts.update(zip(others, eager(others), strict=True))
         return [drafts[i] for i in range(len(ready))]
@@ -148,6 +148,8 @@ class RecordedLoops:
         """The rows that recorded loops hold, by loop, and those that none holds; in order."""
         lengths = [len(row.token_ids) for row in slices]
         rows = range(len(slices))
+        if rows and self._find(len(rows), max(lengths), max(wanted), fanout, False):
+            return [list(rows)], []  # as nearly always: one loop holds all
         held = [i for i in rows if self._find(1, lengths[i], wanted[i], fanout, False)]
         longest = max((lengths[i] for i in held), default=0)
         most = max((wanted[i] for i in held), default=0)
@@ -204,10 +206,10 @@ class RecordedLoops:
         return work
 
 
-def chain(drafted: NDArray[np.int32], wanted: int) -> list[int]:
-    """The first `wanted` tokens of what a loop of chains left for a row: int32 [tokens, 1]."""
-    tokens: list[int] = drafted[:wanted, 0].tolist()
-    return tokens
+def chains(drafted: NDArray[np.int32], wanted: Sequence[int]) -> list[list[int]]:
+    """Of what a loop of chains left, int32 [rows, tokens, 1], each row's first tokens."""
+    tokens: list[list[int]] = drafted[:, :, 0].tolist()
+    return [row[:n] for row, n in zip(tokens, wanted, strict=True)]
 
 
 class _Output:
@@ -225,7 +227,7 @@ class _Output:
 
     def read(self, shape: tuple[int, ...]) -> NDArray[np.int32]:
         """Waits for what was enqueued; a copy."""
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         self._host[:size].copy_(self._device[:size], non_blocking=True)
         if self._done is not None:
             self._done.record()

@@ -47,6 +47,7 @@ def load_model(
     attention_backend: str | None = None,
     features: FeatureSpec | None = None,
     group: RankGroup | None = None,
+    int8_weights: bool = False,
 ) -> PagedModel:
     """Reads a Hugging Face folder (config.json, safetensors) and makes it ready to run.
 
@@ -66,6 +67,7 @@ def load_model(
         attention_backend=attention_backend,
         features=features,
         group=group,
+        int8_weights=int8_weights,
         name=folder.name,
     )
 
@@ -81,13 +83,15 @@ def build_paged_model(
     attention_backend: str | None = None,
     features: FeatureSpec | None = None,
     group: RankGroup | None = None,
+    int8_weights: bool = False,
     name: str = "model",
 ) -> PagedModel:
     """Takes over a loaded `transformers` model; `model` must not be used afterwards.
 
     `attention_backend` is a name of `backends.BACKEND_NAMES`, or None for the best that fits;
     `features` are hidden states to keep beside keys and values. `group`: the ranks among which
-    `transformers` has sharded the model.
+    `transformers` has sharded the model. `int8_weights`: where kernels for it are faster, weights
+    are read as int8, and logits are close to the model's own, no longer equal but for roundings.
     """
     parts: Any = model.eval()
     check_supported(model)
@@ -117,7 +121,7 @@ def build_paged_model(
     step: Step
     if fused:
         sharding = WHOLE if group is None else Sharding(group.ranks.rank, group.ranks.size)
-        ops = choose_llama_ops(parts.device, parts.dtype)
+        ops = choose_llama_ops(parts.device, parts.dtype, int8_weights=int8_weights)
         step = FusedLlama(model, pools, ops, length, sharding)
     else:
         if group is None:
@@ -142,7 +146,9 @@ def build_paged_model(
     return paged
 
 
-def choose_llama_ops(device: torch.device, dtype: torch.dtype) -> LlamaOps:
+def choose_llama_ops(
+    device: torch.device, dtype: torch.dtype, *, int8_weights: bool = False
+) -> LlamaOps:
     """The fastest that run there."""
     if device.type == "cpu" and dtype is not torch.float16:
         from outrider.engine.cpu.ops import NumbaOps
@@ -151,7 +157,7 @@ def choose_llama_ops(device: torch.device, dtype: torch.dtype) -> LlamaOps:
     if device.type == "cuda" and dtype is not torch.float64:
         from outrider.engine.cuda.triton_ops import TritonOps
 
-        return TritonOps()
+        return TritonOps(int8=int8_weights)
     return TorchOps()
 
 

@@ -9,7 +9,8 @@ import torch
 
 from outrider.engine.loader import count_pages
 from outrider.errors import ConfigError
-from proposer_service.config import DraftModelConfig
+from proposer_service.__main__ import parse
+from proposer_service.config import DraftModelConfig, HeadConfig
 from proposer_service.weights import choose_dtype, fitting
 
 
@@ -20,6 +21,33 @@ def test_a_draft_is_computed_in_what_is_fastest_unless_told_otherwise() -> None:
     assert choose_dtype(on_cuda, on_cpu=torch.float32) is torch.bfloat16
     told = replace(on_cuda, dtype="float32")
     assert choose_dtype(told, on_cpu=torch.bfloat16) is torch.float32
+
+
+def test_weights_are_quantized_where_there_are_kernels_for_it() -> None:
+    on_cpu = DraftModelConfig()
+    on_cuda = replace(on_cpu, device="cuda")
+    assert on_cuda.int8_weights
+    assert not on_cpu.int8_weights
+    assert not replace(on_cuda, dtype="float32").int8_weights
+    assert not replace(on_cuda, quantization="none").int8_weights
+    argv = ["--scorer", "127.0.0.1:1", "--quantization", "int8"]
+    for flags in ([], ["--device", "cuda", "--dtype", "float32"], ["--method", "eagle3"]):
+        with pytest.raises(ConfigError, match="--quantization int8 is for --device cuda"):
+            parse([*argv, *flags])
+    config, _ = parse([*argv, "--device", "cuda", "--method", "eagle3"])
+    (method,) = config.methods
+    assert isinstance(method, HeadConfig)
+    assert method.int8_weights
+
+
+def test_a_gpu_s_eagle3_lets_the_scorer_project() -> None:
+    on_cpu = HeadConfig(name="eagle3")
+    on_cuda = replace(on_cpu, device="cuda")
+    assert on_cuda.projects_features
+    assert not on_cpu.projects_features
+    assert not replace(on_cuda, project_features=False).projects_features
+    assert replace(on_cpu, project_features=True).projects_features
+    assert not HeadConfig(name="mtp", device="cuda").projects_features
 
 
 def test_memory_that_holds_nothing_is_told() -> None:

@@ -31,8 +31,12 @@ _EPS = 1e-5  # while measuring: it makes no difference to the time
 class TritonOps(LlamaOps):
     """Implements `LlamaOps` over page-major pools. Safe to capture in a CUDA graph.
 
-    A token whose slot is negative stores no key and no value: padding rows are inert.
+    A token whose slot is negative stores no key and no value: padding rows are inert. `int8`:
+    where that is faster, weights are read as int8.
     """
+
+    def __init__(self, *, int8: bool = False) -> None:
+        self._int8 = int8
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         tokens, hidden = x.shape
@@ -145,7 +149,7 @@ class TritonOps(LlamaOps):
         return linear.fused(way, self.rms_norm(x, norm, eps), out, gated=gated)
 
     def tune(self, uses: Sequence[Use]) -> None:
-        tune(uses, self._run)
+        tune(uses, self._run, int8=self._int8)
 
     def _run(self, use: Use, x: Tensor, out: Tensor) -> Tensor:
         if use.norm is None:

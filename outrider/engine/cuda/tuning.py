@@ -35,6 +35,7 @@ _REPEATS = 11
 _GAIN = 0.002  # of the chain's time, that a candidate must save: less is noise
 _PATIENCE_S = 120.0  # for others that measure
 _TOLERANCE = 0.02  # of the largest output: roundings of bfloat16 in another order
+_INT8_TOLERANCE = 0.05  # and of weights to int8
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,10 @@ class _Kind:
 
 
 @torch.inference_mode()
-def tune(uses: Sequence[Use], run: Run) -> None:
+def tune(uses: Sequence[Use], run: Run, *, int8: bool = False) -> None:
     """Sets the choices of every `FewRowsLinear` among the uses, which are in a step's order.
 
-    Whatever fails or is not faster is left to cuBLAS.
+    Whatever fails or is not faster is left to cuBLAS. `int8`: weights may be quantized.
     """
     choices: dict[_Kind, dict[int, Way]] = {}
     chain: list[tuple[Use, FewRowsLinear]] = []
@@ -59,6 +60,8 @@ def tune(uses: Sequence[Use], run: Run) -> None:
         linear = use.linear
         if not isinstance(linear, FewRowsLinear):
             continue
+        if int8:
+            linear.quantize()
         kind = _kind(use, linear)
         if kind not in choices or size < _COLD_BYTES:
             chain.append((use, linear))
@@ -115,7 +118,7 @@ class _Chain:
         for kind in sorted(first, key=lambda kind: kind.outputs * kind.inner, reverse=True):
             use, linear = first[kind]
             expected = self._outputs(use, linear)
-            for way in CANDIDATES[self._rows]:
+            for way in linear.candidates(self._rows):
                 if not way.takes(kind.inner):
                     continue
                 before = linear.choices.get(self._rows)
@@ -135,7 +138,8 @@ class _Chain:
         way = linear.choices[self._rows]
         try:
             error = (self._outputs(use, linear) - expected).abs().max()
-            if error <= _TOLERANCE * expected.abs().max():
+            tolerance = _INT8_TOLERANCE if way.int8 else _TOLERANCE
+            if error <= tolerance * expected.abs().max():
                 return self._us()
             logger.warning("%s of %d rows is wrong by %s", kind, self._rows, way)
         except Exception as reason:  # of a compiler or a device that nobody has tried

@@ -8,7 +8,13 @@ products.
 one or two rows of x is fastest; it norms x itself, because that costs less than a launch.
 `tile_kernel` multiplies on tensor cores, which takes sixteen rows in the time of one. There x is
 large enough for its way from the cache to count, so programs take many rows of the weight and
-share the inner dimension; the last of them to end adds up what all have left.
+share the inner dimension; the last of them to end adds up what all have left. Of their left operand
+tensor cores take 64 rows at once, which beyond sixteen rows of x are better the weight's.
+
+A weight of int8 has a scale for every row, by which the row's sums are multiplied: half the bytes.
+`int8_strip_kernel` multiplies four numbers in one instruction: to turn each into a float would take
+longer than to read two bytes of it. So x becomes two int8 there, which is finer than bfloat16 but
+where numbers are far below the largest of their row.
 """
 
 import triton
@@ -17,6 +23,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.engine.cuda.kernels.pointwise import silu_mul
 from outrider.engine.cuda.kernels.prefetch import prefetch
+
+
+@triton.jit
+def _finish(
+    here, present, sums, up_sums, dtype: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr
+):
+    """Stores what comes of the sums where they are `present`."""
+    if GATED:  # rounded as by `silu_mul_kernel`
+        gate = sums.to(dtype).to(tl.float32)
+        up = up_sums.to(dtype).to(tl.float32)
+        sums = silu_mul(gate, up, dtype)
+    if ADD:
+        sums += tl.load(here, mask=present, other=0.0).to(tl.float32)
+    tl.store(here, sums.to(dtype), mask=present)
 
 
 @triton.jit(do_not_specialize=["rows"])  # what is compiled at start-up serves all
@@ -66,20 +86,113 @@ def strip_kernel(
         scale = tl.rsqrt(tl.sum(x * x, axis=2, keep_dims=True) / K + eps)
         x = ((x * scale).to(dtype).to(tl.float32) * norm).to(dtype).to(tl.float32)
     sums = tl.sum(weight.to(tl.float32) * x, axis=2)  # [BLOCK_N, ROWS]
-    if GATED:  # rounded as by `silu_mul_kernel`
-        gate = sums.to(dtype).to(tl.float32)
-        up = tl.sum(up_weight.to(tl.float32) * x, axis=2).to(dtype).to(tl.float32)
-        sums = silu_mul(gate, up, dtype)
+    up_sums = sums
+    if GATED:
+        up_sums = tl.sum(up_weight.to(tl.float32) * x, axis=2)
     here = out_ptr + row[None, :] * N + n[:, None]
-    if ADD:
-        sums += tl.load(here, mask=present[None, :], other=0.0).to(tl.float32)
-    tl.store(here, sums.to(dtype), mask=present[None, :])
+    _finish(here, present[None, :], sums, up_sums, dtype, GATED, ADD)
+
+
+@triton.jit
+def _dot4(a, b, ASM: tl.constexpr):
+    """The sum of the products of four int8 each, in an int32."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, 0;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    sums = ((a << 24) >> 24) * ((b << 24) >> 24)
+    for left in tl.static_range(0, 24, 8):
+        sums += ((a << left) >> 24) * ((b << left) >> 24)
+    return sums
+
+
+@triton.jit
+def _sum_int8(weight, high, low, ASM: tl.constexpr):
+    """Products with 128 * high + low, summed over the last axis: float32."""
+    of_high = tl.sum(_dot4(weight, high, ASM), axis=2).to(tl.float32)
+    return 128.0 * of_high + tl.sum(_dot4(weight, low, ASM), axis=2).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def int8_strip_kernel(
+    x_ptr,  # [rows, 4 * K]
+    weight_ptr,  # int32 [N, K], of four int8 each; if GATED [2 * N, K], the gates first
+    scale_ptr,  # float32 [N] or [2 * N]
+    norm_ptr,  # [4 * K], read if NORM
+    out_ptr,  # [rows, N]
+    rows,
+    N,
+    K,
+    eps,  # of the norm
+    NORM: tl.constexpr,  # x is x over its root mean square, times norm
+    GATED: tl.constexpr,  # the output is silu(gate) * up
+    ADD: tl.constexpr,  # to what is in out
+    ROWS: tl.constexpr,  # at least rows
+    BLOCK_N: tl.constexpr,  # divides N
+    BLOCK_K: tl.constexpr,  # at least K
+    ASM: tl.constexpr,  # on a device, not interpreted
+    PDL: tl.constexpr,
+):
+    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    word = tl.arange(0, BLOCK_K)
+    here = n[:, None, None] * K + word[None, None, :]
+    inside = word < K
+    weight = tl.load(
+        weight_ptr + here, mask=inside[None, None, :], other=0, eviction_policy="evict_first"
+    )
+    scale = tl.load(scale_ptr + n)[:, None]
+    if GATED:
+        up_weight = tl.load(
+            weight_ptr + N.to(tl.int64) * K + here,
+            mask=inside[None, None, :],
+            other=0,
+            eviction_policy="evict_first",
+        )
+        up_scale = tl.load(scale_ptr + N + n)[:, None]
+    byte = tl.arange(0, 4)
+    number = (4 * word[:, None] + byte[None, :])[None, :, :]
+    if NORM:
+        norm = tl.load(norm_ptr + number, mask=inside[None, :, None], other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+    row = tl.arange(0, ROWS)
+    present = row < rows
+    dtype = x_ptr.dtype.element_ty
+    x = tl.load(
+        x_ptr + row[:, None, None] * (4 * K) + number,
+        mask=inside[None, :, None] & present[:, None, None],
+        other=0.0,
+    ).to(tl.float32)  # [ROWS, BLOCK_K, 4]
+    if NORM:  # rounded as by `rms_norm_kernel`
+        squares = tl.sum(tl.sum(x * x, axis=2), axis=1)
+        inverse = tl.rsqrt(squares / (4 * K) + eps)[:, None, None]
+        x = ((x * inverse).to(dtype).to(tl.float32) * norm).to(dtype).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.max(tl.abs(x), axis=2), axis=1), 1e-30)
+    unit = largest / 16256.0  # 127 * 128
+    fixed = x / unit[:, None, None]
+    fixed = (fixed + tl.where(fixed < 0.0, -0.5, 0.5)).to(tl.int32)
+    high = (fixed + 64) >> 7
+    low = fixed - 128 * high
+    at = 8 * byte[None, None, :]
+    high = tl.sum((high & 255) << at, axis=2)[None, :, :]  # [1, ROWS, BLOCK_K]
+    low = tl.sum((low & 255) << at, axis=2)[None, :, :]
+
+    unit = unit[None, :]
+    sums = _sum_int8(weight, high, low, ASM) * (scale * unit)  # [BLOCK_N, ROWS]
+    up_sums = sums
+    if GATED:
+        up_sums = _sum_int8(up_weight, high, low, ASM) * (up_scale * unit)
+    there = out_ptr + row[None, :] * N + n[:, None]
+    _finish(there, present[None, :], sums, up_sums, dtype, GATED, ADD)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def tile_kernel(
     x_ptr,  # [rows, K]
     weight_ptr,  # [N, K]; if GATED [2 * N, K], the gates first
+    scale_ptr,  # float32 [N] or [2 * N], read if the weight is int8
     out_ptr,  # [rows, N]
     partial_ptr,  # float32 [tiles, splits, 2 if GATED, ROWS, BLOCK_N], written if splits > 1
     arrived_ptr,  # int32 [tiles], zeros before and after
@@ -93,6 +206,7 @@ def tile_kernel(
     BLOCK_N: tl.constexpr,  # divides N
     BLOCK_K: tl.constexpr,  # at least 64
     STAGES: tl.constexpr,  # blocks of weights on their way
+    WEIGHT_LEFT: tl.constexpr,  # of the two operands of tensor cores
     PDL: tl.constexpr,
 ):
     splits = K // share
@@ -100,7 +214,7 @@ def tile_kernel(
     split = tl.program_id(0) % splits
     n = (tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     k = split * share + tl.arange(0, BLOCK_K)
-    weight_here = weight_ptr + n[None, :] * K + k[:, None]
+    weight_here = weight_ptr + n[:, None] * K + k[None, :]
     up_here = weight_here + N.to(tl.int64) * K
     if PDL:
         gdc_launch_dependents()
@@ -111,24 +225,39 @@ def tile_kernel(
             prefetch(early + N.to(tl.int64) * K, 64)
         gdc_wait()
 
-    row = tl.arange(0, ROWS)
-    present = (row < rows)[:, None]
+    row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK_N)
     x_here = x_ptr + row[:, None] * K + k[None, :]
     dtype = x_ptr.dtype.element_ty
-    sums = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    up_sums = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    if WEIGHT_LEFT:
+        sums = tl.zeros([BLOCK_N, ROWS], tl.float32)
+        up_sums = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    else:
+        sums = tl.zeros([ROWS, BLOCK_N], tl.float32)
+        up_sums = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for start in tl.range(0, share, BLOCK_K, num_stages=STAGES):
-        x = tl.load(x_here + start, mask=present, other=0.0)
+        x = tl.load(x_here + start, mask=(row < rows)[:, None], other=0.0)
         weight = tl.load(weight_here + start, eviction_policy="evict_first")
-        sums = tl.dot(x, weight, sums)
         if GATED:
             up_weight = tl.load(up_here + start, eviction_policy="evict_first")
-            up_sums = tl.dot(x, up_weight, up_sums)
+        if WEIGHT_LEFT:
+            sums = tl.dot(weight.to(dtype), tl.trans(x), sums)
+            if GATED:
+                up_sums = tl.dot(up_weight.to(dtype), tl.trans(x), up_sums)
+        else:
+            sums = tl.dot(x, tl.trans(weight).to(dtype), sums)
+            if GATED:
+                up_sums = tl.dot(x, tl.trans(up_weight).to(dtype), up_sums)
+    if WEIGHT_LEFT:
+        row, column, n = row[None, :], column[:, None], n[:, None]
+        at = column * ROWS + row
+    else:
+        row, column, n = row[:, None], column[None, :], n[None, :]
+        at = row * BLOCK_N + column
+    present = row < rows
 
     if splits > 1:
         kinds: tl.constexpr = 2 if GATED else 1
         size: tl.constexpr = ROWS * BLOCK_N
-        at = row[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         left = partial_ptr + tile * (splits * kinds * size) + at
         tl.store(left + split * kinds * size, sums, mask=present)
         if GATED:
@@ -137,19 +266,16 @@ def tile_kernel(
         if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") < splits - 1:
             return
         tl.store(arrived_ptr + tile, 0)
-        sums = tl.zeros([ROWS, BLOCK_N], tl.float32)
-        up_sums = tl.zeros([ROWS, BLOCK_N], tl.float32)
+        sums = tl.zeros_like(sums)
+        up_sums = tl.zeros_like(up_sums)
         for i in range(splits):  # always in this order
             sums += tl.load(left + i * kinds * size, mask=present, other=0.0, cache_modifier=".cg")
             if GATED:
                 up_sums += tl.load(
                     left + (i * kinds + 1) * size, mask=present, other=0.0, cache_modifier=".cg"
                 )
-    if GATED:  # rounded as by `silu_mul_kernel`
-        gate = sums.to(dtype).to(tl.float32)
-        up = up_sums.to(dtype).to(tl.float32)
-        sums = silu_mul(gate, up, dtype)
-    here = out_ptr + row[:, None] * N + n[None, :]
-    if ADD:
-        sums += tl.load(here, mask=present, other=0.0).to(tl.float32)
-    tl.store(here, sums.to(dtype), mask=present)
+    if weight_ptr.dtype.element_ty == tl.int8:
+        sums *= tl.load(scale_ptr + n)
+        if GATED:
+            up_sums *= tl.load(scale_ptr + N + n)
+    _finish(out_ptr + row * N + n, present, sums, up_sums, dtype, GATED, ADD)
