@@ -1,0 +1,248 @@
+"""The CUDA attention backends against plain torch."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.kernels import DEVICE, DTYPES, ON_GPU, WIDTH, close, randn  # isort: skip - before what needs Triton
+from outrider.engine.attention import AttentionParams
+from outrider.engine.backends import (
+    BACKEND_NAMES,
+    AttentionTraits,
+    choose_backend,
+)
+from outrider.engine.batch import PackedBatch, RowSlice, pack
+from outrider.engine.cuda.paged_attention import TritonPagedAttention
+from outrider.engine.cuda.triton_ops import TritonOps
+from outrider.engine.kv_cache import PageMajorPool
+from outrider.engine.llama_ops import LlamaOps
+from outrider.engine.sdpa import SdpaAttention
+from outrider.errors import ConfigError
+
+pytestmark = pytest.mark.gpu
+
+
+Rows = Sequence[tuple[int, int]]  # (tokens before, query tokens)
+DECODE: Rows = [(511, 1), (3, 1), (130, 1)]
+VERIFY: Rows = [(40, 5), (300, 5), (0, 5)]
+MIXED: Rows = [(0, 70), (100, 5), (12, 1), (64, 3)]
+
+
+def _paged(
+    rows: Rows,
+    page_size: int,
+    shape: tuple[int, int, int],
+    group: int,
+    dtype: torch.dtype,
+    trees: Sequence[tuple[int, ...]] = (),
+) -> tuple[PackedBatch, PageMajorPool, Tensor]:
+    """A batch over scattered pages, and queries that are a part of wider rows, as in a model.
+
+    `trees`: the parents of each row's last tokens.
+    """
+    kv_heads, dim, _ = shape
+    counts = [-(-(start + length) // page_size) for start, length in rows]
+    order = torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(3)).tolist()
+    slices = [
+        RowSlice([1] * length, start, [order.pop() for _ in range(count)], length, parents)
+        for (start, length), count, parents in zip(
+            rows, counts, trees or [()] * len(rows), strict=True
+        )
+    ]
+    pool = PageMajorPool(sum(counts) + 1, page_size, shape, dtype, DEVICE)
+    pool.keys.copy_(randn(*pool.keys.shape, dtype=dtype, seed=4))
+    pool.values.copy_(randn(*pool.values.shape, dtype=dtype, seed=5))
+    tokens, width = sum(length for _, length in rows), kv_heads * group * dim
+    query = randn(tokens, width + 2 * kv_heads * dim, dtype=dtype, seed=6)[:, :width]
+    return pack(slices, page_size, DEVICE), pool, query.view(tokens, kv_heads, group, dim)
+
+
+def _reference(
+    batch: PackedBatch, pool: PageMajorPool, query: Tensor, params: AttentionParams
+) -> Tensor:
+    """In float32 of the same numbers."""
+    wide = PageMajorPool(*pool.keys.shape[:2], pool.shape, torch.float32, DEVICE)
+    wide.keys.copy_(pool.keys)
+    wide.values.copy_(pool.values)
+    sinks = None if params.sinks is None else params.sinks.float()
+    params = AttentionParams(params.scaling, params.sliding_window, params.softcap, sinks)
+    return SdpaAttention(batch).attend(query.float(), wide, params).to(query.dtype)
+
+
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("page_size", [16, 64, 128, 256])
+@pytest.mark.parametrize("rows", [DECODE, VERIFY, MIXED], ids=["decode", "verify", "mixed"])
+@pytest.mark.parametrize("name", [name for name in BACKEND_NAMES if name != "sdpa"])
+def test_backends(name: str, rows: Rows, page_size: int, window: int | None) -> None:
+    dtype = torch.bfloat16
+    traits = AttentionTraits(
+        frozenset({WIDTH}), 8, 2, page_size, dtype, softcap=False, sinks=False, latent=False
+    )
+    try:
+        backend = choose_backend(name, traits, DEVICE)
+    except ConfigError as error:
+        pytest.skip(error.message)
+    batch, pool, query = _paged(rows, page_size, (2, WIDTH, WIDTH), 4, dtype)
+    params = AttentionParams(WIDTH**-0.5, window)
+    attention = backend(batch)
+    expected = _reference(batch, pool, query, params)
+    for _ in range(2):  # the second layer finds everything prepared
+        close(attention.attend(query, pool, params), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32] if not ON_GPU else DTYPES)
+@pytest.mark.parametrize("multiprocessors", [1, 66, 132])
+@pytest.mark.parametrize(
+    ("shape", "group", "extra"),
+    [
+        ((2, 64, 64), 1, {}),
+        ((1, 24, 24), 3, {"sliding_window": 7}),
+        ((2, 32, 16), 2, {"softcap": 3.0}),
+        ((2, 32, 32), 2, {"sinks": True}),
+        ((2, 32, 32), 2, {"sinks": True, "sliding_window": 50}),
+    ],
+)
+def test_triton_attention(
+    dtype: torch.dtype,
+    multiprocessors: int,
+    shape: tuple[int, int, int],
+    group: int,
+    extra: dict[str, float],
+) -> None:
+    rows = [(0, 70), (300, 5)] if multiprocessors == 1 else [(300, 5), (7, 1)]
+    batch, pool, query = _paged(rows, 16, shape, group, dtype)
+    sinks = randn(shape[0] * group, dtype=dtype, seed=7) if "sinks" in extra else None
+    window = extra.get("sliding_window")
+    params = AttentionParams(
+        scaling=shape[1] ** -0.5,
+        sliding_window=None if window is None else int(window),
+        softcap=extra.get("softcap"),
+        sinks=sinks,
+    )
+    actual = TritonPagedAttention(batch, multiprocessors).attend(query, pool, params)
+    close(actual, _reference(batch, pool, query, params), dtype)
+
+
+TREE = (-1, -1, 0, 0, 1, 3, 5, 6)  # of eight nodes
+DEEP = tuple(range(-1, 63))  # as many as fit
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 66, 132])
+@pytest.mark.parametrize("window", [None, 7, 70])
+def test_attention_to_trees(multiprocessors: int, window: int | None) -> None:
+    dtype, shape, group = torch.float32, (2, 32, 32), 3
+    # (before, known tokens, nodes): a chain, a tree at the end of a prompt, trees alone.
+    slices, trees = [(40, 5), (0, 70 + 8), (300, 1 + 8), (90, 1 + 64)], [(), TREE, TREE, DEEP]
+    batch, pool, query = _paged(slices, 16, shape, group, dtype, trees)
+    params = AttentionParams(scaling=0.2, sliding_window=window)
+    actual = TritonPagedAttention(batch, multiprocessors).attend(query, pool, params)
+    close(actual, _reference(batch, pool, query, params), dtype)
+
+
+def _new_tokens(
+    rows: Rows,
+    kv_heads: int,
+    group: int,
+    dim: int,
+    dtype: torch.dtype,
+    trees: Sequence[tuple[int, ...]] = (),
+) -> tuple[PackedBatch, PageMajorPool, Tensor, Tensor]:
+    """A batch whose new slots hold nothing yet, its qkv and its rope."""
+    batch, pool, query = _paged(rows, 16, (kv_heads, dim, dim), group, dtype, trees)
+    nothing = torch.full((len(query), kv_heads, dim), float("nan"), dtype=dtype, device=DEVICE)
+    pool.write(batch.slot_mapping, nothing, nothing)
+    qkv = randn(len(query), (group + 2) * kv_heads * dim, dtype=dtype, seed=8)
+    return batch, pool, qkv, randn(len(query), 2, 2, dim // 2, dtype=dtype, seed=9)
+
+
+def _attend_new(
+    batch: PackedBatch,
+    pool: PageMajorPool,
+    qkv: Tensor,
+    rope: Tensor,
+    multiprocessors: int,
+    window: int | None = None,
+) -> list[tuple[Tensor, PageMajorPool]]:
+    """What attention puts out and the pool afterwards: in one launch, then one after the other."""
+    ops, params = TritonOps(), AttentionParams(pool.shape[1] ** -0.5, window)
+    attention = TritonPagedAttention(batch, multiprocessors)
+    assert attention.takes_new(qkv.shape[1] // pool.shape[0] // pool.shape[1] - 2, params)
+    results = []
+    for attend in (ops.attend_new, partial(LlamaOps.attend_new, ops)):
+        mine = PageMajorPool(*pool.keys.shape[:2], pool.shape, pool.keys.dtype, DEVICE)
+        mine.keys.copy_(pool.keys)
+        mine.values.copy_(pool.values)
+        results.append((attend(qkv.clone(), rope, attention, mine, params), mine))
+    return results
+
+
+def _same(actual: Tensor, expected: Tensor) -> None:
+    """To the bit, but for the order in which compilers may join float32 operations."""
+    if ON_GPU and actual.dtype is torch.float32:
+        close(actual, expected, torch.float32, size=4.0)
+    else:
+        bits = torch.int16 if actual.dtype is torch.bfloat16 else torch.int32
+        assert torch.equal(actual.view(bits), expected.view(bits))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(
+    ("rows", "heads", "multiprocessors"),  # heads: kv_heads, group, dim
+    [
+        ([(0, 1)], (1, 4, 64), 132),
+        ([(511, 1)], (2, 4, 128), 132),
+        ([(300, 5)], (1, 8, 64), 132),
+        ([(62, 16)], (1, 4, 64), 4),  # in the blocks of two programs
+        ([(31, 64)], (1, 1, 64), 132),  # in those of four
+        ([(0, 2), (95, 2), (40, 2)], (2, 1, 128), 132),
+        ([(100, 1), (0, 5), (31, 3), (64, 2), (15, 1), (63, 2), (7, 4), (200, 5)], (1, 4, 64), 33),
+        ([(6 * i, 1) for i in range(16)], (1, 4, 64), 66),
+        ([(5 * i, 1) for i in range(33)], (1, 1, 64), 1),
+        ([(5, 2), (70, 3)], (2, 3, 24), 16),
+    ],
+)
+def test_new_keys_are_stored_where_they_are_read(
+    rows: Rows,
+    heads: tuple[int, int, int],
+    multiprocessors: int,
+    window: int | None,
+    dtype: torch.dtype,
+) -> None:
+    fused, plain = _attend_new(*_new_tokens(rows, *heads, dtype), multiprocessors, window)
+    assert not fused[1].keys.isnan().any()
+    _same(fused[1].keys, plain[1].keys)
+    _same(fused[1].values, plain[1].values)
+    _same(fused[0], plain[0])
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_new_nodes_of_trees(window: int | None) -> None:
+    rows, trees = [(40, 5), (25, 1 + 8), (97, 4)], [(), TREE, TREE]  # of the last half are known
+    step = _new_tokens(rows, 1, 4, 64, torch.float32, trees)
+    fused, plain = _attend_new(*step, 132, window)
+    _same(fused[1].keys, plain[1].keys)
+    _same(fused[0], plain[0])
+
+
+def test_what_fills_up_a_step_harms_no_row() -> None:
+    """Its tokens store to a scratch page, all of them to one slot, or nowhere."""
+    rows, real = [(37, 5), (12, 5), (0, 5), (0, 5)], [5, 2, 0, 0]
+    batch, pool, qkv, rope = _new_tokens(rows, 2, 4, 64, torch.float32)
+    scratch = (set(range(len(pool.keys))) - set(batch.block_table.flatten().tolist())).pop()
+    inert = torch.cat([torch.arange(5) >= count for count in real]).to(DEVICE)
+    slots = batch.slot_mapping.masked_fill(inert, scratch * batch.page_size)
+    slots[-5:] = -1
+    pool.write(batch.slot_mapping[inert], *randn(2, 13, 2, 64, dtype=torch.float32))
+    table = batch.block_table.clone()
+    table[2:] = scratch
+    batch = replace(batch, slot_mapping=slots, block_table=table)
+    fused, plain = _attend_new(batch, pool, qkv, rope, 132)
+    pages = torch.arange(len(pool.keys), device=DEVICE) != scratch
+    _same(fused[1].keys[pages], plain[1].keys[pages])
+    _same(fused[1].values[pages], plain[1].values[pages])
+    _same(fused[0][~inert], plain[0][~inert])

@@ -1,0 +1,117 @@
+"""The CUDA products of few rows against plain torch."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.kernels import ON_GPU, close, randn  # isort: skip - before what needs Triton
+from outrider.engine.cuda.graphs import CudaGraphs
+from outrider.engine.cuda.products import (
+    FewRowsLinear,
+    Int8Weight,
+    Strips,
+    Tiles,
+    Way,
+)
+from outrider.engine.cuda.triton_ops import TritonOps
+from outrider.engine.llama_ops import TorchOps, Use
+
+pytestmark = pytest.mark.gpu
+
+
+def _linear(weight: Tensor, *, int8: bool) -> FewRowsLinear:
+    """Of `weight`; if `int8`, of what quantizing leaves of it, and quantized."""
+    if not int8:
+        return FewRowsLinear(weight)
+    quantized = Int8Weight.of(weight)
+    assert (quantized.numbers.abs().amax(1) == 127).all()
+    rest = quantized.numbers.float() * quantized.scales[:, None]
+    assert (rest - weight.float()).abs().amax() <= 0.51 * quantized.scales.amax()
+    layer = FewRowsLinear(rest.to(weight.dtype))
+    layer.quantize()
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("way", "rows", "inner"),
+    [
+        *((Strips(32, 1), rows, inner) for rows in (1, 2) for inner in (8, 296)),  # no power of two
+        *((Tiles(64, 64, 3, 4, 1), rows, 192) for rows in (1, 5, 16, 17)),
+        *((Tiles(64, 64, 3, 4, 8), rows, 256) for rows in (1, 5, 33)),  # shared by four programs
+        *((Strips(32, 1, int8=True), rows, inner) for rows in (1, 2) for inner in (8, 296)),
+        *((Tiles(64, 64, 3, 4, programs, int8=True), 17, 256) for programs in (1, 8)),
+        *((Tiles(64, 64, 3, 4, programs, weight_left=True), 17, 256) for programs in (1, 8)),
+    ],
+)
+def test_products_of_few_rows(
+    way: Way, rows: int, inner: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.engine.linear.can_prepack", lambda *_: False)  # on CPU
+    # The interpreter takes the bits of bfloat16 for numbers when it multiplies matrices.
+    dtype = torch.bfloat16 if ON_GPU or isinstance(way, Strips) else torch.float32
+    layer = _linear((randn(128, inner, dtype=dtype) * inner**-0.5).to(dtype), int8=way.int8)
+    x, norm = randn(rows, inner, dtype=dtype, seed=1), randn(inner, dtype=dtype, seed=2)
+    plain, ours = TorchOps(), TritonOps()
+    residual = randn(rows, 128, dtype=dtype, seed=3)
+    expected = (
+        plain.norm_linear(x, norm, 1e-5, layer),
+        plain.norm_gated(x, norm, 1e-5, layer),
+        layer.add(x, residual.clone()),
+    )
+    assert way.takes(inner)
+    monkeypatch.setattr(layer, "choice", lambda _: way)
+    out = torch.empty_like(residual)
+    actual = (
+        ours.norm_linear(x, norm, 1e-5, layer, out),
+        ours.norm_gated(x, norm, 1e-5, layer),
+        layer.add(x, residual),
+    )
+    assert actual[0] is out
+    assert actual[2] is residual
+    again = torch.empty_like(residual)
+    assert layer(x, again) is again
+    assert torch.equal(layer(x), again)
+    close(again, x @ layer._weight.t(), dtype, size=4.0)
+    for mine, theirs in zip(actual, expected, strict=True):
+        close(mine, theirs, dtype, size=4.0)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="measures a device")
+def test_tuned_products_in_a_recorded_chain() -> None:
+    """What is chosen, and what starts early, changes nothing but roundings."""
+    dtype, hidden, layers = torch.bfloat16, 2048, 8
+    ops = TritonOps()
+    norm = randn(hidden, dtype=dtype)
+    scale = hidden**-0.5
+    up = [
+        FewRowsLinear(randn(4 * hidden, hidden, dtype=dtype, seed=i) * scale) for i in range(layers)
+    ]
+    down = [
+        FewRowsLinear(randn(hidden, 2 * hidden, dtype=dtype, seed=i) * scale) for i in range(layers)
+    ]
+
+    def chain(x: Tensor) -> Tensor:
+        x = x.clone()
+        for first, second in zip(up, down, strict=True):
+            x = second.add(ops.norm_gated(x, norm, 1e-5, first), x)
+        return x
+
+    inputs = [randn(rows, hidden, dtype=dtype, seed=rows) for rows in (1, 2, 3, 8, 16, 17)]
+    expected = [chain(x) for x in inputs]
+    ops.tune(
+        [
+            use
+            for pair in zip(up, down, strict=True)
+            for use in (Use(pair[0], norm, True), Use(pair[1]))
+        ]
+    )
+    for x, wanted in zip(inputs, expected, strict=True):
+        results: list[Tensor] = []
+        replay = CudaGraphs()(lambda x=x, to=results: to.append(chain(x)))  # type: ignore[misc]
+        replay()
+        first = results[-1].clone()
+        for _ in range(20):
+            replay()
+            assert torch.equal(results[-1], first)
+        error = (results[-1] - wanted).abs().max() / wanted.abs().max()
+        assert error < 0.03
