@@ -5,16 +5,15 @@ Everything maximises one estimate, committed tokens per second of a row:
     goodput(k) = (1 + accepted(k)) / (step_time(rows * (1 + k)) + wait(k))
 
 `accepted(k)` = a + a^2 + ... + a^k with `a` the row's own moving average of acceptance, which
-begins as its proposer's over all rows; step times are measured by size. With k = 0 the row does
-not wait at all and its proposer merely follows.
+begins as its proposer's over all rows; step times are measured by size. For k = 0 no row waits.
 
 Of a draft tree K counts the nodes, which is what a step's time follows, and `a` is the chance that
 the target's token is among a node's children: a round tries one place per level until one fails.
 So `accepted` is taken of the tree's depth, k times the row's measured depth per node.
 
-Where most rows draft on demand, and to wait pays by their proposer's average, a row waits with them
-also if its own acceptance is low: alone it would only run its steps beside their drafts. Such a row
-compares with 1 / (step_time + wait(0)): what verifying costs.
+Where most rows draft on demand, and to wait pays by their proposer's average, a row of low
+acceptance waits with them: alone it would only run its steps beside their drafts. It compares with
+1 / (step_time + wait(0)): what verifying costs.
 
 A draft takes its proposer `D(k)` from the commit to its arrival, measured, corrected by the time
 per drafted token; `h` is the row's share of hits: rounds whose draft was at hand at once. So
@@ -26,27 +25,25 @@ with `w` the row's average wait and k' its present number. (On demand, `w` would
 that does not wait for its drafts has them late, and on a shared device slows them down. And where
 rows share a batch, one that wants less waits no shorter; l - 1, so that all together can shrink.)
 
-A row whose draft is at hand goes at once. One without may go on with one token, or wait. Waiting
-`d` brings accepted(k) more tokens, and costs what the row would commit in `d` otherwise, at the
-rate of a row that never waits: (1 + f) / step_time, with `f` the row's measured average of tokens
-accepted from hits. So it pays as long as
+A row whose draft is at hand goes at once. For one without, waiting `d` brings accepted(k) more
+tokens, and costs what it would commit in `d` otherwise, at the rate of a row that never waits:
+(1 + f) / step_time, with `f` its measured average of tokens accepted from hits. So it pays if
 
     d <= accepted(k) * step_time / (1 + f)
 
 and a row does not wait at all if its proposer's mean delay is beyond that: the draft that comes
 later is used as far as it is still true.
 
-Rows that draft on demand stay together: as one batch a round of theirs takes t(a + b) + D, and in
-two cohorts, one's drafts beside another's step, t(a) + max(t(b), D), which is less only where a
-step's time follows its tokens. There drafting brings little anyway, and where proposer and scorer
-share a device the second D is D and most of a step.
+Rows that draft on demand stay together: in two cohorts, one's drafts beside another's step, a round
+takes t(a) + max(t(b), D) instead of t(a + b) + D, less only where a step's time follows its tokens.
+There drafting brings little, and on a shared device the second D is D and most of a step.
 
 A step takes as long as if each row had as many drafts as the longest. Drafts that came ahead for a
 few of n rows are therefore not verified, but kept, unless (n + gain) / t(n * (1 + k)) is more than
 n / t(n).
 
-What no formula knows is how much drafting slows down the steps beside it, where the two share a
-device. Whether to draft at all is therefore also decided by trial (contest.py).
+No formula knows how much drafting slows down the steps beside it: whether to draft at all is
+also decided by trial (contests.py).
 """
 
 from __future__ import annotations
@@ -54,17 +51,14 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 from itertools import takewhile
 
-from outrider.engine.contest import Contests
+from outrider.engine.acceptance import Acceptance, accepted, expected_gain
+from outrider.engine.contests import Contests
 from outrider.engine.measured import Delay, DraftTimes, StepDone, StepTimes, remember
 from outrider.engine.policy import FIRST_PATIENCE_S, Policy, waits
 from outrider.engine.probe import Probe
 from outrider.engine.sequence import Drafting, Round, Sequence
 from outrider.types import Request
 
-PRIOR_SUCCESSES, PRIOR_TRIALS = 4.0, 5.0  # of a proposer that nobody has seen: worth a try
-FADE = 0.9  # per round, of what is known about a row's acceptance
-PROPOSER_FADE = 0.98  # and about a proposer's, over all its rows
-FORGETTING = 1 / 16  # per round without a draft, of what tells a row from its proposer's others
 NEARLY = 0.95  # of the best goodput: such differences between sizes are noise
 LARGEST_PROBE = 16  # or twice the present K: one round of 128 costs as much as several
 COMPANY_ROUNDS = 4  # over which the share of rows that draft fades
@@ -74,13 +68,6 @@ STEPS_OF_PATIENCE = 3.0
 SLACK = 0.25  # of a mean delay: drafts that took the same for a while may yet be late once
 
 
-def accepted(acceptance: float, depth: float) -> float:
-    """Draft tokens expected to be accepted of so many after one another: a + a^2 + ... + a^n."""
-    if acceptance > 1.0 - 1e-9:
-        return float(depth)
-    return float(acceptance * (1.0 - acceptance**depth) / (1.0 - acceptance))
-
-
 class AdaptivePolicy(Policy):
     """Chooses K by expected goodput, and waits about as long as blocks usually take."""
 
@@ -88,7 +75,7 @@ class AdaptivePolicy(Policy):
         super().__init__(num_speculative_tokens)
         self._steps = StepTimes()
         self._drafts: dict[str, DraftTimes] = {}  # by drafter
-        self._acceptance: dict[str, tuple[float, float]] = {}  # by proposer: successes, trials
+        self._acceptance = Acceptance()
         self._probes: dict[str, Probe] = {}  # by proposer
         self._contests = Contests()
         self._num_steps = 0
@@ -98,10 +85,11 @@ class AdaptivePolicy(Policy):
         self._step_times: dict[int, float] = {}  # by k, the same for all rows until the next step
 
     def choose_k(self, drafting: Drafting, limit: int) -> int:
-        d = drafting
-        d.probing = self._contests.drafting and self._probe(d).on
-        if not self._contests.drafting:
-            return 0
+        d, contest = drafting, self._contests.current
+        if not self.may_wait:  # as few as tell that they come, or none
+            d.probing = False
+            return min(limit, 1) if contest.following else 0
+        d.probing = (contest.beginning and not d.runs_ahead) or self._probe(d.proposer_id).on
         if d.probing:
             return min(limit, max(LARGEST_PROBE, 2 * d.num_draft_tokens))
         plain = self._step_time(0)
@@ -130,8 +118,8 @@ class AdaptivePolicy(Policy):
         mine = rates(d.successes / d.trials)
         best, without = max(mine), 1.0 / plain
         if best <= without and self._in_company(d):
-            successes, trials = self._acceptance[d.proposer_id or ""]
-            if max(rates(successes / trials)) > without:
+            others = self._acceptance.of_proposer(d)
+            if others is not None and max(rates(others)) > without:
                 without = 1.0 / (plain + wait_s)
         self._company += ((best > without) - self._company) / (COMPANY_ROUNDS * self._num_rows)
         if best <= without:
@@ -140,8 +128,7 @@ class AdaptivePolicy(Policy):
 
     def _in_company(self, d: Drafting) -> bool:
         """Whether most rows wait for drafts on demand, and this one with them in any case."""
-        known = self._num_rows > 1 and (d.proposer_id or "") in self._acceptance
-        return known and not d.runs_ahead and self._company > 0.5
+        return self._num_rows > 1 and not d.runs_ahead and self._company > 0.5
 
     def patience(self, seq: Sequence) -> float:
         """Blocks' mean delay and a little more, at most as long as waiting pays.
@@ -155,7 +142,7 @@ class AdaptivePolicy(Policy):
             prefill_s = seq.counters.prefill_s / self._num_running  # it took all prompts, too
             allowed = min(FIRST_PATIENCE_S, STEPS_OF_PATIENCE * step + prefill_s)
             return max(0.0, d.awaited_since + allowed - d.committed_at)
-        worth = max(MIN_PATIENCE_S, _gain(d) * step / (1.0 + d.free_tokens))
+        worth = max(MIN_PATIENCE_S, expected_gain(d) * step / (1.0 + d.free_tokens))
         times = self._drafts.get(d.drafter)
         if times is None:
             return min(MAX_PATIENCE_S, worth)
@@ -203,7 +190,7 @@ class AdaptivePolicy(Policy):
         with_draft = [seq.drafting for seq in rows if seq.draft is not None]
         if not with_draft or any(d.probing or not d.runs_ahead for d in with_draft):
             return True
-        gain = sum(map(_gain, with_draft))
+        gain = sum(map(expected_gain, with_draft))
         n, k = len(rows), max([d.num_draft_tokens for d in with_draft])
         return (n + gain) * self._steps.estimate(n) >= n * self._steps.estimate(n * (1 + k))
 
@@ -223,18 +210,14 @@ class AdaptivePolicy(Policy):
 
     def drafting(self, request: Request) -> Drafting:
         d = super().drafting(request)
-        d.successes, d.trials = PRIOR_SUCCESSES, PRIOR_TRIALS
+        self._acceptance.begin(d)
         return d
 
     def expect(self, drafting: Drafting, proposer_id: str) -> None:
         if proposer_id not in self._probes:  # what drafting costs was measured with others
-            remember(self._probes, proposer_id, Probe())
+            self._probe(proposer_id)
             self._contests = Contests()
-        known = self._acceptance.get(proposer_id)
-        if known is not None:
-            successes, trials = known
-            drafting.successes = PRIOR_TRIALS * successes / trials
-            drafting.trials = PRIOR_TRIALS
+        self._acceptance.join(drafting, proposer_id)
 
     def observe_delay(self, drafting: Drafting, delay: Delay) -> None:
         times = self._drafts.get(drafting.drafter) or DraftTimes()
@@ -243,22 +226,9 @@ class AdaptivePolicy(Policy):
 
     def observe_round(self, drafting: Drafting, round_: Round) -> None:
         d = drafting
-        if not round_.drafted:  # what is known of the row grows old: more and more its proposer's
-            successes, trials = self._acceptance.get(d.proposer_id or "", (d.successes, d.trials))
-            d.successes += (PRIOR_TRIALS * successes / trials - d.successes) * FORGETTING
-            d.trials += (PRIOR_TRIALS - d.trials) * FORGETTING
-        else:
-            accepted, tried = round_.accepted, round_.tried
-            d.successes = FADE * d.successes + accepted
-            d.trials = FADE * d.trials + tried
-            d.levels += (round_.depth / round_.drafted - d.levels) * (1 - FADE)
-            prior = (PRIOR_SUCCESSES, PRIOR_TRIALS)
-            successes, trials = self._acceptance.get(d.proposer_id or "", prior)
-            successes = PROPOSER_FADE * successes + accepted
-            trials = PROPOSER_FADE * trials + tried
-            remember(self._acceptance, d.proposer_id or "", (successes, trials))
+        self._acceptance.observe(d, round_)
         most = d.probing or d.num_draft_tokens >= min(d.limit, d.proposer_limit)
-        self._probe(d).observe(self._num_steps, most=most, drafted=round_.drafted > 0)
+        self._probe(d.proposer_id).observe(self._num_steps, most=most, drafted=round_.drafted > 0)
 
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         self._num_steps += 1
@@ -269,10 +239,12 @@ class AdaptivePolicy(Policy):
     def step_done(self, step: StepDone) -> None:
         self._num_running = max(1, step.num_running)
         self._contests.step_done(step)
+        if self._contests.current.following:  # beside prompts drafts take long
+            self._drafts.clear()
 
     @property
     def may_wait(self) -> bool:
-        return self._contests.drafting
+        return self._contests.current.drafting and not self._contests.current.following
 
     @property
     def undrafted_sizes(self) -> frozenset[int]:
@@ -281,9 +253,9 @@ class AdaptivePolicy(Policy):
     def plain_step_s(self, num_rows: int) -> float:
         return self._steps.estimate(num_rows)
 
-    def _probe(self, d: Drafting) -> Probe:
+    def _probe(self, proposer_id: str | None) -> Probe:
         """Counted on from row to row: answers may all be too short for a probe of their own."""
-        name = d.proposer_id or ""
+        name = proposer_id or ""
         if name not in self._probes:
             remember(self._probes, name, Probe())
         return self._probes[name]
@@ -294,11 +266,6 @@ class AdaptivePolicy(Policy):
         if known is None:
             known = self._step_times[k] = self._steps.estimate(self._num_rows * (1 + k))
         return known
-
-
-def _gain(d: Drafting) -> float:
-    """Draft tokens of a row's round that are expected to be accepted."""
-    return accepted(d.successes / d.trials, d.num_draft_tokens * d.levels)
 
 
 def _on_demand(seq: Sequence) -> bool:

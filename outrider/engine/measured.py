@@ -103,7 +103,9 @@ class StepDone(NamedTuple):
     tokens: int  # committed
     at: float  # when it ended
     drafted: int  # rows that verified a draft
-    comparable: bool  # no prompt was processed, and somebody could have drafted for a row
+    comparable: bool  # a row goes on from the step before, and a proposer is there
+    followed: int  # rows that a proposer has answered at all
+    prompt_tokens: int = 0  # that were processed
 
 
 class Delay(NamedTuple):

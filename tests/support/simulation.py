@@ -165,6 +165,7 @@ class World:
         self.committed: dict[int, list[int]] = {}
         self.last: dict[int, Commit] = {}
         self.rows_per_step: list[int] = []
+        self.next_request: Callable[[], Request] | None = None  # whenever one has ended
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._blocks: list[_Block] = []
@@ -188,9 +189,9 @@ class World:
             self._open(self.players[request.session_id % len(self.players)], request.session_id)
         self.at(self.now, self._work)
 
-    def run(self) -> None:
-        """Until every request has ended."""
-        while len(self.last) < len(self.requests):
+    def run(self, until: float = float("inf")) -> None:
+        """Until every request has ended, or it is so late."""
+        while len(self.last) < len(self.requests) and self.now < until:
             assert self._events, "nothing will ever happen again"
             when, _, what = heapq.heappop(self._events)
             self.now = max(self.now, when)
@@ -249,6 +250,8 @@ class World:
             player = next((p for p in self.players if session in p.keys), None)
             if commit.finish_reason is not None:
                 self.last[session] = commit
+                if self.next_request is not None:
+                    self.at(self.now, lambda: self.submit(self.next_request()))
                 if player is not None:
                     key = player.keys.pop(session)
                     messages[player.id].append(lambda p, k=key: self._closed(p, k))

@@ -1,0 +1,64 @@
+"""How likely a drafted token is accepted: of a row, and of all rows that a proposer drafts for."""
+
+from __future__ import annotations
+
+from outrider.engine.measured import remember
+from outrider.engine.sequence import Drafting, Round
+
+PRIOR_SUCCESSES, PRIOR_TRIALS = 4.0, 5.0  # of a proposer that nobody has seen: worth a try
+FADE = 0.9  # per round, of what is known about a row's acceptance
+PROPOSER_FADE = 0.98  # and about a proposer's, over all its rows
+FORGETTING = 1 / 16  # per round without a draft, of what tells a row from its proposer's others
+
+
+def accepted(acceptance: float, depth: float) -> float:
+    """Draft tokens expected to be accepted of so many after one another: a + a^2 + ... + a^n."""
+    if acceptance > 1.0 - 1e-9:
+        return float(depth)
+    return float(acceptance * (1.0 - acceptance**depth) / (1.0 - acceptance))
+
+
+def expected_gain(d: Drafting) -> float:
+    """Draft tokens of a row's round that are expected to be accepted."""
+    return accepted(d.successes / d.trials, d.num_draft_tokens * d.levels)
+
+
+class Acceptance:
+    """Fading successes and trials, by proposer here, by row in its `Drafting`."""
+
+    def __init__(self) -> None:
+        self._by_proposer: dict[str, tuple[float, float]] = {}  # successes, trials
+
+    def __len__(self) -> int:
+        return len(self._by_proposer)
+
+    def of_proposer(self, d: Drafting) -> float | None:
+        """The mean over all rows of a row's proposer; None if nothing is known of it."""
+        known = self._by_proposer.get(d.proposer_id or "")
+        return None if known is None else known[0] / known[1]
+
+    def begin(self, d: Drafting) -> None:
+        """Of a row nothing is known yet."""
+        d.successes, d.trials = PRIOR_SUCCESSES, PRIOR_TRIALS
+
+    def join(self, d: Drafting, proposer_id: str) -> None:
+        """With a proposer that is known a row begins as its others are on average."""
+        if proposer_id in self._by_proposer:
+            successes, trials = self._by_proposer[proposer_id]
+            d.successes, d.trials = PRIOR_TRIALS * successes / trials, PRIOR_TRIALS
+
+    def observe(self, d: Drafting, round_: Round) -> None:
+        """A row's round verified tokens, perhaps none."""
+        name = d.proposer_id or ""
+        if not round_.drafted:  # what is known of the row grows old: more and more its proposer's
+            successes, trials = self._by_proposer.get(name, (d.successes, d.trials))
+            d.successes += (PRIOR_TRIALS * successes / trials - d.successes) * FORGETTING
+            d.trials += (PRIOR_TRIALS - d.trials) * FORGETTING
+            return
+        d.successes = FADE * d.successes + round_.accepted
+        d.trials = FADE * d.trials + round_.tried
+        d.levels += (round_.depth / round_.drafted - d.levels) * (1 - FADE)
+        successes, trials = self._by_proposer.get(name, (PRIOR_SUCCESSES, PRIOR_TRIALS))
+        successes = PROPOSER_FADE * successes + round_.accepted
+        trials = PROPOSER_FADE * trials + round_.tried
+        remember(self._by_proposer, name, (successes, trials))

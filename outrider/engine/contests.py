@@ -1,0 +1,89 @@
+"""A contest of drafts against none per size of batch, beside prompts that come and go.
+
+What a prompt takes without drafts is taken off its step, and what it takes more beside drafts, here
+or at the proposer, is left.
+"""
+
+from __future__ import annotations
+
+from outrider.engine.contest import STRETCH, TRIAL_STEPS, Contest
+from outrider.engine.measured import StepDone
+
+MANY = 16  # rows, which begin without drafts where nothing is known of them
+LARGEST = 16  # bit length of a number of rows
+PROMPTS_KEPT = 0.8  # per step with prompts, of what is known of their price
+
+
+class Contests:
+    """A contest per size of batch, by powers of two: which way is better depends on it.
+
+    A size begins with what was better at the size before it: while answers end one by one, each
+    size lasts a few steps, too few to find out anew. A number of rows that goes up and down around
+    a power of two stays one size.
+    """
+
+    def __init__(self) -> None:
+        self._size = 1
+        self.current = _contest(1, champion=True)  # of the present size
+        self._by_size = {1: self.current}
+        self._last_step_at: float | None = None
+        self._prompts_s = self._prompt_tokens = 0.0  # what prompts took without drafts
+
+    @property
+    def undrafted_sizes(self) -> frozenset[int]:
+        """Numbers of rows, by their bit length, at which rows are not to draft now."""
+        return frozenset([size for size in range(1, LARGEST + 1) if not self._drafts_at(size)])
+
+    def step_done(self, step: StepDone) -> None:
+        """A step ended."""
+        before, self._last_step_at = self._last_step_at, step.at
+        if self._resized(step.num_running):
+            self.current.settle()
+        elif step.comparable and before is not None:
+            seconds = step.at - before
+            if step.prompt_tokens:
+                if not self.current.step_s:
+                    return
+                seconds -= self._price(step.prompt_tokens, seconds - self.current.step_s)
+            self.current.observe(
+                step.tokens / step.num_running,
+                max(0.0, seconds),
+                drafted=step.drafted / step.num_running,
+                rounds=step.num_rows / step.num_running,
+                followed=step.followed / step.num_running,
+            )
+
+    def _price(self, num_tokens: int, seconds: float) -> float:
+        """What prompts take where nothing is drafted. Until that is known, what they took now."""
+        if self.current.settled and not self.current.drafting:
+            self._prompts_s = PROMPTS_KEPT * self._prompts_s + max(0.0, seconds)
+            self._prompt_tokens = PROMPTS_KEPT * self._prompt_tokens + num_tokens
+        known = self._prompt_tokens
+        return num_tokens * self._prompts_s / known if known else seconds
+
+    def _resized(self, num_rows: int) -> bool:
+        """Whether rows became so many more or fewer that another contest is theirs."""
+        least = 1 << self._size - 1  # rows of this size; the most are 2 * least - 1
+        if 3 * least <= 4 * num_rows < 10 * least:
+            return False
+        size = num_rows.bit_length()
+        if size not in self._by_size:
+            self._by_size[size] = _contest(size, champion=self._drafts_at(size))
+        self._size, self.current = size, self._by_size[size]
+        return True
+
+    def _drafts_at(self, size: int) -> bool:
+        if abs(size - self._size) <= 1:
+            return self.current.drafting  # it stays the same if only a few rows come or go
+        if size in self._by_size:
+            return self._by_size[size].drafting
+        return self.current.champion and (self.current.decided or size < MANY.bit_length())
+
+
+def _contest(size: int, *, champion: bool) -> Contest:
+    """For batches of this bit length: the fewer rows, the more of their steps say as much."""
+    return Contest(
+        max(TRIAL_STEPS, 2 * STRETCH >> size),
+        champion=champion,
+        trial_steps=min(STRETCH, max(TRIAL_STEPS, 8 * STRETCH >> size)),
+    )
