@@ -64,6 +64,16 @@ class PairConfig:
 
 
 @dataclass(frozen=True)
+class Load:
+    """Requests of which `in_flight` run at a time: the next begins when one ends."""
+
+    prompts: tuple[TokenIds, ...]
+    in_flight: int
+    temperature: float
+    max_tokens: int
+
+
+@dataclass(frozen=True)
 class Sample:
     """The same prompts without speculation, then with it."""
 
@@ -122,20 +132,17 @@ class Pair:
         """What the proxy adds to the way there and back."""
         self._tell_proxy({"delay_s": milliseconds / 2e3})
 
-    async def warm_up(self, group: Sequence[TokenIds]) -> None:
-        """Both models have met the sizes that a few requests bring."""
-        for temperature in (0.0, 1.0):
-            await self._run(group, temperature, 32, speculate=True)
+    async def rehearse(self, load: Load) -> None:
+        """Runs `load` with speculation, unmeasured: kernels are compiled, a policy learns."""
+        await self._run(load, speculate=True)
 
-    async def sample(
-        self, group: Sequence[TokenIds], temperature: float, args: argparse.Namespace
-    ) -> Sample:
-        """`group` at once, without speculation and with it."""
-        plain, plain_s, _ = await self._run(group, temperature, args.max_tokens, speculate=False)
+    async def sample(self, load: Load) -> Sample:
+        """`load` without speculation and with it."""
+        plain, plain_s, _ = await self._run(load, speculate=False)
         before = self._tell_proxy({})
-        texts, seconds, aux = await self._run(group, temperature, args.max_tokens, speculate=True)
+        texts, seconds, aux = await self._run(load, speculate=True)
         after = self._tell_proxy({})
-        if not aux["drafted"] and len(group) == 1:
+        if not aux["drafted"] and load.in_flight == 1:
             raise ProcessError("nothing was drafted; the proposer does not work")
         num_tokens = sum(map(len, texts))
         return Sample(
@@ -149,30 +156,31 @@ class Pair:
         )
 
     async def _run(
-        self, group: Sequence[TokenIds], temperature: float, max_tokens: int, *, speculate: bool
+        self, load: Load, *, speculate: bool
     ) -> tuple[list[list[int]], float, dict[str, float]]:
+        slots = asyncio.Semaphore(load.in_flight)
+
+        async def one(seed: int, prompt: TokenIds) -> tuple[list[int], common_pb2.AuxInfo]:
+            async with slots:
+                return await self._generate(prompt, load, seed, speculate)
+
         started = time.perf_counter()
-        answers = await asyncio.gather(
-            *(
-                self._generate(prompt, temperature, max_tokens, seed, speculate)
-                for seed, prompt in enumerate(group)
-            )
-        )
+        answers = await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(load.prompts)))
         seconds = time.perf_counter() - started
         aux = {name: sum(float(getattr(a, name)) for _, a in answers) for name in _SUMMED}
         undrafted = sum(a.k_histogram[0] if a.k_histogram else 0 for _, a in answers)
         return [text for text, _ in answers], seconds, aux | {"undrafted_rounds": undrafted}
 
     async def _generate(
-        self, prompt: TokenIds, temperature: float, max_tokens: int, seed: int, speculate: bool
+        self, prompt: TokenIds, load: Load, seed: int, speculate: bool
     ) -> tuple[list[int], common_pb2.AuxInfo]:
         text: list[int] = []
         aux = common_pb2.AuxInfo()
         async for message in self._stub.Generate(
             scorer_pb2.ScorerServiceGenerateRequest(
                 prompt_token_ids=prompt,
-                sampling=common_pb2.SamplingParams(temperature=temperature, seed=seed),
-                stop=common_pb2.StopParams(max_tokens=max_tokens, ignore_eos=True),
+                sampling=common_pb2.SamplingParams(temperature=load.temperature, seed=seed),
+                stop=common_pb2.StopParams(max_tokens=load.max_tokens, ignore_eos=True),
                 speculation=common_pb2.SpeculationParams(enabled=speculate),
             ),
             timeout=self._config.timeout_s,

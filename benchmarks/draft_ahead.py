@@ -2,63 +2,41 @@
 
     python -m benchmarks.draft_ahead --simulated            # on a CPU, with slowed clocks
     python -m benchmarks.draft_ahead --model TARGET --draft-model DRAFT --device cuda \
-        --dtype bfloat16 --draft-dtype bfloat16 --scorer-gpu 0 --proposer-gpu 1
+        --dtype bfloat16 --draft-dtype bfloat16 --scorer-gpu 0 --proposer-gpu 1 --vllm FOLDER|PYTHON
 
 A scorer and, one mode after the other, a proposer as processes; between them the delay proxy.
 Modes: `colocated` and `remote` draft on demand, colocated on the GPU of the scorer, no proxy;
-`ahead` drafts ahead on the proposer's GPU. Each repetition runs the same prompts without
-speculation right before, and a speed-up is the median of the repetitions' ratios. Beside it stands
-what the formulas of ahead_model.py say for the measured step and draft times, acceptance and hit
-rates. `gpu-normalised` divides by the GPUs that take part.
+`ahead` drafts ahead on the proposer's GPU. A sample is `--waves` times as many requests as are in
+flight. Each repetition runs the same prompts without speculation right before, and a speed-up is
+the median of the repetitions' ratios; before the first of them one sample is not measured. Beside
+it stands what the formulas of ahead_model.py say for the measured step and draft times, acceptance
+and hit rates. `gpu-normalised` divides by the GPUs that take part. With `--vllm` the same prompts
+go to vLLM's two modes on one GPU, after Outrider's processes ended; their speed-ups, too, are over
+Outrider without speculation.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import json
 import shlex
-import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 
 from benchmarks import prompts, report
-from benchmarks.ahead_model import Times, drafted_ahead, on_demand
-from benchmarks.ahead_pair import Pair, PairConfig, Sample
-from benchmarks.processes import stopping
-from benchmarks.program import guarded
+from benchmarks.ahead_pair import Load, Pair, PairConfig
+from benchmarks.ahead_rows import Cell, Row, against_vllm, line, markdown, row_of, vllm_row
+from benchmarks.processes import ProcessError, stopping
+from benchmarks.program import guarded, say
+from benchmarks.prompts import Prompts
+from benchmarks.vllm_modes import METHODS, VllmModes, VllmPlace
 from outrider.models.resolve import resolve_model
 
 MODES = ("colocated", "remote", "ahead")
-_HOST_MS = 0.5  # c of the formulas: two event loops and the engine's own time
-
-
-@dataclass(frozen=True)
-class Row:
-    """One mode, delay, batch and temperature."""
-
-    mode: str
-    round_trip_ms: float  # added
-    batch: int
-    temperature: float
-    tokens_per_s: float
-    speed_up: float  # over no speculation
-    predicted: float | None  # batch 1 only: the formulas know no batch
-    gpu_normalised: float  # tokens per second and GPU
-    acceptance_length: float  # tokens per round that had a draft
-    acceptance: float
-    hit_rate: float
-    hits_after_hit: float
-    hits_after_miss: float
-    late: float  # share of rounds
-    wrong: float
-    bytes_to: float  # per request and round, from the proposer
-    bytes_from: float
-    texts_equal: float  # share
 
 
 def parser() -> argparse.ArgumentParser:
@@ -86,9 +64,18 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-tokens", type=int, default=96)
     p.add_argument("--max-prompt-tokens", type=int, default=256)
     p.add_argument("--rounds", type=int, default=3, help="repetitions")
+    p.add_argument(
+        "--waves",
+        type=int,
+        default=3,
+        help="requests of a sample by how many are in flight: their starts and ends overlap then; "
+        "1: all begin together",
+    )
     p.add_argument("--prompts", type=Path, help="JSON lines; default: the held-out prompts")
     p.add_argument("--scorer-flags", default="", help="more of them, quoted")
     p.add_argument("--proposer-flags", default="", help="more of them, quoted")
+    p.add_argument("--vllm", help="a folder of vLLM's wheels for this Python, or another Python")
+    p.add_argument("--vllm-memory", type=float, default=0.4, help="part of the GPU")
     p.add_argument("--timeout", type=float, default=300.0, help="seconds, per process or request")
     p.add_argument(
         "--out", type=Path, default=Path("benchmarks/results/draft_ahead"), help="without suffix"
@@ -98,139 +85,111 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: measured, and texts equal where they must be; 1: a text differs; 2: it could not run."""
-    args = parser().parse_args(argv)
+    p = parser()
+    args = p.parse_args(argv)
+    if min(args.waves, args.rounds, *args.batch) < 1:
+        p.error("--waves, --rounds and --batch are at least 1")
+    if args.vllm is not None and args.simulated:
+        p.error("nothing slows vLLM down: give --vllm or --simulated")
+    if args.vllm is not None and 0.0 not in args.temperature:
+        p.error("vLLM is measured at temperature 0: add it to --temperature")
     return guarded(lambda: _run(args))
 
 
 def _run(args: argparse.Namespace) -> int:
-    with contextlib.ExitStack() as cleanup:
-        log_dir = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="ahead-")))
-        children = cleanup.enter_context(stopping([]))
-        config = PairConfig.from_args(args)
-        rows = asyncio.run(_measure(args, Pair(config, children, log_dir)))
-    text = _table(rows)
-    print(text)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    command = shlex.join(["python", "-m", "benchmarks.draft_ahead", *sys.argv[1:]])
-    setup = {**report.machine(), "command": command, "step_ms": args.step_ms}
-    found = {"setup": setup, "results": [asdict(row) for row in rows]}
-    args.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    args.out.with_suffix(".md").write_text(text)
-    # In bfloat16 a text may part at a near tie.
-    return int(args.dtype == "float32" and any(row.texts_equal < 1.0 for row in rows))
-
-
-async def _measure(args: argparse.Namespace, pair: Pair) -> list[Row]:
+    place = VllmPlace.find(args.vllm)
     target = resolve_model(args.model, "target")
-    loaded = prompts.load(args.prompts, target, count=64, max_prompt_tokens=args.max_prompt_tokens)
-    rows: list[Row] = []
+    count = (args.rounds + 1) * args.waves * max(args.batch)
+    loaded = prompts.load(
+        args.prompts, target, count=count, max_prompt_tokens=args.max_prompt_tokens
+    )
+    found = _Found(args, loaded)
+    with tempfile.TemporaryDirectory(prefix="ahead-") as name:
+        with stopping([]) as children:
+            pair = Pair(PairConfig.from_args(args), children, Path(name))
+            asyncio.run(_measure(args, pair, loaded, found))
+        if place is not None:
+            _vllm(args, place, loaded, Path(name), found)
+    print(found.write())
+    # In bfloat16 a text may part at a near tie.
+    return int(
+        args.dtype == "float32" and any(row.texts_equal not in (None, 1.0) for row in found.rows)
+    )
+
+
+class _Found:
+    """What was measured so far, written with each row: the machine may be one by the hour."""
+
+    def __init__(self, args: argparse.Namespace, loaded: Prompts) -> None:
+        self.rows: list[Row] = []
+        self.notes: list[str] = []
+        self._out: Path = args.out
+        self._setup = {
+            **report.machine(),
+            "command": shlex.join(["python", "-m", "benchmarks.draft_ahead", *sys.argv[1:]]),
+            "prompts": f"{len(loaded.token_ids)} of {loaded.file} (sha256 {loaded.sha256[:12]})",
+            "waves": args.waves,
+            "step_ms": args.step_ms,
+        }
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        say(line(row))
+        self.write()
+
+    def write(self) -> str:
+        """`--out`.json and .md; returns the latter."""
+        text = markdown(self.rows, self.notes)
+        rows = [asdict(row) for row in self.rows]
+        found = {"setup": {**self._setup, "notes": self.notes}, "results": rows}
+        report.write(found, text, self._out)
+        return text
+
+
+async def _measure(args: argparse.Namespace, pair: Pair, loaded: Prompts, found: _Found) -> None:
     draft_step_ms = 0.0
+
+    def load(repetition: int, batch: int, temperature: float) -> Load:
+        group = loaded.group(repetition, args.waves * batch)
+        return Load(group, batch, temperature, args.max_tokens)
+
     async with pair:
         for mode in args.modes:
             delays = [0.0] if mode == "colocated" else args.round_trip_ms
             async with pair.proposer(mode):
-                await pair.warm_up(loaded.group(0, 2))
-                for round_trip_ms in delays:
-                    pair.set_round_trip(round_trip_ms)
-                    for temperature in args.temperature:
-                        for batch in args.batch:
-                            cell = [
-                                await pair.sample(loaded.group(r, batch), temperature, args)
-                                for r in range(args.rounds)
-                            ]
-                            if mode != "ahead" and batch == 1:
-                                draft_step_ms = _draft_step(cell, args.num_speculative_tokens)
-                            row = _row(mode, round_trip_ms, batch, temperature, cell, args)
-                            rows.append(_predict(row, cell, draft_step_ms, args))
-                            print(_line(rows[-1]), file=sys.stderr, flush=True)
-    return rows
+                for delay, temperature, batch in product(delays, args.temperature, args.batch):
+                    pair.set_round_trip(delay)
+                    await pair.rehearse(load(args.rounds, batch, temperature))
+                    samples = [
+                        await pair.sample(load(r, batch, temperature)) for r in range(args.rounds)
+                    ]
+                    cell = Cell(mode, delay, batch, temperature, samples)
+                    if mode != "ahead" and batch == 1:
+                        draft_step_ms = cell.draft_step_ms(args.num_speculative_tokens)
+                    found.add(row_of(cell, draft_step_ms, args))
 
 
-def _row(
-    mode: str,
-    round_trip_ms: float,
-    batch: int,
-    temperature: float,
-    cell: Sequence[Sample],
-    args: argparse.Namespace,
-) -> Row:
-    def total(name: str) -> float:
-        return sum(sample.aux[name] for sample in cell)
-
-    drafted_rounds = max(1.0, total("rounds") - total("undrafted_rounds"))
-    after_hit, after_miss = total("rounds_after_hit"), total("rounds_after_miss")
-    rounds = max(1.0, total("rounds"))
-    gpus = 2 if args.proposer_gpu not in (None, args.scorer_gpu) and mode != "colocated" else 1
-    speed = statistics.median(sample.tokens_per_s for sample in cell)
-    return Row(
-        mode=mode,
-        round_trip_ms=round_trip_ms,
-        batch=batch,
-        temperature=temperature,
-        tokens_per_s=speed,
-        speed_up=statistics.median(s.tokens_per_s / s.plain_tokens_per_s for s in cell),
-        predicted=None,
-        gpu_normalised=speed / gpus,
-        acceptance_length=1 + total("accepted") / drafted_rounds,
-        acceptance=total("accepted") / max(1.0, total("drafted")),
-        hit_rate=total("hits") / rounds,
-        hits_after_hit=total("hits_after_hit") / max(1.0, after_hit),
-        hits_after_miss=total("hits_after_miss") / max(1.0, after_miss),
-        late=total("misses_late") / rounds,
-        wrong=total("misses_wrong") / rounds,
-        bytes_to=sum(s.bytes_to for s in cell) / rounds,
-        bytes_from=sum(s.bytes_from for s in cell) / rounds,
-        texts_equal=sum(s.num_equal for s in cell) / sum(s.num_texts for s in cell),
-    )
-
-
-def _draft_step(cell: Sequence[Sample], k: int) -> float:
-    """Milliseconds per drafted token where drafts are made on demand."""
-    spent = sum(sample.aux["propose_ms"] for sample in cell)
-    rounds = sum(sample.aux["rounds"] - sample.aux["undrafted_rounds"] for sample in cell)
-    return spent / max(1.0, rounds) / k
-
-
-def _predict(
-    row: Row, cell: Sequence[Sample], draft_step_ms: float, args: argparse.Namespace
-) -> Row:
-    if row.batch != 1 or not draft_step_ms:
-        return row
-    step_ms = 1e3 / statistics.median(sample.plain_tokens_per_s for sample in cell)
-    times = Times(step_ms, draft_step_ms, row.round_trip_ms, _HOST_MS)
-    k, tokens = args.num_speculative_tokens, row.acceptance_length
-    if row.mode == "ahead":
-        predicted = drafted_ahead(times, k, tokens, row.hits_after_hit, row.hits_after_miss)
-    else:
-        predicted = on_demand(times, k, tokens)
-    return Row(**{**asdict(row), "predicted": predicted})
-
-
-_HEAD = (
-    *("mode", "RT ms", "batch", "T", "tok/s", "speed-up", "predicted", "tok/s/GPU", "acc. len"),
-    *("accept.", "hits", "h1", "h0", "late", "wrong", "B to", "B from", "equal"),
-)
-
-
-def _cells(row: Row) -> list[str]:
-    predicted = "" if row.predicted is None else f"{row.predicted:.2f}"
-    return [
-        *(row.mode, f"{row.round_trip_ms:g}", str(row.batch), f"{row.temperature:g}"),
-        *(f"{row.tokens_per_s:.1f}", f"{row.speed_up:.2f}", predicted),
-        *(f"{row.gpu_normalised:.1f}", f"{row.acceptance_length:.2f}", f"{row.acceptance:.2f}"),
-        *(f"{row.hit_rate:.2f}", f"{row.hits_after_hit:.2f}", f"{row.hits_after_miss:.2f}"),
-        *(f"{row.late:.2f}", f"{row.wrong:.2f}", f"{row.bytes_to:.0f}", f"{row.bytes_from:.0f}"),
-        f"{row.texts_equal:.0%}",
-    ]
-
-
-def _line(row: Row) -> str:
-    return "  ".join(f"{name} {cell}" for name, cell in zip(_HEAD, _cells(row), strict=True))
-
-
-def _table(rows: Sequence[Row]) -> str:
-    lines = [_HEAD, ["---"] * len(_HEAD), *(_cells(row) for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+def _vllm(
+    args: argparse.Namespace, place: VllmPlace, loaded: Prompts, log_dir: Path, found: _Found
+) -> None:
+    """vLLM's modes, one after the other; where one fails, a note says so."""
+    modes = VllmModes.from_args(args, place, args.batch, args.timeout)
+    gpu = args.proposer_gpu or args.scorer_gpu
+    env = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
+    ours = [*found.rows]
+    for method in METHODS:
+        try:
+            with stopping([]) as children:
+                system = modes.start(method, log_dir, children, env)
+                for batch in args.batch:
+                    groups = [loaded.group(r, args.waves * batch) for r in range(args.rounds + 1)]
+                    system.run(groups.pop(), args.max_tokens, batch)  # as Outrider's: unmeasured
+                    runs = [system.run(group, args.max_tokens, batch) for group in groups]
+                    found.add(vllm_row(system.name, batch, runs, ours))
+        except ProcessError as error:
+            say(f"*** vLLM {method} failed: {error} ***")
+            found.notes.append(f"vLLM {method} failed: {error}")
+    found.notes += against_vllm(ours, found.rows[len(ours) :])
 
 
 if __name__ == "__main__":

@@ -1,44 +1,14 @@
-"""What the GPU benchmarks share: the device's name, memory and bandwidth, and where vLLM is."""
+"""What the GPU benchmarks share: the device's name, memory and bandwidth, and clocks."""
 
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-
-from benchmarks.processes import REPO
-
-# Each is for vLLM's sake: its own processes, no compiler at start, no network.
-_VLLM_ENV = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_USE_DEEP_GEMM": "0",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-}
-
-
-@dataclass(frozen=True)
-class VllmPlace:
-    """A Python that has vLLM, and its environment."""
-
-    python: str
-    env: dict[str, str]
-
-    @classmethod
-    def find(cls, path: str | None) -> VllmPlace | None:
-        """`path`: a folder of vLLM's wheels (for this Python), or another Python; None: none."""
-        if not path:
-            return None
-        if os.path.isdir(path):
-            return cls(sys.executable, {**_VLLM_ENV, "PYTHONPATH": f"{path}:{REPO}"})
-        return cls(path, dict(_VLLM_ENV))
 
 
 def gpu_name() -> str:

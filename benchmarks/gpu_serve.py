@@ -21,14 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import prompts, report
-from benchmarks.gpu import VllmPlace, gpu_name
+from benchmarks.gpu import gpu_name
 from benchmarks.measure import Cell, Plan, measure
 from benchmarks.outrider_stack import OutriderSystem, Stack, StackConfig
-from benchmarks.peers import VllmSystem, start_vllm
+from benchmarks.peers import VllmSystem
 from benchmarks.processes import Child, ProcessError, stopping
 from benchmarks.program import guarded, say
 from benchmarks.records import System
 from benchmarks.soak import soak
+from benchmarks.vllm_modes import METHODS, VllmModes, VllmPlace
 from outrider.models.resolve import resolve_model
 
 
@@ -102,9 +103,9 @@ def _measure(
         )
         for method in ("none", "draft_model")
     ]
-    systems += _vllm(args, log_dir, children)
-    cells: list[Cell] = []
     notes = _notes(args)
+    systems += _vllm(args, log_dir, children, notes)
+    cells: list[Cell] = []
     for concurrency in args.concurrency:
         plan = Plan(concurrency, args.rounds, max(2, args.waves * concurrency))
         try:
@@ -155,7 +156,9 @@ def _stack_config(args: argparse.Namespace) -> StackConfig:
     )
 
 
-def _vllm(args: argparse.Namespace, log_dir: Path, children: list[Child]) -> list[VllmSystem]:
+def _vllm(
+    args: argparse.Namespace, log_dir: Path, children: list[Child], notes: list[str]
+) -> list[VllmSystem]:
     place = VllmPlace.find(args.vllm)
     if place is None:
         say("*** vLLM is left out: --vllm was not given ***")
@@ -164,28 +167,14 @@ def _vllm(args: argparse.Namespace, log_dir: Path, children: list[Child]) -> lis
     if args.synthetic_acceptance_length is not None:
         speculation["rejection_sample_method"] = "synthetic"
         speculation["synthetic_acceptance_length"] = args.synthetic_acceptance_length
+    modes = VllmModes.from_args(args, place, args.concurrency, args.request_timeout, speculation)
     systems = []
-    for method in ("none", "draft_model"):
-        say(f"starting vLLM {method}: it compiles first, which takes minutes")
+    for method in METHODS:
         try:
-            worker = start_vllm(
-                place.python,
-                resolve_model(args.model, "target"),
-                resolve_model(args.draft_model, "draft") if method == "draft_model" else None,
-                num_speculative_tokens=args.num_speculative_tokens,
-                max_model_len=args.max_prompt_tokens + args.max_tokens + 64,
-                log_dir=log_dir,
-                children=children,
-                max_num_seqs=max(args.concurrency),
-                engine={"gpu_memory_utilization": args.vllm_memory, "skip_tokenizer_init": True},
-                speculation=speculation if method == "draft_model" else {},
-                env=place.env,
-            )
+            systems.append(modes.start(method, log_dir, children))
         except ProcessError as error:
             say(f"*** vLLM {method} is left out: {error} ***")
-            continue
-        where = frozenset(args.concurrency)
-        systems.append(VllmSystem(f"vllm {method}", worker, where, args.request_timeout))
+            notes.append(f"vLLM {method} was left out: {error}")
     return systems
 
 

@@ -33,11 +33,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks import report
 from benchmarks.engine_step import EngineSteps, StepTimes
-from benchmarks.gpu import VllmPlace, copy_bandwidth, gpu_name, synchronize
+from benchmarks.gpu import copy_bandwidth, gpu_name, synchronize
 from benchmarks.inflate import SHAPES, Inflation
 from benchmarks.peers import start_vllm
 from benchmarks.processes import Child, ProcessError, Worker, stopping
 from benchmarks.program import say
+from benchmarks.vllm_modes import VllmPlace
 from outrider.engine.loader import build_paged_model
 
 _LOOP_ROOM = 1024  # tokens that a row of the engine's loop may grow by

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import time
+from collections import deque
 from typing import Any
 
 from benchmarks.worker_loop import Handler, serve
@@ -60,27 +61,27 @@ def build(args: argparse.Namespace) -> Handler:
             temperature=0, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=False
         )
         before = counters()
-        completions = []
+        waiting = deque({"prompt_token_ids": ids} for ids in request["prompts"])
+        began: list[float] = []
+        ended: dict[int, tuple[Any, float]] = {}  # by vLLM's number of the request
         start = time.perf_counter()
-        prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
-        step = request["concurrency"]
-        for i in range(0, len(prompts), step):
-            begin = time.perf_counter()
-            outputs = llm.generate(prompts[i : i + step], sampling, use_tqdm=False)
-            total_s = time.perf_counter() - begin
-            for output in outputs:
-                metrics = output.metrics
-                ttft_s = metrics.first_token_latency
-                # Each request's own end, on the engine's clock.
-                own_s = ttft_s + metrics.last_token_ts - metrics.first_token_ts
-                completions.append(
-                    {
-                        "token_ids": list(output.outputs[0].token_ids),
-                        "total_s": min(own_s, total_s),
-                        "ttft_s": ttft_s,
-                    }
-                )
+        while waiting or len(ended) < len(began):
+            # The next request begins when one ends, as other systems are asked.
+            while waiting and len(began) - len(ended) < request["concurrency"]:
+                began.append(time.perf_counter())
+                llm.enqueue(waiting.popleft(), sampling, use_tqdm=False)
+            for output in llm.llm_engine.step():
+                if output.finished:
+                    ended[int(output.request_id)] = output, time.perf_counter()
         wall_s = time.perf_counter() - start
+        completions = [
+            {
+                "token_ids": list(output.outputs[0].token_ids),
+                "total_s": end - begin,
+                "ttft_s": output.metrics.first_token_latency,
+            }
+            for begin, (_, (output, end)) in zip(began, sorted(ended.items()), strict=True)
+        ]
         spent = {name: value - before.get(name, 0) for name, value in counters().items()}
         return {"completions": completions, "wall_s": wall_s, **spent}
 
