@@ -45,6 +45,13 @@ def parser() -> argparse.ArgumentParser:
         default=4,
         help="K: draft tokens verified per request and round; 0 switches speculation off",
     )
+    p.add_argument(
+        "--speculation-policy",
+        choices=("adaptive", "fixed"),
+        default="adaptive",
+        help="adaptive: as many draft tokens as are measured to be the fastest, down to none; "
+        "fixed: K in every round, and rows wait for them up to a second: to compare drafts",
+    )
     p.add_argument("--max-num-seqs", type=_whole(1), default=128, help="requests in a batch")
     p.add_argument(
         "--max-num-batched-tokens",

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar, cast
 
@@ -20,6 +21,7 @@ from outrider.config import EngineConfig
 from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.engine import Engine
 from outrider.engine.feature_streams import FeatureStreams
+from outrider.engine.policy import Policy
 from outrider.engine.ranks import RankGroup, Ranks
 from outrider.engine.worker import EngineWorker
 from outrider.errors import DeadlineError, InternalError
@@ -43,6 +45,11 @@ from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving
 T = TypeVar("T")
 NAME: Final = "scorer"
 _STOP_TIMEOUT_S = 1.0
+_POLICIES: dict[str, Callable[[int], Policy]] = {
+    "adaptive": AdaptivePolicy,
+    # Longer than a draft takes on a busy machine: what is to be compared is not to come late.
+    "fixed": partial(Policy, max_wait_s=1.0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,7 @@ class Options:
     attention_backend: str | None
     threads: int
     num_speculative_tokens: int
+    speculation_policy: str
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int | None
@@ -189,7 +197,7 @@ def build_engine(folder: Path, options: Options, group: RankGroup | None = None)
         num_speculative_tokens=options.num_speculative_tokens,
         enable_prefix_caching=options.enable_prefix_caching,
     )
-    policy = AdaptivePolicy(options.num_speculative_tokens)
+    policy = _POLICIES[options.speculation_policy](options.num_speculative_tokens)
     for rows, tokens, seconds in step_times:
         policy.observe_step(rows, tokens, seconds)
     pool = model.pools.features

@@ -148,6 +148,13 @@ def _add_stack_flags(parser: argparse.ArgumentParser) -> None:
         help="draft tokens per round at most (default: %(default)s)",
     )
     parser.add_argument(
+        "--speculation-policy",
+        choices=("adaptive", "fixed"),
+        default="adaptive",
+        help="adaptive: as many draft tokens as are the fastest; fixed: K in every round "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",

@@ -34,6 +34,7 @@ class StackConfig:
     draft_model: str | None = None
     methods: tuple[str, ...] = ("draft_model",)  # none: no proposer
     num_speculative_tokens: int = 4
+    speculation_policy: str = "adaptive"
     dtype: str = "float32"
     seed: int | None = None
     served_model_name: str = "default"
@@ -88,6 +89,7 @@ def scorer_spec(config: StackConfig, port: int) -> ServiceSpec:
         *("--port", port, "--metrics-port", 0, "--model", config.model or "embedded"),
         *("--served-model-name", config.served_model_name, "--dtype", config.dtype),
         *("--num-speculative-tokens", config.num_speculative_tokens, "--threads", 2),
+        *("--speculation-policy", config.speculation_policy),
         *(("--hidden-features", _hidden_features(config)) if config.head else ()),
     )
 

@@ -57,6 +57,7 @@ def stack_config(
         draft_model=draft_model,
         methods=methods,
         num_speculative_tokens=args.num_speculative_tokens,
+        speculation_policy=args.speculation_policy,
         dtype=args.dtype,
         seed=args.seed,
         served_model_name=served_model_name,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny_pair import save_pair
-from tests.support.up import Up, running
+from tests.support.up import EVERY_ROUND, Up, running
 
 
 @pytest.fixture(scope="session")
@@ -21,12 +21,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def draft_model_stack(pair: tuple[Path, Path]) -> Iterator[Up]:
     """The stack with a draft model."""
     target, draft = pair
-    with running("--model", target, "--draft-model", draft, "--seed", 11) as up:
+    with running("--model", target, "--draft-model", draft, "--seed", 11, *EVERY_ROUND) as up:
         yield up
 
 
 @pytest.fixture(scope="session")
 def ngram_stack(pair: tuple[Path, Path]) -> Iterator[Up]:
     """The stack with prompt lookup."""
-    with running("--model", pair[0], "--method", "ngram") as up:
+    with running("--model", pair[0], "--method", "ngram", *EVERY_ROUND) as up:
         yield up

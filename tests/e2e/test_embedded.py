@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.cli.client import GenerateOptions
 from outrider.models.resolve import resolve_model
-from tests.support.up import Up, complete, run_outrider, running
+from tests.support.up import EVERY_ROUND, Up, complete, run_outrider, running
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -29,7 +29,7 @@ def heldout_prompts(count: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Up]:
-    with running() as up:
+    with running(*EVERY_ROUND) as up:
         yield up
 
 

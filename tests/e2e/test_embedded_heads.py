@@ -10,7 +10,7 @@ from importlib import resources
 import pytest
 
 from outrider.cli.client import GenerateOptions
-from tests.support.up import Up, complete, running
+from tests.support.up import EVERY_ROUND, Up, complete, running
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -20,7 +20,7 @@ NUM_TOKENS = 48
 
 @pytest.fixture(scope="module", params=["eagle3", "mtp"])
 def stack(request: pytest.FixtureRequest) -> Iterator[tuple[str, Up]]:
-    with running("--method", request.param) as up:
+    with running("--method", request.param, *EVERY_ROUND) as up:
         yield request.param, up
 
 

@@ -11,7 +11,7 @@ from outrider.cli.client import GenerateOptions
 from outrider.v1 import common_pb2
 from tests.support.tiny_heads import save_eagle, save_eagle3
 from tests.support.tiny_pair import save_pair
-from tests.support.up import Up, complete, running
+from tests.support.up import EVERY_ROUND, Up, complete, running
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -38,7 +38,8 @@ def stack(
     target, draft = pair
     folder = tmp_path_factory.mktemp("heads") / request.param
     head = save_eagle(folder, draft) if request.param == "eagle" else save_eagle3(folder, target)
-    with running("--model", target, "--method", request.param, "--draft-model", head) as up:
+    method = ("--method", request.param, "--draft-model", head)
+    with running("--model", target, *method, *EVERY_ROUND) as up:
         yield up
 
 

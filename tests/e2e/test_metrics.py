@@ -48,7 +48,7 @@ class Scrape:
 
 @pytest.fixture(scope="module")
 def scrape(draft_model_stack: Up) -> Scrape:
-    """After requests that were drafted for, perhaps not this one: the policy may see no gain."""
+    """After a request that was drafted for."""
     options = GenerateOptions(
         prompt="def f(", max_tokens=48, ignore_eos=True, temperature=0.0, aux_info=True
     )

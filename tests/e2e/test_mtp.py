@@ -9,7 +9,7 @@ import pytest
 
 from outrider.cli.client import GenerateOptions
 from tests.support.deepseek_target import save_deepseek
-from tests.support.up import Up, complete, running
+from tests.support.up import EVERY_ROUND, Up, complete, running
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -19,7 +19,8 @@ SAMPLINGS = {"greedy": {"temperature": 0.0}, "seeded": {"temperature": 1.0, "see
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     folder = save_deepseek(tmp_path_factory.mktemp("deepseek"), eps=0.003)
-    with running("--model", folder, "--method", "mtp", "--draft-model", folder) as up:
+    method = ("--method", "mtp", "--draft-model", folder)
+    with running("--model", folder, *method, *EVERY_ROUND) as up:
         yield up
 
 

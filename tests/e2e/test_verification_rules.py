@@ -46,7 +46,7 @@ async def say(stack: Up, rule: str, temperature: float, seed: int = 3) -> Comple
 
 @pytest.mark.parametrize("rule", RULES)
 async def test_every_rule_drafts_and_says_what_it_is(draft_model_stack: Up, rule: str) -> None:
-    # At 1.0 rejection accepts so few of this random pair's drafts that the policy makes none.
+    # At 1.0 rejection accepts next to none of this random pair's drafts.
     done = await say(draft_model_stack, rule, temperature=0.3)
     aux = done.aux
     assert (aux.verification, aux.exact) == (rule, rule in ("coupled", "rejection"))
