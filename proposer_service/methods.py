@@ -24,7 +24,7 @@ from proposer_service.config import (
 
 _PREFILL_BUDGET = {"cpu": 256, "cuda": 4096}
 """Prompt tokens of one round: as many as take about as long as a few drafts."""
-_WARM_UP_TOKENS = 600
+_WARM_UP_TOKENS = 600  # at least: kernels for many tokens are others than for few
 
 
 def build_proposer(config: ProposerConfig) -> tuple[Proposer, str]:
@@ -144,7 +144,7 @@ def _build_draft_model(method: DraftModelConfig, max_sessions: int) -> tuple[Pro
         prefill_budget=_PREFILL_BUDGET[method.device],
     )
     progress("proposer", "warming up")
-    _warm_up(proposer)
+    _warm_up(proposer, _PREFILL_BUDGET[method.device])
     progress("proposer", f"ready to draft after {time.perf_counter() - began:.1f} s")
     return proposer, hash_of_tokenizer(folder)
 
@@ -153,20 +153,24 @@ def _build_head(method: HeadConfig, max_sessions: int) -> tuple[Proposer, str]:
     # Imported here: prompt lookup starts without torch.
     from proposer_service.heads import build_head
 
-    proposer, tokenizer_hash = build_head(method, max_sessions, _PREFILL_BUDGET[method.device])
+    prefill_budget = _PREFILL_BUDGET[method.device]
+    proposer, tokenizer_hash = build_head(method, max_sessions, prefill_budget)
     progress("proposer", "warming up")
-    _warm_up(proposer)
+    _warm_up(proposer, prefill_budget)
     return proposer, tokenizer_hash
 
 
-def _warm_up(proposer: Proposer) -> None:
-    """Drafts for made-up sessions, so that the first real one does not pay for lazy set-up."""
+def _warm_up(proposer: Proposer, prefill_budget: int = 0) -> None:
+    """Drafts for made-up sessions, so that the first real one does not pay for lazy set-up.
+
+    Prompts are as long as one call takes (`prefill_budget` tokens): a device's memory is taken now.
+    """
     traits = proposer.traits
     for sampling in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)):
         for num_sessions in (1, 2):
             keys = range(-num_sessions, 0)
-            # The first prompt is long: kernels for many tokens are others than for few.
-            prefix = [1] * min(_WARM_UP_TOKENS, traits.max_model_len // 2)
+            long = max(_WARM_UP_TOKENS, prefill_budget)
+            prefix = [1] * min(long, traits.max_model_len // 2)
             for key in keys:
                 proposer.open(key, SessionStart(prefix, sampling, 4, traits.max_model_len))
                 _make_up_features(proposer, key, 0, len(prefix) - 1)

@@ -74,7 +74,7 @@ def load(
     if device.type != "cuda":
         return load_given(), None, []
     # Imported here: without a CUDA device there may be no Triton.
-    from outrider.engine.cuda.memory import TRIAL_PAGES, DeviceMemory
+    from outrider.engine.cuda.memory import TRIAL_PAGES, DeviceMemory, claim_activations
     from scorer_service.device import StepLimits, record_steps, size_cache
 
     def say(message: str) -> None:
@@ -102,6 +102,11 @@ def load(
         say("a model on several ranks: every step runs eagerly")
         return model, None, []
     runner = record_steps(model, limits, say)
+    claim_activations(
+        model,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+    )
     return model, runner, [] if runner is None else runner.trial_times()
 
 

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import cast
 
-from outrider.engine.cuda.memory import MemoryBudget, estimate_graphs, largest_steps
+import pytest
+import torch
+
+from outrider.engine.batch import PackedBatch
+from outrider.engine.cuda.memory import (
+    MemoryBudget,
+    claim_activations,
+    estimate_graphs,
+    largest_steps,
+)
+from outrider.engine.paged_model import PagedModel
 from outrider.errors import ConfigError
 from scorer_service.__main__ import resolve
 
@@ -59,6 +69,35 @@ def test_the_largest_steps_reach_the_limits(rows: int, tokens: int, length: int)
             assert len(row.block_table) * 16 >= length
     assert sum(row.num_logits for row in verification) == tokens
     assert max(len(row.token_ids) for row in prompts) == min(tokens, length)
+
+
+class Counted:
+    """Notes the tokens and logits of its forwards, and has memory for so many logits."""
+
+    max_model_len, page_size, device = 64, 16, torch.device("cpu")
+
+    def __init__(self, most_logits: int) -> None:
+        self.most_logits = most_logits
+        self.forwards: list[tuple[int, int]] = []
+
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
+        num_logits = len(batch.logits_index)
+        if num_logits > self.most_logits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.forwards.append((len(batch.input_ids), num_logits))
+        return torch.zeros(num_logits, 8)
+
+
+def test_what_the_largest_steps_take_is_claimed_at_start() -> None:
+    model = Counted(most_logits=48)
+    claim_activations(cast(PagedModel, model), max_num_seqs=4, max_num_batched_tokens=48)
+    assert model.forwards == [(48, 1), (48, 48)]
+
+
+def test_a_largest_step_that_does_not_fit_says_what_to_lower() -> None:
+    model = Counted(most_logits=47)
+    with pytest.raises(ConfigError, match="--max-num-batched-tokens"):
+        claim_activations(cast(PagedModel, model), max_num_seqs=4, max_num_batched_tokens=48)
 
 
 def test_defaults_follow_the_device() -> None:

@@ -125,6 +125,23 @@ def measure_activations(
     return max(memory.peak(partial(_try_out, model, rows)) for rows in largest_steps(*sizes))
 
 
+def claim_activations(model: PagedModel, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    """Runs the largest eager steps, so that the allocator keeps from the start what they take.
+
+    Else memory would grow while serving, and what does not fit beside a KV cache of a given size
+    would be found out then. Raises `ConfigError`. The model's pages hold nothing afterwards.
+    """
+    sizes = (max_num_seqs, max_num_batched_tokens, model.max_model_len, model.page_size)
+    try:
+        for rows in largest_steps(*sizes):
+            _try_out(model, rows)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "The largest step does not fit beside the KV cache: lower --max-num-batched-tokens or "
+            "--max-num-seqs, or --kv-cache-memory if it is given."
+        ) from error
+
+
 def estimate_graphs(used: Sequence[int], num_graphs: int) -> int:
     """Bytes of `num_graphs` buckets; `used` before any, after the largest, and after the next.
 
