@@ -70,7 +70,8 @@ class Admission:
         end = deadline_after(grace_s)
         for timeout in self._running:
             deadline = timeout.when()
-            timeout.reschedule(end if deadline is None else min(deadline, end))
+            if not timeout.expired():  # its body is being ended already
+                timeout.reschedule(end if deadline is None else min(deadline, end))
 
     def _set_in_flight(self, number: int) -> None:
         self._in_flight = number
