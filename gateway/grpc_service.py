@@ -45,17 +45,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         deadline = deadline_after(timeout_s if client_s is None else min(timeout_s, client_s))
         try:
             tenant = self._check_key(context)
-            self._generator.intake.check_model(request.model)
-            work = await self._prepare(request, tenant)
-            with self._generator.admission.admitted(1):
-                async with (
-                    self._generator.admission.until(deadline),
-                    aclosing(
-                        self._generator.generate(work, deadline, _metadata(context))
-                    ) as chunks,
-                ):
-                    async for chunk in chunks:
-                        await context.write(_response(work, chunk, aux_info=request.aux_info))
+            async with self._generator.admission.until(deadline):
+                self._generator.intake.check_model(request.model)
+                work = await self._prepare(request, tenant)
+                with self._generator.admission.admitted(1):
+                    chunks = self._generator.generate(work, deadline, _metadata(context))
+                    async with aclosing(chunks):
+                        async for chunk in chunks:
+                            await context.write(_response(work, chunk, aux_info=request.aux_info))
         except Exception as error:
             await abort(context, error)
 

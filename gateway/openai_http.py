@@ -73,14 +73,18 @@ class _OpenAI:
         )
 
     def _guarded(
-        self, handler: Callable[[Request, str], Coroutine[Any, Any, Response]]
+        self, handler: Callable[[Request, str, float], Coroutine[Any, Any, Response]]
     ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Checks the key, which says whose request it is; an error becomes OpenAI's error body."""
+        """Checks the key, which says whose request it is, and ends what takes longer than the
+        deadline (loop time); an error becomes OpenAI's error body.
+        """
 
         async def endpoint(request: Request) -> Response:
+            deadline = deadline_after(self._generator.config.request_timeout_s)
             try:
                 tenant = self._api_keys.check(request.headers.get("authorization"))
-                return await handler(request, tenant)
+                async with self._generator.admission.until(deadline):
+                    return await handler(request, tenant, deadline)
             except ClientDisconnect:  # before its body was complete: nobody reads an answer
                 return Response(status_code=400)
             except Exception as error:
@@ -88,8 +92,8 @@ class _OpenAI:
 
         return endpoint
 
-    async def _completions(self, request: Request, tenant: str) -> Response:
-        deadline, body = await self._parsed(CompletionRequest, request)
+    async def _completions(self, request: Request, tenant: str, deadline: float) -> Response:
+        body = await self._parsed(CompletionRequest, request)
         prompts = body.prompts()
         self._check_size(body, len(prompts))
         intake, tokenizer = self._generator.intake, self._generator.tokenizer
@@ -100,20 +104,17 @@ class _OpenAI:
         echoes = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts if body.echo]
         return await self._answer(body, token_ids, tenant, deadline, tuple(echoes))
 
-    async def _chat(self, request: Request, tenant: str) -> Response:
-        deadline, body = await self._parsed(ChatRequest, request)
+    async def _chat(self, request: Request, tenant: str, deadline: float) -> Response:
+        body = await self._parsed(ChatRequest, request)
         self._check_size(body, 1)
         messages = [message.for_template() for message in body.messages]
         token_ids = await self._generator.intake.encode_chat(messages, "messages")
         return await self._answer(body, [token_ids], tenant, deadline)
 
-    async def _parsed(self, kind: type[B], request: Request) -> tuple[float, B]:
-        """The request's deadline (loop time) and its body."""
-        deadline = deadline_after(self._generator.config.request_timeout_s)
-        async with self._generator.admission.until(deadline):
-            body = parse(kind, await self._body(request))
+    async def _parsed(self, kind: type[B], request: Request) -> B:
+        body = parse(kind, await self._body(request))
         self._generator.intake.check_model(body.model)
-        return deadline, body
+        return body
 
     def _check_size(self, body: OpenAIRequest, prompts: int) -> None:
         n, per_prompt = body.num_choices()
@@ -184,10 +185,10 @@ class _OpenAI:
         names = {} if constraint is None else {constraint.kind.value: param}
         return Answer(self._generator, work, shaper, deadline, names, stream=bool(body.stream))
 
-    async def _models(self, _request: Request, _tenant: str) -> Response:
+    async def _models(self, _request: Request, _tenant: str, _deadline: float) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_card()]})
 
-    async def _model(self, request: Request, _tenant: str) -> Response:
+    async def _model(self, request: Request, _tenant: str, _deadline: float) -> Response:
         self._generator.intake.check_model(request.path_params["model"])
         return JSONResponse(self._model_card())
 

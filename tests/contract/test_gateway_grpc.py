@@ -17,7 +17,14 @@ from outrider.rpc.channel import open_channel
 from outrider.rpc.status import from_rpc_error
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tests.support.fake_scorer import Script, logprobs_of
-from tests.support.gateway import MAX_MODEL_LEN, Running, running_gateway, tokens, until
+from tests.support.gateway import (
+    MAX_MODEL_LEN,
+    Running,
+    running_gateway,
+    tokenizers_that_hang,
+    tokens,
+    until,
+)
 
 TEXT = "hello 🎉 world, naïve café 日本語"
 
@@ -255,6 +262,16 @@ async def test_a_client_that_does_not_read_is_ended_by_the_deadline() -> None:
             async for _ in call:
                 pass
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_prompt_that_waits_to_be_encoded_has_the_same_deadline() -> None:
+    async with (
+        running_gateway(Script(tokens(TEXT)), request_timeout_s=0.2) as gateway,
+        asyncio.timeout(10),
+    ):
+        with tokenizers_that_hang():
+            code, _ = await refusal(gateway, generation_pb2.GenerateRequest(text="x"))
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def test_list_models_and_health() -> None:

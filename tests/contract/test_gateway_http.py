@@ -15,7 +15,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from outrider.errors import CapacityError, UnavailableError
 from outrider.v1 import common_pb2
 from tests.support.fake_scorer import Script
-from tests.support.gateway import MAX_MODEL_LEN, Running, running_gateway, tokens, until
+from tests.support.gateway import (
+    MAX_MODEL_LEN,
+    Running,
+    running_gateway,
+    tokenizers_that_hang,
+    tokens,
+    until,
+)
 
 TEXT = "hello 🎉 world, naïve café 日本語"
 AUX_INFO = {field.name for field in common_pb2.AuxInfo.DESCRIPTOR.fields}
@@ -396,6 +403,14 @@ async def test_the_deadline_gives_504_or_an_error_event() -> None:
             metrics = (await client.get("/metrics")).text
         late = 'operation="text_completion",outcome="DEADLINE_EXCEEDED"'
         assert f"outrider:gateway_requests_total{{{late}}} 2.0\n" in metrics
+
+
+async def test_a_prompt_that_waits_to_be_encoded_has_the_same_deadline() -> None:
+    async with running_gateway(Script(tokens(TEXT)), request_timeout_s=0.2) as gateway:
+        with tokenizers_that_hang():
+            with pytest.raises(openai.InternalServerError) as caught:
+                await gateway.client.completions.create(model="default", prompt="x", timeout=10)
+            assert caught.value.status_code == 504
 
 
 async def test_no_scorer_is_503_and_unhealthy() -> None:

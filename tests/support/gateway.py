@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import openai
+import pytest
 from opentelemetry.sdk.trace.export import SpanExporter
 
 from gateway.config import GatewayConfig
@@ -44,6 +46,23 @@ def tokenizer() -> Tokenizer:
 def tokens(text: str) -> list[int]:
     """The tokens of a completion: no BOS."""
     return tokenizer().encode(text)[1:]
+
+
+@contextmanager
+def tokenizers_that_hang() -> Iterator[None]:
+    """As if so many long prompts came before the next one."""
+    over = threading.Event()
+
+    def encode(*_: object, **__: object) -> list[int]:
+        over.wait(60)
+        return [1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tokenizer, "encode", encode)
+        try:
+            yield
+        finally:
+            over.set()
 
 
 def fake_scorer(script: Script, name: str = "scorer-a", **info: Any) -> FakeScorer:
