@@ -18,18 +18,28 @@ LIMITS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
 
-_KEEPALIVE: Final[tuple[tuple[str, int], ...]] = (
-    # A peer that vanished without a FIN is noticed within 15 s, idle or not.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
+_PING_MS = 10_000
+
+_RECONNECT: Final[tuple[tuple[str, int], ...]] = (
     # gRPC's own back-off grows to 2 minutes: too long for a peer that restarts in seconds.
     ("grpc.initial_reconnect_backoff_ms", 100),
     # Despite its name: how long one attempt to connect may take. A busy peer needs its time.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
+
+
+def keepalive() -> tuple[tuple[str, int], ...]:
+    """For both ends: a peer that vanished without a FIN is noticed within 20 s, idle or not."""
+    return (
+        ("grpc.keepalive_time_ms", _PING_MS),
+        # Not keepalive_timeout_ms: gRPC (1.85) never starts that timer.
+        ("grpc.http2.ping_timeout_ms", _PING_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # Of a server: by default it calls the other end's pings abuse, and hangs up.
+        ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS // 2),
+    )
 
 
 def open_channel(target: str | Target, tls: TlsFiles | None = None) -> grpc.aio.Channel:
@@ -41,7 +51,7 @@ def open_channel(target: str | Target, tls: TlsFiles | None = None) -> grpc.aio.
     """
     if isinstance(target, str):
         target = Target(target)
-    options: list[tuple[str, int | str]] = [*LIMITS, *_KEEPALIVE]
+    options: list[tuple[str, int | str]] = [*LIMITS, *keepalive(), *_RECONNECT]
     if tls is None or target.is_unix:
         return grpc.aio.insecure_channel(target.address, options=options)
     if target.server_name is not None:  # dialled by IP address, known by name

@@ -9,18 +9,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from outrider.errors import ConfigError
-from outrider.rpc.channel import LIMITS
+from outrider.rpc.channel import LIMITS, keepalive
 from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.tls import server_credentials
-
-_OPTIONS: tuple[tuple[str, int], ...] = (
-    *LIMITS,
-    # Two servers on one port would share its connections by chance: refuse the second instead.
-    ("grpc.so_reuseport", 0),
-    # Accept the keepalive of `open_channel`; the default calls it abuse and hangs up.
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-)
 
 
 class GrpcServer:
@@ -53,7 +44,7 @@ class GrpcServer:
 
     async def start(self) -> int:
         """Binds and starts; returns the port. Raises `ConfigError` if it cannot be bound."""
-        server = grpc.aio.server(options=_OPTIONS)
+        server = _new_server()
         self._register(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflected = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -65,7 +56,7 @@ class GrpcServer:
             _bind(server, f"unix:{self._unix_path}")
         servers = [server]
         if self._health_address is not None:
-            servers.append(probed := grpc.aio.server(options=_OPTIONS))
+            servers.append(probed := _new_server())
             health_pb2_grpc.add_HealthServicer_to_server(self._health, probed)
             _bind(probed, self._health_address)
         for each in servers:
@@ -92,6 +83,11 @@ class GrpcServer:
         servers, self._servers = self._servers, []
         for server, its_grace_s in zip(servers, (grace_s, 0.0), strict=False):
             await server.stop(its_grace_s)
+
+
+def _new_server() -> grpc.aio.Server:
+    # Two servers on one port would share its connections by chance: refuse the second instead.
+    return grpc.aio.server(options=(*LIMITS, *keepalive(), ("grpc.so_reuseport", 0)))
 
 
 def _bind(

@@ -1,0 +1,100 @@
+"""Peers that vanish or never come to an end, over real connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from outrider.rpc import channel
+from outrider.rpc.channel import open_channel
+from outrider.rpc.server import GrpcServer
+from outrider.v1 import draft_pb2, scorer_pb2_grpc
+
+DEADLINE_S = 15.0
+
+
+class Stalling(scorer_pb2_grpc.ScorerServiceServicer):
+    """A Draft stream on which nobody ever says anything."""
+
+    def __init__(self) -> None:
+        self.begun, self.ended = asyncio.Event(), asyncio.Event()
+
+    async def Draft(  # type: ignore[override]  # noqa: N802
+        self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], _context: Any
+    ) -> None:
+        self.begun.set()
+        try:
+            async for _ in request_iterator:
+                pass
+        finally:
+            self.ended.set()
+
+
+class Wire:
+    """Forwards connections to a port until it is cut: then nothing arrives, not even an end."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._whole = asyncio.Event()
+        self._whole.set()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @asynccontextmanager
+    async def laid(self) -> AsyncIterator[str]:
+        server = await asyncio.start_server(self._join, "127.0.0.1", 0)
+        try:
+            yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        finally:
+            server.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def cut(self) -> None:
+        self._whole.clear()
+
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        for ends in ((reader, far_writer), (far_reader, writer)):
+            self._tasks.append(asyncio.create_task(self._pump(*ends)))
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(2**16):
+                await self._whole.wait()
+                writer.write(data)
+        finally:
+            writer.close()
+
+
+async def test_both_ends_notice_that_the_other_has_vanished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(channel, "_PING_MS", 200)
+    stalling = Stalling()
+    async with AsyncExitStack() as stack, asyncio.timeout(DEADLINE_S):
+        server = GrpcServer(
+            "127.0.0.1:0",
+            lambda each: scorer_pb2_grpc.add_ScorerServiceServicer_to_server(stalling, each),
+            ["outrider.v1.ScorerService"],
+        )
+        wire = Wire(await server.start())
+        stack.push_async_callback(server.stop, 0)
+        address = await stack.enter_async_context(wire.laid())
+        opened = await stack.enter_async_context(open_channel(address))
+        call = scorer_pb2_grpc.ScorerServiceStub(opened).Draft()
+        await call.write(draft_pb2.DraftRequest())
+        await stalling.begun.wait()
+        await asyncio.sleep(1.0)  # five pings are answered, and none is abuse
+        assert not call.done()
+        assert not stalling.ended.is_set()
+        wire.cut()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        await stalling.ended.wait()
