@@ -29,6 +29,7 @@ from outrider.rpc.versions import PROTOCOL_VERSION, agreed_version
 from outrider.v1 import draft_pb2, proposer_pb2, scorer_pb2_grpc
 from proposer_service.config import LinkConfig
 from proposer_service.metrics import ProposerMetrics
+from proposer_service.shared_rows import SharedRows
 from proposer_service.worker import DraftWorker
 
 _log = logging.getLogger(__name__)
@@ -139,13 +140,15 @@ class ScorerLink:
             return error
         async with dialled as channel:
             call: Call = scorer_pb2_grpc.ScorerServiceStub(channel).Draft()
+            rows = SharedRows(self.target, hello := self._hello())
             try:
                 async with asyncio.timeout(self._config.answer_timeout_s):
-                    await _write(call, draft_pb2.DraftRequest(hello=self._hello()))
+                    await _write(call, draft_pb2.DraftRequest(hello=hello))
                     welcome = await self._read_welcome(call)
+                rows.welcomed(welcome)
                 if welcome.wants_projection:
                     await self._send_projection(call)
-                await self._serve(call, welcome)
+                await self._serve(call, welcome, rows)
             except TimeoutError:
                 return UnavailableError("the scorer does not answer")
             except grpc.aio.AioRpcError as error:
@@ -154,6 +157,7 @@ class ScorerLink:
                 return error
             finally:
                 call.cancel()
+                rows.close()
         return UnavailableError("the scorer ended the stream")
 
     async def _read_welcome(self, call: Call) -> draft_pb2.Welcome:
@@ -178,7 +182,7 @@ class ScorerLink:
             async with asyncio.timeout(self._config.answer_timeout_s):
                 await _write(call, draft_pb2.DraftRequest(projection=chunk))
 
-    async def _serve(self, call: Call, welcome: draft_pb2.Welcome) -> None:
+    async def _serve(self, call: Call, welcome: draft_pb2.Welcome, rows: SharedRows) -> None:
         link = next(_link_ids)
         stream = _Stream(call, self._config)
         self._worker.attach(link, stream.put, welcome.max_block_tokens)
@@ -187,7 +191,7 @@ class ScorerLink:
         self._metrics.links.inc()
         _log.info("scorer %s connected", self.target)
         try:
-            reading = asyncio.create_task(self._read_all(link, stream))
+            reading = asyncio.create_task(self._read_all(link, stream, rows))
             try:
                 await asyncio.wait([reading, writing], return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -203,13 +207,14 @@ class ScorerLink:
             self._worker.detach(link)
             stream.ended.set()
 
-    async def _read_all(self, link: int, stream: _Stream) -> None:
+    async def _read_all(self, link: int, stream: _Stream, shared: SharedRows) -> None:
         message: Any
         while (message := await stream.call.read()) is not grpc.aio.EOF:
             if message.HasField("sessions"):
                 stream.note(message.sessions)
+                rows = shared.of(message.sessions)
                 # A full queue holds back the reader, and gRPC's flow control the scorer.
-                while not self._worker.post(link, message.sessions):  # noqa: ASYNC110
+                while not self._worker.post(link, message.sessions, rows):  # noqa: ASYNC110
                     await asyncio.sleep(_QUEUE_FULL_WAIT_S)
 
 

@@ -114,13 +114,15 @@ class DraftWorker:
         """A stream went down: its sessions are forgotten."""
         self._queue.put(Detach(link))
 
-    def post(self, link: LinkId, message: draft_pb2.SessionBatch) -> bool:
-        """Hands over what a scorer sent; False if the queue is full (try again later)."""
+    def post(self, link: LinkId, message: draft_pb2.SessionBatch, rows: list[bytes]) -> bool:
+        """Hands over what a scorer sent, and the rows of each of its features.
+
+        False if the queue is full (try again later).
+        """
         full = self._posted_bytes - self._taken_bytes > _MAX_FEATURE_BYTES
         if full or self._queue.qsize() >= self._max_queued:
             return False
         arrived = time.perf_counter()
-        rows = [features.rows for features in message.features]
         self._posted_bytes += sum(map(len, rows))
         self._queue.put(Batch(link, message, rows, arrived))
         return True

@@ -143,7 +143,8 @@ class ScorerApp:
         watch(metrics, worker, hub.roster, served)
         hubs.append(hub)
         self._constraints = await _in_thread(lambda: Constraints.load(folder, info))
-        self._servicer.begin(Serving(worker, hub, served, DraftLimits(), self._constraints))
+        shared = None if options.listen_unix is None else Path(options.listen_unix).parent
+        self._servicer.begin(Serving(worker, hub, served, DraftLimits(), self._constraints, shared))
         await self._server.set_serving(True)
         address = f"{options.host}:{port}"
         runtime.progress(NAME, f"serving {options.served_model_name} on {address}")

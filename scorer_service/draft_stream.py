@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
 
 from outrider.errors import DeadlineError, InvalidRequestError, OutriderError
+from outrider.rpc.feature_codec import SessionMessage
+from outrider.rpc.row_ring import RingWriter, open_ring
 from outrider.rpc.versions import agreed_version
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
@@ -24,16 +29,26 @@ async def serve_proposer(
     hub: Hub,
     served: ServedModel,
     limits: DraftLimits,
+    shared: Path | None = None,
 ) -> None:
-    """Runs one stream until either side ends it. Raises the error that it should end with."""
+    """Runs one stream until either side ends it. Raises the error that it should end with.
+
+    `shared` is the folder in which a proposer's row ring may lie.
+    """
     hello = await _read_hello(requests, limits.hello_timeout_s)
     proposer = hub.roster.attach(hello)
-    try:
-        wants_projection = not proposer.ready
-        await context.write(_welcome(hello, served, limits, wants_projection=wants_projection))
-        await _converse(proposer, requests, context, hub)
-    finally:
-        hub.roster.detach(proposer)
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(hub.roster.detach, proposer)
+        ring = None
+        if shared is not None and hello.HasField("row_ring"):
+            ring = open_ring(shared, hello.row_ring)
+        if ring is not None:
+            cleanup.callback(ring.close)
+        welcome = _welcome(hello, served, limits)
+        welcome.wants_projection = not proposer.ready
+        welcome.uses_row_ring = ring is not None
+        await context.write(draft_pb2.DraftResponse(welcome=welcome))
+        await _converse(proposer, requests, context, hub, ring)
 
 
 async def _converse(
@@ -41,9 +56,10 @@ async def _converse(
     requests: AsyncIterator[draft_pb2.DraftRequest],
     context: Context,
     hub: Hub,
+    ring: RingWriter | None,
 ) -> None:
     reader = asyncio.create_task(_read(proposer, requests, hub))
-    writer = asyncio.create_task(_write(proposer, context, hub))
+    writer = asyncio.create_task(_write(proposer, context, hub, ring))
     tasks = (reader, writer, proposer.detached)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -79,11 +95,20 @@ async def _read(
                 hub.on_bad(proposer, f"{other or 'an empty message'} after Hello")
 
 
-async def _write(proposer: AttachedProposer, context: Context, hub: Hub) -> None:
+async def _write(
+    proposer: AttachedProposer, context: Context, hub: Hub, ring: RingWriter | None
+) -> None:
     while True:
         message = await proposer.outbox.take()
         hub.on_taken(proposer)
-        await context.write(message)
+        await context.write(message if ring is None else _shared(message, ring))
+
+
+def _shared(message: SessionMessage, ring: RingWriter) -> SessionMessage:
+    """The same with its rows in the ring, if they have room there."""
+    if not message.features:
+        return message
+    return replace(message, rows_at=ring.write([each.rows for each in message.features]))
 
 
 async def _read_hello(
@@ -99,15 +124,10 @@ async def _read_hello(
     return request.hello
 
 
-def _welcome(
-    hello: draft_pb2.Hello, served: ServedModel, limits: DraftLimits, *, wants_projection: bool
-) -> draft_pb2.DraftResponse:
-    return draft_pb2.DraftResponse(
-        welcome=draft_pb2.Welcome(
-            protocol_version=agreed_version(hello.protocol_version),
-            scorer_id=served.scorer_id,
-            vocab_size=served.vocab_size,
-            max_block_tokens=limits.max_block_tokens,
-            wants_projection=wants_projection,
-        )
+def _welcome(hello: draft_pb2.Hello, served: ServedModel, limits: DraftLimits) -> draft_pb2.Welcome:
+    return draft_pb2.Welcome(
+        protocol_version=agreed_version(hello.protocol_version),
+        scorer_id=served.scorer_id,
+        vocab_size=served.vocab_size,
+        max_block_tokens=limits.max_block_tokens,
     )

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -39,6 +40,8 @@ class Serving:
     served: ServedModel
     limits: DraftLimits
     constraints: Constraints
+    shared: Path | None = None
+    """The folder of its Unix socket, where proposers may leave memory to be shared."""
 
 
 class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
@@ -85,7 +88,12 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
         try:
             serving = self._ready()
             await serve_proposer(
-                request_iterator, context, serving.hub, serving.served, serving.limits
+                request_iterator,
+                context,
+                serving.hub,
+                serving.served,
+                serving.limits,
+                serving.shared,
             )
         except Exception as error:
             await status.abort(context, error)

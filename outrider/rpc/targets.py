@@ -30,6 +30,11 @@ class Target:
     def is_unix(self) -> bool:
         return self.address.startswith(_UNIX)
 
+    @property
+    def socket_path(self) -> str | None:
+        """Of a Unix socket."""
+        return self.address.removeprefix(_UNIX) if self.is_unix else None
+
     def __str__(self) -> str:
         return self.address
 

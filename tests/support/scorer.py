@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import Tensor
 
@@ -154,8 +155,13 @@ async def running_scorer(
     compiler: ConstraintCompiler | None = None,
     features: FeatureSpec | None = None,
     policy: type[Policy] = Policy,
+    unix_path: Path | None = None,
+    shared: Path | None = None,
 ) -> AsyncIterator[RunningScorer]:
-    """Afterwards every page is free and the engine's books agree."""
+    """Afterwards every page is free and the engine's books agree.
+
+    Proposers may leave memory to be shared in the folder `shared`.
+    """
     loop = asyncio.get_running_loop()
     limits = limits or DraftLimits()
     telemetry = telemetry or configure("scorer-under-test")
@@ -198,11 +204,12 @@ async def running_scorer(
     hubs.append(hub)
     servicer = ScorerServicer(telemetry)
     constraints = Constraints(compiler)
-    servicer.begin(Serving(worker, hub, served, limits, constraints))
+    servicer.begin(Serving(worker, hub, served, limits, constraints, shared))
     server = GrpcServer(
         "127.0.0.1:0",
         lambda grpc_server: add_to_server(servicer, grpc_server),
         [SERVICE_NAME],
+        unix_path=None if unix_path is None else str(unix_path),
     )
     port = await server.start()
     await server.set_serving(True)
