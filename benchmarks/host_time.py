@@ -3,12 +3,17 @@
     python -m benchmarks.host_time [--rows 1 8 32 64 128] [--steps 300] [--json FILE]
 
 No model runs: results come at once, and the engine's clock is put forward by the time a plausible
-step would take, so that the policy decides as it would. Before each step every row gets a block
-that was drafted ahead, and half of its K draft tokens are accepted: as a chain, or as a tree that
-covers every outcome of the round (two guesses for the next token each); "none" is without
-speculation. Blocks are posted as the engine's thread posts them, in the gap. Medians of
-the thread's CPU time, so that a busy machine disturbs little; what a runner does to pack and
-enqueue a step comes on top.
+step would take, so that the policy decides as it would. A step is packed as a recorded one is; what
+CUDA takes to enqueue it comes on top. Half of a row's K draft tokens are accepted:
+
+- none: without speculation.
+- chain: before each step every row gets a block that was drafted ahead.
+- tree: the same, as a tree that covers every outcome of the round (two guesses for the next token).
+- demand: every row waits for its draft. What the step before brought is told within the gap, and
+  the blocks come in two messages, so rows are scheduled three times.
+
+Blocks are posted as the engine's thread posts them, in the gap. Medians of the thread's CPU time,
+so that a busy machine disturbs little.
 """
 
 from __future__ import annotations
@@ -21,14 +26,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import PackedBatch
+from outrider.engine.cuda.graph_runner import GraphRunner
+from outrider.engine.cuda.graphs import Work
 from outrider.engine.engine import Engine
+from outrider.engine.runner import StepRunner
+from outrider.engine.static_step import Bucket
 from outrider.engine.step import Step, StepResult
+from outrider.engine.verifier import choose_and_verify
 from outrider.params import SamplingParams, StopParams, TokenIds
 from outrider.types import Request
 
@@ -39,8 +51,9 @@ K = 4
 MAX_MODEL_LEN = 8192
 CHOSEN = (1, 2, 3, 4, 5)  # by the target, in every round
 DRAFT = (1, 2, 9, 9)  # two of them are right
+DELAY_S = 0.002  # of drafts on demand
 WARM_UP_STEPS = 30
-SPECULATIONS = ("none", "chain", "tree")
+SPECULATIONS = ("none", "chain", "tree", "demand")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +67,19 @@ class HostTime:
     commit_ms: float
     post_ms: float  # taking in the blocks
     schedule_ms: float
+    pack_ms: float
+    tell_ms: float  # making events of the step before; in the gap only where drafts are waited for
+
+
+class Gap(NamedTuple):
+    """What `HostTime` says of one step, CPU seconds."""
+
+    gap: float
+    commit: float
+    post: float
+    schedule: float
+    pack: float
+    tell: float
 
 
 class NoModel:
@@ -62,28 +88,39 @@ class NoModel:
     vocab_size = VOCAB_SIZE
     page_size = PAGE_SIZE
     max_model_len = MAX_MODEL_LEN
+    dtype = torch.bfloat16
     device = torch.device("cpu")
 
     def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
+        self.num_pages = self.scratch_page = num_pages
 
-    def forward(self, batch: PackedBatch) -> torch.Tensor:
+    def forward(self, batch: PackedBatch) -> Tensor:
         raise NotImplementedError
 
-    def move_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
+    def logits(self, batch: PackedBatch, out: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def move_slots(self, source: Tensor, target: Tensor) -> None:
         raise NotImplementedError
 
 
 class Instant:
-    """A runner whose results are there at once; by its clock they took a while."""
+    """Packs steps by another runner; results are there at once, by its clock after a while."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: StepRunner) -> None:
         self.lead_s = 0.0
+        self.result_at = 0.0  # CPU seconds
+        self.launch_began = 0.0
+        self.launched_at = 0.0
+        self._inner = inner
 
     def clock(self) -> float:
         return time.thread_time() + self.lead_s
 
     def launch(self, step: Step) -> _Result:
+        self.launch_began = time.thread_time()
+        self._inner.launch(step)
+        self.launched_at = time.thread_time()
         return _Result(self, step)
 
 
@@ -97,14 +134,22 @@ class _Result:
         self.runner.lead_s += seconds
         choices = [CHOSEN if row.slice.num_logits else () for row in self.step.rows]
         accepted = [min(2, len(row.draft)) for row in self.step.rows]
+        self.runner.result_at = time.thread_time()
         return StepResult(choices, accepted, seconds)
 
 
-def ahead(base_len: int, speculation: str) -> DraftTree:
-    """What a proposer guesses beyond its last draft, which is still being verified.
+def _record(work: Work) -> Work:  # noqa: ARG001
+    """Records nothing, which takes no time to repeat."""
+    return lambda: None
+
+
+def block(base_len: int, speculation: str) -> DraftTree:
+    """What a proposer guesses after `base_len`, or ahead: beyond its draft of the round before.
 
     On the outcome that comes true, DRAFT follows.
     """
+    if speculation == "demand":
+        return DraftTree.chain(base_len, DRAFT)
     if speculation == "chain":
         return DraftTree.chain(base_len, (*CHOSEN[:3], *DRAFT))
     tokens, parents = list(DRAFT), list(range(-1, K - 1))
@@ -115,60 +160,112 @@ def ahead(base_len: int, speculation: str) -> DraftTree:
     return DraftTree(base_len, tuple(tokens), tuple(parents))
 
 
-def measure(rows: int, speculation: str, steps: int) -> HostTime:
-    """Runs the engine's side of `steps` steps of `rows` rows."""
-    num_pages = rows * MAX_MODEL_LEN // PAGE_SIZE
-    config = EngineConfig(
-        page_size=PAGE_SIZE,
-        num_pages=num_pages,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_batched_tokens=8192,
-        num_speculative_tokens=K,
-    )
-    runner = Instant()
-    engine = Engine(NoModel(num_pages), config, runner=runner, clock=runner.clock)
-    for i in range(rows):
-        prompt: TokenIds = (i,) * PROMPT_LEN
-        stop = StopParams(max_tokens=MAX_MODEL_LEN)
-        engine.submit(Request(i, prompt, SamplingParams(temperature=0.0), stop))
-        if speculation != "none":
-            engine.set_drafting(i, "proposer", K, runs_ahead=True)
-    lengths = dict.fromkeys(range(rows), PROMPT_LEN)
-    gaps: list[float] = []
-    commits: list[float] = []
-    posts: list[float] = []
-    schedules: list[float] = []
-    assert engine.launch()
-    while len(gaps) < steps + WARM_UP_STEPS:
-        blocks = [
-            (session_id, ahead(length, speculation))
-            for session_id, length in lengths.items()
-            if speculation != "none" and length > PROMPT_LEN
-        ]
+class HostSteps:
+    """The engine's side of steps of `rows` rows."""
+
+    def __init__(self, rows: int, speculation: str) -> None:
+        num_pages = rows * MAX_MODEL_LEN // PAGE_SIZE
+        config = EngineConfig(
+            page_size=PAGE_SIZE,
+            num_pages=num_pages,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_batched_tokens=8192,
+            num_speculative_tokens=K,
+        )
+        model = NoModel(num_pages)
+        buckets = [Bucket(query_len, rows) for query_len in (1, 1 + K)]
+        self._runner = Instant(
+            GraphRunner(model, buckets, record=_record, choose_and_verify=choose_and_verify)
+        )
+        self._engine = Engine(model, config, runner=self._runner, clock=self._runner.clock)
+        self._speculation = speculation
+        self._lengths = dict.fromkeys(range(rows), PROMPT_LEN)  # as far as told
+        self._late = False  # drafts were asked for, and the step did not wait for them
+        for i in range(rows):
+            prompt: TokenIds = (i,) * PROMPT_LEN
+            stop = StopParams(max_tokens=MAX_MODEL_LEN)
+            self._engine.submit(Request(i, prompt, SamplingParams(temperature=0.0), stop))
+            if speculation != "none":
+                ahead = speculation != "demand"
+                self._engine.set_drafting(i, "proposer", K, runs_ahead=ahead)
+        assert self._engine.launch()
+
+    def next(self) -> Gap | None:
+        """From the result of the step in flight to the next launch; None if it went otherwise.
+
+        That is where rows wait that should not, or the other way round.
+        """
+        engine, runner, waiting = self._engine, self._runner, self._speculation == "demand"
         assert engine.collect()
-        posting = time.thread_time()
-        arrived_at = runner.clock()
-        for session_id, block in blocks:
-            engine.post_block(session_id, block, "proposer", 1000, arrived_at)
-        posted = time.thread_time()
-        if not engine.launch():  # the first drafts are waited for
+        commit_s = time.thread_time() - runner.result_at
+        session_ids = list(self._lengths)
+        post_s = tell_s = 0.0
+        if self._speculation in ("chain", "tree") or self._late:
+            post_s = self._post(session_ids)
+        schedule_s = self._launch()
+        as_meant, self._late = self._waits == waiting, waiting and not self._waits
+        if waiting and self._waits:
+            tell_s = self._tell()
+            runner.lead_s += DELAY_S
+            post_s += self._post(session_ids[::2])
+            schedule_s += self._launch()
+            as_meant = self._waits or len(session_ids) == 1
+            post_s += self._post(session_ids[1::2])
+            if self._waits:
+                schedule_s += self._launch()
+        if self._waits:  # for the first drafts
+            as_meant = False
             runner.lead_s += engine.wake_at - runner.clock()
             assert engine.launch()
-        events = engine.take_events()
-        assert events is not None
-        assert events.timings is not None
-        for commit in events.commits:
+        told_s = time.thread_time() - runner.launched_at
+        told_s += self._tell()
+        if not as_meant:
+            return None
+        pack_s = runner.launched_at - runner.launch_began
+        gap_s = commit_s + post_s + schedule_s + pack_s + tell_s
+        return Gap(gap_s, commit_s, post_s, schedule_s, pack_s, tell_s or told_s)
+
+    @property
+    def _waits(self) -> bool:
+        """No step was launched since the last result."""
+        return self._runner.launched_at < self._runner.result_at
+
+    def _launch(self) -> float:
+        """Seconds until a step is handed to the runner, or no row is found to be ready."""
+        began = time.thread_time()
+        launched = self._engine.launch()
+        return (self._runner.launch_began if launched else time.thread_time()) - began
+
+    def _post(self, session_ids: Sequence[int]) -> float:
+        blocks = [(i, block(self._lengths[i], self._speculation)) for i in session_ids]
+        arrived_at = self._runner.clock()
+        began = time.thread_time()
+        for session_id, tree in blocks:
+            self._engine.post_block(session_id, tree, "proposer", 1000, arrived_at)
+        return time.thread_time() - began
+
+    def _tell(self) -> float:
+        began = time.thread_time()
+        events = self._engine.take_events()
+        seconds = time.thread_time() - began
+        for commit in events.commits if events is not None else ():
             assert commit.finish_reason is None
-            lengths[commit.session_id] = commit.base_len + len(commit.token_ids)
-        if events.timings.gap_ms is not None and min(lengths.values()) > PROMPT_LEN:
-            gaps.append(events.timings.gap_ms)
-            commits.append(events.timings.commit_ms)
-            posts.append((posted - posting) * 1e3)
-            schedules.append(events.timings.schedule_ms)
-    parts = (statistics.median(part[WARM_UP_STEPS:]) for part in (commits, posts, schedules))
-    gaps = gaps[WARM_UP_STEPS:]
-    p90 = statistics.quantiles(gaps, n=10)[-1]
-    return HostTime(rows, speculation, statistics.median(gaps), p90, *parts)
+            self._lengths[commit.session_id] = commit.base_len + len(commit.token_ids)
+        return seconds
+
+
+def measure(rows: int, speculation: str, steps: int) -> HostTime:
+    """Medians of `steps` steps."""
+    host = HostSteps(rows, speculation)
+    gaps: list[Gap] = []
+    while len(gaps) < steps + WARM_UP_STEPS:
+        gap = host.next()
+        if gap is not None:
+            gaps.append(gap)
+    columns = list(zip(*gaps[WARM_UP_STEPS:], strict=True))
+    p90 = statistics.quantiles(columns[0], n=10)[-1]
+    medians = [statistics.median(column) * 1e3 for column in columns]
+    return HostTime(rows, speculation, medians[0], p90 * 1e3, *medians[1:])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -177,15 +274,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
-    print(
-        f"{'rows':>5} {'drafts':>7} {'gap':>8} {'p90':>8} {'commit':>8} {'post':>8} {'schedule':>8}"
-    )
+    torch.set_num_threads(1)  # a copy to a device is no work of the host's
+    names = ("gap", "p90", "commit", "post", "schedule", "pack", "tell")
+    print(f"{'rows':>5} {'drafts':>7} " + " ".join(f"{name:>8}" for name in names))
     results = []
     for rows in args.rows:
         for speculation in SPECULATIONS:
-            t = measure(rows, speculation, args.steps)
-            results.append(asdict(t))
-            parts = (t.gap_ms, t.gap_p90_ms, t.commit_ms, t.post_ms, t.schedule_ms)
+            times = asdict(measure(rows, speculation, args.steps))
+            results.append(times)
+            parts = [times[f"{name}_ms"] for name in ("gap", "gap_p90", *names[2:])]
             print(f"{rows:5} {speculation:>7} " + " ".join(f"{part:8.3f}" for part in parts))
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
