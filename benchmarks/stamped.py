@@ -61,6 +61,7 @@ def _change_scorer(
 
     from benchmarks.fixed_k import fix
     from outrider.engine.engine import Engine
+    from outrider.engine.scheduler import Scheduler
     from outrider.engine.worker import EngineWorker
     from scorer_service import app, loading
     from scorer_service.hub import Hub
@@ -91,7 +92,16 @@ def _change_scorer(
 
     mock.patch.object(app, "load", load_sleeping).start()
     fix()
+    commit, result_at = Scheduler.commit, 0
+
+    def committing(*args: Any) -> Any:
+        nonlocal result_at
+        result_at = time.perf_counter_ns()
+        return commit(*args)
+
+    mock.patch.object(Scheduler, "commit", committing).start()
     _before(taken, EngineWorker, "_publish", "publish", 1)
+    _before(taken, EngineWorker, "_publish", "result", 1, lambda: result_at)
     _before(taken, Hub, "on_events", "hub", 0)
     _before(taken, EngineWorker, "post_blocks", "posted", 0)
     _before(taken, Engine, "post_block", "taken", slice(0, 2))
@@ -162,13 +172,20 @@ def _change_proposer(taken: Taken, sleep_s: float, row_bytes: int) -> None:
     _before(taken, Cycle, "apply", "applied", 0)
 
 
-def _before(taken: Taken, owner: type, method: str, point: str, argument: int | slice) -> None:
+def _before(
+    taken: Taken,
+    owner: type,
+    method: str,
+    point: str,
+    argument: int | slice,
+    now: Callable[[], int] = time.perf_counter_ns,
+) -> None:
     """Stamps each call of a method, for the rounds in one of its arguments (of some: a tuple)."""
     original: Callable[..., Any] = getattr(owner, method)
 
     @functools.wraps(original)
     def stamped(self: object, *args: Any, **kwargs: Any) -> Any:
-        taken.append((point, time.perf_counter_ns(), _rounds(args[argument])))
+        taken.append((point, now(), _rounds(args[argument])))
         return original(self, *args, **kwargs)
 
     mock.patch.object(owner, method, stamped).start()

@@ -6,7 +6,7 @@
 
 A real scorer and a real proposer, each in its own process, that sleep instead of computing
 (stamped.py), so nothing but the way is left; rows wait for their drafts. The way of a round is
-from the moment that the engine's thread publishes a commit to the moment that it has the block
+from the moment that the engine's thread has a step's result to the moment that it has the block
 that was drafted from it, without the time inside the drafting method. Blocks that come in the
 middle of a step (of other requests) have to wait for its end, and are left out.
 With `--row-bytes` the proposer is sent hidden states. A first draft then waits for its prompt's;
@@ -21,11 +21,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import bisect
 import json
-import math
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -36,7 +33,8 @@ from typing import Final
 
 from benchmarks.processes import REPO, Child, ProcessError, python_path, stopping
 from benchmarks.program import guarded
-from benchmarks.stamped import TOKEN, Round
+from benchmarks.stamped import TOKEN
+from benchmarks.way_report import Turn, report, row
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, scorer_pb2
 from outrider.v1.scorer_pb2_grpc import ScorerServiceStub
@@ -44,46 +42,6 @@ from outrider.v1.scorer_pb2_grpc import ScorerServiceStub
 _TIMEOUT_S = 120.0
 _ATTACH_S = 20.0
 _K: Final = 4
-PARTS: Final = (
-    ("to the loop", "publish", "hub"),  # of the scorer
-    ("to gRPC", "hub", "sent"),
-    ("wire there", "sent", "received"),
-    ("to the thread", "received", "applied"),  # of the proposer
-    ("cycle before", "applied", "asked"),
-    ("cycle after", "guessed", "drafted"),
-    ("to gRPC", "drafted", "answered"),
-    ("wire back", "answered", "arrived"),
-    ("to the queue", "arrived", "posted"),
-    ("to the engine", "posted", "taken"),
-)
-Stamps = dict[str, dict[Round, int]]
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Some requests at once, in one stack."""
-
-    sessions: int
-    began_ns: int
-    ended_ns: int
-    cpu_s: tuple[float, ...]  # scorer, its event loop, proposer, its event loop
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """One stack and number of sessions. Milliseconds, per round; CPU per step."""
-
-    stack: str
-    sessions: int
-    rounds: int
-    rounds_per_step: float
-    tokens_per_s: float
-    way: tuple[float, float, float]  # 10th percentile, median, 90th; of rounds after the first
-    first_way: tuple[float, float, float]  # of first rounds
-    parts: tuple[tuple[float, float], ...]  # 10th percentile and median, in the order of PARTS
-    first_parts: tuple[tuple[float, float], ...]
-    cpu_ms: tuple[float, ...]  # as in Turn
 
 
 @dataclass
@@ -138,7 +96,11 @@ def _run(args: argparse.Namespace) -> int:
         asyncio.run(measure(stacks, args))
         for child in children:
             child.stop()  # they write their stamps
-        rows = [row(stack, n, args.prompt_tokens) for n in args.sessions for stack in stacks]
+        rows = [
+            row(stack.name, stack.files, stack.turns, n, args.prompt_tokens)
+            for n in args.sessions
+            for stack in stacks
+        ]
     report(rows)
     if args.out:
         args.out.write_text(json.dumps([asdict(each) for each in rows], indent=1) + "\n")
@@ -167,7 +129,7 @@ def start(
         files[0],
         args.forward_ms,
         *("--num-speculative-tokens", _K, "--listen-unix", path, "--no-enable-prefix-caching"),
-        *("--kv-cache-memory", 64),
+        *("--kv-cache-memory", 512),  # no row is preempted
     )
     address = scorer.ready(_TIMEOUT_S)["grpc"]
     dialled = f"unix:{path}" if wire == "unix" else address
@@ -229,94 +191,6 @@ async def _attached(stack: Stack) -> None:
                 return
             await asyncio.sleep(0.1)
     raise ProcessError(f"{stack.name}: no proposer attached; {stack.proposer.log.read_text()}")
-
-
-def row(stack: Stack, sessions: int, prompt_tokens: int) -> Row:
-    """What the stamps say of all turns with so many sessions."""
-    stamps: Stamps = {}
-    steps: list[tuple[int, int]] = []
-    for file in stack.files:
-        noted = json.loads(file.read_text())
-        steps += noted["steps"]
-        for point, taken in noted["rounds"].items():
-            stamps[point] = {(session, length): ns for session, length, ns in taken}
-    turns = [turn for turn in stack.turns if turn.sessions == sessions]
-    published = {
-        key: ns
-        for key, ns in stamps["publish"].items()
-        if any(turn.began_ns <= ns <= turn.ended_ns for turn in turns)
-    }
-    complete = [
-        key
-        for key in published  # a request's last commits ask for no draft
-        if all(key in of_point for of_point in stamps.values())
-        and not _within(stamps["posted"][key], steps)
-    ]
-    if not complete:
-        raise ProcessError(f"{stack.name}: no round was drafted for")
-
-    def parts_of(keys: Sequence[Round]) -> list[list[float]]:
-        return [
-            [(stamps[end][key] - stamps[begin][key]) * 1e-6 for key in keys]
-            for _, begin, end in PARTS
-        ]
-
-    def ways(keys: Sequence[Round]) -> tuple[float, float, float]:
-        return _deciles([sum(of_round) for of_round in zip(*parts_of(keys), strict=True)])
-
-    first = [key for key in complete if key[1] == prompt_tokens + 1]
-    later = [key for key in complete if key[1] != prompt_tokens + 1]
-    num_steps = len(set(published.values()))
-    used = [sum(of_turns) for of_turns in zip(*(turn.cpu_s for turn in turns), strict=True)]
-    return Row(
-        stack=stack.name,
-        sessions=sessions,
-        rounds=len(later),
-        rounds_per_step=len(published) / num_steps,
-        tokens_per_s=sum(turn.tokens for turn in turns)
-        / sum((turn.ended_ns - turn.began_ns) * 1e-9 for turn in turns),
-        way=ways(later),
-        first_way=ways(first),
-        parts=tuple(_deciles(each)[:2] for each in parts_of(later)),
-        first_parts=tuple(_deciles(each)[:2] for each in parts_of(first)),
-        cpu_ms=tuple(seconds * 1e3 / num_steps for seconds in used),
-    )
-
-
-def _within(ns: int, steps: Sequence[tuple[int, int]]) -> bool:
-    """Whether the engine's thread was in a forward, for which a block has to wait."""
-    before = bisect.bisect(steps, ns, key=lambda step: step[0])
-    return before > 0 and ns <= steps[before - 1][1]
-
-
-def _deciles(values: Sequence[float]) -> tuple[float, float, float]:
-    if len(values) < 2:  # a request alone, in few turns
-        only = values[0] if values else math.nan
-        return only, only, only
-    found = statistics.quantiles(values, n=10)
-    return found[0], found[4], found[8]
-
-
-def report(rows: Sequence[Row]) -> None:
-    """Two tables."""
-    head = ("stack", "sessions", "rounds", "per step", "tokens/s", "way, ms: p10", "median", "p90")
-    more = ("first rounds: p10", "median", "p90")
-    print(f"| {' | '.join(head + more)} | scorer CPU (its loop), ms per step | proposer |")
-    print("|---" * (2 + len(head) + len(more)) + "|")
-    for r in rows:
-        which = f"{r.stack} | {r.sessions} | {r.rounds} | {r.rounds_per_step:.1f}"
-        which += f" | {r.tokens_per_s:.0f}"
-        way = " | ".join(f"{each:.2f}" for each in (*r.way, *r.first_way))
-        cpu = " | ".join(f"{r.cpu_ms[i]:.2f} ({r.cpu_ms[i + 1]:.2f})" for i in (0, 2))
-        print(f"| {which} | {way} | {cpu} |")
-    for title in ("Parts", "Parts of first rounds"):
-        print(f"\n{title}, ms: 10th percentile and median\n")
-        print(f"| stack | sessions | {' | '.join(name for name, _, _ in PARTS)} |")
-        print("|---" * (2 + len(PARTS)) + "|")
-        for r in rows:
-            found = r.parts if title == "Parts" else r.first_parts
-            parts = " | ".join(f"{low:.2f} {median:.2f}" for low, median in found)
-            print(f"| {r.stack} | {r.sessions} | {parts} |")
 
 
 if __name__ == "__main__":
