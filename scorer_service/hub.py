@@ -21,7 +21,7 @@ from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.metrics import ScorerMetrics
 from scorer_service.proposers import AttachedProposer
 from scorer_service.roster import Roster
-from scorer_service.sessions import Session
+from scorer_service.sessions import Deliveries, Session
 
 _MAX_FAILED_STEPS = 8
 _MAX_BLOCKS = 2**14  # in a message: all streams wait while one is gone through
@@ -46,6 +46,7 @@ class Hub:
         self._last_id = 0
         self._sessions: dict[int, Session] = {}
         self.roster = Roster(worker, served, limits, metrics)
+        self._deliveries = Deliveries()
         self._failed_steps = 0  # in a row
         self.failed = asyncio.Event()
         """The engine fails step after step; a new process may do better."""
@@ -107,6 +108,7 @@ class Hub:
 
     def on_events(self, events: StepEvents) -> None:
         """What one engine step brought about."""
+        self._deliveries.finish()  # of the step before: a stream merges what waits
         timings = events.timings
         step_us = 0 if timings is None else round((timings.forward_ms + timings.verify_ms) * 1e3)
         if events.features is not None:
@@ -117,6 +119,7 @@ class Hub:
                 self._advance(session, commit, step_us)
                 if session.rounds is not None:
                     session.rounds.commit(commit, timings)
+        self._deliveries.deliver()
         for failure in events.failures:
             session = self._sessions.get(failure.session_id)
             if session is not None:
@@ -172,7 +175,7 @@ class Hub:
                 proposer.outbox.commit(session, step_us)
             else:
                 self.roster.reassign(session)
-        session.mailbox.put(commit)
+        self._deliveries.put(session.mailbox, commit)
 
     def _forget(self, session: Session) -> None:
         del self._sessions[session.id]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from outrider.types import Commit, Request, RequestStats
 
 if TYPE_CHECKING:
     from scorer_service.proposers import AttachedProposer
     from scorer_service.round_spans import RoundSpans
+
+_DELIVERED_AT_ONCE: Final = 8
+"""Messages to clients that the event loop writes before it looks for what has come."""
 
 
 class Mailbox:
@@ -40,6 +43,36 @@ class Mailbox:
             self._wake.clear()
         commits, self._commits = self._commits, []
         return commits
+
+
+class Deliveries:
+    """What waits to be put into mailboxes: a step's commits, a few at a time.
+
+    The drafts that answer the step may come before all of its clients were written to. The engine
+    waits for them, and no client notices that they were read first.
+    """
+
+    def __init__(self) -> None:
+        self._left: deque[tuple[Mailbox, Commit]] = deque()
+
+    def put(self, mailbox: Mailbox, commit: Commit) -> None:
+        """Has `deliver` take it along."""
+        self._left.append((mailbox, commit))
+
+    def deliver(self) -> None:
+        """Delivers the first few, and a few more whenever the loop has read what came."""
+        self._deliver(min(_DELIVERED_AT_ONCE, len(self._left)))
+        if self._left:
+            asyncio.get_running_loop().call_soon(self.deliver)
+
+    def finish(self) -> None:
+        """Delivers all that is left."""
+        self._deliver(len(self._left))
+
+    def _deliver(self, count: int) -> None:
+        for _ in range(count):
+            mailbox, commit = self._left.popleft()
+            mailbox.put(commit)
 
 
 @dataclass(slots=True, eq=False)

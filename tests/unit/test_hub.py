@@ -127,9 +127,10 @@ class Bench:
         *commits: Commit,
         set_aside: tuple[int, ...] = (),
         features: tuple[FeatureRows, ...] = (),
+        failures: tuple[Failure, ...] = (),
     ) -> None:
         batch = FeatureBatch(features, 0.001) if features else None
-        self.hub.on_events(StepEvents(commits, (), TIMINGS, set_aside, features=batch))
+        self.hub.on_events(StepEvents(commits, failures, TIMINGS, set_aside, features=batch))
 
 
 def commit(
@@ -165,6 +166,48 @@ async def test_events_of_one_step_travel_in_one_message() -> None:
     batch = await sent(proposer)
     assert [c.session for c in batch.closes] == [sessions[0].id]
     assert [c.session for c in batch.commits] == [sessions[1].id]
+
+
+async def test_drafts_are_read_before_all_clients_are_written_to() -> None:
+    bench = Bench()
+    proposer = bench.attach("a")
+    sessions = [bench.submit() for _ in range(20)]
+    await sent(proposer)
+    told_before_drafts: list[int] = []
+
+    def draft_comes() -> None:
+        told_before_drafts.append(sum([got.done() for got in received]))
+
+    received = [asyncio.create_task(session.mailbox.take()) for session in sessions]
+    await asyncio.sleep(0)
+    bench.step(*[commit(session, 5) for session in sessions])
+    assert len((await sent(proposer)).commits) == 20, "all at once: they are drafted for together"
+    asyncio.get_running_loop().call_soon(draft_comes)
+    async with asyncio.timeout(5):
+        commits = await asyncio.gather(*received)
+    assert [[each.token_ids for each in got] for got in commits] == [[(5,)]] * 20
+    assert 0 < told_before_drafts[0] < 20
+
+
+async def test_what_a_step_brought_comes_before_what_the_next_one_did() -> None:
+    bench = Bench()
+    *others, last = sessions = [bench.submit() for _ in range(60)]
+    first = asyncio.create_task(last.mailbox.take())
+    await asyncio.sleep(0)
+    bench.step(*[commit(session, 5) for session in sessions])
+    bench.step(
+        *[commit(session, 6) for session in others],
+        failures=(Failure(last.id, InternalError("broken")),),
+    )
+    async with asyncio.timeout(5):
+        for session in others:
+            tokens: list[int] = []
+            while len(tokens) < 2:
+                tokens += [each.token_ids[0] for each in await session.mailbox.take()]
+            assert tokens == [5, 6]
+        assert [each.token_ids for each in await first] == [(5,)]
+        with pytest.raises(InternalError, match="broken"):
+            await last.mailbox.take()
 
 
 async def test_more_methods_than_there_are_need_not_be_looked_at() -> None:
