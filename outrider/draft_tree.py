@@ -84,17 +84,19 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
             raise InvalidRequestError(f"token ids must be below {vocab_size}", param="token_ids")
         if probs and len(probs) != len(token_ids):
             raise InvalidRequestError("one distribution per token, or none", param="draft_probs")
-        drawn_from = [
-            _checked(each, token, vocab_size) if each.token_ids or each.probs else None
-            for each, token in zip(probs, token_ids, strict=False)
-        ]
+        drawn_from = tuple(
+            [
+                _checked(each, token, vocab_size) if each.token_ids or each.probs else None
+                for each, token in zip(probs, token_ids, strict=False)
+            ]
+        )
         if not parents:
-            return DraftTree.chain(base_len, token_ids, drawn_from)
+            return DraftTree(base_len, token_ids, chain_parents(len(token_ids)), drawn_from)
         if len(parents) != len(token_ids):
             raise InvalidRequestError("one parent per token, or none at all", param="parents")
         if any(not -1 <= parent < i for i, parent in enumerate(parents)):
             raise InvalidRequestError("a parent comes before its child", param="parents")
-        return DraftTree(base_len, token_ids, tuple(parents), tuple(drawn_from))
+        return DraftTree(base_len, token_ids, tuple(parents), drawn_from)
 
     def walk(self, committed: Sequence[int]) -> DraftTree | None:
         """What is left of the tree below `committed`, the tokens at base_len, base_len + 1, ...

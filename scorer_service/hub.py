@@ -195,7 +195,9 @@ class Hub:
             return
         good: list[Block] = []
         now = time.perf_counter()  # the same for all: they were drafted in one batch
-        for block in _newest(blocks):
+        if len(blocks) > MAX_BLOCKS_AT_ONCE * len(proposer.sessions):  # than the engine takes
+            blocks = _newest(blocks)
+        for block in blocks:
             if proposer.detached.done():
                 break
             session_id = block.session
@@ -236,7 +238,7 @@ class Hub:
                 block.parents,
                 vocab_size=self._served.vocab_size,
                 max_nodes=self._limits.max_block_tokens,
-                probs=[*map(codec.draft_probs_from_proto, draft_probs)],
+                probs=[*map(codec.draft_probs_from_proto, draft_probs)] if draft_probs else (),
             )
         except InvalidRequestError as error:
             self.on_bad(proposer, error.message)
@@ -263,8 +265,6 @@ class Hub:
 
 def _newest(blocks: Collection[draft_pb2.Block]) -> Collection[draft_pb2.Block]:
     """Without those that the engine would drop unseen: checking them all could take seconds."""
-    if len(blocks) <= MAX_BLOCKS_AT_ONCE:
-        return blocks
     newer: Counter[int] = Counter()
     kept: list[draft_pb2.Block] = []
     for block in reversed(list(blocks)):
