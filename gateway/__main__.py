@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         ("grpc_port", port, "0: any free port"),
         ("api_key_file", str, "one key per line; without it, anyone may ask"),
         ("max_in_flight", int, "completions at once; more get 429"),
-        ("max_body_bytes", int, "larger bodies get 413"),
+        ("max_body_bytes", int, "larger requests get 413, over gRPC RESOURCE_EXHAUSTED"),
         ("default_max_tokens", int, "for requests that set none"),
         ("seed", int, "for requests that give none; unset: a new one for each"),
     ):

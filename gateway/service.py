@@ -21,7 +21,7 @@ from outrider.errors import ConfigError
 from outrider.models.resolve import resolve_model
 from outrider.models.tokenizer import Tokenizer
 from outrider.rpc.runtime import progress
-from outrider.rpc.server import GrpcServer
+from outrider.rpc.server import ClientLimits, GrpcServer
 from outrider.rpc.targets import Targets
 from outrider.rpc.telemetry import Telemetry
 from outrider.v1 import generation_pb2_grpc, scorer_pb2
@@ -66,6 +66,7 @@ class Gateway:
             ),
             [_GRPC_SERVICE],
             health_address=config.deployment.health_address(config.host),
+            limits=ClientLimits(config.max_body_bytes, config.request_timeout_s),
         )
         grpc_port = await self._grpc.start()
         await self._grpc.set_serving(True)

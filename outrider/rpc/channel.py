@@ -29,15 +29,21 @@ _RECONNECT: Final[tuple[tuple[str, int], ...]] = (
 )
 
 
-def keepalive() -> tuple[tuple[str, int], ...]:
-    """For both ends: a peer that vanished without a FIN is noticed within 20 s, idle or not."""
+def send_pings() -> tuple[tuple[str, int], ...]:
+    """The other end, if it vanishes without a FIN, is noticed within 20 s, idle or not."""
     return (
         ("grpc.keepalive_time_ms", _PING_MS),
         # Not keepalive_timeout_ms: gRPC (1.85) never starts that timer.
         ("grpc.http2.ping_timeout_ms", _PING_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # Of a server: by default it calls the other end's pings abuse, and hangs up.
+    )
+
+
+def take_pings() -> tuple[tuple[str, int], ...]:
+    """Of a server: by default it calls the other end's pings abuse, and hangs up."""
+    return (
+        ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS // 2),
     )
 
@@ -51,7 +57,7 @@ def open_channel(target: str | Target, tls: TlsFiles | None = None) -> grpc.aio.
     """
     if isinstance(target, str):
         target = Target(target)
-    options: list[tuple[str, int | str]] = [*LIMITS, *keepalive(), *_RECONNECT]
+    options: list[tuple[str, int | str]] = [*LIMITS, *send_pings(), *_RECONNECT]
     if tls is None or target.is_unix:
         return grpc.aio.insecure_channel(target.address, options=options)
     if target.server_name is not None:  # dialled by IP address, known by name

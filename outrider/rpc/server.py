@@ -3,15 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from outrider.errors import ConfigError
-from outrider.rpc.channel import LIMITS, keepalive
+from outrider.rpc.channel import LIMITS, send_pings, take_pings
 from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.tls import server_credentials
+
+_MAX_INT: Final = 2**31 - 1  # of gRPC's options; of milliseconds it is no limit at all
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLimits:
+    """For a server that anyone may dial.
+
+    gRPC receives a call's request before any of our code runs, and waits for its end for ever. So
+    a connection has its time: after `connection_s` seconds the client is told to open another one,
+    and `request_s` later the calls that are left, received or not, end with UNAVAILABLE.
+    """
+
+    max_request_bytes: int
+    request_s: float
+    connection_s: float = 300.0
+
+    def options(self) -> tuple[tuple[str, int], ...]:
+        """Without pings: behind what a slow line still has to send, an answer takes its time."""
+        return (
+            ("grpc.max_receive_message_length", min(self.max_request_bytes, _MAX_INT)),
+            ("grpc.max_connection_age_ms", round(self.connection_s * 1e3)),
+            ("grpc.max_connection_age_grace_ms", min(round(self.request_s * 1e3), _MAX_INT)),
+        )
 
 
 class GrpcServer:
@@ -20,7 +46,8 @@ class GrpcServer:
     With `tls`, `address` speaks TLS only. `unix_path` is served besides, and `health_address` with
     nothing but health: both without TLS, one because it does not leave the machine, the other
     because Kubernetes' gRPC probes know none. Health says NOT_SERVING, for the server and each of
-    `service_names` (full: "outrider.v1.ScorerService"), until `set_serving(True)`.
+    `service_names` (full: "outrider.v1.ScorerService"), until `set_serving(True)`. Without `limits`
+    its clients are services of ours, whose connections last.
     """
 
     def __init__(
@@ -32,6 +59,7 @@ class GrpcServer:
         unix_path: str | None = None,
         health_address: str | None = None,
         tls: TlsFiles | None = None,
+        limits: ClientLimits | None = None,
     ) -> None:
         self._address = address
         self._register = register
@@ -40,11 +68,12 @@ class GrpcServer:
         self._unix_path = unix_path
         self._health_address = health_address
         self._tls = tls
+        self._limits = limits
         self._servers: list[grpc.aio.Server] = []
 
     async def start(self) -> int:
         """Binds and starts; returns the port. Raises `ConfigError` if it cannot be bound."""
-        server = _new_server()
+        server = _new_server(self._limits)
         self._register(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflected = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -85,9 +114,12 @@ class GrpcServer:
             await server.stop(its_grace_s)
 
 
-def _new_server() -> grpc.aio.Server:
+def _new_server(limits: ClientLimits | None = None) -> grpc.aio.Server:
+    for_clients = send_pings() if limits is None else limits.options()
+    options = dict((*LIMITS, *take_pings(), *for_clients))
     # Two servers on one port would share its connections by chance: refuse the second instead.
-    return grpc.aio.server(options=(*LIMITS, *keepalive(), ("grpc.so_reuseport", 0)))
+    options["grpc.so_reuseport"] = 0
+    return grpc.aio.server(options=tuple(options.items()))
 
 
 def _bind(

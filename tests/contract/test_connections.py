@@ -9,10 +9,11 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.rpc import channel
 from outrider.rpc.channel import open_channel
-from outrider.rpc.server import GrpcServer
+from outrider.rpc.server import ClientLimits, GrpcServer
 from outrider.v1 import draft_pb2, scorer_pb2_grpc
 
 DEADLINE_S = 15.0
@@ -72,19 +73,27 @@ class Wire:
             writer.close()
 
 
+@asynccontextmanager
+async def serving(stalling: Stalling, limits: ClientLimits | None = None) -> AsyncIterator[int]:
+    server = GrpcServer(
+        "127.0.0.1:0",
+        lambda each: scorer_pb2_grpc.add_ScorerServiceServicer_to_server(stalling, each),
+        ["outrider.v1.ScorerService"],
+        limits=limits,
+    )
+    try:
+        yield await server.start()
+    finally:
+        await server.stop(0)
+
+
 async def test_both_ends_notice_that_the_other_has_vanished(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(channel, "_PING_MS", 200)
     stalling = Stalling()
     async with AsyncExitStack() as stack, asyncio.timeout(DEADLINE_S):
-        server = GrpcServer(
-            "127.0.0.1:0",
-            lambda each: scorer_pb2_grpc.add_ScorerServiceServicer_to_server(stalling, each),
-            ["outrider.v1.ScorerService"],
-        )
-        wire = Wire(await server.start())
-        stack.push_async_callback(server.stop, 0)
+        wire = Wire(await stack.enter_async_context(serving(stalling)))
         address = await stack.enter_async_context(wire.laid())
         opened = await stack.enter_async_context(open_channel(address))
         call = scorer_pb2_grpc.ScorerServiceStub(opened).Draft()
@@ -98,3 +107,20 @@ async def test_both_ends_notice_that_the_other_has_vanished(
             await call.read()
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         await stalling.ended.wait()
+
+
+async def test_a_request_that_does_not_come_to_its_end_is_not_waited_for() -> None:
+    limits = ClientLimits(2**20, request_s=0.2, connection_s=0.2)
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        serving(Stalling(), limits) as port,
+        open_channel(f"127.0.0.1:{port}") as opened,
+    ):
+        # As a client that sends the head of a call, and nothing more.
+        silent: Any = opened.stream_stream("/outrider.v1.ScorerService/Generate")()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await silent.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        # A client that means well does not notice that it is connected anew.
+        health = health_pb2_grpc.HealthStub(opened)
+        await health.Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)

@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.cli.client import GenerateOptions, stream
-from outrider.errors import CapacityError, OutriderError
+from outrider.errors import CapacityError, OutriderError, PromptTooLongError
 from outrider.rpc.channel import open_channel
 from outrider.rpc.status import from_rpc_error
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
@@ -262,6 +262,15 @@ async def test_a_client_that_does_not_read_is_ended_by_the_deadline() -> None:
             async for _ in call:
                 pass
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_request_is_as_large_as_a_body_may_be() -> None:
+    async with running_gateway(Script(tokens(TEXT)), max_body_bytes=4000) as gateway:
+        small, large = (generation_pb2.GenerateRequest(text="x" * n) for n in (3900, 4100))
+        code, error = await refusal(gateway, small)
+        assert isinstance(error, PromptTooLongError), "received"
+        code, _ = await refusal(gateway, large)
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_a_prompt_that_waits_to_be_encoded_has_the_same_deadline() -> None:
