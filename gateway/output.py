@@ -50,7 +50,7 @@ class OutputAssembler:
         token = OutputToken(token_id, kind, self._detokenizer.push(token_id), logprobs)
         self._held.append(token)
         self._held_chars += len(token.text)
-        if self._seen > self._min_tokens and self._match(token.text):
+        if self._match(token.text):
             return self._release(len(self._held))
         if not self._detokenizer.complete:
             return []
@@ -67,7 +67,7 @@ class OutputAssembler:
 
     def _match(self, piece: str) -> bool:
         """Looks for a stop string; at a match, drops what is behind the match's begin."""
-        excess = self._matcher.feed(piece)
+        excess = self._matcher.feed(piece) if self._seen > self._min_tokens else None
         if excess is None:
             return False
         self.stopped = True

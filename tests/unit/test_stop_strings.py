@@ -149,3 +149,10 @@ def test_pending_is_the_longest_end_that_begins_the_stop_string(text: str, stop:
     assert matcher.feed(text) is None
     ends = [n for n in range(len(stop)) if text.endswith(stop[:n])]
     assert matcher.pending == max(ends)
+
+
+def test_min_tokens_hold_for_what_the_end_releases() -> None:
+    kept, assembler = run(["ab", "c~"], ["~"], min_tokens=2)
+    assert (text_of(kept), assembler.stopped) == ("abc~", False)
+    cut_off, assembler = run(["ab", "c~"], ["~"], min_tokens=1)
+    assert (text_of(cut_off), assembler.stopped) == ("abc", True)
