@@ -49,7 +49,7 @@ class Hub:
         self._deliveries = Deliveries()
         self._failed_steps = 0  # in a row
         self.failed = asyncio.Event()
-        """The engine fails step after step; a new process may do better."""
+        """The engine broke down, or fails step after step; a new process may do better."""
         self._idle = asyncio.Event()  # no session
         self._idle.set()
 
@@ -159,7 +159,7 @@ class Hub:
     def _watch_failures(self, events: StepEvents) -> None:
         self._failed_steps = 0 if events.timings is not None else self._failed_steps
         self._failed_steps += bool(events.failures)
-        if self._failed_steps >= _MAX_FAILED_STEPS:
+        if self._failed_steps >= _MAX_FAILED_STEPS or not self._worker.running:
             self.failed.set()
 
     def _advance(self, session: Session, commit: Commit, step_us: int) -> None:

@@ -14,7 +14,7 @@ from outrider.features import FeatureSpec, FeatureWindow
 class Push(Protocol):
     """Queues a command for the engine's thread; under its lock."""
 
-    def __call__(self, command: Callable[[Engine], None], *, wakes: bool = True) -> None: ...
+    def __call__(self, work: Callable[[Engine], None], *, wakes: bool = True) -> None: ...
 
 
 class FeatureCommands:

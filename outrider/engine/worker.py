@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from outrider.draft_tree import DraftTree
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 MAX_BLOCKS_AT_ONCE = 4  # per session between two steps; the oldest is dropped beyond
 MAX_SLEEP_S = 60.0
+_Work = Callable[[Engine], None]
 
 
 class Block(NamedTuple):
@@ -42,10 +43,9 @@ class Block(NamedTuple):
     method: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Command:
+class _Command(NamedTuple):
     session_id: int | None  # None: it is no session's, and holds when all of them have failed
-    carry_out: Callable[[Engine], None]
+    carry_out: _Work
 
 
 class EngineWorker:
@@ -94,11 +94,10 @@ class EngineWorker:
         full, or `UnavailableError` before `start` and after `stop`.
         """
         info = self._info
-        if info is None or self._stopping:
-            raise UnavailableError("The engine is not running.")
-        info.check(request)
+        if info is not None:
+            info.check(request)
         with self._wakeup:
-            if self._stopping:
+            if info is None or self._stopping:
                 raise UnavailableError("The engine is not running.")
             if request.session_id in self._sessions:
                 raise InvalidRequestError("This session exists already.", param="session_id")
@@ -164,6 +163,11 @@ class EngineWorker:
                     del queue[:-MAX_BLOCKS_AT_ONCE]
             self._wakeup.notify()
 
+    @property
+    def running(self) -> bool:
+        """False once it is to stop, or has broken down."""
+        return not self._stopping
+
     def snapshot(self) -> EngineSnapshot:
         """How full the engine is; requests not yet taken over count as waiting."""
         return self._snapshot
@@ -181,14 +185,8 @@ class EngineWorker:
             if self._thread.is_alive():
                 raise DeadlineError(f"The engine did not stop within {timeout_s:.1f} s.")
 
-    def _push(
-        self,
-        command: Callable[[Engine], None],
-        session_id: int | None = None,
-        *,
-        wakes: bool = True,
-    ) -> None:
-        self._commands.append(_Command(session_id, command))
+    def _push(self, work: _Work, session_id: int | None = None, *, wakes: bool = True) -> None:
+        self._commands.append(_Command(session_id, work))
         if wakes:
             self._wakeup.notify()
 
@@ -204,6 +202,14 @@ class EngineWorker:
         self._snapshot = engine.snapshot()
         self._info = engine.info
         self._started.set()
+        try:
+            self._serve(engine)
+        except Exception:  # the books are broken
+            log.exception("the engine broke down")
+            self._break_down()
+
+    def _serve(self, engine: Engine) -> None:
+        """Until it is stopped. What a step raises ends its sessions, and not this."""
         stop = False
         while not stop:
             failure: OutriderError | None = None
@@ -262,6 +268,13 @@ class EngineWorker:
             self._submitted = 0
             failures = tuple(Failure(session_id, error) for session_id in self._sessions)
         return StepEvents((), failures, None)
+
+    def _break_down(self) -> None:
+        error = UnavailableError("The engine broke down.")  # another one may go on
+        with self._wakeup:
+            self._stopping = True
+            failures = tuple(Failure(session_id, error) for session_id in self._sessions)
+        self._on_events(StepEvents((), failures, None))
 
     def _publish(self, engine: Engine, events: StepEvents) -> None:
         ended = [c.session_id for c in events.commits if c.finish_reason is not None]

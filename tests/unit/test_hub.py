@@ -60,7 +60,7 @@ class RecordingWorker:
     """The part of `EngineWorker` that the hub uses; writes down what it is told."""
 
     def __init__(self) -> None:
-        self.drafting = True
+        self.running = self.drafting = True
         self.set: dict[int, tuple[str | None, int]] = {}
         self.asked: dict[int, bool] = {}
         self.blocks: list[tuple[int, DraftTree, str]] = []
@@ -579,6 +579,13 @@ async def test_step_after_step_of_failures_is_reported() -> None:
             for _ in range(4):
                 again = bench.submit()
                 bench.hub.on_events(StepEvents((), (Failure(again.id, InternalError("x")),), None))
+    assert bench.hub.failed.is_set()
+
+
+async def test_an_engine_that_broke_down_is_reported_at_once() -> None:
+    bench = Bench()
+    bench.worker.running = False
+    bench.hub.on_events(StepEvents((), (), None))
     assert bench.hub.failed.is_set()
 
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -273,6 +274,30 @@ def test_a_bug_answers_also_what_was_to_be_taken_in_after() -> None:
         worker.submit(request(4))
         inbox.wait(lambda box: 4 in box.ended)
         assert inbox.ended[4] is FinishReason.LENGTH
+
+
+class Torn(Policy):
+    """Fails as a row is preempted, when it is neither among the running ones nor waiting."""
+
+    def preempted(self, seq: Sequence) -> None:  # noqa: ARG002
+        raise RuntimeError("a bug")
+
+
+def test_an_engine_whose_books_are_broken_ends_what_runs_and_takes_no_more() -> None:
+    config = replace(CONFIG, num_pages=16, max_model_len=64)
+    model, inbox = Gate(config), Inbox()
+    worker = EngineWorker(lambda: Engine(model, config, policy=Torn(4)), inbox)
+    worker.start(BOUND_S)
+    model.open.clear()
+    for session_id in (1, 2):
+        worker.submit(request(session_id, max_tokens=40))  # too long for both
+    model.open.set()
+    inbox.wait(lambda box: {1, 2} <= {*box.ended})
+    assert all(isinstance(inbox.ended[i], UnavailableError) for i in (1, 2)), "go on elsewhere"
+    assert not worker.running
+    with pytest.raises(UnavailableError):
+        worker.submit(request(3))
+    worker.stop(BOUND_S)
 
 
 def test_a_step_is_published_while_the_next_is_in_flight() -> None:
