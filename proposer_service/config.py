@@ -184,8 +184,8 @@ class ProposerConfig:
     def __post_init__(self) -> None:
         check_entries(self.scorers)
         check_refresh(self.dns_refresh_s)
-        if self.max_sessions < 1:
-            raise ConfigError("--max-sessions is at least 1.")
+        if not 1 <= self.max_sessions < 2**32:  # of Hello's type
+            raise ConfigError("--max-sessions is at least 1, and less than 2^32.")
         if not 0 < self.start_timeout_s < math.inf:
             raise ConfigError("--start-timeout must be a number of seconds above 0.")
         names = [method.name for method in self.methods]

@@ -66,6 +66,12 @@ def test_flags_that_cannot_work_are_named(
     assert output.out == ""
 
 
+def test_a_proposer_promises_what_the_protocol_can_say(capsys: pytest.CaptureFixture[str]) -> None:
+    for number in ("0", str(2**32)):
+        assert proposer((*NGRAM, "--max-sessions", number)) == 2
+        assert "--max-sessions is at least 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "why"),
     [
