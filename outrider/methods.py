@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Final
 
 METHODS: Final = (
@@ -18,4 +19,18 @@ METHOD_ALIASES: Final = {
     "deepseek_mtp": "mtp",
     "qwen3_next_mtp": "mtp",
 }
-"""Other names that clients may use in `SpeculationParams.method` and `methods`."""
+"""Other names that clients may use in `SpeculationParams.method` and `methods`, and flags."""
+
+
+def parse_methods(text: str) -> tuple[str, ...]:
+    """The methods of a comma list, by their own names: the type of a flag.
+
+    Raises `ArgumentTypeError`.
+    """
+    given = [name.strip() for name in text.split(",")]
+    methods = tuple(METHOD_ALIASES.get(name, name) for name in given)
+    for name in methods:
+        if name not in METHODS:
+            known = ", ".join((*METHODS, *METHOD_ALIASES))
+            raise argparse.ArgumentTypeError(f"invalid choice: {name!r} (choose from {known})")
+    return methods

@@ -11,7 +11,7 @@ from typing import Any
 from outrider.drafting.proposer import TREE_WIDTH
 from outrider.drafting.suffix_settings import SuffixSettings
 from outrider.errors import OutriderError
-from outrider.methods import HIDDEN_STATE_METHODS, METHOD_ALIASES, METHODS
+from outrider.methods import HIDDEN_STATE_METHODS, METHODS, parse_methods
 from outrider.rpc.deployment import Help, add_deployment_flags, port, take_deployment
 from outrider.rpc.targets import DNS_REFRESH_S, parse_entries
 from proposer_service.config import (
@@ -61,7 +61,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
     )
     add(
         "--method",
-        type=_methods,
+        type=parse_methods,
         default="draft_model",
         metavar="NAME[,...]",
         help=f"{', '.join(METHODS)}; inference_with_reference is another name for ngram; of "
@@ -176,16 +176,6 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
         deployment=take_deployment(vars(args)),
     )
     return config, args.exit_with_parent
-
-
-def _methods(text: str) -> tuple[str, ...]:
-    """Method names, aliases resolved."""
-    names = tuple(METHOD_ALIASES.get(name.strip(), name.strip()) for name in text.split(","))
-    for name in names:
-        if name not in METHODS:
-            known = ", ".join((*METHODS, *METHOD_ALIASES))
-            raise argparse.ArgumentTypeError(f"invalid choice: {name!r} (choose from {known})")
-    return names
 
 
 def _method(name: str, args: argparse.Namespace) -> MethodConfig:

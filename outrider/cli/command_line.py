@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from outrider import __version__
 from outrider.errors import ConfigError, OutriderError
-from outrider.methods import METHODS
+from outrider.methods import METHODS, parse_methods
 
 SERVICES = {
     "gateway": "gateway",
@@ -208,16 +208,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 def _methods(text: str) -> tuple[str, ...]:
     """Nothing for "none"."""
-    names = tuple(name.strip() for name in text.split(","))
-    if names == ("none",):
-        return ()
-    for name in names:
-        if name not in METHODS:
-            known = ", ".join(METHODS)
-            raise argparse.ArgumentTypeError(
-                f"invalid choice: {name!r} (choose from {known}, or none alone)"
-            )
-    return names
+    return () if text.strip() == "none" else parse_methods(text)
 
 
 def _text(text: str) -> str:

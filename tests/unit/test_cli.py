@@ -16,7 +16,6 @@ from outrider.cli.render import aux_table, legend, write_tokens
 from outrider.cli.specs import StackConfig, proposer_spec, scorer_spec
 from outrider.cli.up import stack_config
 from outrider.errors import ConfigError
-from outrider.rpc import codec
 from outrider.v1 import common_pb2, generation_pb2
 
 
@@ -101,6 +100,8 @@ def test_a_method_is_chosen_when_none_is_given(capsys: pytest.CaptureFixture[str
     models = ["--model", "m", "--draft-model", "d"]
     assert stack_config(parse(["up", *models])).methods == ("draft_model",)
     assert stack_config(parse(["up", "--method", "none"])).methods == ()
+    renamed = ["up", "--method", "inference_with_reference"]
+    assert stack_config(parse(renamed)).methods == ("ngram",)
     several = ["--method", "suffix,draft_model"]
     assert stack_config(parse(["up", *models, *several])).methods == ("suffix", "draft_model")
     assert stack_config(parse(["up", "--model", "m"])).methods == ("ngram",)
@@ -203,7 +204,3 @@ def test_training_gets_its_flags_untouched() -> None:
     assert (args.command, args.args) == ("train", ["--help"])
     args = build_parser().parse_args(["train", "mtp", "--steps", "3"])
     assert args.args == ["mtp", "--steps", "3"]
-
-
-def test_it_knows_the_methods_that_there_are() -> None:
-    assert command_line.METHODS == codec.METHODS
