@@ -183,7 +183,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="", metavar="NAME", help="a served model's name")
     parser.add_argument("--max-tokens", type=_positive, metavar="N")
     parser.add_argument("--temperature", type=_temperature, metavar="T", help="0 is greedy")
-    parser.add_argument("--top-k", type=int, metavar="N")
+    parser.add_argument("--top-k", type=_top_k, metavar="N", help="0 is off")
     parser.add_argument("--top-p", type=float, metavar="P")
     parser.add_argument("--min-p", type=float, metavar="P")
     parser.add_argument("--seed", type=_seed, metavar="S")
@@ -239,6 +239,10 @@ def _port(text: str) -> int:
 
 def _positive(text: str) -> int:
     return _integer(text, 1, 2**31 - 1)
+
+
+def _top_k(text: str) -> int:
+    return _integer(text, 0, 2**31 - 1)
 
 
 def _seed(text: str) -> int:

@@ -163,6 +163,8 @@ def test_embedded_modules_need_no_flags() -> None:
         ["up", "--method", "none,ngram"],
         ["generate", "--max-tokens", "0"],
         ["generate", "--temperature", "hot"],
+        ["generate", "--top-k", "-1"],
+        ["generate", "--top-k", "4294967296"],
         ["demo", "--temperature", "2.1"],
         ["demo", "--prompt", ""],
         ["serve", "nobody"],
