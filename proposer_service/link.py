@@ -16,6 +16,7 @@ import grpc
 from outrider.errors import (
     CapacityError,
     ConfigError,
+    InternalError,
     InvalidRequestError,
     OutriderError,
     ProposerRefusedError,
@@ -80,7 +81,7 @@ class ScorerLink:
         )
 
     async def run(self) -> None:
-        """Dials until drained or cancelled; raises nothing of the network's."""
+        """Dials until drained or cancelled; raises nothing."""
         config, loop = self._config, asyncio.get_running_loop()
         backoff = config.backoff_first_s
         while not self._draining:
@@ -155,6 +156,9 @@ class ScorerLink:
                 return from_rpc_error(error)
             except OutriderError as error:
                 return error
+            except Exception:  # a bug: no reason to leave the scorer for ever
+                _log.exception("the stream to scorer %s failed", self.target)
+                return InternalError("the stream failed; the log has the details")
             finally:
                 call.cancel()
                 rows.close()

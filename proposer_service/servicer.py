@@ -11,7 +11,6 @@ import grpc
 from outrider.errors import (
     CapacityError,
     InvalidRequestError,
-    OutriderError,
     PromptTooLongError,
     UnavailableError,
 )
@@ -51,7 +50,7 @@ class ProposerServicer(proposer_pb2_grpc.ProposerServiceServicer):
         try:
             with self._telemetry.server_span("proposer.propose", context.invocation_metadata()):
                 proposal = await self._propose(request)
-        except OutriderError as error:
+        except Exception as error:
             await status.abort(context, error)
         return proposer_pb2.ProposeResponse(
             token_ids=proposal.tree.token_ids,

@@ -32,6 +32,7 @@ from proposer_service.config import (
     SuffixConfig,
 )
 from proposer_service.service import ProposerService
+from proposer_service.worker import DraftWorker
 from tests.support.draft_scorer import Conversation, DraftScorer, close, commit, open_
 from tests.support.hash_model import HashModel
 
@@ -99,6 +100,38 @@ async def test_hello_says_who_it_is(scorer: DraftScorer) -> None:
     assert hello.incarnation > 0
     assert hello.max_sessions == 256
     assert hello.max_draft_tokens == 16
+
+
+async def test_a_stream_that_fails_is_dialled_anew(
+    scorer: DraftScorer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hello, failures = ProposerService._hello, [RuntimeError("a bug")]
+
+    def failing(self: ProposerService) -> draft_pb2.Hello:
+        if failures:
+            raise failures.pop()
+        return hello(self)
+
+    monkeypatch.setattr(ProposerService, "_hello", failing)
+    address = await scorer.start()
+    async with running(ngram_config(address)):
+        assert (await scorer.attached()).hello.proposer_id == "p"
+    assert "a bug" in caplog.text
+
+
+async def test_a_bug_in_a_proposal_is_not_the_callers_to_read(
+    scorer: DraftScorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(DraftWorker, "propose", broken)
+    address = await scorer.start()
+    async with running(ngram_config(address)) as (_, stub):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Propose(proposer_pb2.ProposeRequest(token_ids=[1]))
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert "a bug" not in str(caught.value.details())
 
 
 async def test_drafts_from_open_to_close(scorer: DraftScorer) -> None:
