@@ -20,7 +20,7 @@ import transformers
 from outrider.config import EngineConfig
 from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.engine import Engine
-from outrider.engine.feature_streams import FeatureStreams
+from outrider.engine.feature_streams import MAX_AHEAD_BYTES, FeatureStreams
 from outrider.engine.policy import Policy
 from outrider.engine.ranks import RankGroup, Ranks
 from outrider.engine.worker import EngineWorker
@@ -202,13 +202,14 @@ def build_engine(folder: Path, options: Options, group: RankGroup | None = None)
     for rows, tokens, seconds in step_times:
         policy.observe_step(rows, tokens, seconds)
     pool = model.pools.features
+    ahead = 0 if options.device == "cpu" else MAX_AHEAD_BYTES
     engine = Engine(
         model,
         config,
         eos_token_ids=model.eos_token_ids,
         policy=policy,
         runner=runner,
-        features=None if pool is None else FeatureStreams(pool),
+        features=None if pool is None else FeatureStreams(pool, max_ahead_bytes=ahead),
     )
     loaded = time.perf_counter()
     runtime.progress(

@@ -140,6 +140,8 @@ class Engine:
             self._events = StepEvents((), (), None) if sends else None
             return sends
         flight, self._in_flight = self._in_flight, None
+        if self.features is not None:
+            self.features.read_ahead(flight.step)
         try:
             result = flight.pending.wait()
         except Exception as error:

@@ -53,6 +53,7 @@ def bushy(model: HashModel, rng: random.Random, bushiness: float) -> Any:
     budget=st.sampled_from((4, 16, 64)),
     at_once=st.sampled_from((1, 5, 512)),
     window_rows=st.sampled_from((1, 7, 10_000)),
+    ahead_rows=st.sampled_from((0, 5, 10_000)),
     net=st.sampled_from(
         (
             Net(),
@@ -69,11 +70,13 @@ def test_every_row_comes_and_is_right(
     budget: int,
     at_once: int,
     window_rows: int,
+    ahead_rows: int,
     net: Net,
 ) -> None:
     """With preemptions, shared prefixes, rejected drafts, broken streams and slow readers."""
     rng = random.Random(seed)
-    world = feature_world(rng, k, (0.0, 0.003, 0.02), budget)
+    ahead = ahead_rows * CAPTURED.row_bytes
+    world = feature_world(rng, k, (0.0, 0.003, 0.02), budget, max_ahead_bytes=ahead)
     reader = RowReader(CAPTURED, bushy(world.model, rng, bushiness), vocab_size=VOCAB)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feature_streams, "MAX_ROWS", at_once)

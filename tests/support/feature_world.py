@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from outrider.config import EngineConfig
 from outrider.engine.feature_streams import FeatureStreams
 from outrider.engine.policy import Policy
+from outrider.engine.runner import Pending, Runner
+from outrider.engine.step import Step, StepResult
 from outrider.params import SamplingParams, StopParams
 from outrider.types import Request
 from tests.support.features import FeatureHash
@@ -22,8 +25,30 @@ class FeatureModel(FeatureHash, HashModel):
     """The target."""
 
 
+@dataclass(frozen=True)
+class Done:
+    """A step whose work was done as it was launched."""
+
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        return self.result
+
+
+class Eager(Runner):
+    """Runs a step when it is launched, as a device does."""
+
+    def launch(self, step: Step) -> Pending:
+        return Done(super().launch(step).wait())
+
+
 def feature_world(
-    rng: random.Random, k: int, waits_s: Sequence[float], max_num_batched_tokens: int
+    rng: random.Random,
+    k: int,
+    waits_s: Sequence[float],
+    max_num_batched_tokens: int,
+    *,
+    max_ahead_bytes: int = 0,
 ) -> World:
     """Drafts K tokens in every round, and waits for them for one of `waits_s`."""
     config = EngineConfig(
@@ -35,9 +60,10 @@ def feature_world(
         num_speculative_tokens=k,
     )
     model = FeatureModel(VOCAB, PAGE_SIZE, NUM_PAGES, MAX_LEN)
-    streams = FeatureStreams(model.capture())
+    streams = FeatureStreams(model.capture(), max_ahead_bytes=max_ahead_bytes)
+    runner = Eager(model) if max_ahead_bytes else None
     policy = Policy(k, max_wait_s=rng.choice(waits_s))
-    return World(policy, config, lambda n: 0.001 * (1 + n / 64), rng, model, streams)
+    return World(policy, config, lambda n: 0.001 * (1 + n / 64), rng, model, streams, runner)
 
 
 def run_random_requests(world: World) -> None:

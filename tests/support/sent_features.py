@@ -10,7 +10,7 @@ from torch import Tensor
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
-from outrider.engine.feature_streams import FeatureStreams
+from outrider.engine.feature_streams import MAX_AHEAD_BYTES, FeatureStreams
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.policy import Policy
 from outrider.engine.runner import StepRunner
@@ -34,7 +34,8 @@ def write(
     Drafts are right, wrong in the end, and wrong, in turn.
     """
     assert model.pools.features is not None
-    streams = FeatureStreams(model.pools.features)
+    ahead = 0 if model.device.type == "cpu" else MAX_AHEAD_BYTES
+    streams = FeatureStreams(model.pools.features, max_ahead_bytes=ahead)
     if matrix is not None:
         streams.put_projection(spec, bytearray(matrix.view(torch.uint8).numpy()))
     config = EngineConfig(

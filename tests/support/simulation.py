@@ -28,6 +28,7 @@ from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
 from outrider.engine.feature_streams import FeatureStreams
 from outrider.engine.policy import Policy
+from outrider.engine.runner import StepRunner
 from outrider.features import FeatureOrder, FeatureRows, FeatureWindow
 from outrider.types import Commit, Request, StepEvents
 from proposer_service.pace import PaceMeter
@@ -150,6 +151,7 @@ class World:
         rng: random.Random,
         model: HashModel | None = None,
         features: FeatureStreams | None = None,
+        runner: StepRunner | None = None,
     ) -> None:
         self.now = 0.0
         self.rng = rng
@@ -157,7 +159,12 @@ class World:
             VOCAB, config.page_size, config.num_pages, config.max_model_len
         )
         self.engine = Engine(
-            self.model, config, policy=policy, features=features, clock=lambda: self.now
+            self.model,
+            config,
+            policy=policy,
+            runner=runner,
+            features=features,
+            clock=lambda: self.now,
         )
         self.step_s = step_s
         self.players: list[Player] = []

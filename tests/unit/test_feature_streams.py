@@ -9,8 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from outrider.config import EngineConfig
+from outrider.draft_tree import DraftTree
 from outrider.engine import feature_streams
 from outrider.engine.engine import Engine
 from outrider.engine.feature_pool import FeaturePool
@@ -20,7 +22,8 @@ from outrider.engine.worker import EngineWorker
 from outrider.features import FeatureOrder, FeatureWindow
 from outrider.params import SamplingParams, StopParams
 from outrider.types import Request, StepEvents
-from tests.support.features import CAPTURED, FeatureHash
+from tests.support.feature_world import Done, Eager
+from tests.support.features import CAPTURED, FeatureHash, row
 from tests.support.hash_model import HashModel
 
 CONFIG = EngineConfig(page_size=4, num_pages=64, max_model_len=64, max_num_batched_tokens=64)
@@ -180,3 +183,49 @@ def test_a_prompt_leaves_rows_of_rounds_their_room(monkeypatch: pytest.MonkeyPat
     assert events is not None
     assert events.features is not None
     assert {part.session_id: part.of_prompt for part in events.features.rows} == {2: False}
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_rows_of_a_round_are_read_before_its_verdict(right: bool) -> None:
+    """Where steps run once they are launched: with the verdict there is nothing left to read."""
+    model = FeatureModel(32, CONFIG.page_size, CONFIG.num_pages, CONFIG.max_model_len)
+    streams = FeatureStreams(model.capture(), max_ahead_bytes=3 * CAPTURED.row_bytes)
+    engine = Engine(
+        model, CONFIG, policy=Policy(3, max_wait_s=0.0), runner=Eager(model), features=streams
+    )
+    engine.submit(request(1, max_tokens=20))
+    engine.set_drafting(1, "p", 3, features=FeatureOrder(1, CAPTURED, FeatureWindow()))
+    events = engine.step()
+    text, sent = list(PROMPT), len(PROMPT)
+    done: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        _note(patch, FeaturePool, "read", done)
+        _note(patch, Done, "wait", done)
+        for _ in range(2):
+            assert events is not None
+            text += events.commits[0].token_ids
+            draft = [int(model.logits_of(text).argmax())]
+            draft.append(int(model.logits_of([*text, *draft]).argmax()) if right else 31)
+            engine.post_block(1, DraftTree.chain(len(text), draft), "p", 1)
+            events = engine.step()
+            assert events is not None
+            assert events.features is not None
+            accepted = len(events.commits[0].token_ids) - 1
+            assert accepted == (2 if right else 1)
+            [rows] = events.features.rows
+            assert rows.start == sent
+            sent += 1 + accepted
+            known = [*text, *draft[:accepted]]
+            wanted = [row(known[: p + 1], CAPTURED) for p in range(rows.start, sent)]
+            assert bytes(rows.rows) == torch.cat(wanted).view(torch.uint8).numpy().tobytes()
+    assert done == ["read", "wait"] * 2
+
+
+def _note(patch: pytest.MonkeyPatch, owner: type, name: str, calls: list[str]) -> None:
+    method = getattr(owner, name)
+
+    def noted(*args: Any) -> Any:
+        calls.append(name)
+        return method(*args)
+
+    patch.setattr(owner, name, noted)
