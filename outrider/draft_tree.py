@@ -111,19 +111,20 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
 
     def descend(self, tokens: Sequence[int], node: int = -1) -> int | None:
         """The node that `tokens` lead to, starting below `node`; None if they fall off the tree."""
+        token_ids, parents = self.token_ids, self.parents
         try:
             for token in tokens:
-                child = self.parents.index(node, node + 1)
-                while self.token_ids[child] != token:
-                    child = self.parents.index(node, child + 1)
+                child = node + 1  # the first one, as a rule
+                while token_ids[child] != token or parents[child] != node:
+                    child = parents.index(node, child + 1)
                 node = child
-        except ValueError:
+        except (IndexError, ValueError):
             return None
         return node
 
     def is_leaf(self, node: int) -> bool:
         """Whether nothing follows `node`; -1 is the root."""
-        return node not in self.parents
+        return node not in self.parents[node + 1 :]
 
     @property
     def is_chain(self) -> bool:
@@ -164,9 +165,11 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
 
     def first_path(self, max_len: int, node: int = -1) -> TokenIds:
         """The preferred path below `node`: always the first child, `max_len` tokens at most."""
-        end = min(node + 1 + max_len, len(self.parents))
-        if self.parents[node + 1 : end] == chain_parents(end)[node + 1 :]:
-            return self.token_ids[node + 1 : end]  # one after another, as most are
+        first = node + 1
+        parents = self.parents[first : first + max_len]
+        end = first + len(parents)
+        if parents == chain_parents(end)[first:]:
+            return self.token_ids[first:end]  # one after another, as most are
         return tuple([self.token_ids[i] for i in self._first_nodes(max_len, node)])
 
     def first_probs(self, max_len: int, node: int = -1) -> tuple[DraftProbs | None, ...]:

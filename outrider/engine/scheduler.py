@@ -201,19 +201,21 @@ class Scheduler:
     ) -> ScheduledRow | None:
         """A row of at most `left` tokens, with pages to hold them; None if there are none."""
         start, length = seq.num_computed, len(seq.token_ids)
-        end = min(length, start + left)
-        draft = NO_DRAFT
+        end = length if length - start <= left else start + left
+        draft, parents, probs = NO_DRAFT
         if seq.draft is not None and end == length:
-            draft = choose_draft(seq, min(max_draft, left - (end - start)))
-        if end + len(draft.token_ids) > len(seq.block_table) * self.config.page_size:
-            if self._missing_pages(seq, end + len(draft.token_ids)) > self.pool.num_free:
-                draft = NO_DRAFT  # no draft is worth another row's pages
-            if not self._cover(seq, end + len(draft.token_ids), rows):
+            # At most K tokens.
+            max_nodes = min(seq.drafting.num_draft_tokens, max_draft, left - (end - start))
+            draft, parents, probs = choose_draft(seq, max_nodes)
+        if end + len(draft) > len(seq.block_table) * self.config.page_size:
+            if self._missing_pages(seq, end + len(draft)) > self.pool.num_free:
+                draft, parents, probs = NO_DRAFT  # no draft is worth another row's pages
+            if not self._cover(seq, end + len(draft), rows):
                 return None
-        num_logits = len(draft.token_ids) + 1 if end == length else 0
-        token_ids = (*seq.token_ids[start:end], *draft.token_ids)
-        row_slice = RowSlice(token_ids, start, seq.block_table, num_logits, draft.parents)
-        return ScheduledRow(seq, row_slice, draft.token_ids, draft.probs)
+        num_logits = len(draft) + 1 if end == length else 0
+        token_ids = (*seq.token_ids[start:end], *draft)
+        row_slice = RowSlice(token_ids, start, seq.block_table, num_logits, parents)
+        return ScheduledRow(seq, row_slice, draft, probs)
 
     def _cover(self, seq: Sequence, length: int, rows: dict[int, ScheduledRow]) -> bool:
         """Gives a sequence pages for `length` tokens, preempting the youngest rows if need be.
