@@ -19,7 +19,7 @@ from outrider.engine.feature_streams import FeatureStreams
 from outrider.engine.policy import Policy
 from outrider.engine.runner import Pending, Runner, StepRunner
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.sequence import BlockFate
+from outrider.engine.sequence import USEFUL, BlockFate
 from outrider.engine.step import Step, StepResult
 from outrider.errors import ConfigError, InternalError
 from outrider.features import FeatureOrder
@@ -87,7 +87,8 @@ class Engine:
         self._result_at: float | None = None  # of the step before, if nothing was waited for since
         self._in_flight: _InFlight | None = None
         self._arrived: list[Arrived] = []  # useful blocks, and not yet noted
-        self._unsettled: tuple[Committed, StepTimings] | None = None  # true, and not yet told
+        # True, and not yet told; with the seconds that it took to make it true.
+        self._unsettled: tuple[Committed, StepTimings, StepResult, float] | None = None
         self._events: StepEvents | None = None  # until they are taken
         self._dropped_blocks = 0
 
@@ -153,13 +154,7 @@ class Engine:
         committed = self._scheduler.commit(flight.step, result, now - flight.launched_at, now)
         self._gather()
         self._idle_since = self._clock()
-        timings = replace(
-            flight.timings,
-            forward_ms=result.forward_s * 1e3,
-            verify_ms=result.verify_s * 1e3,
-            commit_ms=(self._idle_since - now) * 1e3,
-        )
-        self._unsettled = committed, timings
+        self._unsettled = committed, flight.timings, result, self._idle_since - now
         return True
 
     def take_events(self) -> StepEvents | None:
@@ -244,16 +239,15 @@ class Engine:
             self._dropped_blocks += 1
             return None
         fate = seq.take_block(block, method)
-        if fate is BlockFate.INVALID:
-            self._dropped_blocks += 1
-            return fate
         at = self._clock() if arrived_at is None else arrived_at
-        arrived = Arrived(seq, block, fate, proposer_id, method, draft_us * 1e-6, at)
+        arrived = seq, block, fate, proposer_id, method, draft_us * 1e-6, at
         # How long drafts on demand take says which rows wait now; else the row has what it needs.
-        if fate is BlockFate.USEFUL and seq.drafting.runs_ahead:
+        if fate is USEFUL and seq.drafting.runs_ahead:
             self._arrived.append(arrived)
+        elif fate is BlockFate.INVALID:
+            self._dropped_blocks += 1
         else:
-            note_block(self._policy, arrived)
+            note_block(self._policy, *arrived)
         return fate
 
     def fail_all(self, error: Exception) -> StepEvents:
@@ -283,7 +277,13 @@ class Engine:
         """Counts what the last step made true and the blocks since, and makes events of it."""
         self._note_blocks()
         if self._unsettled is not None:
-            (committed, timings), self._unsettled = self._unsettled, None
+            (committed, timings, result, commit_s), self._unsettled = self._unsettled, None
+            timings = replace(
+                timings,
+                forward_ms=result.forward_s * 1e3,
+                verify_ms=result.verify_s * 1e3,
+                commit_ms=commit_s * 1e3,
+            )
             commits, failures = settle(self._policy, committed), committed.failures
             counts = self._policy.take_counts()
             self._events = StepEvents(commits, failures, timings, self._set_aside, counts)
@@ -291,7 +291,7 @@ class Engine:
     def _note_blocks(self) -> None:
         arrived, self._arrived = self._arrived, []
         for each in arrived:
-            note_block(self._policy, each)
+            note_block(self._policy, *each)
 
     def _gather(self) -> bool:
         return self.features is not None and self.features.gather(self._scheduler.by_session)

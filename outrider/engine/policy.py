@@ -13,7 +13,7 @@ from collections.abc import Sequence as Rows
 from outrider.counts import StepCounts
 from outrider.draft_tree import DraftTree
 from outrider.engine.measured import Delay, StepDone, remember
-from outrider.engine.sequence import BlockFate, Drafting, Round, Sequence
+from outrider.engine.sequence import USEFUL, BlockFate, Drafting, Round, Sequence
 from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.types import Request
 
@@ -144,7 +144,7 @@ class Policy:
         if block.token_ids and d.proposer_id is not None:
             d.drafter = f"{d.proposer_id} {method}"
             remember(self._drafters, d.proposer_id, d.drafter)
-        if fate is BlockFate.USEFUL:
+        if fate is USEFUL:
             d.misses = d.rest = 0
             if base_len < len(seq.token_ids):  # the guess was right, and late
                 d.wrong = False

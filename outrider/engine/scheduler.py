@@ -19,8 +19,7 @@ from outrider.engine.draft_choice import NO_DRAFT, choose_draft
 from outrider.engine.policy import Policy
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import ScheduledRow, Step, StepResult
-from outrider.params import TokenIds
-from outrider.types import Failure, Request, TokenLogprobs
+from outrider.types import Failure, Request
 
 
 class Scheduler:
@@ -91,51 +90,49 @@ class Scheduler:
 
         Only what the next step follows from: the rest is `settle`'s, when that one is on its way.
         """
-        k = self.config.num_speculative_tokens
-        decoding = step.num_tokens <= len(step.rows) * (1 + k) or step.num_tokens <= sum(
-            [1 + max(k, len(row.draft)) for row in step.rows]
-        )
+        decoding = self._decodes(step)
         if decoding:
             # Prompts say little about a round: on a GPU they run another way.
             self.policy.observe_step(len(step.rows), step.num_tokens, seconds)
-        num_running = len(self.running)
+        num_running, page_size = len(self.running), self.config.page_size
         emitted: list[Emitted] = []
         failures: list[Failure] = []
-        told = result.logprobs or ((),) * len(step.rows)
-        results = zip(step.rows, result.choices, result.accepted, told, strict=True)
+        all_logprobs = result.logprobs or ((),) * len(step.rows)
+        results = zip(step.rows, result.choices, result.accepted, all_logprobs, strict=True)
         for row, choices, accepted, logprobs in results:
-            seq = row.seq
+            seq, base_len, finish_reason = row.seq, len(row.seq.token_ids), None
             # Rejected drafts need no undoing: their slots lie behind num_computed, in pages of
             # this row's own, and are written again by the tokens that follow. What was accepted of
             # a tree has already moved to the slots before them.
             seq.num_computed += len(row.slice.token_ids) - len(row.draft) + accepted
-            ended = False
             if choices:
-                emitted.append(self._emit(row, tuple(choices[: accepted + 1]), logprobs, now))
-                ended = emitted[-1].finish_reason is not None
-            if seq.num_computed // self.config.page_size > seq.num_published:
+                proposer_id, method = seq.drafting.proposer_id or "", seq.draft_method
+                chosen = tuple(choices[: accepted + 1])
+                round_ = row.round(chosen)
+                output, finish_reason = seq.trim(chosen)
+                wrong = seq.commit(output, round_.drafted)
+                if seq.constraint is not None:
+                    finish_reason = seq.constraint.finish(finish_reason)
+                if base_len == seq.num_prompt_tokens:
+                    seq.counters.prefill_s = now - seq.submitted_at - seq.counters.queue_s
+                self.policy.round_done(seq, round_, wrong, now)
+                emitted.append(
+                    (seq, base_len, output, round_, proposer_id, method, finish_reason, logprobs)
+                )
+            if seq.num_computed // page_size > seq.num_published:
                 self._publish(seq)
-            if ended:
+            if finish_reason is not None:
                 self.remove(seq.session_id)
             elif seq.constraint is not None and seq.constraint.error is not None:
                 self.remove(seq.session_id)
                 failures.append(Failure(seq.session_id, seq.constraint.error))
         return Committed(step, tuple(emitted), tuple(failures), num_running, decoding, seconds, now)
 
-    def _emit(
-        self, row: ScheduledRow, choices: TokenIds, logprobs: tuple[TokenLogprobs, ...], now: float
-    ) -> Emitted:
-        seq, base_len = row.seq, len(row.seq.token_ids)
-        round_, proposer_id, method = row.round(choices), seq.drafting.proposer_id, seq.draft_method
-        output, finish_reason = seq.trim(choices)
-        wrong = seq.commit(output, round_.drafted)
-        if seq.constraint is not None:
-            finish_reason = seq.constraint.finish(finish_reason)
-        if base_len == seq.num_prompt_tokens:
-            seq.counters.prefill_s = now - seq.submitted_at - seq.counters.queue_s
-        self.policy.round_done(seq, round_, wrong, now)
-        return Emitted(
-            seq, base_len, output, round_, proposer_id or "", method, finish_reason, logprobs
+    def _decodes(self, step: Step) -> bool:
+        """Whether no row has more tokens than a round's."""
+        k = self.config.num_speculative_tokens
+        return step.num_tokens <= len(step.rows) * (1 + k) or step.num_tokens <= sum(
+            [1 + max(k, len(row.draft)) for row in step.rows]
         )
 
     def _publish(self, seq: Sequence) -> None:

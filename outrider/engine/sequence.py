@@ -25,6 +25,9 @@ class BlockFate(enum.Enum):
     INVALID = "invalid"  # it builds on tokens that were never committed
 
 
+USEFUL = BlockFate.USEFUL  # Python 3.11 takes longer to find a member than to compare it
+
+
 @dataclass(slots=True)
 class Counters:
     """What is summed up for `RequestStats`; seconds here, milliseconds there."""
@@ -206,7 +209,7 @@ class Sequence:
         ):
             self.draft, self.draft_node, self.draft_base = block, node, block.base_len
             self.draft_method = method
-        return BlockFate.USEFUL
+        return USEFUL
 
     def commit(self, emitted: TokenIds, drafted: int) -> bool:
         """Appends tokens and walks the draft by them. True if they fell off: a wrong guess.
@@ -221,19 +224,19 @@ class Sequence:
                 editor.commit(emitted)
             if self.adjuster is not None:
                 self.adjuster.commit(emitted)
-        if self.draft is None:
+        draft = self.draft
+        if draft is None:
             return False
-        if self.drafting.runs_ahead:
-            verifiable = max(drafted, self.drafting.num_draft_tokens)
-            lacks_branches = self.draft_base < base_len or len(self.draft.token_ids) <= verifiable
-        else:
-            lacks_branches = False
-        node = self.draft.descend(emitted, self.draft_node)
-        if node is None or self.draft.is_leaf(node):
-            self.draft = None
-        else:
+        node = draft.descend(emitted, self.draft_node)
+        if node is not None and not draft.is_leaf(node):
             self.draft_node = node
-        return node is None and not lacks_branches
+            return False
+        self.draft = None
+        if node is not None or not self.drafting.runs_ahead:
+            return node is None
+        size = len(draft.token_ids)
+        has_branches = size > drafted and size > self.drafting.num_draft_tokens
+        return has_branches and self.draft_base >= base_len
 
     def trim(self, choices: TokenIds) -> tuple[TokenIds, FinishReason | None]:
         """What of `choices` is output, and whether the request ends with it.
