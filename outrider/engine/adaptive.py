@@ -49,7 +49,7 @@ also decided by trial (contests.py).
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from itertools import takewhile
+from itertools import accumulate, takewhile
 
 from outrider.engine.acceptance import Acceptance, accepted, expected_gain
 from outrider.engine.contests import Contests
@@ -82,7 +82,9 @@ class AdaptivePolicy(Policy):
         self._num_rows = 1  # of the last step that only verified
         self._num_running = 1
         self._company = 0.0  # the share of rows that draft, fading
-        self._step_times: dict[int, float] = {}  # by k, the same for all rows until the next step
+        # The same for all rows until the next step: by k, and all that are compared up to a limit.
+        self._step_times: dict[int, float] = {}
+        self._sizes_up_to: dict[int, list[tuple[int, float]]] = {}
 
     def choose_k(self, drafting: Drafting, limit: int) -> int:
         d, contest = drafting, self._contests.current
@@ -106,13 +108,13 @@ class AdaptivePolicy(Policy):
         least = 0.0
         if times is not None and not d.runs_ahead and self._num_rows > 1:
             least = times.longest - 1.0
-        sizes: list[int] = [*takewhile(lambda k: k < limit, SIZES), limit]
+        sizes = self._sizes(limit)
 
         def rates(acceptance: float) -> list[float]:
             return [
                 (1.0 + accepted(acceptance, k * d.levels))
-                / (self._step_time(k) + max(0.0, wait_s + token_s * max(k, least)))
-                for k in sizes
+                / (step_s + max(0.0, wait_s + token_s * (k if k > least else least)))
+                for k, step_s in sizes
             ]
 
         mine = rates(d.successes / d.trials)
@@ -124,7 +126,7 @@ class AdaptivePolicy(Policy):
         self._company += ((best > without) - self._company) / (COMPANY_ROUNDS * self._num_rows)
         if best <= without:
             return 0
-        return max([k for k, rate in zip(sizes, mine, strict=True) if rate >= NEARLY * best])
+        return max([k for (k, _), rate in zip(sizes, mine, strict=True) if rate >= NEARLY * best])
 
     def _in_company(self, d: Drafting) -> bool:
         """Whether most rows wait for drafts on demand, and this one with them in any case."""
@@ -190,9 +192,10 @@ class AdaptivePolicy(Policy):
         with_draft = [seq.drafting for seq in rows if seq.draft is not None]
         if not with_draft or any(d.probing or not d.runs_ahead for d in with_draft):
             return True
-        gain = sum(map(expected_gain, with_draft))
         n, k = len(rows), max([d.num_draft_tokens for d in with_draft])
-        return (n + gain) * self._steps.estimate(n) >= n * self._steps.estimate(n * (1 + k))
+        plain, drafted = self._steps.estimate(n), self._steps.estimate(n * (1 + k))
+        gains = accumulate(map(expected_gain, with_draft))  # those of a few are often enough
+        return any((n + gain) * plain >= n * drafted for gain in gains)
 
     def _stall(self, seq: Sequence) -> float:
         """Seconds by which a step beside it makes a row's draft late."""
@@ -234,7 +237,7 @@ class AdaptivePolicy(Policy):
         self._num_steps += 1
         self._num_rows = num_rows
         self._steps.observe(num_tokens, seconds)
-        self._step_times = {}
+        self._step_times, self._sizes_up_to = {}, {}
 
     def step_done(self, step: StepDone) -> None:
         self._num_running = max(1, step.num_running)
@@ -259,6 +262,14 @@ class AdaptivePolicy(Policy):
         if name not in self._probes:
             remember(self._probes, name, Probe())
         return self._probes[name]
+
+    def _sizes(self, limit: int) -> list[tuple[int, float]]:
+        """The K that are compared, each with `_step_time`."""
+        known = self._sizes_up_to.get(limit)
+        if known is None:
+            sizes = (*takewhile(lambda k: k < limit, SIZES), limit)
+            known = self._sizes_up_to[limit] = [(k, self._step_time(k)) for k in sizes]
+        return known
 
     def _step_time(self, k: int) -> float:
         """Expected seconds of a step as large as the last one, with `k` draft tokens per row."""
