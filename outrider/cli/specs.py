@@ -81,12 +81,16 @@ def check_tokenizers(config: StackConfig) -> None:
         )
 
 
-def scorer_spec(config: StackConfig, port: int) -> ServiceSpec:
-    """The scorer's command line; two OpenMP threads, one is left to the proposer's forward."""
+def scorer_spec(config: StackConfig, port: int, socket_path: str) -> ServiceSpec:
+    """The scorer's command line; proposers dial its Unix socket.
+
+    Two OpenMP threads: one is left to the proposer's forward.
+    """
     return _spec(
         "scorer",
         "scorer_service",
-        *("--port", port, "--metrics-port", 0, "--model", config.model or "embedded"),
+        *("--port", port, "--listen-unix", socket_path, "--metrics-port", 0),
+        *("--model", config.model or "embedded"),
         *("--served-model-name", config.served_model_name, "--dtype", config.dtype),
         *("--num-speculative-tokens", config.num_speculative_tokens, "--threads", 2),
         *("--speculation-policy", config.speculation_policy),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import tempfile
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +35,8 @@ _RESTART_BACKOFF_S = 0.2
 _RESTART_BACKOFF_MAX_S = 10.0
 # A proposer that lived this long starts over with the shortest backoff.
 _HEALTHY_AFTER_S = 30.0
+# For the socket between scorer and proposer, beside which hidden states go through files.
+_IN_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,7 @@ class Stack:
         self._config = config
         self._relay = relay
         self._scorer_address = ""
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # of the scorer's socket
         self._proposer_address = ""
         self._essential: list[ServiceProcess] = []  # their end is the end of the stack
         self._proposer: ServiceProcess | None = None
@@ -131,6 +136,8 @@ class Stack:
         if ends:
             await asyncio.wait(ends, timeout=STOP_GRACE_S)
         self._essential, self._proposer = [], None
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def _services(self) -> list[ServiceProcess]:
         known = [*self._essential, *([self._proposer] if self._proposer else [])]
@@ -143,9 +150,12 @@ class Stack:
         check_tokenizers(config)
         # Chosen here, so that all three can load at the same time.
         scorer_port = free_port()
-        self._scorer_address = f"{HOST}:{scorer_port}"
-        scorer = ServiceProcess(scorer_spec(config, scorer_port), self._relay)
-        gateway = ServiceProcess(gateway_spec(config, self._scorer_address), self._relay)
+        in_memory = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
+        self._folder = tempfile.TemporaryDirectory(prefix="outrider-", dir=in_memory)
+        socket_path = f"{self._folder.name}/scorer.sock"
+        self._scorer_address = f"unix:{socket_path}"
+        scorer = ServiceProcess(scorer_spec(config, scorer_port, socket_path), self._relay)
+        gateway = ServiceProcess(gateway_spec(config, f"{HOST}:{scorer_port}"), self._relay)
         self._essential = [scorer, gateway]
         starts = [scorer.start(START_DEADLINE_S), gateway.start(START_DEADLINE_S)]
         if config.methods:

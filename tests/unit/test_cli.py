@@ -127,14 +127,14 @@ def test_the_scorer_keeps_what_the_module_reads(
     stack = StackConfig(
         model="target", draft_model=str(tmp_path), methods=("ngram", "eagle3"), dtype="bfloat16"
     )
-    scorer, proposer = scorer_spec(stack, 1).argv, proposer_spec(stack, "s:1").argv
+    scorer, proposer = scorer_spec(stack, 1, "s").argv, proposer_spec(stack, "s:1").argv
     assert scorer[scorer.index("--hidden-features") + 1] == features
     assert proposer[proposer.index("--model") + 1] == str(tmp_path)
     assert proposer[proposer.index("--target-model") + 1] == "target"
-    plain = scorer_spec(StackConfig(), 1).argv
+    plain = scorer_spec(StackConfig(), 1, "s").argv
     assert "--hidden-features" not in plain
     medusa = StackConfig(draft_model="heads", methods=("medusa",))
-    assert scorer_spec(medusa, 1).argv[-2:] == ("--hidden-features", "final")
+    assert scorer_spec(medusa, 1, "s").argv[-2:] == ("--hidden-features", "final")
 
 
 def test_a_module_must_be_named_where_none_is_embedded() -> None:
@@ -147,7 +147,7 @@ def test_a_module_must_be_named_where_none_is_embedded() -> None:
 def test_embedded_modules_need_no_flags() -> None:
     for method, features in (("eagle3", "2,4,7"), ("mtp", "final"), ("medusa", "final")):
         stack = StackConfig(methods=(method,))
-        assert scorer_spec(stack, 1).argv[-2:] == ("--hidden-features", features)
+        assert scorer_spec(stack, 1, "s").argv[-2:] == ("--hidden-features", features)
         argv = proposer_spec(stack, "s:1").argv
         assert argv[-4:] == ("--model", "embedded", "--target-model", "embedded")
 
