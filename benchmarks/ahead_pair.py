@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import json
 import shlex
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from benchmarks.processes import Child, ProcessError, python_path
 from benchmarks.records import TokenIds
+from outrider.cli.stack import free_port
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, scorer_pb2
 from outrider.v1.scorer_pb2_grpc import ScorerServiceStub
@@ -96,7 +96,7 @@ class Pair:
 
     async def __aenter__(self) -> Pair:
         timeout_s = self._config.timeout_s
-        self._scorer_at = f"{_HOST}:{_free_port()}"
+        self._scorer_at = f"{_HOST}:{free_port()}"
         port = self._scorer_at.rpartition(":")[2]
         scorer = self._start("scorer", [*self._config.scorer, "--port", port], "scorer_gpu")
         proxy = ["-m", "benchmarks.delay_proxy", "--target", self._scorer_at]
@@ -214,9 +214,3 @@ class Pair:
         child = Child(name, [sys.executable, "-P", *command, *extra], self._log_dir, env=env)
         self._children.append(child)
         return child
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        return int(probe.getsockname()[1])

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from benchmarks import bars, calibrate, peers, prompts, report, stats
 from benchmarks.measure import Cell, Plan, idle_cpu, measure
@@ -302,7 +302,3 @@ def _load_notes(cells: Sequence[Cell]) -> list[str]:
         f"Other processes used up to {foreign:.2f} of a core during a run.{warning}",
         f"Repeated 8-grams in the single-stream texts: {loops:.0%} (loops are easy to draft).",
     ]
-
-
-def _on_sigterm(*_: object) -> NoReturn:
-    raise SystemExit(143)

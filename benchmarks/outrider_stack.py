@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import sys
 import time
 import urllib.request
@@ -19,6 +18,7 @@ from prometheus_client.samples import Sample
 
 from benchmarks.processes import Child, ProcessError, python_path
 from benchmarks.records import Completion, Run, TokenIds
+from outrider.cli.stack import free_port
 from outrider.methods import HIDDEN_STATE_METHODS
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, scorer_pb2
@@ -96,7 +96,7 @@ class Stack:
         self._children = children
         self._log_dir = log_dir
         self._runner = asyncio.Runner()
-        scorer_grpc = f"{HOST}:{_free_port()}"
+        scorer_grpc = f"{HOST}:{free_port()}"
         scorer = self._start(
             "scorer",
             config.scorer_module,
@@ -379,9 +379,3 @@ def model_flags(config: StackConfig, method: str) -> tuple[str, ...]:
 
 def _device(name: str) -> tuple[str, ...]:
     return () if name == "cpu" else ("--device", name)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
