@@ -24,8 +24,9 @@ from gateway.intake import GenerationRequest
 from gateway.openai_advice import read_advice
 from gateway.openai_answer import Answer
 from gateway.openai_errors import BodyTooLargeError, error_body, error_response, public_error
-from gateway.openai_models import ChatRequest, CompletionRequest, parse
+from gateway.openai_models import ChatRequest, CompletionRequest
 from gateway.openai_models import Request as OpenAIRequest
+from gateway.openai_parse import parse
 from gateway.openai_responses import Shaper
 from outrider.errors import InvalidRequestError
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.openai_models import ChatRequest, CompletionRequest, Request, parse
+from gateway.openai_models import ChatRequest, CompletionRequest, Request
+from gateway.openai_parse import parse
 from outrider.errors import InvalidRequestError
 
 NUMBERS = st.one_of(
