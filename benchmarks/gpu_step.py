@@ -19,11 +19,9 @@ import argparse
 import gc
 import logging
 import shlex
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,16 +31,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks import report
 from benchmarks.engine_step import EngineSteps, StepTimes
-from benchmarks.gpu import copy_bandwidth, gpu_name, synchronize
+from benchmarks.gpu import copy_bandwidth, gpu_name
 from benchmarks.inflate import SHAPES, Inflation
 from benchmarks.peers import start_vllm
-from benchmarks.processes import Child, ProcessError, Worker, stopping
+from benchmarks.processes import Child, ProcessError, stopping
 from benchmarks.program import say
+from benchmarks.token_cost import NEW_TOKENS, transformers_ms, vllm_ms
 from benchmarks.vllm_modes import VllmPlace
 from outrider.engine.loader import build_paged_model
 
 _LOOP_ROOM = 1024  # tokens that a row of the engine's loop may grow by
-_NEW_TOKENS = (16, 144)  # of two runs; their difference is what one token costs
 
 
 @dataclass(frozen=True)
@@ -193,30 +191,10 @@ def _transformers(
     for row in table:
         cost = None
         if row.rows in args.transformers and row.query_len == 1:
-            cost = _transformers_ms(model, row)
+            cost = transformers_ms(model, row.rows, row.context)
             say(f"transformers, {row.rows} rows, context {row.context}: {cost:.2f} ms")
         measured.append(replace(row, transformers_ms=cost))
     return measured
-
-
-def _transformers_ms(model: Any, row: Row) -> float:
-    ids = torch.randint(0, 1000, (row.rows, row.context - _NEW_TOKENS[1] // 2)).to(model.device)
-
-    def run(tokens: int) -> float:
-        synchronize(model.device)
-        began = time.perf_counter()
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-            cache_implementation="static",
-        )
-        synchronize(model.device)
-        return time.perf_counter() - began
-
-    return _per_token_ms(run)
 
 
 def _vllm(args: argparse.Namespace, config: LlamaConfig, table: list[Row]) -> list[Row]:
@@ -237,7 +215,7 @@ def _vllm(args: argparse.Namespace, config: LlamaConfig, table: list[Row]) -> li
                 Path(work),
                 None,
                 num_speculative_tokens=0,
-                max_model_len=max(args.vllm_context) + sum(_NEW_TOKENS),
+                max_model_len=max(args.vllm_context) + sum(NEW_TOKENS),
                 log_dir=Path(work),
                 children=children,
                 max_num_seqs=max(args.rows),
@@ -245,7 +223,7 @@ def _vllm(args: argparse.Namespace, config: LlamaConfig, table: list[Row]) -> li
                 env=place.env,
             )
             for row in wanted:
-                found[row.rows, row.context] = _vllm_ms(worker, row)
+                found[row.rows, row.context] = vllm_ms(worker, row.rows, row.context)
                 say(f"vLLM, {row.rows} rows: {found[row.rows, row.context]:.2f} ms")
         except ProcessError as error:
             say(f"*** vLLM: {error} ***")
@@ -253,29 +231,6 @@ def _vllm(args: argparse.Namespace, config: LlamaConfig, table: list[Row]) -> li
         replace(row, vllm_ms=found.get((row.rows, row.context))) if row in wanted else row
         for row in table
     ]
-
-
-def _vllm_ms(worker: Worker, row: Row) -> float:
-    # In the middle of its output a row is as long as the context.
-    length = max(1, row.context - _NEW_TOKENS[1] // 2)
-    prompts = [[(7 * j + i) % 1000 for j in range(length)] for i in range(row.rows)]
-
-    def run(tokens: int) -> float:
-        request = {"prompts": prompts, "max_tokens": tokens, "concurrency": row.rows}
-        answer = worker.ask(request, timeout_s=120)
-        seconds: float = answer["wall_s"]
-        return seconds
-
-    return _per_token_ms(run)
-
-
-def _per_token_ms(run: Callable[[int], float]) -> float:
-    """What one token costs in `run(tokens) -> seconds`: the median of three differences."""
-    short, long = _NEW_TOKENS
-    run(short)
-    run(long)
-    costs = [(run(long) - run(short)) / (long - short) * 1e3 for _ in range(3)]
-    return statistics.median(costs)
 
 
 def _free() -> None:
