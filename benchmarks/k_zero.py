@@ -8,7 +8,7 @@ from __future__ import annotations
 from unittest import mock
 
 from benchmarks.wrapped import serve
-from outrider.engine.contest import Contest
+from outrider.engine.contest import Contest, Way
 
 if __name__ == "__main__":
-    serve(lambda _: mock.patch.object(Contest, "drafting", new=False).start())
+    serve(lambda _: mock.patch.object(Contest, "way", new=Way.NONE).start())

@@ -1,10 +1,11 @@
-"""Whether drafting pays at all, found out by doing without it for a moment.
+"""Whether to draft ahead, on demand or not at all, found out by trying each for a moment.
 
 Step times by size say what verifying costs, and delays what waiting costs. Neither says what
 drafting costs the steps beside it, where proposer and scorer share cores, a GPU or the bandwidth
-of a memory: every step is measured with drafts being made next to it. So both ways are timed:
-committed tokens per second of all rows together, with drafts and without. The better one goes on,
-and the other is tried again for a few steps, at distances that double as long as nothing changes,
+of a memory: every step is measured with drafts being made next to it. Nor do they say what drafts
+ahead bring many rows: some have theirs, and what is made for these delays the others'. So all ways
+are timed: committed tokens per second of all rows together. The best one goes on, and the others
+are tried again in turn for a few steps, at distances that double as long as nothing changes,
 and at which all trials together lose no more than `MOST_LOST` of the time. The first trial may not
 lose much; after one that could not be ended for that, the next may lose more.
 
@@ -17,7 +18,10 @@ that takes many times as long as others (a kernel is compiled, memory is mapped)
 
 from __future__ import annotations
 
-WORTH = 1.03  # times the rate without drafts: for less none are made
+import enum
+from collections.abc import Sequence
+
+WORTH = 1.03  # times the rate without drafts: for less none are made; or of another way to draft
 TRIAL_STEPS = 16  # and up to `STRETCH` of few rows, whose luck differs more
 SETTLING_STEPS = 3  # after a change: drafts of before are used up
 SETTLING_DRAFTS = 8  # of each row: until then it is not known what drafts take
@@ -34,11 +38,24 @@ HOPELESS_AFTER = 3  # steps
 FADED = 0.1  # what counts of a rate once another trial, or part of one, begins
 
 
+class Way(enum.Enum):
+    """How rows come to their drafts."""
+
+    NONE = "none"
+    ON_DEMAND = "on demand"  # each round's draft is made when the round before has ended
+    AHEAD = "ahead"  # and guessed while that is verified, by proposers that can
+
+    @property
+    def drafts(self) -> bool:
+        return self is not Way.NONE
+
+
 class Rate:
-    """A row's tokens per second over about the last `STRETCH` steps."""
+    """A row's tokens per second over about the last `STRETCH` steps, in one way."""
 
     def __init__(self) -> None:
         self.steps = 0.0
+        self.missed_steps = 0.0  # worth of them that the champion lost to this way in its reign
         self._tokens = 0.0
         self._seconds = 0.0
 
@@ -72,39 +89,45 @@ class Rate:
 
 
 class Contest:
-    """Drafts against no drafts, at one size of batch. The first trial is after `first_stretch`.
+    """Between `ways`, at one size of batch. The first trial is after `first_stretch`.
 
-    It begins with `champion`: drafting or not. A trial compares `trial_steps`.
+    It begins with `champion`. A trial compares `trial_steps`.
     """
 
     def __init__(
         self,
         first_stretch: int = STRETCH,
         *,
-        champion: bool = True,
+        ways: Sequence[Way] = (Way.NONE, Way.ON_DEMAND),
+        champion: Way = Way.ON_DEMAND,
         trial_steps: int = TRIAL_STEPS,
     ) -> None:
-        self.champion = champion  # what was better so far
+        self.champion = champion  # what was best so far
         self.decided = False  # by a trial
+        self._ways = tuple(ways)  # in the order in which they are tried
+        self._rates = {way: Rate() for way in ways}
+        self._rival = champion  # what was tried last, or is
         self._trial_steps = trial_steps
         self._on_trial = False
         self._trial_drafted = False  # the present trial has begun to draft
         self._following = 0  # steps at the most
-        self._steps_left = 0.0  # to compare in the present trial
-        self._best = Rate()  # the champion's
-        self._tried = Rate()  # the other's, in its trials
-        self._tried_before: float | None = None  # its rate, earlier in the present trial
+        self._steps_left = self._compared = 0.0  # to compare in the present trial, and done so far
+        self._tried_before: float | None = None  # the rival's rate, earlier in the present trial
         self._may_lose = FIRST_LOSS
         self._lost_steps = 0.0  # by the last trial
-        self._lost_since = 0.0  # by the champion since it was on trial, if the other is better
         self._first_stretch = self._stretch = first_stretch  # steps until the next trial at least
         self._since_trial = 0.0
         self.settle()
 
     @property
+    def way(self) -> Way:
+        """What rows are to do now."""
+        return self._rival if self._on_trial else self.champion
+
+    @property
     def drafting(self) -> bool:
         """Whether rows are to draft now."""
-        return self.champion != self._on_trial
+        return self.way.drafts
 
     @property
     def following(self) -> bool:
@@ -124,7 +147,12 @@ class Contest:
     @property
     def step_s(self) -> float:
         """Mean seconds of a step without its prompts; 0 if none was measured."""
-        return (self._tried if self._on_trial and self._tried.steps else self._best).step_s
+        current = self._rates[self.way]
+        return (current if current.steps else self._best).step_s
+
+    @property
+    def _best(self) -> Rate:
+        return self._rates[self.champion]
 
     def settle(self) -> None:
         """Something else changed: the next steps say nothing."""
@@ -152,14 +180,15 @@ class Contest:
         """
         self._trial_drafted |= drafted > 0 and self._on_trial
         counts = rounds if drafted or not self.drafting or self._trial_drafted else 0.0
-        current, best = (self._tried if self._on_trial else self._best), self._best
+        current, best = self._rates[self.way], self._best
         typical_s = max(current.step_s, best.step_s)
         if typical_s and rounds:
             seconds = min(seconds, LONGEST_STEP * typical_s)
         if best.value and (self._on_trial or not self.settled):
             self._lost_steps += (seconds - tokens / best.value) / best.step_s
-        if self._tried.value and not self._on_trial:
-            self._lost_since += (seconds - tokens / self._tried.value) / self._tried.step_s
+        if not self._on_trial:
+            for rate in self._others():
+                rate.missed_steps += (seconds - tokens / rate.value) / rate.step_s
         if self._on_trial and self._lost_steps > self._may_lose:
             self._may_lose = min(2 * self._may_lose, LARGEST_LOSS)
             self._end_trial(won=False)
@@ -178,54 +207,73 @@ class Contest:
             current.add(tokens, seconds, counts)
             if self._on_trial:
                 self._steps_left -= counts
+                self._compared += counts
                 self._judge()
             else:
                 self._since_trial += counts
                 self._go_on()
 
+    def _others(self) -> list[Rate]:
+        """What is known of the ways that are not the champion."""
+        best = self._best
+        return [rate for rate in self._rates.values() if rate is not best and rate.value]
+
     def _go_on(self) -> None:
         # What was better may be so no more: other texts, or another load beside.
-        fell_behind = self._tried.value > FELL_BEHIND * self._best.value > 0.0
-        if fell_behind or self._since_trial >= max(self._stretch, self._lost_steps / MOST_LOST):
-            self._begin_trial()
+        rates = self._rates
+        others = [way for way in self._ways if way is not self.champion]
+        likely = max(others, key=lambda way: rates[way].value)
+        if rates[likely].value > FELL_BEHIND * self._best.value > 0.0:
+            self._begin_trial(likely)
+        elif self._since_trial >= max(self._stretch, self._lost_steps / MOST_LOST):
+            last = self._ways.index(self._rival)
+            turns = (*self._ways[last + 1 :], *self._ways)
+            self._begin_trial(next(way for way in turns if way is not self.champion))
 
-    def _begin_trial(self) -> None:
-        self._on_trial, self._trial_drafted = True, False
-        self._following = 0 if self.champion else LONGEST_FOLLOWING
+    def _begin_trial(self, way: Way) -> None:
+        self._on_trial, self._trial_drafted, self._rival = True, False, way
+        self._following = 0 if self.champion.drafts else LONGEST_FOLLOWING
         self._tried_before, self._lost_steps = None, 0.0
         self._compare()
         self.settle()
 
     def _judge(self) -> None:
         # No quotients: where all that ends a step is a stop, no token comes at all.
-        tried, best = self._tried.value, self._best.value
-        hopeless = tried < HOPELESS * best and not (self.drafting and self._tried_before is None)
-        if self._steps_left > (self._trial_steps - HOPELESS_AFTER if hopeless else 0):
+        rate = self._rates[self._rival]
+        tried, best = rate.value, self._best.value
+        # Where there were none before, drafts come to be at hand one after the other.
+        improves = self.drafting and not self.champion.drafts
+        hopeless = tried < HOPELESS * best and not (improves and self._tried_before is None)
+        if self._steps_left > 0.0 and not (hopeless and self._compared >= HOPELESS_AFTER):
             return
         # Drafts shorten no step: where they bring no tokens, less time was luck.
-        lucky = self.drafting and self._tried.length < WORTH
+        lucky = self.drafting and rate.length < WORTH
         won = not lucky and tried > best * (WORTH if self.drafting else 1 / WORTH)
-        if self.drafting and not won and tried > WORTH * (self._tried_before or 0.0):
+        if improves and not won and tried > WORTH * (self._tried_before or 0.0):
             self._tried_before = tried
             self._compare()
         else:
             self._end_trial(won=won)
 
     def _compare(self) -> None:
-        self._steps_left = float(self._trial_steps)
-        self._tried.fade(FADED)
+        # Two ways to draft differ by little, and by the luck of their texts as drafts and none do.
+        close = self.drafting and self.champion.drafts
+        self._steps_left, self._compared = float(STRETCH if close else self._trial_steps), 0.0
+        self._rates[self._rival].fade(FADED)
 
     def _end_trial(self, *, won: bool) -> None:
         self._on_trial, self._since_trial, self.decided = False, 0.0, True
         self._following = 0
         if won:
-            self.champion = not self.champion
+            before, self.champion = self.champion, self._rival
             # What a verdict cost that did not hold counts as if its trial had gone on.
-            self._lost_steps, self._lost_since = max(0.0, self._lost_since), self._lost_steps
-            self._best, self._tried = self._tried, self._best
+            lost, self._lost_steps = self._lost_steps, max(0.0, self._best.missed_steps)
+            for way, rate in self._rates.items():
+                rate.missed_steps = lost if way is before else 0.0
+            self._rival = before
             self._stretch = self._first_stretch  # it may have been luck
         else:
             self._stretch = min(max(STRETCH, 2 * self._stretch), LONGEST_STRETCH)
-            if self._tried.value > self._best.value:
-                self._tried = Rate()  # it was luck, or is of long ago
+            if self._rates[self._rival].value > self._best.value:
+                self._rates[self._rival] = Rate()  # it was luck, or is of long ago
             self.settle()

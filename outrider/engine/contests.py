@@ -1,4 +1,4 @@
-"""A contest of drafts against none per size of batch, beside prompts that come and go.
+"""A contest of the ways to draft per size of batch, beside prompts that come and go.
 
 What a prompt takes without drafts is taken off its step, and what it takes more beside drafts, here
 or at the proposer, is left.
@@ -6,9 +6,10 @@ or at the proposer, is left.
 
 from __future__ import annotations
 
-from outrider.engine.contest import STRETCH, TRIAL_STEPS, Contest
+from outrider.engine.contest import STRETCH, TRIAL_STEPS, Contest, Way
 from outrider.engine.measured import StepDone
 
+WAYS, WAYS_AHEAD = (Way.NONE, Way.ON_DEMAND), (Way.NONE, Way.ON_DEMAND, Way.AHEAD)
 MANY = 16  # rows, which begin without drafts where nothing is known of them
 LARGEST = 16  # bit length of a number of rows
 PROMPTS_KEPT = 0.8  # per step with prompts, of what is known of their price
@@ -22,9 +23,10 @@ class Contests:
     a power of two stays one size.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, ahead: bool = False) -> None:
+        self._ways = WAYS_AHEAD if ahead else WAYS
         self._size = 1
-        self.current = _contest(1, champion=True)  # of the present size
+        self.current = self._contest(1, self._ways[-1])  # of the present size
         self._by_size = {1: self.current}
         self._last_step_at: float | None = None
         self._prompts_s = self._prompt_tokens = 0.0  # what prompts took without drafts
@@ -32,7 +34,7 @@ class Contests:
     @property
     def undrafted_sizes(self) -> frozenset[int]:
         """Numbers of rows, by their bit length, at which rows are not to draft now."""
-        return frozenset([size for size in range(1, LARGEST + 1) if not self._drafts_at(size)])
+        return frozenset([size for size in range(1, LARGEST + 1) if not self._way_at(size).drafts])
 
     def step_done(self, step: StepDone) -> None:
         """A step ended."""
@@ -68,22 +70,23 @@ class Contests:
             return False
         size = num_rows.bit_length()
         if size not in self._by_size:
-            self._by_size[size] = _contest(size, champion=self._drafts_at(size))
+            self._by_size[size] = self._contest(size, self._way_at(size))
         self._size, self.current = size, self._by_size[size]
         return True
 
-    def _drafts_at(self, size: int) -> bool:
+    def _way_at(self, size: int) -> Way:
         if abs(size - self._size) <= 1:
-            return self.current.drafting  # it stays the same if only a few rows come or go
+            return self.current.way  # it stays the same if only a few rows come or go
         if size in self._by_size:
-            return self._by_size[size].drafting
-        return self.current.champion and (self.current.decided or size < MANY.bit_length())
+            return self._by_size[size].way
+        known = self.current.decided or size < MANY.bit_length()
+        return self.current.champion if known else Way.NONE
 
-
-def _contest(size: int, *, champion: bool) -> Contest:
-    """For batches of this bit length: the fewer rows, the more of their steps say as much."""
-    return Contest(
-        max(TRIAL_STEPS, 2 * STRETCH >> size),
-        champion=champion,
-        trial_steps=min(STRETCH, max(TRIAL_STEPS, 8 * STRETCH >> size)),
-    )
+    def _contest(self, size: int, champion: Way) -> Contest:
+        """For batches of this bit length: the fewer rows, the more of their steps say as much."""
+        return Contest(
+            max(TRIAL_STEPS, 2 * STRETCH >> size),
+            ways=self._ways,
+            champion=champion,
+            trial_steps=min(STRETCH, max(TRIAL_STEPS, 8 * STRETCH >> size)),
+        )

@@ -17,6 +17,7 @@ from outrider.engine.contest import (
     STRETCH,
     TRIAL_STEPS,
     Contest,
+    Way,
 )
 from outrider.engine.contests import MANY, Contests
 from outrider.engine.measured import StepDone
@@ -129,7 +130,7 @@ def test_drafts_are_made_for_a_gain_only(with_s: float, made: bool) -> None:
 
 
 def test_steps_that_happen_to_be_shorter_do_not_speak_for_drafts_without_tokens() -> None:
-    contest = Contest(TRIAL_STEPS, champion=False)
+    contest = Contest(TRIAL_STEPS, champion=Way.NONE)
     assert 0 < play(contest, 10_000, with_s=0.0090, without_s=0.010, tokens=1) < 0.1 * 10_000
 
 
@@ -196,7 +197,7 @@ def test_rows_that_wait_for_their_first_drafts_do_not_end_a_trial() -> None:
     play(6, rows=14, drafted=14, tokens=40, step_s=0.010)  # 4,000 tokens/s, of 5,800 without
     assert contests.current.drafting
     play(30, rows=32, drafted=32, tokens=96, step_s=0.012)
-    assert contests.current.champion, "they won"
+    assert contests.current.champion.drafts, "they won"
 
 
 def test_one_long_step_of_many_rows_ends_nothing() -> None:
@@ -349,11 +350,11 @@ def test_a_trial_of_drafts_goes_on_as_long_as_they_get_better() -> None:
         load.step()
         while not load.contests.current.drafting:
             load.step()
-        while load.contests.current.drafting and not load.contests.current.champion:
+        while load.contests.current.drafting and not load.contests.current.champion.drafts:
             load.step(step_s=seconds, followed=None)
             settled = load.contests.current.settled
             seconds = max(0.0125, seconds * (1 - (1 - gain) / 8)) if settled else seconds
-        won[gain] = load.contests.current.champion
+        won[gain] = load.contests.current.champion.drafts
     assert won == {0.9: True, 1.0: False}
 
 
@@ -374,7 +375,7 @@ def test_what_drafts_brought_long_ago_does_not_have_them_tried_again_and_again()
     """
     contest, with_s, without_s = Contest(TRIAL_STEPS), 0.012, 0.010
     play(contest, 20 * STRETCH, with_s=with_s, without_s=without_s)
-    while contest.champion:
+    while contest.champion.drafts:
         play(contest, 20, with_s=with_s, without_s=without_s)
         with_s *= 1.01
     rate = rate_of(contest, 5000, lambda _: 0.060, without_s=0.0118, share=0.1)
