@@ -22,6 +22,7 @@ def fix() -> None:
     from outrider.engine.policy import Policy
 
     mock.patch.object(Contest, "drafting", new=True).start()
+    mock.patch.object(AdaptivePolicy, "on_demand", new=False).start()
     mock.patch.object(AdaptivePolicy, "choose_k", new=Policy.choose_k).start()
     mock.patch.object(AdaptivePolicy, "patience", return_value=_PATIENCE_S).start()
 

@@ -171,6 +171,7 @@ class StepEvents:
     """Sessions whose proposer missed several deadlines in a row and is not waited for any more,
     for a while. Its blocks are still welcome: the next useful one brings it back."""
     counts: StepCounts | None = None  # with timings
+    on_demand: bool = False  # with timings: proposers that can run ahead are not to
     features: FeatureBatch | None = None  # hidden states for proposers that asked
 
 

@@ -57,7 +57,8 @@ class Routes:
         self.wanting: dict[SessionKey, None] = {}
         """Sessions that want a draft, in the order in which they asked."""
         self.drafted: dict[SessionKey, None] = {}
-        """Sessions that have a draft, past which nothing was guessed yet."""
+        """Sessions that have a draft, past which is to be guessed and nothing was yet."""
+        self._on_demand: set[LinkId] = set()  # of whose sessions nothing is to be guessed past it
         self._starved: set[SessionKey] = set()  # want a draft, but features of theirs are to come
         needed = proposer.traits.features
         self._features = None if needed is None else cast("FeatureProposer", proposer)
@@ -79,6 +80,10 @@ class Routes:
         """
         step_s = batch.step_us * 1e-6
         self.pace.step(step_s)
+        if batch.on_demand:
+            self._on_demand.add(link)
+        else:
+            self._on_demand.discard(link)
         for opened in batch.opens:
             self._open(link, opened)
         for features, rows in zip(batch.features, feature_rows, strict=True):
@@ -104,8 +109,9 @@ class Routes:
     def answered(self, key: SessionKey) -> Route:
         """The session of `key`, which has its draft now."""
         del self.wanting[key]
-        self.drafted[key] = None
         route = self._by_key[key]
+        if route.link not in self._on_demand:
+            self.drafted[key] = None
         route.rounds += 1
         return route
 
@@ -134,6 +140,7 @@ class Routes:
     def drop_link(self, link: LinkId) -> None:
         for route in [route for route in self._by_name.values() if route.link == link]:
             self._close(route)
+        self._on_demand.discard(link)
 
     def _open(self, link: LinkId, opened: draft_pb2.Open) -> None:
         former = self._by_name.get((link, opened.session))

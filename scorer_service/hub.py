@@ -111,6 +111,8 @@ class Hub:
         self._deliveries.finish()  # of the step before: a stream merges what waits
         timings = events.timings
         step_us = 0 if timings is None else round((timings.forward_ms + timings.verify_ms) * 1e3)
+        if timings is not None:
+            self.roster.tell_how(on_demand=events.on_demand)
         if events.features is not None:
             self._send_features(events.features)
         for commit in events.commits:  # proposers first: they are what the next step waits for

@@ -60,6 +60,8 @@ class Outbox:
         """By open session: the committed length and the number of draft tokens told last."""
         self._max_tokens = max_tokens
         self._batch = draft_pb2.SessionBatch()
+        self.on_demand = False
+        """Drafts are not to be made ahead; said with every message."""
         self._features: list[SentRows] = []
         self._size = 0
         self._behind: deque[_Waiting] = deque()
@@ -151,6 +153,7 @@ class Outbox:
         prompts = bool(self._behind) and (prompts_next or not self._size)
         self._turn_of_prompts = not prompts
         message = self._take_prompts() if prompts else self._take_batch()
+        message.batch.on_demand = self.on_demand
         if not self._size and not self._behind:
             self._wake.clear()
         return message

@@ -107,6 +107,11 @@ class Roster:
             if proposer.outbox.overflowed:
                 self.detach(proposer, overflow_error(self._limits))
 
+    def tell_how(self, *, on_demand: bool) -> None:
+        """Whether proposers that can run ahead are not to, from their next message on."""
+        for proposer in self._proposers.values():
+            proposer.outbox.on_demand = on_demand
+
     def on_goodbye(self, proposer: AttachedProposer) -> None:
         """It drains: its sessions are closed on it at once and drafted for elsewhere."""
         proposer.draining = True

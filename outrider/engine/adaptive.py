@@ -42,8 +42,8 @@ A step takes as long as if each row had as many drafts as the longest. Drafts th
 few of n rows are therefore not verified, but kept, unless (n + gain) / t(n * (1 + k)) is more than
 n / t(n).
 
-No formula knows how much drafting slows down the steps beside it: whether to draft at all is
-also decided by trial (contests.py).
+No formula knows how much drafting slows down the steps beside it, or how often drafts made ahead
+for many rows come too late: whether to draft, and whether ahead, is decided by trial (contests.py).
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from collections.abc import Sequence as Rows
 from itertools import accumulate, takewhile
 
 from outrider.engine.acceptance import Acceptance, accepted, expected_gain
+from outrider.engine.contest import Way
 from outrider.engine.contests import Contests
 from outrider.engine.measured import Delay, DraftTimes, StepDone, StepTimes, remember
 from outrider.engine.policy import FIRST_PATIENCE_S, Policy, waits
@@ -74,10 +75,11 @@ class AdaptivePolicy(Policy):
     def __init__(self, num_speculative_tokens: int) -> None:
         super().__init__(num_speculative_tokens)
         self._steps = StepTimes()
-        self._drafts: dict[str, DraftTimes] = {}  # by drafter
+        self._drafts: dict[tuple[str, bool], DraftTimes] = {}  # by drafter, and if it runs ahead
         self._acceptance = Acceptance()
         self._probes: dict[str, Probe] = {}  # by proposer
         self._contests = Contests()
+        self._runs_ahead = False  # a proposer can
         self._num_steps = 0
         self._num_rows = 1  # of the last step that only verified
         self._num_running = 1
@@ -97,7 +99,7 @@ class AdaptivePolicy(Policy):
         plain = self._step_time(0)
         if not plain:
             return limit
-        times = self._drafts.get(d.drafter)
+        times = self._times(d)
         missed = 1.0 - d.hit_share
         token_s = 0.0 if times is None else missed * times.token_s
         if d.runs_ahead:
@@ -145,7 +147,7 @@ class AdaptivePolicy(Policy):
             allowed = min(FIRST_PATIENCE_S, STEPS_OF_PATIENCE * step + prefill_s)
             return max(0.0, d.awaited_since + allowed - d.committed_at)
         worth = max(MIN_PATIENCE_S, expected_gain(d) * step / (1.0 + d.free_tokens))
-        times = self._drafts.get(d.drafter)
+        times = self._times(d)
         if times is None:
             return min(MAX_PATIENCE_S, worth)
         mean = times.mean_s(d.num_draft_tokens)
@@ -199,13 +201,13 @@ class AdaptivePolicy(Policy):
 
     def _stall(self, seq: Sequence) -> float:
         """Seconds by which a step beside it makes a row's draft late."""
-        times = self._drafts.get(seq.drafting.drafter)
+        times = self._times(seq.drafting)
         return 0.0 if times is None or seq.drafting.runs_ahead else times.stall_s
 
     def _due(self, seq: Sequence, now: float) -> float:
         """When a row's draft is expected; its deadline if it is overdue."""
         d = seq.drafting
-        times = self._drafts.get(d.drafter)
+        times = self._times(d)
         if times is None:
             return d.deadline
         expected = d.committed_at + times.mean_s(d.num_draft_tokens)
@@ -219,12 +221,13 @@ class AdaptivePolicy(Policy):
     def expect(self, drafting: Drafting, proposer_id: str) -> None:
         if proposer_id not in self._probes:  # what drafting costs was measured with others
             self._probe(proposer_id)
-            self._contests = Contests()
+            self._runs_ahead |= drafting.can_run_ahead
+            self._contests = Contests(ahead=self._runs_ahead)
         self._acceptance.join(drafting, proposer_id)
 
     def observe_delay(self, drafting: Drafting, delay: Delay) -> None:
-        times = self._drafts.get(drafting.drafter) or DraftTimes()
-        remember(self._drafts, drafting.drafter, times)
+        times = self._times(drafting) or DraftTimes()
+        remember(self._drafts, (drafting.drafter, drafting.runs_ahead), times)
         times.observe(delay)
 
     def observe_round(self, drafting: Drafting, round_: Round) -> None:
@@ -241,13 +244,22 @@ class AdaptivePolicy(Policy):
 
     def step_done(self, step: StepDone) -> None:
         self._num_running = max(1, step.num_running)
+        before = self._contests.current.way
         self._contests.step_done(step)
-        if self._contests.current.following:  # beside prompts drafts take long
+        contest = self._contests.current
+        if contest.following:  # beside prompts drafts take long
             self._drafts.clear()
+        elif contest.beginning and contest.way is not before:  # what is known is of other rows
+            ahead = contest.way is Way.AHEAD
+            self._drafts = {key: times for key, times in self._drafts.items() if key[1] != ahead}
 
     @property
     def may_wait(self) -> bool:
         return self._contests.current.drafting and not self._contests.current.following
+
+    @property
+    def on_demand(self) -> bool:
+        return self._contests.current.way is Way.ON_DEMAND
 
     @property
     def undrafted_sizes(self) -> frozenset[int]:
@@ -255,6 +267,9 @@ class AdaptivePolicy(Policy):
 
     def plain_step_s(self, num_rows: int) -> float:
         return self._steps.estimate(num_rows)
+
+    def _times(self, d: Drafting) -> DraftTimes | None:
+        return self._drafts.get((d.drafter, d.runs_ahead))
 
     def _probe(self, proposer_id: str | None) -> Probe:
         """Counted on from row to row: answers may all be too short for a probe of their own."""

@@ -30,7 +30,7 @@ def choose_draft(seq: Sequence, max_nodes: int) -> ChosenDraft:
     max_depth = seq.max_len - len(seq.token_ids) - 1
     if max_nodes <= 0 or max_depth <= 0:
         return NO_DRAFT
-    one_path = seq.drafting.runs_ahead or seq.edits_logits or draft.is_chain
+    one_path = seq.drafting.can_run_ahead or seq.edits_logits or draft.is_chain
     if not one_path and is_coupled(seq.request):
         tree = draft.below(node, min(max_nodes, MAX_TREE_NODES), max_depth)
         if not tree.is_chain:

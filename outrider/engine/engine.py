@@ -216,7 +216,7 @@ class Engine:
             self._note_blocks()  # of the proposer before
             if self.features is not None:
                 self.features.follow(seq, features)
-            seq.drafting.runs_ahead = runs_ahead
+            seq.drafting.can_run_ahead = runs_ahead
             self._policy.attach(seq, proposer_id, max_draft_tokens, self._clock(), asked=asked)
 
     def post_block(
@@ -284,9 +284,12 @@ class Engine:
                 verify_ms=result.verify_s * 1e3,
                 commit_ms=commit_s * 1e3,
             )
+            on_demand = self._policy.on_demand
             commits, failures = settle(self._policy, committed), committed.failures
             counts = self._policy.take_counts()
-            self._events = StepEvents(commits, failures, timings, self._set_aside, counts)
+            self._events = StepEvents(
+                commits, failures, timings, self._set_aside, counts, on_demand=on_demand
+            )
 
     def _note_blocks(self) -> None:
         arrived, self._arrived = self._arrived, []

@@ -9,10 +9,11 @@ STALE_AFTER = 12  # steps of other sizes after which a size's average is forgott
 MAX_NAMES = 256  # of proposers about which something is kept
 CALM_LASTS = 64  # batches made beside steps until they count although there were others
 
+K = TypeVar("K")
 V = TypeVar("V")
 
 
-def remember(known: dict[str, V], name: str, value: V) -> None:
+def remember(known: dict[K, V], name: K, value: V) -> None:
     """Keeps `value` of a proposer, of the latest `MAX_NAMES`: it may call itself what it likes."""
     known.pop(name, None)
     known[name] = value

@@ -83,6 +83,11 @@ class Policy:
         return True
 
     @property
+    def on_demand(self) -> bool:
+        """Whether proposers that can run ahead are not to."""
+        return False
+
+    @property
     def undrafted_sizes(self) -> frozenset[int]:
         """Numbers of rows at which nothing is drafted at present, by their bit length."""
         return frozenset()
@@ -127,7 +132,7 @@ class Policy:
                 d.drafter = self._drafters.get(proposer_id, proposer_id)
                 self.expect(d, proposer_id)
         d.proposer_id, d.proposer_limit = proposer_id, limit
-        d.num_draft_tokens = self._k(d) if asked else 0
+        self._choose(d, asked=asked)
 
     def block_arrived(
         self,
@@ -280,11 +285,13 @@ class Policy:
         if d.unlearned is not None:
             round_, d.unlearned = d.unlearned, None
             self.observe_round(d, round_)
-            d.num_draft_tokens = self._k(d)
+            self._choose(d)
 
-    def _k(self, d: Drafting) -> int:
-        limit = min(d.limit, d.proposer_limit) if d.proposer_id is not None else 0
-        return min(self.choose_k(d, limit), limit) if limit else 0
+    def _choose(self, d: Drafting, *, asked: bool = True) -> None:
+        """How the row comes to its next draft, and K; 0 if it is not to be `asked` for."""
+        d.runs_ahead = d.can_run_ahead and not self.on_demand
+        limit = min(d.limit, d.proposer_limit) if asked and d.proposer_id is not None else 0
+        d.num_draft_tokens = min(self.choose_k(d, limit), limit) if limit else 0
 
 
 def owed(seq: Sequence) -> bool:

@@ -96,7 +96,8 @@ class Drafting:
     proposer_id: str | None = None
     drafter: str = ""  # the proposer with its method that drafted last: what takes its own time
     proposer_limit: int = 0
-    runs_ahead: bool = False
+    can_run_ahead: bool = False  # the proposer
+    runs_ahead: bool = False  # and does
     num_draft_tokens: int = 0  # K of the next round
     commits: deque[tuple[int, float, bool]] = field(default_factory=lambda: deque(maxlen=8))
     """(committed length, when, whether no draft was left) of the last rounds: a block's base_len

@@ -112,20 +112,22 @@ class Welcome(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., scorer_id: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_block_tokens: _Optional[int] = ..., wants_projection: _Optional[bool] = ..., uses_row_ring: _Optional[bool] = ...) -> None: ...
 
 class SessionBatch(_message.Message):
-    __slots__ = ("opens", "commits", "closes", "step_us", "features", "rows_at")
+    __slots__ = ("opens", "commits", "closes", "step_us", "features", "rows_at", "on_demand")
     OPENS_FIELD_NUMBER: _ClassVar[int]
     COMMITS_FIELD_NUMBER: _ClassVar[int]
     CLOSES_FIELD_NUMBER: _ClassVar[int]
     STEP_US_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     ROWS_AT_FIELD_NUMBER: _ClassVar[int]
+    ON_DEMAND_FIELD_NUMBER: _ClassVar[int]
     opens: _containers.RepeatedCompositeFieldContainer[Open]
     commits: _containers.RepeatedCompositeFieldContainer[Commit]
     closes: _containers.RepeatedCompositeFieldContainer[Close]
     step_us: int
     features: _containers.RepeatedCompositeFieldContainer[Features]
     rows_at: int
-    def __init__(self, opens: _Optional[_Iterable[_Union[Open, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[Close, _Mapping]]] = ..., step_us: _Optional[int] = ..., features: _Optional[_Iterable[_Union[Features, _Mapping]]] = ..., rows_at: _Optional[int] = ...) -> None: ...
+    on_demand: bool
+    def __init__(self, opens: _Optional[_Iterable[_Union[Open, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[Close, _Mapping]]] = ..., step_us: _Optional[int] = ..., features: _Optional[_Iterable[_Union[Features, _Mapping]]] = ..., rows_at: _Optional[int] = ..., on_demand: _Optional[bool] = ...) -> None: ...
 
 class Features(_message.Message):
     __slots__ = ("session", "epoch", "start", "rows", "num_bytes")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from outrider.config import EngineConfig
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.engine.adaptive import AdaptivePolicy
+from outrider.engine.measured import StepDone
 from outrider.engine.policy import Policy
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
 from outrider.types import Request
@@ -59,7 +60,7 @@ schedules = {
     "seed": st.integers(0, 2**32),
     "net": nets,
     "k": st.integers(1, 5),
-    "adaptive": st.booleans(),
+    "policy": st.sampled_from(("fixed", "adaptive", "changing")),
     "step_s": st.sampled_from((0.001, 0.004)),
     "forward_s": st.sampled_from((0.0001, 0.0006, 0.003)),
     "eps": st.sampled_from((0.0, 0.2, 0.5)),
@@ -72,6 +73,20 @@ quietly: dict[str, Any] = {
     "derandomize": True,
     "suppress_health_check": list(HealthCheck),
 }
+
+
+class Changing(Policy):
+    """Wants drafts ahead for a few steps, then on demand for a few, and so on."""
+
+    steps = 0
+
+    def step_done(self, step: StepDone) -> None:
+        self.steps += 1
+        super().step_done(step)
+
+    @property
+    def on_demand(self) -> bool:
+        return self.steps // 3 % 2 == 1
 
 
 def draw_request(session: int, rng: random.Random) -> Request:
@@ -101,7 +116,7 @@ def check(
     seed: int,
     net: Net,
     k: int,
-    adaptive: bool,
+    policy: str,
     step_s: float,
     forward_s: float,
     eps: float,
@@ -118,8 +133,13 @@ def check(
         max_model_len=MAX_LEN,
         num_speculative_tokens=k,
     )
-    policy = AdaptivePolicy(k) if adaptive else Policy(k, max_wait_s=rng.choice((0.0, 0.003, 0.02)))
-    world = World(policy, config, lambda n: step_s * (1 + n / 64), rng)
+    max_wait_s = rng.choice((0.0, 0.003, 0.02))
+    policies = {
+        "fixed": Policy(k, max_wait_s=max_wait_s),
+        "adaptive": AdaptivePolicy(k),
+        "changing": Changing(k, max_wait_s=max_wait_s),
+    }
+    world = World(policies[policy], config, lambda n: step_s * (1 + n / 64), rng)
     model = draft_model(
         eps, forward_s, max_branches=max_branches, num_pages=num_pages, max_model_len=MAX_LEN
     )

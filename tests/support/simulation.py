@@ -99,6 +99,7 @@ class Player:
     bytes_sent: int = 0
     window: FeatureWindow = field(default_factory=FeatureWindow)
     starved: set[int] = field(default_factory=set)  # keys that want a draft and lack features
+    on_demand: bool = False  # it is not to run ahead
 
 
 _Block = tuple[Player, int, int, DraftTree, int]  # from which incarnation, key, tree, us
@@ -199,13 +200,17 @@ class World:
     def run(self, until: float = float("inf")) -> None:
         """Until every request has ended, or it is so late."""
         while len(self.last) < len(self.requests) and self.now < until:
-            assert self._events, "nothing will ever happen again"
-            when, _, what = heapq.heappop(self._events)
-            self.now = max(self.now, when)
-            assert self.now < 3600, "livelock"
-            what()
-            if not self._in_flight:
-                self.engine.check_invariants()
+            self.step()
+
+    def step(self) -> None:
+        """What happens next."""
+        assert self._events, "nothing will ever happen again"
+        when, _, what = heapq.heappop(self._events)
+        self.now = max(self.now, when)
+        assert self.now < 3600, "livelock"
+        what()
+        if not self._in_flight:
+            self.engine.check_invariants()
 
     # The scorer.
 
@@ -267,7 +272,7 @@ class World:
                 messages[player.id].append(lambda p, k=key, c=commit: self._told(p, k, c, step_s))
         for player in self.players:
             if parts := messages[player.id]:
-                self._send(player, *parts)
+                self._send(player, lambda p: _told_how(p, events), *parts)
 
     def _publish_features(self, events: StepEvents) -> None:
         for rows in () if events.features is None else events.features.rows:
@@ -401,7 +406,8 @@ class World:
             )
             for key in (*(key for key, _ in round_.drafts), *round_.at_hand):
                 del player.wanting[key]
-                player.drafted[key] = None
+                if not player.on_demand:
+                    player.drafted[key] = None
             if player.method.traits.features is not None:
                 for key in round_.unfinished:
                     del player.wanting[key]
@@ -475,3 +481,7 @@ class World:
             if rng.random() < net.reorder_chance:
                 when = self.now + net.delay_s + rng.random() * 0.02
                 self.at(when, lambda block=block: arrive([block]))
+
+
+def _told_how(player: Player, events: StepEvents) -> None:
+    player.on_demand = events.on_demand

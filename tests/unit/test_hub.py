@@ -128,9 +128,12 @@ class Bench:
         set_aside: tuple[int, ...] = (),
         features: tuple[FeatureRows, ...] = (),
         failures: tuple[Failure, ...] = (),
+        on_demand: bool = False,
     ) -> None:
         batch = FeatureBatch(features, 0.001) if features else None
-        self.hub.on_events(StepEvents(commits, failures, TIMINGS, set_aside, features=batch))
+        self.hub.on_events(
+            StepEvents(commits, failures, TIMINGS, set_aside, features=batch, on_demand=on_demand)
+        )
 
 
 def commit(
@@ -208,6 +211,22 @@ async def test_what_a_step_brought_comes_before_what_the_next_one_did() -> None:
         assert [each.token_ids for each in await first] == [(5,)]
         with pytest.raises(InternalError, match="broken"):
             await last.mailbox.take()
+
+
+async def test_every_message_says_whether_drafts_are_made_on_demand() -> None:
+    bench = Bench()
+    proposer = bench.attach("a")
+    session = bench.submit()
+    assert not (await sent(proposer)).on_demand
+    bench.step(commit(session, 5), on_demand=True)
+    assert (await sent(proposer)).on_demand
+    bench.hub.on_events(StepEvents((), (), None))  # of no step
+    bench.submit()
+    opened = await sent(proposer)
+    assert opened.opens
+    assert opened.on_demand
+    bench.step(commit(session, 5))
+    assert not (await sent(proposer)).on_demand
 
 
 async def test_more_methods_than_there_are_need_not_be_looked_at() -> None:

@@ -1,0 +1,197 @@
+"""A closed loop of requests on two simulated devices: a target's steps beside a draft's forwards.
+
+Times are those of an 8B target and a 1B draft on two H200s (docs/adr/0026): a step by its rows and
+draft tokens, a forward of the draft by its rows, prompts, Python, and the way between both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.config import EngineConfig
+from outrider.drafting.branches import EagerForks
+from outrider.drafting.draft_model import DraftModelProposer
+from outrider.drafting.proposer import DraftRound
+from outrider.engine.adaptive import AdaptivePolicy
+from outrider.engine.batch import PackedBatch
+from outrider.engine.step import Step
+from outrider.params import SamplingParams, SpeculationParams, StopParams
+from outrider.types import Request
+from tests.support.hash_model import HashModel
+from tests.support.simulation import VOCAB, Clock, Net, Player, World
+
+PROMPT, ANSWER, K = 270, 256, 4
+AGREEMENT = {0.0: 0.025, 1.0: 0.40}  # 0.73 and 0.38 of the draft tokens are accepted
+_ROWS = (1, 8, 32, 64)
+_PLAIN_MS = (4.2, 4.57, 5.0, 6.27)
+_VERIFYING_MS = (4.43, 5.2, 6.6, 10.34)
+_DRAFT_ROWS = (1, 8, 32, 64, 128, 256, 512, 1024)
+_DRAFT_MS = (0.68, 0.95, 1.2, 1.5, 2.0, 3.6, 7.0, 14.0)
+_PROMPT_S, _DRAFT_PROMPT_S = 0.010 / PROMPT, 0.008 / PROMPT  # a token
+_WAY_S, _MESSAGE_S = 0.6e-3, 12e-6  # one way, and by session
+_BLOCK_S = 25e-6  # of the scorer's Python
+_DRAFT_S, _BRANCHES_S, _NODE_S = 30e-6, 80e-6, 2e-6  # of the proposer's
+
+
+class _ShortSighted(HashModel):
+    """Says what follows from three tokens, the prompt and the position: fast with long texts."""
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        self._slots[batch.slot_mapping.numpy()] = batch.input_ids.numpy()
+        index = batch.logits_index
+        rows = torch.searchsorted(batch.cu_seqlens_q[1:].long(), index, right=True)
+        positions = batch.positions[index].numpy()
+        state = positions.astype(np.uint64)
+        for places in (5, positions, positions - 1, positions - 2):
+            slots = self._slots_of_rows(batch, rows, np.maximum(0, places))
+            state = (state ^ (self._slots[slots].astype(np.uint64) + 1)) * np.uint64(0x01000193)
+            state = (state + np.uint64(0x9E3779B9)) & np.uint64(0xFFFFFFFF)
+            state ^= state >> np.uint64(15)
+        return torch.from_numpy(self._logits(state))
+
+    def _slots_of_rows(
+        self, batch: PackedBatch, rows: Tensor, places: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        pages = batch.block_table.numpy()[rows.numpy(), places // self.page_size]
+        slots: NDArray[np.int64] = pages.astype(np.int64) * self.page_size
+        return slots + places % self.page_size
+
+
+class _Draft(_ShortSighted):
+    def __init__(self, clock: Clock, eps: float, num_pages: int) -> None:
+        super().__init__(VOCAB, 16, num_pages, 1024)
+        self._clock, self._eps = clock, eps
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        rows, tokens = len(batch.query_lens), len(batch.input_ids)
+        self._clock.now += 1e-3 * float(np.interp(rows, _DRAFT_ROWS, _DRAFT_MS))
+        if tokens > rows + 64:  # with prompts
+            self._clock.now += _DRAFT_PROMPT_S * tokens
+        return super().forward(batch)
+
+    def _logits(self, states: NDArray[np.uint64]) -> NDArray[np.float32]:
+        other = super()._logits(states ^ np.uint64(0x5BD1E995))
+        return (1 - self._eps) * super()._logits(states) + self._eps * other
+
+
+class TwoDevices(World):
+    """`rows` requests in flight, each followed by the next; `rows` may be set anew."""
+
+    def __init__(
+        self,
+        rows: int,
+        temperature: float,
+        *,
+        speculate: bool = True,
+        max_branches: int = 16,
+        seed: int = 1,
+    ) -> None:
+        pages = 16_384
+        config = EngineConfig(
+            num_pages=pages,
+            max_model_len=1024,
+            max_num_batched_tokens=1024,
+            enable_prefix_caching=False,
+        )
+        self.policy = AdaptivePolicy(K)
+        self._step_now = 0.005
+        target = _ShortSighted(VOCAB, 16, pages, 1024)
+        super().__init__(
+            self.policy, config, lambda _: self._seconds(), random.Random(seed), target
+        )
+        self.engine.check_invariants = lambda: None  # type: ignore[method-assign]
+        clock = Clock()
+        draft = _Draft(clock, AGREEMENT[temperature], pages)
+        method = DraftModelProposer(
+            draft,
+            name="draft",
+            fork_drafter=EagerForks(draft),
+            max_branches=max_branches,
+            prefill_budget=1024,
+            clock=clock,
+        )
+        self.add((method, clock), Net(_WAY_S))
+        self._temperature, self._speculate, self._seed = temperature, speculate, seed
+        self._ids = itertools.count()
+        self.steps_on_demand = self.steps = 0
+        self.set_rows(rows, apart=True)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all answers so far."""
+        return sum([len(text) - PROMPT for text in self.committed.values()])
+
+    def rate(self, seconds: float) -> float:
+        """Tokens per second of the next so many."""
+        before, until = self.num_tokens, self.now + seconds
+        self.steps = self.steps_on_demand = 0
+        self.run(until)
+        return (self.num_tokens - before) / seconds
+
+    def set_rows(self, rows: int, *, apart: bool = False) -> None:
+        """`apart`: the first answers end one after the other."""
+        self._rows = rows
+        in_flight = len(self.requests) - len(self.last)
+        for i in range(in_flight, rows):
+            self.submit(self._request(ANSWER * (i + 1) // rows if apart else ANSWER))
+
+    def run(self, until: float = float("inf")) -> None:
+        """Until then: requests follow one another without end."""
+        self.at(until, lambda: None)
+        while self.now < until:
+            self.step()
+            self.set_rows(self._rows)
+
+    def _request(self, max_tokens: int) -> Request:
+        i = next(self._ids)
+        rng = random.Random(self._seed * 100_003 + i)
+        prompt = tuple([rng.randrange(VOCAB) for _ in range(PROMPT)])
+        sampling = SamplingParams(temperature=self._temperature, seed=i)
+        speculation = SpeculationParams(enabled=self._speculate)
+        return Request(i, prompt, sampling, StopParams(max_tokens=max_tokens), speculation)
+
+    def _seconds(self) -> float:
+        if (flight := self.engine._in_flight) is not None:
+            self._step_now = _step_s(flight.step)
+        return self._step_now
+
+    def _send(self, player: Player, *parts: Callable[[Player], None]) -> None:
+        player.net = Net(_WAY_S + _MESSAGE_S * len(parts))
+        super()._send(player, *parts)
+
+    def _post(self, player, blocks):  # type: ignore[no-untyped-def]
+        player.net = Net(_WAY_S + _MESSAGE_S * len(blocks))
+        super()._post(player, blocks)
+
+    def _timed(self, player: Player, work: Callable[[], DraftRound]) -> DraftRound:
+        def with_python() -> DraftRound:
+            done = work()
+            nodes = sum([len(tree.token_ids) for _, tree in done.trees])
+            python_s = _DRAFT_S * len(done.drafts) + _BRANCHES_S * len(done.trees)
+            player.clock.now += python_s + _NODE_S * nodes
+            return done
+
+        return super()._timed(player, with_python)
+
+    def _collect(self) -> None:
+        self.steps += 1
+        self.steps_on_demand += self.policy.on_demand
+        super()._collect()
+
+
+def _step_s(step: Step) -> float:
+    rows = step.rows
+    k = max([len(row.draft) for row in rows])
+    plain, verifying = (np.interp(len(rows), _ROWS, ms) for ms in (_PLAIN_MS, _VERIFYING_MS))
+    prompts = sum([len(row.slice.token_ids) - len(row.draft) - 1 for row in rows])
+    blocks = sum([bool(row.draft) for row in rows])
+    return float(1e-3 * (plain + (verifying - plain) * k / K)) + (
+        _PROMPT_S * prompts + _BLOCK_S * blocks
+    )
