@@ -141,15 +141,8 @@ class ScorerLink:
             return error
         async with dialled as channel:
             call: Call = scorer_pb2_grpc.ScorerServiceStub(channel).Draft()
-            rows = SharedRows(self.target, hello := self._hello())
             try:
-                async with asyncio.timeout(self._config.answer_timeout_s):
-                    await _write(call, draft_pb2.DraftRequest(hello=hello))
-                    welcome = await self._read_welcome(call)
-                rows.welcomed(welcome)
-                if welcome.wants_projection:
-                    await self._send_projection(call)
-                await self._serve(call, welcome, rows)
+                await self._converse(call)
             except TimeoutError:
                 return UnavailableError("the scorer does not answer")
             except grpc.aio.AioRpcError as error:
@@ -161,8 +154,18 @@ class ScorerLink:
                 return InternalError("the stream failed; the log has the details")
             finally:
                 call.cancel()
-                rows.close()
         return UnavailableError("the scorer ended the stream")
+
+    async def _converse(self, call: Call) -> None:
+        hello = self._hello()
+        with contextlib.closing(SharedRows(self.target, hello)) as rows:
+            async with asyncio.timeout(self._config.answer_timeout_s):
+                await _write(call, draft_pb2.DraftRequest(hello=hello))
+                welcome = await self._read_welcome(call)
+            rows.welcomed(welcome)
+            if welcome.wants_projection:
+                await self._send_projection(call)
+            await self._serve(call, welcome, rows)
 
     async def _read_welcome(self, call: Call) -> draft_pb2.Welcome:
         message: Any = await call.read()
