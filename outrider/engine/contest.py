@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 WORTH = 1.03  # times the rate without drafts: for less none are made; or of another way to draft
 TRIAL_STEPS = 16  # and up to `STRETCH` of few rows, whose luck differs more
@@ -88,6 +89,20 @@ class Rate:
         return self._tokens / max(1.0, self.steps)
 
 
+@dataclass(slots=True)
+class Trial:
+    """Of a way that is not the champion."""
+
+    way: Way
+    catches_up: bool
+    """Nothing was drafted before: at first rows wait for nothing, and it goes on as long as drafts
+    get better, which come to be at hand one after the other."""
+    num_steps: int  # to compare
+    following: int = 0  # steps at the most until a proposer has caught up
+    compared: float = 0.0  # steps
+    rate_before: float | None = None  # when so many were compared before
+
+
 class Contest:
     """Between `ways`, at one size of batch. The first trial is after `first_stretch`.
 
@@ -106,13 +121,10 @@ class Contest:
         self.decided = False  # by a trial
         self._ways = tuple(ways)  # in the order in which they are tried
         self._rates = {way: Rate() for way in ways}
-        self._rival = champion  # what was tried last, or is
         self._trial_steps = trial_steps
-        self._on_trial = False
-        self._trial_drafted = False  # the present trial has begun to draft
-        self._following = 0  # steps at the most
-        self._steps_left = self._compared = 0.0  # to compare in the present trial, and done so far
-        self._tried_before: float | None = None  # the rival's rate, earlier in the present trial
+        self._trial: Trial | None = None
+        self._rival = champion  # what was on trial last
+        self._has_drafted = False  # in the last trial
         self._may_lose = FIRST_LOSS
         self._lost_steps = 0.0  # by the last trial
         self._first_stretch = self._stretch = first_stretch  # steps until the next trial at least
@@ -122,7 +134,7 @@ class Contest:
     @property
     def way(self) -> Way:
         """What rows are to do now."""
-        return self._rival if self._on_trial else self.champion
+        return self.champion if self._trial is None else self._trial.way
 
     @property
     def drafting(self) -> bool:
@@ -132,12 +144,12 @@ class Contest:
     @property
     def following(self) -> bool:
         """Whether a proposer is catching up: rows are to draft, but to wait for nothing."""
-        return self._following > 0
+        return self._trial is not None and self._trial.following > 0
 
     @property
     def beginning(self) -> bool:
         """Whether drafts are on trial, and what they take is not known yet."""
-        return self._on_trial and self.drafting and not self.settled
+        return self._trial is not None and self.drafting and not self.settled
 
     @property
     def settled(self) -> bool:
@@ -156,7 +168,7 @@ class Contest:
 
     def settle(self) -> None:
         """Something else changed: the next steps say nothing."""
-        drafts = self._on_trial and self.drafting
+        drafts = self._trial is not None and self.drafting
         self._settling = float(SETTLING_DRAFTS if drafts else SETTLING_STEPS)
         self._unsettled_steps = 0
 
@@ -178,26 +190,24 @@ class Contest:
         nearer: no proposer may be there, and then there is nothing to decide. But once a trial had
         a draft, steps for which the policy wants none are part of how drafting goes.
         """
-        self._trial_drafted |= drafted > 0 and self._on_trial
-        counts = rounds if drafted or not self.drafting or self._trial_drafted else 0.0
-        current, best = self._rates[self.way], self._best
+        trial, current, best = self._trial, self._rates[self.way], self._best
+        self._has_drafted |= drafted > 0 and trial is not None
+        counts = rounds if drafted or self._has_drafted or not self.drafting else 0.0
         typical_s = max(current.step_s, best.step_s)
         if typical_s and rounds:
             seconds = min(seconds, LONGEST_STEP * typical_s)
-        if best.value and (self._on_trial or not self.settled):
+        if best.value and (trial is not None or not self.settled):
             self._lost_steps += (seconds - tokens / best.value) / best.step_s
-        if not self._on_trial:
+        if trial is None:
             for rate in self._others():
                 rate.missed_steps += (seconds - tokens / rate.value) / rate.step_s
-        if self._on_trial and self._lost_steps > self._may_lose:
+        if trial is not None and self._lost_steps > self._may_lose:
             self._may_lose = min(2 * self._may_lose, LARGEST_LOSS)
-            self._end_trial(won=False)
-        elif self._following:
-            self._following -= 1
-            if followed >= FOLLOWED:
-                self._following = 0
-            elif not self._following:
-                self._end_trial(won=False)
+            self._end(trial, won=False)
+        elif trial is not None and trial.following:
+            trial.following = 0 if followed >= FOLLOWED else trial.following - 1
+            if not trial.following and followed < FOLLOWED:
+                self._end(trial, won=False)
         elif not self.settled:
             self._settling -= drafted if self.drafting else rounds
             self._unsettled_steps += counts > 0
@@ -205,10 +215,9 @@ class Contest:
                 self._settling = 0.0
         else:
             current.add(tokens, seconds, counts)
-            if self._on_trial:
-                self._steps_left -= counts
-                self._compared += counts
-                self._judge()
+            if trial is not None:
+                trial.compared += counts
+                self._judge(trial)
             else:
                 self._since_trial += counts
                 self._go_on()
@@ -224,48 +233,46 @@ class Contest:
         others = [way for way in self._ways if way is not self.champion]
         likely = max(others, key=lambda way: rates[way].value)
         if rates[likely].value > FELL_BEHIND * self._best.value > 0.0:
-            self._begin_trial(likely)
+            self._begin(likely)
         elif self._since_trial >= max(self._stretch, self._lost_steps / MOST_LOST):
             last = self._ways.index(self._rival)
             turns = (*self._ways[last + 1 :], *self._ways)
-            self._begin_trial(next(way for way in turns if way is not self.champion))
+            self._begin(next(way for way in turns if way is not self.champion))
 
-    def _begin_trial(self, way: Way) -> None:
-        self._on_trial, self._trial_drafted, self._rival = True, False, way
-        self._following = 0 if self.champion.drafts else LONGEST_FOLLOWING
-        self._tried_before, self._lost_steps = None, 0.0
-        self._compare()
+    def _begin(self, way: Way) -> None:
+        catches_up = not self.champion.drafts
+        # Two ways to draft differ by little, and by the luck of their texts as drafts and none do.
+        close = way.drafts and self.champion.drafts
+        num_steps = STRETCH if close else self._trial_steps
+        following = LONGEST_FOLLOWING if catches_up else 0
+        self._trial, self._rival = Trial(way, catches_up, num_steps, following), way
+        self._has_drafted, self._lost_steps = False, 0.0
+        self._rates[way].fade(FADED)
         self.settle()
 
-    def _judge(self) -> None:
+    def _judge(self, trial: Trial) -> None:
         # No quotients: where all that ends a step is a stop, no token comes at all.
-        rate = self._rates[self._rival]
+        rate = self._rates[trial.way]
         tried, best = rate.value, self._best.value
-        # Where there were none before, drafts come to be at hand one after the other.
-        improves = self.drafting and not self.champion.drafts
-        hopeless = tried < HOPELESS * best and not (improves and self._tried_before is None)
-        if self._steps_left > 0.0 and not (hopeless and self._compared >= HOPELESS_AFTER):
+        hopeless = tried < HOPELESS * best and (
+            not trial.catches_up or trial.rate_before is not None
+        )
+        enough = HOPELESS_AFTER if hopeless else trial.num_steps
+        if trial.compared < enough:
             return
         # Drafts shorten no step: where they bring no tokens, less time was luck.
         lucky = self.drafting and rate.length < WORTH
         won = not lucky and tried > best * (WORTH if self.drafting else 1 / WORTH)
-        if improves and not won and tried > WORTH * (self._tried_before or 0.0):
-            self._tried_before = tried
-            self._compare()
+        if trial.catches_up and not won and tried > WORTH * (trial.rate_before or 0.0):
+            trial.rate_before, trial.compared = tried, 0.0
+            rate.fade(FADED)
         else:
-            self._end_trial(won=won)
+            self._end(trial, won=won)
 
-    def _compare(self) -> None:
-        # Two ways to draft differ by little, and by the luck of their texts as drafts and none do.
-        close = self.drafting and self.champion.drafts
-        self._steps_left, self._compared = float(STRETCH if close else self._trial_steps), 0.0
-        self._rates[self._rival].fade(FADED)
-
-    def _end_trial(self, *, won: bool) -> None:
-        self._on_trial, self._since_trial, self.decided = False, 0.0, True
-        self._following = 0
+    def _end(self, trial: Trial, *, won: bool) -> None:
+        self._trial, self._since_trial, self.decided = None, 0.0, True
         if won:
-            before, self.champion = self.champion, self._rival
+            before, self.champion = self.champion, trial.way
             # What a verdict cost that did not hold counts as if its trial had gone on.
             lost, self._lost_steps = self._lost_steps, max(0.0, self._best.missed_steps)
             for way, rate in self._rates.items():
@@ -274,6 +281,6 @@ class Contest:
             self._stretch = self._first_stretch  # it may have been luck
         else:
             self._stretch = min(max(STRETCH, 2 * self._stretch), LONGEST_STRETCH)
-            if self._rates[self._rival].value > self._best.value:
-                self._rates[self._rival] = Rate()  # it was luck, or is of long ago
+            if self._rates[trial.way].value > self._best.value:
+                self._rates[trial.way] = Rate()  # it was luck, or is of long ago
             self.settle()
