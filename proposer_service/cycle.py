@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.proposer import Proposer, SessionKey, SessionStart
-from outrider.errors import CapacityError, UnavailableError
+from outrider.errors import CapacityError, InternalError, UnavailableError
 from outrider.params import SamplingParams, TokenIds
 from outrider.rpc import codec
 from outrider.rpc.telemetry import Telemetry
@@ -179,11 +179,14 @@ class Cycle:
 
     def give_up(self) -> None:
         """Loses the sessions of a cycle that failed; the scorer may open them again."""
-        keys = [*self._routes.wanting, *self._routes.drafted, *self._asked]
+        keys = [*self._routes.wanting, *self._routes.drafted]
         outgoing: Outgoing = {}
-        for key in keys:
+        for key in (*keys, *self._asked):
             self._proposer.close(key)
         self._lose(keys, outgoing)
+        asked, self._asked = self._asked, {}
+        for proposal in asked.values():
+            proposal.answer.set_exception(InternalError("drafting failed; the log has the details"))
         self._hand_over(outgoing)
 
     def close(self) -> None:

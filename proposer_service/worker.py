@@ -130,7 +130,10 @@ class DraftWorker:
     async def propose(
         self, token_ids: TokenIds, num_draft_tokens: int, sampling: SamplingParams
     ) -> Proposal:
-        """Drafts after one prompt. Raises `CapacityError` or `UnavailableError`."""
+        """Drafts after one prompt.
+
+        Raises `CapacityError`, `UnavailableError`, or `InternalError` if drafting fails.
+        """
         if self._queue.qsize() >= self._max_queued:
             raise CapacityError("the proposer's queue is full")
         answer: Future[Proposal] = Future()

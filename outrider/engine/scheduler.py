@@ -237,8 +237,8 @@ class Scheduler:
         seq.num_computed = seq.num_published = 0
         seq.admitted = False
         seq.queued_at = self._now
-        self.policy.preempted(seq)
         self.waiting.appendleft(seq)
+        self.policy.preempted(seq)
 
     def _missing_pages(self, seq: Sequence, length: int) -> int:
         return max(0, -(-length // self.config.page_size) - len(seq.block_table))

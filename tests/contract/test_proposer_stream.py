@@ -134,6 +134,23 @@ async def test_a_bug_in_a_proposal_is_not_the_callers_to_read(
     assert "a bug" not in str(caught.value.details())
 
 
+async def test_a_proposal_whose_draft_fails_says_so(
+    scorer: DraftScorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> DraftRound:
+        raise RuntimeError("the device fell over")
+
+    address = await scorer.start()
+    async with running(ngram_config(address)) as (_, stub):
+        with monkeypatch.context() as patched:
+            patched.setattr(NgramProposer, "draft", broken)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Propose(proposer_pb2.ProposeRequest(token_ids=PERIOD))
+        assert (await stub.Propose(proposer_pb2.ProposeRequest(token_ids=PERIOD))).token_ids
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert caught.value.details() == "drafting failed; the log has the details"
+
+
 async def test_drafts_from_open_to_close(scorer: DraftScorer) -> None:
     address = await scorer.start()
     async with running(ngram_config(address)) as (_, stub):
