@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.engine.measured import remember
-from outrider.engine.sequence import Drafting, Round
+from outrider.engine.rounds import Drafting, Round
 
 PRIOR_SUCCESSES, PRIOR_TRIALS = 4.0, 5.0  # of a proposer that nobody has seen: worth a try
 FADE = 0.9  # per round, of what is known about a row's acceptance

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from outrider.draft_tree import DraftTree
 from outrider.engine.measured import StepDone
 from outrider.engine.policy import Policy
-from outrider.engine.sequence import BlockFate, Round, Sequence, token_kinds
+from outrider.engine.rounds import BlockFate, Round, token_kinds
+from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step
 from outrider.params import TokenIds
 from outrider.types import Commit, Failure, FinishReason, TokenLogprobs

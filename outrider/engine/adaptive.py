@@ -55,9 +55,10 @@ from outrider.engine.acceptance import Acceptance, accepted, expected_gain
 from outrider.engine.contest import Way
 from outrider.engine.contests import Contests
 from outrider.engine.measured import Delay, DraftTimes, StepDone, StepTimes, remember
-from outrider.engine.policy import FIRST_PATIENCE_S, Policy, waits
+from outrider.engine.policy import FIRST_PATIENCE_S, Policy
 from outrider.engine.probe import Probe
-from outrider.engine.sequence import Drafting, Round, Sequence
+from outrider.engine.rounds import Drafting, Round
+from outrider.engine.sequence import Sequence
 from outrider.types import Request
 
 NEARLY = 0.95  # of the best goodput: such differences between sizes are noise
@@ -295,4 +296,4 @@ class AdaptivePolicy(Policy):
 
 
 def _on_demand(seq: Sequence) -> bool:
-    return waits(seq.drafting) and not seq.drafting.runs_ahead
+    return seq.drafting.waits and not seq.drafting.runs_ahead

@@ -17,9 +17,9 @@ from outrider.engine.block_pool import BlockPool
 from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.feature_streams import FeatureStreams
 from outrider.engine.policy import Policy
+from outrider.engine.rounds import USEFUL, BlockFate
 from outrider.engine.runner import Pending, Runner, StepRunner
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.sequence import USEFUL, BlockFate
 from outrider.engine.step import Step, StepResult
 from outrider.errors import ConfigError, InternalError
 from outrider.features import FeatureOrder

@@ -13,7 +13,8 @@ from collections.abc import Sequence as Rows
 from outrider.counts import StepCounts
 from outrider.draft_tree import DraftTree
 from outrider.engine.measured import Delay, StepDone, remember
-from outrider.engine.sequence import USEFUL, BlockFate, Drafting, Round, Sequence
+from outrider.engine.rounds import USEFUL, BlockFate, Drafting, Round
+from outrider.engine.sequence import Sequence
 from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.types import Request
 
@@ -209,7 +210,7 @@ class Policy:
             return False
         wanted = owed(seq) or (d.at_hand and d.num_draft_tokens > 0)
         self._count_hit(seq, wanted, drafted)
-        waited = now - d.looked_at if not d.at_hand and waits(d) else 0.0
+        waited = now - d.looked_at if not d.at_hand and d.waits else 0.0
         if waited > 0.0:
             c.waits += 1
             c.wait_s += waited
@@ -296,9 +297,4 @@ class Policy:
 
 def owed(seq: Sequence) -> bool:
     """Whether the row waits for drafts, and its proposer has not said that it has none."""
-    return waits(seq.drafting) and seq.drafting.no_guess_at != len(seq.token_ids)
-
-
-def waits(d: Drafting) -> bool:
-    """Whether a row waits for drafts at all."""
-    return d.proposer_id is not None and d.num_draft_tokens > 0 and d.rest == 0
+    return seq.drafting.waits and seq.drafting.no_guess_at != len(seq.token_ids)

@@ -9,7 +9,7 @@ import pytest
 from outrider.draft_tree import DraftTree
 from outrider.drafting.proposer import SessionKey
 from outrider.engine.policy import Policy
-from outrider.engine.sequence import Drafting
+from outrider.engine.rounds import Drafting
 from tests.support.features import CAPTURED, RowReader
 from tests.support.reader_service import serving
 from tests.support.scorer import MAX_LEN, VOCAB, running_scorer

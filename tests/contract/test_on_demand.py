@@ -11,7 +11,7 @@ from outrider.drafting.branches import EagerForks
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.proposer import DraftRound, SessionKey
 from outrider.engine.policy import Policy
-from outrider.engine.sequence import Round
+from outrider.engine.rounds import Round
 from outrider.engine.sequence import Sequence as Row
 from tests.support.hash_model import HashModel
 from tests.support.reader_service import serving

@@ -22,9 +22,10 @@ from outrider.engine.engine import Engine
 from outrider.engine.loader import build_paged_model
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.policy import Policy
+from outrider.engine.rounds import Drafting
 from outrider.engine.rules import is_coupled
 from outrider.engine.runner import Pending, Runner
-from outrider.engine.sequence import Drafting, Sequence
+from outrider.engine.sequence import Sequence
 from outrider.engine.static_step import Bucket, StaticInputs, StaticSizes, cuts, make_buckets
 from outrider.engine.step import ScheduledRow, Step, StepResult
 from outrider.engine.verifier import choose_and_verify

@@ -19,8 +19,9 @@ from outrider.engine.cuda.graph_runner import GraphRunner
 from outrider.engine.feature_pool import FeaturePool
 from outrider.engine.loader import build_paged_model, kv_bytes_per_page, read_features
 from outrider.engine.paged_model import PagedModel
+from outrider.engine.rounds import Drafting
 from outrider.engine.runner import Runner, StepRunner
-from outrider.engine.sequence import Drafting, Sequence
+from outrider.engine.sequence import Sequence
 from outrider.engine.static_step import Bucket
 from outrider.engine.step import ScheduledRow, Step
 from outrider.engine.verifier import choose_and_verify

@@ -16,8 +16,9 @@ from outrider.engine import logprobs, runner
 from outrider.engine.batch import RowSlice
 from outrider.engine.logits import Adjuster, MinTokens, adjust, make_adjuster, make_editors
 from outrider.engine.logprobs import drawn_logprobs, to_token_logprobs
+from outrider.engine.rounds import Drafting
 from outrider.engine.runner import Runner
-from outrider.engine.sequence import Drafting, Sequence
+from outrider.engine.sequence import Sequence
 from outrider.engine.step import ScheduledRow, Step, StepResult
 from outrider.params import (
     SamplingParams,

@@ -17,7 +17,8 @@ from outrider.engine.engine import Engine
 from outrider.engine.measured import Delay, StepDone, StepTimes
 from outrider.engine.policy import FIRST_PATIENCE_S, FIRST_REST, Policy
 from outrider.engine.probe import PROBE_EVERY, Probe
-from outrider.engine.sequence import Drafting, Round, Sequence
+from outrider.engine.rounds import Drafting, Round
+from outrider.engine.sequence import Sequence
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Commit, Request, RequestStats
 from tests.support.hash_model import HashModel, Sequential

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from outrider.engine.sequence import Drafting, Sequence
+from outrider.engine.rounds import Drafting
+from outrider.engine.sequence import Sequence
 from outrider.params import SamplingParams
 from outrider.rpc.telemetry import PastSpan
 from outrider.types import Commit, Request, StepTimings, TokenKind

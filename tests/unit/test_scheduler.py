@@ -12,7 +12,7 @@ from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
 from outrider.engine.measured import StepDone
 from outrider.engine.policy import Policy
-from outrider.engine.sequence import BlockFate
+from outrider.engine.rounds import BlockFate
 from outrider.params import SamplingParams, StopParams
 from outrider.types import Commit, FinishReason, Request, StepEvents, TokenKind
 from tests.support.hash_model import HashModel, Sequential

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.draft_tree import chain_parents
-from outrider.engine.sequence import token_kinds
+from outrider.engine.rounds import token_kinds
 from outrider.engine.tree_mask import depths
 from outrider.engine.verifier import verify, verify_rows, verify_tree, verify_trees
 from outrider.types import TokenKind

@@ -19,8 +19,9 @@ from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
 from outrider.engine.measured import StepDone
 from outrider.engine.policy import Policy
+from outrider.engine.rounds import Drafting
 from outrider.engine.runner import Pending, Runner
-from outrider.engine.sequence import Drafting, Sequence
+from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step, StepResult
 from outrider.engine.worker import Block, EngineWorker
 from outrider.errors import (
