@@ -32,7 +32,8 @@ tokens, and costs what it would commit in `d` otherwise, at the rate of a row th
     d <= accepted(k) * step_time / (1 + f)
 
 and a row does not wait at all if its proposer's mean delay is beyond that: the draft that comes
-later is used as far as it is still true.
+later is used as far as it is still true. Nor if others go now and their step is longer than that:
+its draft could be verified only after it.
 
 Rows that draft on demand stay together: in two cohorts, one's drafts beside another's step, a round
 takes t(a) + max(t(b), D) instead of t(a + b) + D, less only where a step's time follows its tokens.
@@ -147,7 +148,7 @@ class AdaptivePolicy(Policy):
             prefill_s = seq.counters.prefill_s / self._num_running  # it took all prompts, too
             allowed = min(FIRST_PATIENCE_S, STEPS_OF_PATIENCE * step + prefill_s)
             return max(0.0, d.awaited_since + allowed - d.committed_at)
-        worth = max(MIN_PATIENCE_S, expected_gain(d) * step / (1.0 + d.free_tokens))
+        worth = max(MIN_PATIENCE_S, self._worth(d, step))
         times = self._times(d)
         if times is None:
             return min(MAX_PATIENCE_S, worth)
@@ -159,6 +160,10 @@ class AdaptivePolicy(Policy):
         if mean > worth:
             return 0.0
         return min(MAX_PATIENCE_S, worth, mean + max(4 * times.delay.deviation, SLACK * mean))
+
+    def _worth(self, d: Drafting, step: float) -> float:
+        """Seconds that it pays to wait for a draft at most."""
+        return expected_gain(d) * step / (1.0 + d.free_tokens)
 
     def hold(
         self, ready: Rows[Sequence], others_ready: int, waiting: Rows[Sequence], now: float
@@ -189,6 +194,13 @@ class AdaptivePolicy(Policy):
             if gain > best_gain:
                 go_at, best_gain = due, gain
         return go_at
+
+    def goes_along(self, d: Drafting, num_ready: int) -> bool:
+        """Its draft could be verified only after that step, however soon it comes."""
+        if not d.runs_ahead or d.probing or not d.blocks:
+            return False
+        step = self._step_time(d.num_draft_tokens)
+        return self._worth(d, step) < self._steps.estimate(num_ready * (1 + d.num_draft_tokens))
 
     def drafts_pay(self, rows: Rows[Sequence]) -> bool:
         """Not where the few that came ahead lengthen the step of all. What was waited for does."""

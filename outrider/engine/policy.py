@@ -59,6 +59,10 @@ class Policy:
         """
         return now
 
+    def goes_along(self, d: Drafting, num_ready: int) -> bool:  # noqa: ARG002
+        """Whether a row that could wait takes part in a step that others begin now."""
+        return False
+
     def drafts_pay(self, rows: Rows[Sequence]) -> bool:  # noqa: ARG002
         """Whether a step of these rows is to verify the drafts that they have."""
         return True
@@ -195,7 +199,10 @@ class Policy:
         wake_at = min(seq.drafting.deadline for seq in waiting)
         if ready or others_ready:
             go_at = self.hold(ready, others_ready, waiting, now)
-            return ([], min(go_at, wake_at)) if go_at > now else (ready, now)
+            if go_at > now:
+                return [], min(go_at, wake_at)
+            along = [seq for seq in waiting if self.goes_along(seq.drafting, len(ready))]
+            return ready + along, now
         return ready, wake_at
 
     def launch(self, seq: Sequence, drafted: int, now: float) -> bool:

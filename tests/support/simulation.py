@@ -176,7 +176,7 @@ class World:
         self.next_request: Callable[[], Request] | None = None  # whenever one has ended
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._blocks: list[_Block] = []
+        self._blocks: list[tuple[_Block, float]] = []  # and when each came
         self._commands: list[Callable[[], None]] = []
         self._in_flight = False
         self._keys = itertools.count(1)
@@ -227,11 +227,11 @@ class World:
         for command in self._commands:
             command()
         self._commands.clear()
-        for player, incarnation, key, tree, draft_us in self._blocks:
+        for (player, incarnation, key, tree, draft_us), came_at in self._blocks:
             session = player.sessions.get(key)
             current = incarnation == player.incarnation and session is not None
             if current and player.keys.get(session) == key:
-                self.engine.post_block(session, tree, player.id, draft_us)
+                self.engine.post_block(session, tree, player.id, draft_us, came_at)
         self._blocks.clear()
         if self.engine.launch():
             flight = self.engine._in_flight
@@ -471,7 +471,7 @@ class World:
         net, rng = player.net, self.rng
 
         def arrive(blocks: list[_Block]) -> None:
-            self._blocks += blocks
+            self._blocks += [(block, self.now) for block in blocks]
             self._work()
 
         self._travel(player, "from", lambda: arrive(blocks))

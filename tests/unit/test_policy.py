@@ -363,6 +363,28 @@ def test_nobody_waits_once_a_trial_of_drafting_is_over(monkeypatch: pytest.Monke
     assert not seq.drafting.misses
 
 
+def test_a_row_goes_along_whose_draft_is_worth_less_than_the_others_step() -> None:
+    policy = AdaptivePolicy(4)
+    policy.observe_step(8, 40, 0.005)
+    ready, waiting = (_on_demand(policy, i) for i in range(2))
+    for seq in (ready, waiting):
+        d = seq.drafting
+        d.can_run_ahead = d.runs_ahead = True
+        d.deadline = d.looked_at = 0.0
+    waiting.drafting.deadline, waiting.drafting.blocks = 0.004, 1
+    ready.drafting.no_guess_at = len(ready.token_ids)  # its proposer has none
+
+    def going() -> list[int]:
+        rows, _ = policy.split([ready, waiting], 0, now=0.0)
+        return [seq.session_id for seq in rows]
+
+    d = waiting.drafting
+    d.successes, d.trials = 4.5, 5.0  # worth 3.1 tokens, 15 ms
+    assert going() == [0]
+    d.successes = 1.5  # 0.4 tokens, 2 ms
+    assert going() == [0, 1]
+
+
 def test_another_proposer_is_tried_although_the_one_before_did_not_pay() -> None:
     policy, now = AdaptivePolicy(4), 0.0
     row = policy.drafting(Request(0, (1,), SamplingParams(temperature=0.0)))
