@@ -118,8 +118,8 @@ def test_many_rows_draft_on_demand_and_few_ahead() -> None:
     assert world.steps_on_demand > 0.5 * world.steps
     assert rate > 1.12 * rate_without(32)
     world.set_rows(8)
-    world.rate(4.0)
-    rate = world.rate(2.0)
+    world.rate(2.0)
+    rate = world.rate(9.0)  # with a trial of the other way
     assert world.steps_on_demand < 0.3 * world.steps, "the load has fallen"
     assert rate > 1.4 * rate_without(8)
 

@@ -278,9 +278,10 @@ def test_a_bug_answers_also_what_was_to_be_taken_in_after() -> None:
 
 
 class Torn(Policy):
-    """Fails as a row is preempted, when it is neither among the running ones nor waiting."""
+    """Fails as a row is preempted, and leaves it in the wrong queue."""
 
-    def preempted(self, seq: Sequence) -> None:  # noqa: ARG002
+    def preempted(self, seq: Sequence) -> None:
+        seq.admitted = True
         raise RuntimeError("a bug")
 
 
