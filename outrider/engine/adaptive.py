@@ -168,31 +168,35 @@ class AdaptivePolicy(Policy):
     def hold(
         self, ready: Rows[Sequence], others_ready: int, waiting: Rows[Sequence], now: float
     ) -> float:
-        """Waits for drafts that are due soon if that lets all rows finish earlier on average.
+        """Waits for drafts that are due soon if all rows together have their round earlier then.
 
-        Going now, `ready` rows finish after t(ready), and m others t(m) after that or after their
-        drafts, which the step makes late where they share its device; holding them back by `delay`
-        until the m can join, all finish after delay + t(ready + m). Rows that all draft on demand
-        wait for each other.
+        Holding rows back by `delay` until j of m others can join, the round of all ends at
+
+            max(delay + t(ready + j), D) + t(m - j)
+
+        with D the time until the last draft is there, later where steps share its device. For j = m
+        there is no second step. Rows that all draft on demand wait for one another.
         """
         # Nobody waits for a first block, with its prompt's processing, but its own row.
         known = [seq for seq in waiting if seq.drafting.blocks]
         if known and not others_ready and all(_on_demand(seq) for seq in (*ready, *waiting)):
             return max(self._due(seq, now) for seq in known)
-        arrivals = sorted(self._due(seq, now) for seq in waiting)
-        per_row = 1 + max(seq.drafting.num_draft_tokens for seq in waiting)
-        going = len(ready) + others_ready
-        now_time = self._steps.estimate(going * per_row)
-        stall = max(self._stall(seq) for seq in waiting)
-        go_at, best_gain = now, 0.0
+        arrivals = sorted([self._due(seq, now) for seq in waiting])
+        per_row = 1 + max([seq.drafting.num_draft_tokens for seq in waiting])
+        going, num_waiting = len(ready) + others_ready, len(waiting)
+        stall = max([self._stall(seq) for seq in waiting])
+        all_there = arrivals[-1] - now + stall
+
+        def step_s(rows: int) -> float:
+            return self._steps.estimate(rows * per_row) if rows else 0.0
+
+        go_at, shortest = now, max(step_s(going), all_there) + step_s(num_waiting)
         for joining, due in enumerate(arrivals, start=1):
-            delay = due - now
-            later = self._steps.estimate(joining * per_row)
-            together = self._steps.estimate((going + joining) * per_row)
-            apart = going * now_time + joining * (max(now_time, delay + stall) + later)
-            gain = apart - (going + joining) * (delay + together)
-            if gain > best_gain:
-                go_at, best_gain = due, gain
+            left = num_waiting - joining
+            first = due - now + step_s(going + joining)
+            round_s = (max(first, all_there) if left else first) + step_s(left)
+            if round_s < shortest:
+                go_at, shortest = due, round_s
         return go_at
 
     def goes_along(self, d: Drafting, num_ready: int) -> bool:

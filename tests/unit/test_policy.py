@@ -371,7 +371,7 @@ def test_a_row_goes_along_whose_draft_is_worth_less_than_the_others_step() -> No
         d = seq.drafting
         d.can_run_ahead = d.runs_ahead = True
         d.deadline = d.looked_at = 0.0
-    waiting.drafting.deadline, waiting.drafting.blocks = 0.004, 1
+    waiting.drafting.deadline, waiting.drafting.blocks = 0.006, 1
     ready.drafting.no_guess_at = len(ready.token_ids)  # its proposer has none
 
     def going() -> list[int]:
@@ -383,6 +383,18 @@ def test_a_row_goes_along_whose_draft_is_worth_less_than_the_others_step() -> No
     assert going() == [0]
     d.successes = 1.5  # 0.4 tokens, 2 ms
     assert going() == [0, 1]
+
+
+def test_rows_hold_back_while_two_steps_would_take_longer_than_to_wait() -> None:
+    policy = AdaptivePolicy(4)
+    policy.observe_step(8, 40, 0.005)
+    ready, waiting = (_on_demand(policy, i) for i in range(2))
+    for seq in (ready, waiting):
+        seq.drafting.can_run_ahead = seq.drafting.runs_ahead = True
+    waiting.drafting.blocks = 1
+    for due, go_at in ((0.004, 0.004), (0.006, 0.0)):  # and then a step of both, or one each
+        waiting.drafting.deadline = due
+        assert policy.hold([ready], 0, [waiting], now=0.0) == pytest.approx(go_at)
 
 
 def test_another_proposer_is_tried_although_the_one_before_did_not_pay() -> None:
