@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from outrider.errors import ConfigError
+
+SPECULATION_POLICIES: Final = ("adaptive", "fixed")
+"""Who decides how many tokens are drafted: what is measured, or K in every round."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from outrider.config import SPECULATION_POLICIES
 from outrider.errors import ConfigError
 from outrider.rpc.deployment import Help, add_deployment_flags, port, take_deployment
 
@@ -47,8 +48,8 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--speculation-policy",
-        choices=("adaptive", "fixed"),
-        default="adaptive",
+        choices=SPECULATION_POLICIES,
+        default=SPECULATION_POLICIES[0],
         help="adaptive: as many draft tokens as are measured to be the fastest, down to none; "
         "fixed: K in every round, and rows wait for them up to a second: to compare drafts",
     )

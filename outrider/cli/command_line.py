@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from outrider import __version__
+from outrider.config import SPECULATION_POLICIES
 from outrider.errors import ConfigError, OutriderError
 from outrider.methods import METHODS, parse_methods
 
@@ -149,8 +150,8 @@ def _add_stack_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--speculation-policy",
-        choices=("adaptive", "fixed"),
-        default="adaptive",
+        choices=SPECULATION_POLICIES,
+        default=SPECULATION_POLICIES[0],
         help="adaptive: as many draft tokens as are the fastest; fixed: K in every round "
         "(default: %(default)s)",
     )

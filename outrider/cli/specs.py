@@ -9,6 +9,7 @@ from pathlib import Path
 
 from outrider.aux_layers import aux_layers
 from outrider.cli.process import ServiceSpec
+from outrider.config import SPECULATION_POLICIES
 from outrider.errors import ConfigError
 from outrider.methods import HIDDEN_STATE_METHODS
 from outrider.models.resolve import EMBEDDED_HEADS, resolve_model
@@ -34,7 +35,7 @@ class StackConfig:
     draft_model: str | None = None
     methods: tuple[str, ...] = ("draft_model",)  # none: no proposer
     num_speculative_tokens: int = 4
-    speculation_policy: str = "adaptive"
+    speculation_policy: str = SPECULATION_POLICIES[0]
     dtype: str = "float32"
     seed: int | None = None
     served_model_name: str = "default"

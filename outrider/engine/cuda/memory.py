@@ -121,8 +121,7 @@ def measure_activations(
     memory: DeviceMemory, model: PagedModel, *, max_num_seqs: int, max_num_batched_tokens: int
 ) -> int:
     """Bytes that the largest eager steps take for a while, drawing included."""
-    sizes = (max_num_seqs, max_num_batched_tokens, model.max_model_len, model.page_size)
-    return max(memory.peak(partial(_try_out, model, rows)) for rows in largest_steps(*sizes))
+    return max(map(memory.peak, _largest_of(model, max_num_seqs, max_num_batched_tokens)))
 
 
 def claim_activations(model: PagedModel, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -131,10 +130,9 @@ def claim_activations(model: PagedModel, *, max_num_seqs: int, max_num_batched_t
     Else memory would grow while serving, and what does not fit beside a KV cache of a given size
     would be found out then. Raises `ConfigError`. The model's pages hold nothing afterwards.
     """
-    sizes = (max_num_seqs, max_num_batched_tokens, model.max_model_len, model.page_size)
     try:
-        for rows in largest_steps(*sizes):
-            _try_out(model, rows)
+        for run in _largest_of(model, max_num_seqs, max_num_batched_tokens):
+            run()
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             "The largest step does not fit beside the KV cache: lower --max-num-batched-tokens or "
@@ -168,6 +166,13 @@ def largest_steps(
             rows.append(RowSlice([0] * length, max_model_len - length, table, num_logits))
             left -= length
         yield rows
+
+
+def _largest_of(
+    model: PagedModel, max_num_seqs: int, max_num_batched_tokens: int
+) -> Iterator[Callable[[], None]]:
+    sizes = (max_num_seqs, max_num_batched_tokens, model.max_model_len, model.page_size)
+    return (partial(_try_out, model, rows) for rows in largest_steps(*sizes))
 
 
 @torch.inference_mode()
