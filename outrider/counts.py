@@ -37,5 +37,6 @@ class StepCounts:
     plain_s: float = 0.0
     """What the same output would have taken in steps without drafts, by the policy's measured step
     times; 0 if that is not known or the step also processed prompts."""
+    way: str = ""  # in which rows came to their drafts: "none", "on demand" or "ahead"
     admissions: list[Admission] = field(default_factory=list)
     preemptions: int = 0

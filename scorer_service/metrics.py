@@ -12,6 +12,7 @@ from functools import cache
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from outrider.counts import StepCounts
+from outrider.engine.contest import Way
 from outrider.features import FeatureBatch
 from outrider.rpc.telemetry import METRIC_PREFIX
 from outrider.types import FinishReason, RequestStats, StepTimings
@@ -87,6 +88,13 @@ class ScorerMetrics:
         self.stale_blocks = blocks.labels(model_name, "stale")
         self.malformed_blocks = blocks.labels(model_name, "malformed")
         self._fates = {fate: blocks.labels(model_name, fate) for fate in ROUND_FATES}
+        steps = self._counters(
+            "steps",
+            "Engine steps, by the way in which rows come to drafts: none, on demand, or ahead, by "
+            "proposers that can. An adaptive policy chooses it, and tries the others now and then.",
+            "way",
+        )
+        self._steps = {way.value: steps.labels(model_name, way.value) for way in Way}
         round_seconds = self._counters(
             "round_seconds",
             "Where rounds' time goes, summed over rounds. propose: in the proposer; network: from "
@@ -204,6 +212,8 @@ class ScorerMetrics:
         self._step_rows.observe(timings.num_rows)
         self._step_tokens.observe(timings.num_tokens)
         self._step_output.observe(counts.output_tokens)
+        if counts.way:
+            self._steps[counts.way].inc()
         self._generation_tokens.inc(counts.output_tokens)
         self._preemptions.inc(counts.preemptions)
         for queue_s, prompt_tokens, cached in counts.admissions:

@@ -107,6 +107,15 @@ def speculation() -> Dashboard:
             ),
             "Hits and misses": (
                 Graph(
+                    "Steps by the way to drafts",
+                    "none: nothing is drafted at this load; on demand: each draft when the round "
+                    "before has ended; ahead: beside its verification, by proposers that can. The "
+                    "others are tried now and then.",
+                    "percentunit",
+                    (Series(total("outrider:steps_total", "way"), "{{way}}"),),
+                    stack="percent",
+                ),
+                Graph(
                     "Rounds by what became of their draft",
                     "hit: at hand at once; late: right or unknown, but not there in time; wrong: "
                     "what was there was for another text, guessed ahead or drafted too late.",

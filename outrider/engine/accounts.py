@@ -80,6 +80,7 @@ def settle(policy: Policy, committed: Committed) -> tuple[Commit, ...]:
         prompt_tokens=sum(prompts),
         followed=sum([row.seq.drafting.blocks > 0 for row in rows]),
     )
+    counts.way = policy.way.value
     policy.step_done(done)
     return commits
 

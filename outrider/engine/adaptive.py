@@ -275,8 +275,8 @@ class AdaptivePolicy(Policy):
         return self._contests.current.drafting and not self._contests.current.following
 
     @property
-    def on_demand(self) -> bool:
-        return self._contests.current.way is Way.ON_DEMAND
+    def way(self) -> Way:
+        return self._contests.current.way
 
     @property
     def undrafted_sizes(self) -> frozenset[int]:

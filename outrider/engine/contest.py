@@ -40,7 +40,7 @@ FADED = 0.1  # what counts of a rate once another trial, or part of one, begins
 
 
 class Way(enum.Enum):
-    """How rows come to their drafts."""
+    """In which rows come to their drafts."""
 
     NONE = "none"
     ON_DEMAND = "on demand"  # each round's draft is made when the round before has ended

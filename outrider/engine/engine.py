@@ -15,6 +15,7 @@ from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.batch import Model
 from outrider.engine.block_pool import BlockPool
 from outrider.engine.constraint import ConstraintEditor
+from outrider.engine.contest import Way
 from outrider.engine.feature_streams import FeatureStreams
 from outrider.engine.policy import Policy
 from outrider.engine.rounds import USEFUL, BlockFate
@@ -284,7 +285,7 @@ class Engine:
                 verify_ms=result.verify_s * 1e3,
                 commit_ms=commit_s * 1e3,
             )
-            on_demand = self._policy.on_demand
+            on_demand = self._policy.way is Way.ON_DEMAND
             commits, failures = settle(self._policy, committed), committed.failures
             counts = self._policy.take_counts()
             self._events = StepEvents(

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Rows
 
 from outrider.counts import StepCounts
 from outrider.draft_tree import DraftTree
+from outrider.engine.contest import Way
 from outrider.engine.measured import Delay, StepDone, remember
 from outrider.engine.rounds import USEFUL, BlockFate, Drafting, Round
 from outrider.engine.sequence import Sequence
@@ -88,9 +89,9 @@ class Policy:
         return True
 
     @property
-    def on_demand(self) -> bool:
-        """Whether proposers that can run ahead are not to."""
-        return False
+    def way(self) -> Way:
+        """How rows come to their drafts now; ahead only from proposers that can."""
+        return Way.AHEAD
 
     @property
     def undrafted_sizes(self) -> frozenset[int]:
@@ -297,7 +298,7 @@ class Policy:
 
     def _choose(self, d: Drafting, *, asked: bool = True) -> None:
         """How the row comes to its next draft, and K; 0 if it is not to be `asked` for."""
-        d.runs_ahead = d.can_run_ahead and not self.on_demand
+        d.runs_ahead = d.can_run_ahead and self.way is not Way.ON_DEMAND
         limit = min(d.limit, d.proposer_limit) if asked and d.proposer_id is not None else 0
         d.num_draft_tokens = min(self.choose_k(d, limit), limit) if limit else 0
 

@@ -21,6 +21,7 @@ from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.proposer import DraftRound
 from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.batch import PackedBatch
+from outrider.engine.contest import Way
 from outrider.engine.step import Step
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Request
@@ -182,7 +183,7 @@ class TwoDevices(World):
 
     def _collect(self) -> None:
         self.steps += 1
-        self.steps_on_demand += self.policy.on_demand
+        self.steps_on_demand += self.policy.way is Way.ON_DEMAND
         super()._collect()
 
 

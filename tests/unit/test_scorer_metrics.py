@@ -39,6 +39,7 @@ COUNTS = StepCounts(
     network_s=0.25,
     score_s=0.088,
     plain_s=0.06,
+    way="on demand",
     admissions=[Admission(0.2, 100, 64)],
     preemptions=1,
 )
@@ -74,6 +75,8 @@ def test_a_step_in_numbers() -> None:
     assert metrics("pool_rounds_total", pool="large", fate="hit") == 4
     assert metrics("pool_rounds_total", pool="large", fate="late") == 0
     assert metrics("pool_rounds_total", pool="small", fate="late") == 2
+    ways = {"none": 0, "on demand": 2, "ahead": 0}
+    assert {way: metrics("steps_total", way=way) for way in ways} == ways
     assert metrics("generation_tokens_total") == 20
     assert metrics("step_output_tokens_sum") == 20
     assert metrics("prompt_tokens_total") == metrics("prefix_cache_queries_total") == 200

@@ -85,7 +85,7 @@ def test_what_drafts_take_on_demand_is_not_what_they_take_beside_branches() -> N
     row.proposer_id = row.drafter = "a"
     row.can_run_ahead = True
     policy.expect(row, "a")
-    assert not policy.on_demand, "one request drafts ahead"
+    assert policy.way is not Way.ON_DEMAND, "one request drafts ahead"
 
     def observe(seconds: float) -> None:
         for at in range(20):
@@ -96,7 +96,7 @@ def test_what_drafts_take_on_demand_is_not_what_they_take_beside_branches() -> N
     observe(0.030)
     row.runs_ahead = False
     observe(0.004)  # of one row
-    while not policy.on_demand:
+    while policy.way is not Way.ON_DEMAND:
         now += 0.005
         drafts = policy.may_wait
         policy.step_done(StepDone(1, 1, 1 + 2 * drafts, now, drafts, comparable=True, followed=1))
