@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import subprocess
 import time
@@ -16,8 +17,10 @@ def gpu_name() -> str:
 
 
 def memory_used_mib() -> float:
-    """Of the whole device, whoever uses it. Makes no CUDA context."""
+    """Of the visible devices, whoever uses them. Makes no CUDA context."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    command += [f"--id={visible}"] if visible else []
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     return sum(float(line) for line in done.stdout.split())
 
