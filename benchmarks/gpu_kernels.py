@@ -100,8 +100,9 @@ def linear() -> Iterator[Record]:
 def skinny() -> Iterator[Record]:
     """Products with their norm, activation or residual: the best two, and cuBLAS."""
     from outrider.engine.cuda.launch import launch_options
-    from outrider.engine.cuda.products import CANDIDATES, FewRowsLinear
+    from outrider.engine.cuda.products import FewRowsLinear
     from outrider.engine.cuda.triton_ops import TritonOps
+    from outrider.engine.cuda.ways import CANDIDATES
 
     ops = TritonOps()
     yield {"op": "early launches", "by": launch_options()["PDL"]}

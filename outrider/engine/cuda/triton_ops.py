@@ -17,8 +17,9 @@ from outrider.engine.cuda.kernels.pointwise import (
 )
 from outrider.engine.cuda.launch import launch_options
 from outrider.engine.cuda.paged_attention import TritonPagedAttention
-from outrider.engine.cuda.products import FewRowsLinear, Way
+from outrider.engine.cuda.products import FewRowsLinear
 from outrider.engine.cuda.tuning import tune
+from outrider.engine.cuda.ways import Way
 from outrider.engine.kv_cache import LayerPool, PageMajorPool
 from outrider.engine.linear import Linear
 from outrider.engine.llama_ops import LlamaOps, Use

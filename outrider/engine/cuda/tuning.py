@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from outrider.engine.cuda.launch import graph_us
-from outrider.engine.cuda.products import CANDIDATES, FewRowsLinear, Way
+from outrider.engine.cuda.products import FewRowsLinear
+from outrider.engine.cuda.ways import CANDIDATES, Way
 from outrider.engine.llama_ops import Use
 
 logger = logging.getLogger(__name__)

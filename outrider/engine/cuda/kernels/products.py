@@ -1,15 +1,11 @@
-"""Products of few rows: every weight is read once, and what lies around a product is done in it.
+"""Products of one or two rows, whose weights lie in registers.
 
 Weights, or the first of them, are on their way before a program looks at x: with a programmatic
 dependent launch that is while the kernel before still runs, so that the memory never rests between
-products.
+products. For more rows see tiles.py and planes.py.
 
-`strip_kernel` holds some rows of the weight in registers and multiplies number by number, which for
-one or two rows of x is fastest; it norms x itself, because that costs less than a launch.
-`tile_kernel` multiplies on tensor cores, which takes sixteen rows in the time of one. There x is
-large enough for its way from the cache to count, so programs take many rows of the weight and
-share the inner dimension; the last of them to end adds up what all have left. Of their left operand
-tensor cores take 64 rows at once, which beyond sixteen rows of x are better the weight's.
+`strip_kernel` holds some rows of the weight and multiplies number by number; it norms x itself,
+because that costs less than a launch.
 
 A weight of int8 has a scale for every row, by which the row's sums are multiplied: half the bytes.
 `int8_strip_kernel` multiplies four numbers in one instruction: to turn each into a float would take
@@ -22,11 +18,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.engine.cuda.kernels.pointwise import silu_mul
-from outrider.engine.cuda.kernels.prefetch import prefetch
 
 
 @triton.jit
-def _finish(
+def finish(
     here, present, sums, up_sums, dtype: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr
 ):
     """Stores what comes of the sums where they are `present`."""
@@ -90,7 +85,7 @@ def strip_kernel(
     if GATED:
         up_sums = tl.sum(up_weight.to(tl.float32) * x, axis=2)
     here = out_ptr + row[None, :] * N + n[:, None]
-    _finish(here, present[None, :], sums, up_sums, dtype, GATED, ADD)
+    finish(here, present[None, :], sums, up_sums, dtype, GATED, ADD)
 
 
 @triton.jit
@@ -104,6 +99,21 @@ def _dot4(a, b, ASM: tl.constexpr):
     for left in tl.static_range(0, 24, 8):
         sums += ((a << left) >> 24) * ((b << left) >> 24)
     return sums
+
+
+@triton.jit
+def unit_of(largest):
+    """What 1 stands for in rows whose largest number is that: 127 * 128 units."""
+    return tl.maximum(largest, 1e-30) / 16256.0
+
+
+@triton.jit
+def split(x, unit):
+    """x as int8 `high` and `low`, in int32: x is (128 * high + low) * unit."""
+    fixed = x / unit
+    fixed = (fixed + tl.where(fixed < 0.0, -0.5, 0.5)).to(tl.int32)
+    high = (fixed + 64) >> 7
+    return high, fixed - 128 * high
 
 
 @triton.jit
@@ -169,12 +179,8 @@ def int8_strip_kernel(
         squares = tl.sum(tl.sum(x * x, axis=2), axis=1)
         inverse = tl.rsqrt(squares / (4 * K) + eps)[:, None, None]
         x = ((x * inverse).to(dtype).to(tl.float32) * norm).to(dtype).to(tl.float32)
-    largest = tl.maximum(tl.max(tl.max(tl.abs(x), axis=2), axis=1), 1e-30)
-    unit = largest / 16256.0  # 127 * 128
-    fixed = x / unit[:, None, None]
-    fixed = (fixed + tl.where(fixed < 0.0, -0.5, 0.5)).to(tl.int32)
-    high = (fixed + 64) >> 7
-    low = fixed - 128 * high
+    unit = unit_of(tl.max(tl.max(tl.abs(x), axis=2), axis=1))
+    high, low = split(x, unit[:, None, None])
     at = 8 * byte[None, None, :]
     high = tl.sum((high & 255) << at, axis=2)[None, :, :]  # [1, ROWS, BLOCK_K]
     low = tl.sum((low & 255) << at, axis=2)[None, :, :]
@@ -185,97 +191,4 @@ def int8_strip_kernel(
     if GATED:
         up_sums = _sum_int8(up_weight, high, low, ASM) * (up_scale * unit)
     there = out_ptr + row[None, :] * N + n[:, None]
-    _finish(there, present[None, :], sums, up_sums, dtype, GATED, ADD)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def tile_kernel(
-    x_ptr,  # [rows, K]
-    weight_ptr,  # [N, K]; if GATED [2 * N, K], the gates first
-    scale_ptr,  # float32 [N] or [2 * N], read if the weight is int8
-    out_ptr,  # [rows, N]
-    partial_ptr,  # float32 [tiles, splits, 2 if GATED, ROWS, BLOCK_N], written if splits > 1
-    arrived_ptr,  # int32 [tiles], zeros before and after
-    rows,
-    N,
-    K,
-    share,  # of K, a multiple of BLOCK_K: K / share programs make a tile
-    GATED: tl.constexpr,  # the output is silu(gate) * up
-    ADD: tl.constexpr,  # to what is in out
-    ROWS: tl.constexpr,  # at least rows, a multiple of 16
-    BLOCK_N: tl.constexpr,  # divides N
-    BLOCK_K: tl.constexpr,  # at least 64
-    STAGES: tl.constexpr,  # blocks of weights on their way
-    WEIGHT_LEFT: tl.constexpr,  # of the two operands of tensor cores
-    PDL: tl.constexpr,
-):
-    splits = K // share
-    tile = tl.program_id(0) // splits
-    split = tl.program_id(0) % splits
-    n = (tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    k = split * share + tl.arange(0, BLOCK_K)
-    weight_here = weight_ptr + n[:, None] * K + k[None, :]
-    up_here = weight_here + N.to(tl.int64) * K
-    if PDL:
-        gdc_launch_dependents()
-        line = split * share + 64 * tl.arange(0, BLOCK_K // 64)
-        early = weight_ptr + n[:, None] * K + line[None, :]
-        prefetch(early, 64)
-        if GATED:
-            prefetch(early + N.to(tl.int64) * K, 64)
-        gdc_wait()
-
-    row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK_N)
-    x_here = x_ptr + row[:, None] * K + k[None, :]
-    dtype = x_ptr.dtype.element_ty
-    if WEIGHT_LEFT:
-        sums = tl.zeros([BLOCK_N, ROWS], tl.float32)
-        up_sums = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    else:
-        sums = tl.zeros([ROWS, BLOCK_N], tl.float32)
-        up_sums = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    for start in tl.range(0, share, BLOCK_K, num_stages=STAGES):
-        x = tl.load(x_here + start, mask=(row < rows)[:, None], other=0.0)
-        weight = tl.load(weight_here + start, eviction_policy="evict_first")
-        if GATED:
-            up_weight = tl.load(up_here + start, eviction_policy="evict_first")
-        if WEIGHT_LEFT:
-            sums = tl.dot(weight.to(dtype), tl.trans(x), sums)
-            if GATED:
-                up_sums = tl.dot(up_weight.to(dtype), tl.trans(x), up_sums)
-        else:
-            sums = tl.dot(x, tl.trans(weight).to(dtype), sums)
-            if GATED:
-                up_sums = tl.dot(x, tl.trans(up_weight).to(dtype), up_sums)
-    if WEIGHT_LEFT:
-        row, column, n = row[None, :], column[:, None], n[:, None]
-        at = column * ROWS + row
-    else:
-        row, column, n = row[:, None], column[None, :], n[None, :]
-        at = row * BLOCK_N + column
-    present = row < rows
-
-    if splits > 1:
-        kinds: tl.constexpr = 2 if GATED else 1
-        size: tl.constexpr = ROWS * BLOCK_N
-        left = partial_ptr + tile * (splits * kinds * size) + at
-        tl.store(left + split * kinds * size, sums, mask=present)
-        if GATED:
-            tl.store(left + (split * kinds + 1) * size, up_sums, mask=present)
-        tl.debug_barrier()  # all threads have written before one says so
-        if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") < splits - 1:
-            return
-        tl.store(arrived_ptr + tile, 0)
-        sums = tl.zeros_like(sums)
-        up_sums = tl.zeros_like(up_sums)
-        for i in range(splits):  # always in this order
-            sums += tl.load(left + i * kinds * size, mask=present, other=0.0, cache_modifier=".cg")
-            if GATED:
-                up_sums += tl.load(
-                    left + (i * kinds + 1) * size, mask=present, other=0.0, cache_modifier=".cg"
-                )
-    if weight_ptr.dtype.element_ty == tl.int8:
-        sums *= tl.load(scale_ptr + n)
-        if GATED:
-            up_sums *= tl.load(scale_ptr + N + n)
-    _finish(out_ptr + row * N + n, present, sums, up_sums, dtype, GATED, ADD)
+    finish(there, present[None, :], sums, up_sums, dtype, GATED, ADD)
