@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from outrider.config import EngineConfig
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.engine.adaptive import AdaptivePolicy
+from outrider.engine.contest import Way
 from outrider.engine.measured import StepDone
 from outrider.engine.policy import Policy
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
@@ -85,8 +86,8 @@ class Changing(Policy):
         super().step_done(step)
 
     @property
-    def on_demand(self) -> bool:
-        return self.steps // 3 % 2 == 1
+    def way(self) -> Way:
+        return Way.ON_DEMAND if self.steps // 3 % 2 else Way.AHEAD
 
 
 def draw_request(session: int, rng: random.Random) -> Request:
