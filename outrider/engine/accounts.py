@@ -68,6 +68,10 @@ def settle(policy: Policy, committed: Committed) -> tuple[Commit, ...]:
         plain_s = policy.plain_step_s(len(rows))
         counts.plain_s += plain_s * counts.output_tokens / len(rows)
     prompts = [len(r.slice.token_ids) for r in rows if r.slice.start < r.seq.num_prompt_tokens]
+    prompt_tokens = sum(prompts)
+    if prompts:
+        num_others = committed.step.num_tokens - prompt_tokens
+        policy.observe_prompts(prompt_tokens, num_others, committed.seconds)
     done = StepDone(
         num_running=committed.num_running,
         num_rows=len(rows),
@@ -77,7 +81,8 @@ def settle(policy: Policy, committed: Committed) -> tuple[Commit, ...]:
         # Rows' first steps, however short, may follow on any time without work.
         comparable=len(prompts) < len(rows)
         and any(row.seq.drafting.proposer_id is not None for row in rows),
-        prompt_tokens=sum(prompts),
+        prompt_tokens=prompt_tokens,
+        in_shade=committed.step.in_shade,
         followed=sum([row.seq.drafting.blocks > 0 for row in rows]),
     )
     counts.way = policy.way.value

@@ -35,6 +35,10 @@ and a row does not wait at all if its proposer's mean delay is beyond that: the 
 later is used as far as it is still true. Nor if others go now and their step is longer than that:
 its draft could be verified only after it.
 
+Where all rows wait for drafts that other devices make, prompts are processed meanwhile: as many
+tokens as end before the last draft is due. On the scorer's own device they would delay the drafts
+by as much.
+
 Rows that draft on demand stay together: in two cohorts, one's drafts beside another's step, a round
 takes t(a) + max(t(b), D) instead of t(a + b) + D, less only where a step's time follows its tokens.
 There drafting brings little, and on a shared device the second D is D and most of a step.
@@ -55,7 +59,14 @@ from itertools import accumulate, takewhile
 from outrider.engine.acceptance import Acceptance, accepted, expected_gain
 from outrider.engine.contest import Way
 from outrider.engine.contests import Contests
-from outrider.engine.measured import Delay, DraftTimes, StepDone, StepTimes, remember
+from outrider.engine.measured import (
+    Delay,
+    DraftTimes,
+    PromptTimes,
+    StepDone,
+    StepTimes,
+    remember,
+)
 from outrider.engine.policy import FIRST_PATIENCE_S, Policy
 from outrider.engine.probe import Probe
 from outrider.engine.rounds import Drafting, Round
@@ -66,6 +77,7 @@ NEARLY = 0.95  # of the best goodput: such differences between sizes are noise
 LARGEST_PROBE = 16  # or twice the present K: one round of 128 costs as much as several
 COMPANY_ROUNDS = 4  # over which the share of rows that draft fades
 SIZES = (*range(1, 17), 20, 24, 32, 48, 64, 96)  # of K that are compared, beside the limit
+MIN_PROMPT_TOKENS = 32  # of a step: fewer are not worth one
 MIN_PATIENCE_S, MAX_PATIENCE_S = 0.002, 0.1
 STEPS_OF_PATIENCE = 3.0
 SLACK = 0.25  # of a mean delay: drafts that took the same for a while may yet be late once
@@ -77,6 +89,7 @@ class AdaptivePolicy(Policy):
     def __init__(self, num_speculative_tokens: int) -> None:
         super().__init__(num_speculative_tokens)
         self._steps = StepTimes()
+        self._prompts = PromptTimes()
         self._drafts: dict[tuple[str, bool], DraftTimes] = {}  # by drafter, and if it runs ahead
         self._acceptance = Acceptance()
         self._probes: dict[str, Probe] = {}  # by proposer
@@ -206,6 +219,15 @@ class AdaptivePolicy(Policy):
         step = self._step_time(d.num_draft_tokens)
         return self._worth(d, step) < self._steps.estimate(num_ready * (1 + d.num_draft_tokens))
 
+    def shade(self, waiting: Rows[Sequence], now: float) -> int:
+        """None beside drafts of the same device, which would be later by as much."""
+        # Rows that draft on demand all go on when the last of their drafts comes (see `hold`).
+        if not all(_on_demand(seq) and seq.drafting.own_device for seq in waiting):
+            return 0
+        due = max([self._expected(seq) for seq in waiting if seq.drafting.blocks], default=now)
+        num_tokens = self._prompts.tokens_in(due - now - self._steps.estimate(1))
+        return num_tokens if num_tokens >= MIN_PROMPT_TOKENS else 0
+
     def drafts_pay(self, rows: Rows[Sequence]) -> bool:
         """Not where the few that came ahead lengthen the step of all. What was waited for does."""
         with_draft = [seq.drafting for seq in rows if seq.draft is not None]
@@ -223,12 +245,14 @@ class AdaptivePolicy(Policy):
 
     def _due(self, seq: Sequence, now: float) -> float:
         """When a row's draft is expected; its deadline if it is overdue."""
-        d = seq.drafting
-        times = self._times(d)
-        if times is None:
-            return d.deadline
-        expected = d.committed_at + times.mean_s(d.num_draft_tokens)
-        return expected if now < expected < d.deadline else d.deadline
+        expected, deadline = self._expected(seq), seq.drafting.deadline
+        return expected if now < expected < deadline else deadline
+
+    def _expected(self, seq: Sequence) -> float:
+        """When a row's draft usually comes; in the past if that is unknown."""
+        times = self._times(seq.drafting)
+        mean_s = 0.0 if times is None else times.mean_s(seq.drafting.num_draft_tokens)
+        return seq.drafting.committed_at + mean_s
 
     def drafting(self, request: Request) -> Drafting:
         d = super().drafting(request)
@@ -258,6 +282,9 @@ class AdaptivePolicy(Policy):
         self._num_rows = num_rows
         self._steps.observe(num_tokens, seconds)
         self._step_times, self._sizes_up_to = {}, {}
+
+    def observe_prompts(self, num_tokens: int, num_others: int, seconds: float) -> None:
+        self._prompts.observe(num_tokens, seconds - self._steps.estimate(max(1, num_others)))
 
     def step_done(self, step: StepDone) -> None:
         self._num_running = max(1, step.num_running)

@@ -7,12 +7,11 @@ or at the proposer, is left.
 from __future__ import annotations
 
 from outrider.engine.contest import STRETCH, TRIAL_STEPS, Contest, Way
-from outrider.engine.measured import StepDone
+from outrider.engine.measured import PromptTimes, StepDone
 
 WAYS, WAYS_AHEAD = (Way.NONE, Way.ON_DEMAND), (Way.NONE, Way.ON_DEMAND, Way.AHEAD)
 MANY = 16  # rows, which begin without drafts where nothing is known of them
 LARGEST = 16  # bit length of a number of rows
-PROMPTS_KEPT = 0.8  # per step with prompts, of what is known of their price
 
 
 class Contests:
@@ -29,7 +28,8 @@ class Contests:
         self.current = self._contest(1, self._ways[-1])  # of the present size
         self._by_size = {1: self.current}
         self._last_step_at: float | None = None
-        self._prompts_s = self._prompt_tokens = 0.0  # what prompts took without drafts
+        self._prompts = PromptTimes()  # without drafts
+        self._shaded = 0  # prompt tokens since the last step that was none of prompts only
 
     @property
     def undrafted_sizes(self) -> frozenset[int]:
@@ -38,15 +38,19 @@ class Contests:
 
     def step_done(self, step: StepDone) -> None:
         """A step ended."""
+        if step.in_shade:  # its time is that of the round which the others wait for
+            self._shaded += step.prompt_tokens
+            return
+        prompt_tokens, self._shaded = step.prompt_tokens + self._shaded, 0
         before, self._last_step_at = self._last_step_at, step.at
         if self._resized(step.num_running):
             self.current.settle()
         elif step.comparable and before is not None:
             seconds = step.at - before
-            if step.prompt_tokens:
+            if prompt_tokens:
                 if not self.current.step_s:
                     return
-                seconds -= self._price(step.prompt_tokens, seconds - self.current.step_s)
+                seconds -= self._price(prompt_tokens, seconds - self.current.step_s)
             self.current.observe(
                 step.tokens / step.num_running,
                 max(0.0, seconds),
@@ -58,10 +62,9 @@ class Contests:
     def _price(self, num_tokens: int, seconds: float) -> float:
         """What prompts take where nothing is drafted. Until that is known, what they took now."""
         if self.current.settled and not self.current.drafting:
-            self._prompts_s = PROMPTS_KEPT * self._prompts_s + max(0.0, seconds)
-            self._prompt_tokens = PROMPTS_KEPT * self._prompt_tokens + num_tokens
-        known = self._prompt_tokens
-        return num_tokens * self._prompts_s / known if known else seconds
+            self._prompts.observe(num_tokens, seconds)
+        token_s = self._prompts.token_s
+        return seconds if token_s is None else num_tokens * token_s
 
     def _resized(self, num_rows: int) -> bool:
         """Whether rows became so many more or fewer that another contest is theirs."""

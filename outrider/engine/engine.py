@@ -204,11 +204,13 @@ class Engine:
         max_draft_tokens: int,
         *,
         runs_ahead: bool = False,
+        own_device: bool = False,
         asked: bool = True,
         features: FeatureOrder | None = None,
     ) -> None:
         """A proposer drafts for the session from now on; None: nobody does.
 
+        `own_device`: another than the engine's, so neither slows the other down.
         `asked`: it knows that a draft is wanted. Otherwise the next commit says so.
         `features`: it is to be sent these of the target's states, from the first position on.
         """
@@ -217,7 +219,7 @@ class Engine:
             self._note_blocks()  # of the proposer before
             if self.features is not None:
                 self.features.follow(seq, features)
-            seq.drafting.can_run_ahead = runs_ahead
+            seq.drafting.can_run_ahead, seq.drafting.own_device = runs_ahead, own_device
             self._policy.attach(seq, proposer_id, max_draft_tokens, self._clock(), asked=asked)
 
     def post_block(

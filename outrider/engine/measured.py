@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 
 STALE_AFTER = 12  # steps of other sizes after which a size's average is forgotten
 MAX_NAMES = 256  # of proposers about which something is kept
+PROMPTS_KEPT = 0.8  # per step with prompts, of what is known of their price
 CALM_LASTS = 64  # batches made beside steps until they count although there were others
 
 K = TypeVar("K")
@@ -96,6 +97,27 @@ class StepTimes:
         return low[1] + slope * (num_tokens - low[0])
 
 
+class PromptTimes:
+    """Seconds that a prompt's token adds to a step. Large prompts count more, old ones less."""
+
+    def __init__(self) -> None:
+        self._seconds = self._tokens = 0.0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """So many tokens made a step so much longer."""
+        self._seconds = PROMPTS_KEPT * self._seconds + max(0.0, seconds)
+        self._tokens = PROMPTS_KEPT * self._tokens + num_tokens
+
+    @property
+    def token_s(self) -> float | None:
+        """None as long as it is unknown."""
+        return self._seconds / self._tokens if self._tokens else None
+
+    def tokens_in(self, seconds: float) -> int:
+        """Tokens that take so long; 0 as long as that is unknown."""
+        return max(0, int(seconds * self._tokens / self._seconds)) if self._seconds else 0
+
+
 class StepDone(NamedTuple):
     """What a step brought."""
 
@@ -107,6 +129,7 @@ class StepDone(NamedTuple):
     comparable: bool  # a row goes on from the step before, and a proposer is there
     followed: int  # rows that a proposer has answered at all
     prompt_tokens: int = 0  # that were processed
+    in_shade: bool = False  # prompts only, while all other rows waited for drafts
 
 
 class Delay(NamedTuple):

@@ -9,6 +9,7 @@ it measures.
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from typing import NamedTuple
 
 from outrider.counts import StepCounts
 from outrider.draft_tree import DraftTree
@@ -25,6 +26,14 @@ MAX_REST = 256
 FIRST_PATIENCE_S = 0.25  # a proposer must process the prompt before its first block
 WAIT_FADE = 0.8  # per round, of the moving average of waits
 HIT_FADE = 0.9  # per round, of the share of hits
+
+
+class Ready(NamedTuple):
+    """Which of the rows that lack only a draft are to run now."""
+
+    rows: list[Sequence]
+    wake_at: float  # when to ask again at the latest, if nothing runs
+    max_tokens: int | None = None  # of their step; None: as many as fit
 
 
 class Policy:
@@ -64,6 +73,10 @@ class Policy:
         """Whether a row that could wait takes part in a step that others begin now."""
         return False
 
+    def shade(self, waiting: Rows[Sequence], now: float) -> int:  # noqa: ARG002
+        """Prompt tokens that a step of nothing else processes before all of `waiting` can go on."""
+        return 0
+
     def drafts_pay(self, rows: Rows[Sequence]) -> bool:  # noqa: ARG002
         """Whether a step of these rows is to verify the drafts that they have."""
         return True
@@ -79,6 +92,9 @@ class Policy:
 
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """A step of that size took this long, forward and verification."""
+
+    def observe_prompts(self, num_tokens: int, num_others: int, seconds: float) -> None:
+        """A step of so many tokens of prompts, and others beside them, took this long."""
 
     def step_done(self, step: StepDone) -> None:
         """A step ended."""
@@ -174,11 +190,10 @@ class Policy:
                 return max(0.0, now - when)
         return 0.0
 
-    def split(
-        self, rows: Rows[Sequence], others_ready: int, now: float
-    ) -> tuple[list[Sequence], float]:
-        """Of rows that lack only a draft: those to run now, and when to ask again at the latest.
+    def split(self, rows: Rows[Sequence], others_ready: int, now: float) -> Ready:
+        """Of rows that lack only a draft, those to run now.
 
+        Where all wait, prompts can be processed until their drafts come, in steps of no more.
         `others_ready` counts rows that run in any case (prompt processing).
         """
         ready: list[Sequence] = []
@@ -196,15 +211,17 @@ class Policy:
                 d.deadline = min(d.deadline, d.committed_at)  # and nothing is missed
             (waiting if lacks_draft and now < d.deadline else ready).append(seq)
         if not waiting:
-            return ready, now
+            return Ready(ready, now)
         wake_at = min(seq.drafting.deadline for seq in waiting)
+        if not ready and others_ready and (max_tokens := self.shade(waiting, now)):
+            return Ready([], now, max_tokens)
         if ready or others_ready:
             go_at = self.hold(ready, others_ready, waiting, now)
             if go_at > now:
-                return [], min(go_at, wake_at)
+                return Ready([], min(go_at, wake_at))
             along = [seq for seq in waiting if self.goes_along(seq.drafting, len(ready))]
-            return ready + along, now
-        return ready, wake_at
+            return Ready(ready + along, now)
+        return Ready(ready, wake_at)
 
     def launch(self, seq: Sequence, drafted: int, now: float) -> bool:
         """A row goes into a step with `drafted` tokens. True if its proposer is set aside by it."""

@@ -16,7 +16,7 @@ from outrider.engine.batch import RowSlice
 from outrider.engine.block_pool import BlockPool
 from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.draft_choice import NO_DRAFT, choose_draft
-from outrider.engine.policy import Policy
+from outrider.engine.policy import Policy, Ready
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import ScheduledRow, Step, StepResult
 from outrider.types import Failure, Request
@@ -70,15 +70,18 @@ class Scheduler:
         prefilling: list[Sequence] = []
         for seq in self.running:
             (decoding if seq.caught_up else prefilling).append(seq)
+        ready = Ready(decoding, self.wake_at)
         if decoding:
-            decoding, self.wake_at = self.policy.split(decoding, len(prefilling), now)
-            if not decoding and self.wake_at > now:
+            ready = self.policy.split(decoding, len(prefilling), now)
+            self.wake_at = ready.wake_at
+            if not ready.rows and self.wake_at > now:
                 return None
-        rows = self._fill(decoding, prefilling)
+        rows = self._fill(ready.rows, prefilling, ready.max_tokens)
         if not rows:
             return None
         self.wake_at = now
-        return Step(tuple(rows), num_tokens=sum([len(row.slice.token_ids) for row in rows]))
+        num_tokens = sum([len(row.slice.token_ids) for row in rows])
+        return Step(tuple(rows), num_tokens, in_shade=bool(decoding) and not ready.rows)
 
     def launched(self, step: Step, now: float) -> tuple[int, ...]:
         """A step is on its way; the sessions whose proposer is set aside by it."""
@@ -175,9 +178,13 @@ class Scheduler:
                     Admission(queue_s, seq.num_prompt_tokens, seq.num_computed)
                 )
 
-    def _fill(self, decoding: list[Sequence], prefilling: list[Sequence]) -> list[ScheduledRow]:
+    def _fill(
+        self, decoding: list[Sequence], prefilling: list[Sequence], max_tokens: int | None
+    ) -> list[ScheduledRow]:
         """Shares the token budget: a token for every decoding row, prompts, then drafts."""
         budget = self.config.max_num_batched_tokens
+        if max_tokens is not None:
+            budget = min(budget, max_tokens)
         # Drafts must not starve prompts, nor prompts each other's oldest.
         reserve = min(sum(seq.num_uncomputed for seq in prefilling), max(1, budget // 4))
         max_draft = (budget - reserve) // max(1, len(decoding)) - 1

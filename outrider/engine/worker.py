@@ -124,11 +124,13 @@ class EngineWorker:
         max_draft_tokens: int,
         *,
         runs_ahead: bool = False,
+        own_device: bool = False,
         asked: bool = True,
         features: FeatureOrder | None = None,
     ) -> None:
         """Says who drafts for a session; None: nobody, so its row never waits.
 
+        `own_device`: whether it computes on another device than the engine.
         `asked`: whether its first draft was asked for already, or waits for a commit to do so.
         `features`: what it is to be sent of the target's states, from the first position on.
         """
@@ -140,6 +142,7 @@ class EngineWorker:
                         proposer_id,
                         max_draft_tokens,
                         runs_ahead=runs_ahead,
+                        own_device=own_device,
                         asked=asked,
                         features=features,
                     ),

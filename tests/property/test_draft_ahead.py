@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,7 +78,10 @@ quietly: dict[str, Any] = {
 
 
 class Changing(Policy):
-    """Wants drafts ahead for a few steps, then on demand for a few, and so on."""
+    """Wants drafts ahead for a few steps, then on demand for a few, and so on.
+
+    While all rows wait, prompts go in steps of three tokens.
+    """
 
     steps = 0
 
@@ -88,6 +92,9 @@ class Changing(Policy):
     @property
     def way(self) -> Way:
         return Way.ON_DEMAND if self.steps // 3 % 2 else Way.AHEAD
+
+    def shade(self, waiting: Sequence[object], now: float) -> int:  # noqa: ARG002
+        return 3
 
 
 def draw_request(session: int, rng: random.Random) -> Request:
@@ -153,6 +160,7 @@ def check(
         world.add(COPYING[beside](max_branches), net)
     for session in range(3):
         world.submit(draw_request(session, rng))
+        world.run(until=rng.choice((0.0, 0.01, 0.04)))
     world.run()
     for session, request in world.requests.items():
         tokens, reason = TRUTH.output(request, MAX_LEN, frozenset())

@@ -100,6 +100,7 @@ class Player:
     window: FeatureWindow = field(default_factory=FeatureWindow)
     starved: set[int] = field(default_factory=set)  # keys that want a draft and lack features
     on_demand: bool = False  # it is not to run ahead
+    own_device: bool = False  # not the engine's
 
 
 _Block = tuple[Player, int, int, DraftTree, int]  # from which incarnation, key, tree, us
@@ -184,8 +185,8 @@ class World:
     def at(self, when: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._events, (when, next(self._order), what))
 
-    def add(self, method: tuple[Proposer, Clock], net: Net) -> Player:
-        player = Player(f"p{len(self.players)}", *method, net, self.rng)
+    def add(self, method: tuple[Proposer, Clock], net: Net, *, own_device: bool = False) -> Player:
+        player = Player(f"p{len(self.players)}", *method, net, self.rng, own_device=own_device)
         self.players.append(player)
         return player
 
@@ -293,7 +294,13 @@ class World:
         order = None if spec is None else FeatureOrder(key, spec, player.window)
         self._command(
             lambda: self.engine.set_drafting(
-                session, player.id, k, runs_ahead=ahead, asked=asked, features=order
+                session,
+                player.id,
+                k,
+                runs_ahead=ahead,
+                own_device=player.own_device,
+                asked=asked,
+                features=order,
             )
         )
         prompt_len = len(request.prompt_token_ids)

@@ -83,7 +83,10 @@ class _Draft(_ShortSighted):
 
 
 class TwoDevices(World):
-    """`rows` requests in flight, each followed by the next; `rows` may be set anew."""
+    """`rows` requests in flight, each followed by the next; `rows` may be set anew.
+
+    `own_device`: the proposer says that it has one.
+    """
 
     def __init__(
         self,
@@ -92,6 +95,7 @@ class TwoDevices(World):
         *,
         speculate: bool = True,
         max_branches: int = 16,
+        own_device: bool = True,
         seed: int = 1,
     ) -> None:
         pages = 16_384
@@ -118,7 +122,7 @@ class TwoDevices(World):
             prefill_budget=1024,
             clock=clock,
         )
-        self.add((method, clock), Net(_WAY_S))
+        self.add((method, clock), Net(_WAY_S), own_device=own_device)
         self._temperature, self._speculate, self._seed = temperature, speculate, seed
         self._ids = itertools.count()
         self.steps_on_demand = self.steps = 0

@@ -176,6 +176,27 @@ def test_steps_with_prompts_are_not_compared() -> None:
     assert contests.current.drafting
 
 
+def test_prompts_in_the_shade_of_drafts_count_with_the_round_that_waits() -> None:
+    """Else drafts that are waited for would seem to take no time."""
+    contests, now = Contests(), 0.0
+
+    def play(tokens: int, seconds: float, drafted: int, prompt_tokens: int) -> None:
+        nonlocal now
+        now += seconds
+        contests.step_done(StepDone(32, 32, tokens, now, drafted, True, 32, prompt_tokens))
+
+    for i in range(4000):
+        if contests.current.drafting:
+            now += 0.012  # until the drafts come
+            contests.step_done(StepDone(32, 1, 1, now, 0, False, 32, 100, in_shade=True))
+            play(96, 0.008, drafted=32, prompt_tokens=0)
+        elif i % 2:
+            play(32, 0.005, drafted=0, prompt_tokens=0)
+        else:
+            play(32, 0.008, drafted=0, prompt_tokens=100)
+    assert not contests.current.champion.drafts, "32 tokens in 5 ms are more than 96 in 20 - 3"
+
+
 def test_rows_that_wait_for_their_first_drafts_do_not_end_a_trial() -> None:
     """32 rows, as simulated: drafts were off, and their proposer first processes prompts."""
     contests, now = Contests(), 0.0

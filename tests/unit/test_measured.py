@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from outrider.engine.measured import CALM_LASTS, Average, Delay, DraftTimes
+from outrider.engine.measured import CALM_LASTS, Average, Delay, DraftTimes, PromptTimes
 
 MOMENTS = itertools.count()
 
@@ -76,3 +76,17 @@ def test_a_proposer_is_not_believed_to_have_drafted_longer_than_it_was_waited_fo
     times = DraftTimes()
     hear(times, 0.004, 60.0, 4, calm=True)
     assert times.token_s == pytest.approx(0.001)
+
+
+def test_prompts_are_priced_by_the_tokens_of_late() -> None:
+    times = PromptTimes()
+    assert times.token_s is None
+    assert times.tokens_in(0.010) == 0, "unknown"
+    times.observe(400, 0.020)
+    assert times.tokens_in(0.010) == pytest.approx(200, abs=1)
+    times.observe(4, 0.008)  # a few tokens say little
+    assert times.tokens_in(0.010) > 130
+    assert times.tokens_in(-0.010) == 0
+    for _ in range(20):
+        times.observe(100, 0.010)
+    assert times.token_s == pytest.approx(1e-4, rel=0.02)

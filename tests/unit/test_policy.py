@@ -15,7 +15,7 @@ from outrider.engine import contests, measured
 from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.engine import Engine
 from outrider.engine.measured import Delay, StepDone, StepTimes
-from outrider.engine.policy import FIRST_PATIENCE_S, FIRST_REST, Policy
+from outrider.engine.policy import FIRST_PATIENCE_S, FIRST_REST, Policy, Ready
 from outrider.engine.probe import PROBE_EVERY, Probe
 from outrider.engine.rounds import Drafting, Round
 from outrider.engine.sequence import Sequence
@@ -356,9 +356,9 @@ def test_nobody_waits_once_a_trial_of_drafting_is_over(monkeypatch: pytest.Monke
     policy = AdaptivePolicy(4)
     seq = _on_demand(policy, 0)
     monkeypatch.setattr(policy, "patience", lambda _: 1.0)
-    assert policy.split([seq], 0, now=0.0) == ([], 1.0)
+    assert policy.split([seq], 0, now=0.0) == Ready([], 1.0)
     monkeypatch.setattr(AdaptivePolicy, "may_wait", False)
-    assert policy.split([seq], 0, now=0.0) == ([seq], 0.0)
+    assert policy.split([seq], 0, now=0.0) == Ready([seq], 0.0)
     assert not policy.launch(seq, 0, now=0.0)
     assert not seq.drafting.misses
 
@@ -375,14 +375,47 @@ def test_a_row_goes_along_whose_draft_is_worth_less_than_the_others_step() -> No
     ready.drafting.no_guess_at = len(ready.token_ids)  # its proposer has none
 
     def going() -> list[int]:
-        rows, _ = policy.split([ready, waiting], 0, now=0.0)
-        return [seq.session_id for seq in rows]
+        return [seq.session_id for seq in policy.split([ready, waiting], 0, now=0.0).rows]
 
     d = waiting.drafting
     d.successes, d.trials = 4.5, 5.0  # worth 3.1 tokens, 15 ms
     assert going() == [0]
     d.successes = 1.5  # 0.4 tokens, 2 ms
     assert going() == [0, 1]
+
+
+def test_prompts_go_in_the_shade_of_drafts_that_another_device_makes() -> None:
+    policy = AdaptivePolicy(4)
+    policy.observe_step(1, 5, 0.004)
+    rows = [_on_demand(policy, i) for i in range(2)]
+    for at in range(8):  # both in one batch
+        policy.observe_delay(rows[0].drafting, Delay(float(at), 0.009, 0.006, 4, calm=True))
+
+    def shade(now: float) -> int | None:
+        ready = policy.split(rows, 1, now)
+        assert not ready.rows
+        return ready.max_tokens
+
+    for seq in rows:
+        d = seq.drafting
+        d.blocks, d.own_device, d.looked_at, d.deadline = 1, True, 0.0, 0.02
+    assert shade(0.0) is None, "nothing is known of prompts"
+    policy.observe_prompts(250, 5, 0.014)  # 40 us a token, beside a row's round
+    assert shade(0.0) == pytest.approx(125, abs=1)
+    assert shade(0.003) == pytest.approx(50, abs=1)
+    assert shade(0.004) is None, "too few to be worth a step"
+    assert shade(0.010) is None, "the drafts are late"
+    for name, value in (("own_device", False), ("runs_ahead", True)):
+        before = getattr(rows[1].drafting, name)
+        setattr(rows[1].drafting, name, value)
+        assert shade(0.0) is None
+        setattr(rows[1].drafting, name, before)
+    rows[1].drafting.committed_at = 0.001
+    assert shade(0.0) == pytest.approx(150, abs=1), "until the last is there"
+    rows[1].drafting.blocks = 0
+    assert shade(0.0) == pytest.approx(125, abs=1), "nobody waits for a first block"
+    rows[0].draft = DraftTree.chain(2, [1])
+    assert policy.split(rows, 1, 0.0).max_tokens is None, "one can go on"
 
 
 def test_rows_hold_back_while_two_steps_would_take_longer_than_to_wait() -> None:
