@@ -10,6 +10,7 @@ from outrider.drafting.branch_plan import Pace
 from outrider.drafting.branches import EagerForks
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.proposer import DraftRound, SessionKey
+from outrider.engine.contest import Way
 from outrider.engine.policy import Policy
 from outrider.engine.rounds import Round
 from outrider.engine.sequence import Sequence as Row
@@ -34,8 +35,8 @@ class Spells(Policy):
         self.ahead = ahead_at(len(seq.token_ids))
 
     @property
-    def on_demand(self) -> bool:
-        return not self.ahead
+    def way(self) -> Way:
+        return Way.AHEAD if self.ahead else Way.ON_DEMAND
 
 
 class Watched(DraftModelProposer):
