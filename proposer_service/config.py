@@ -197,3 +197,9 @@ class ProposerConfig:
                 f"--method {','.join(models)}: --model can name only one model. Start a proposer "
                 "for each."
             )
+
+    @property
+    def device(self) -> str:
+        """Where it drafts: that of its model."""
+        models = [method for method in self.methods if isinstance(method, ModelConfig)]
+        return models[0].device if models else "cpu"

@@ -11,6 +11,7 @@ from typing import Final
 
 import grpc
 
+from outrider.device import device_id
 from outrider.drafting.proposer import Proposer
 from outrider.rpc.feature_codec import features_to_proto
 from outrider.rpc.server import GrpcServer
@@ -142,4 +143,5 @@ class ProposerService:
             runs_ahead=traits.runs_ahead,
             methods=traits.methods,
             features=features_to_proto(traits.features),
+            device=device_id(self._config.device),
         )

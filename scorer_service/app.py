@@ -18,6 +18,7 @@ import grpc
 import transformers
 
 from outrider.config import EngineConfig
+from outrider.device import device_id
 from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.engine import Engine
 from outrider.engine.feature_streams import MAX_AHEAD_BYTES, FeatureStreams
@@ -137,6 +138,7 @@ class ScorerApp:
             eos_token_ids=info.eos_token_ids,
             num_speculative_tokens=info.num_speculative_tokens,
             features=info.features,
+            device=device_id(options.device) if options.ranks is None else "",
         )
         metrics = ScorerMetrics(self._telemetry.registry, options.served_model_name)
         self._hub = hub = Hub(worker, served, DraftLimits(), metrics)

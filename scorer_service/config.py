@@ -24,6 +24,8 @@ class ServedModel:
     """K where a request names none."""
     features: FeatureSpec | None = None
     """Hidden states that are captured: what proposers may ask for."""
+    device: str = ""
+    """What it computes on, as proposers name theirs; empty: several devices, or unknown."""
 
 
 @dataclass(frozen=True, slots=True)

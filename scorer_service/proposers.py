@@ -42,6 +42,8 @@ class AttachedProposer:
         self.max_sessions: int = hello.max_sessions
         self.max_draft_tokens: int = hello.max_draft_tokens
         self.runs_ahead: bool = hello.runs_ahead
+        # What is unknown may be the same.
+        self.own_device = served.device != "" and hello.device not in ("", served.device)
         self.max_model_len: int = hello.max_model_len or served.max_model_len
         self.sessions: dict[int, Session] = {}
         self.outbox = Outbox(limits.max_backlog_tokens, self.methods)

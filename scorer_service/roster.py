@@ -182,6 +182,7 @@ class Roster:
             proposer.id,
             k,
             runs_ahead=proposer.runs_ahead,
+            own_device=proposer.own_device,
             asked=session.num_draft_tokens > 0,
             features=proposer.feature_order(session),
         )

@@ -14,6 +14,7 @@ import grpc
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from outrider.device import device_id
 from outrider.drafting.branch_plan import NO_PACE, Pace
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.ngram import NgramProposer
@@ -212,6 +213,7 @@ async def test_branches_follow_the_draft_and_a_commit_on_them_needs_no_draft(
     async with running(ahead_config(address)):
         stream = await scorer.attached()
         assert stream.hello.runs_ahead
+        assert stream.hello.device == device_id("cpu")
         # After "5 6" came 7 most recently, and 8 before.
         stream.send(opens=[open_(1, [5, 5, 6, 8, 5, 6, 7, 9, 5, 6], k=2)])
         draft, tree = await stream.next_block(), await stream.next_block()

@@ -63,6 +63,7 @@ class RecordingWorker:
         self.running = self.drafting = True
         self.set: dict[int, tuple[str | None, int]] = {}
         self.asked: dict[int, bool] = {}
+        self.own_device: dict[int, bool] = {}
         self.blocks: list[tuple[int, DraftTree, str]] = []
         self.methods: list[str] = []
         self.orders: dict[int, FeatureOrder | None] = {}
@@ -84,11 +85,13 @@ class RecordingWorker:
         k: int,
         *,
         runs_ahead: bool = False,  # noqa: ARG002
+        own_device: bool = False,
         asked: bool = True,
         features: FeatureOrder | None = None,
     ) -> None:
         self.set[session_id] = (proposer_id, k)
         self.asked[session_id] = asked
+        self.own_device[session_id] = own_device
         self.orders[session_id] = features
 
     def post_blocks(self, blocks: Iterable[Block]) -> None:
@@ -100,10 +103,10 @@ class RecordingWorker:
 class Bench:
     """A hub and its recording worker."""
 
-    def __init__(self, limits: DraftLimits | None = None) -> None:
+    def __init__(self, limits: DraftLimits | None = None, device: str = "GPU-1") -> None:
         self.worker = RecordingWorker()
         metrics = ScorerMetrics(CollectorRegistry(), "default")
-        served = replace(SERVED, features=FINAL)
+        served = replace(SERVED, features=FINAL, device=device)
         self.hub = Hub(self.worker, served, limits or DraftLimits(), metrics)  # type: ignore[arg-type]
 
     def attach(self, proposer_id: str, **fields: object) -> AttachedProposer:
@@ -148,6 +151,23 @@ async def sent(proposer: AttachedProposer) -> draft_pb2.SessionBatch:
     async with asyncio.timeout(5):
         message = await proposer.outbox.take()
     return draft_pb2.DraftResponse.FromString(response_to_bytes(message)).sessions
+
+
+@pytest.mark.parametrize(
+    ("device", "proposers", "own"),
+    [
+        ("GPU-1", "GPU-2", True),
+        ("GPU-1", "GPU-1", False),
+        ("GPU-1", "", False),
+        ("", "GPU-2", False),
+    ],
+)
+async def test_a_proposer_has_a_device_of_its_own_only_if_both_are_known(
+    device: str, proposers: str, own: bool
+) -> None:
+    bench = Bench(device=device)
+    bench.attach("a", device=proposers)
+    assert bench.worker.own_device[bench.submit().id] is own
 
 
 async def test_events_of_one_step_travel_in_one_message() -> None:
