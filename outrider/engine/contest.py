@@ -22,6 +22,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from outrider.engine.rate import Rate
+
 WORTH = 1.03  # times the rate without drafts: for less none are made; or of another way to draft
 TRIAL_STEPS = 16  # and up to `STRETCH` of few rows, whose luck differs more
 SETTLING_STEPS = 3  # after a change: drafts of before are used up
@@ -49,44 +51,6 @@ class Way(enum.Enum):
     @property
     def drafts(self) -> bool:
         return self is not Way.NONE
-
-
-class Rate:
-    """A row's tokens per second over about the last `STRETCH` steps, in one way."""
-
-    def __init__(self) -> None:
-        self.steps = 0.0
-        self.missed_steps = 0.0  # worth of them that the champion lost to this way in its reign
-        self._tokens = 0.0
-        self._seconds = 0.0
-
-    def add(self, tokens: float, seconds: float, counts: float) -> None:
-        """One step's tokens, all the time since the step before, how much of a step it was."""
-        if self.steps >= STRETCH:
-            self.fade(1.0 - 1.0 / STRETCH)
-        self._tokens += tokens
-        self._seconds += seconds
-        self.steps += counts
-
-    def fade(self, kept: float) -> None:
-        """What is known counts less than what will be."""
-        self._tokens *= kept
-        self._seconds *= kept
-        self.steps *= kept
-
-    @property
-    def value(self) -> float:
-        return self._tokens / self._seconds if self._seconds else 0.0
-
-    @property
-    def step_s(self) -> float:
-        """Mean seconds of a step."""
-        return self._seconds / max(1.0, self.steps)
-
-    @property
-    def length(self) -> float:
-        """Mean tokens of a step."""
-        return self._tokens / max(1.0, self.steps)
 
 
 @dataclass(slots=True)
@@ -120,7 +84,7 @@ class Contest:
         self.champion = champion  # what was best so far
         self.decided = False  # by a trial
         self._ways = tuple(ways)  # in the order in which they are tried
-        self._rates = {way: Rate() for way in ways}
+        self._rates = {way: Rate(STRETCH) for way in ways}
         self._trial_steps = trial_steps
         self._trial: Trial | None = None
         self._rival = champion  # what was on trial last
@@ -282,5 +246,5 @@ class Contest:
         else:
             self._stretch = min(max(STRETCH, 2 * self._stretch), LONGEST_STRETCH)
             if self._rates[trial.way].value > self._best.value:
-                self._rates[trial.way] = Rate()  # it was luck, or is of long ago
+                self._rates[trial.way] = Rate(STRETCH)  # it was luck, or is of long ago
             self.settle()
