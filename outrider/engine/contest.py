@@ -7,7 +7,9 @@ ahead bring many rows: some have theirs, and what is made for these delays the o
 are timed: committed tokens per second of all rows together. The best one goes on, and the others
 are tried again in turn for a few steps, at distances that double as long as nothing changes,
 and at which all trials together lose no more than `MOST_LOST` of the time. The first trial may not
-lose much; after one that could not be ended for that, the next may lose more.
+lose much; after one that could not be ended for that, the next may lose more. Where drafts bring
+much less than after the last trial, the texts are others: what drafts brought is forgotten, and
+once it is known anew, compared with what none brought, which hardly depends on texts.
 
 Steps are counted by rounds, the share of all rows that take part: a step of 4 rows of 32 is an
 eighth of one. A proposer that was not asked for a while first processes the rows' prompts: they go
@@ -36,6 +38,7 @@ STRETCH, LONGEST_STRETCH = 128, 4096  # steps between two trials; doubles while 
 MOST_LOST = 0.01  # of the time, by trials of the worse way
 FIRST_LOSS, LARGEST_LOSS = 32, 256  # steps' worth that one trial may lose; doubles in between
 FELL_BEHIND = 1.05  # times as much: what the other way brought when it was last tried
+FALLEN = 0.85  # of what drafts brought after the last trial: the texts are others
 HOPELESS = 0.8  # of the other way's rate: a trial that goes so badly ends early
 HOPELESS_AFTER = 3  # steps
 FADED = 0.1  # what counts of a rate once another trial, or part of one, begins
@@ -84,8 +87,9 @@ class Contest:
         self.champion = champion  # what was best so far
         self.decided = False  # by a trial
         self._ways = tuple(ways)  # in the order in which they are tried
-        self._rates = {way: Rate(STRETCH) for way in ways}
         self._trial_steps = trial_steps
+        self._rates = {way: self._unknown() for way in ways}
+        self._level = 0.0  # the champion's rate when it was first known since a trial or a fall
         self._trial: Trial | None = None
         self._rival = champion  # what was on trial last
         self._has_drafted = False  # in the last trial
@@ -193,15 +197,43 @@ class Contest:
 
     def _go_on(self) -> None:
         # What was better may be so no more: other texts, or another load beside.
-        rates = self._rates
+        rates, best = self._rates, self._best
+        known = not self.decided or best.steps >= self._trial_steps  # but after a fall
+        if known and self._has_fallen():
+            self._forget_drafts()
+            return
+        if not known and 4 * best.steps < self._trial_steps:
+            return
+        # Drafts of other ways fall with the texts, too: only none's rate still says something.
+        falling = self.champion.drafts and FELL_BEHIND * best.value < self._level
         others = [way for way in self._ways if way is not self.champion]
-        likely = max(others, key=lambda way: rates[way].value)
-        if rates[likely].value > FELL_BEHIND * self._best.value > 0.0:
+        rivals = [way for way in others if not (falling and way.drafts)]
+        likely = max(rivals, key=lambda way: rates[way].value)
+        margin = FELL_BEHIND if known else 1 / HOPELESS
+        if rates[likely].value > margin * best.value > 0.0:
             self._begin(likely)
-        elif self._since_trial >= max(self._stretch, self._lost_steps / MOST_LOST):
+        elif known and self._since_trial >= max(self._stretch, self._lost_steps / MOST_LOST):
             last = self._ways.index(self._rival)
             turns = (*self._ways[last + 1 :], *self._ways)
             self._begin(next(way for way in turns if way is not self.champion))
+
+    def _has_fallen(self) -> bool:
+        """Whether drafts bring much less than they did: none's rate hardly depends on texts."""
+        if not self._level and self.decided:
+            self._level = self._best.value
+        return self.champion.drafts and self._best.value < FALLEN * self._level
+
+    def _forget_drafts(self) -> None:
+        """What they brought was of other texts. How long a step takes is kept."""
+        for way in self._ways:
+            if way.drafts and way is not self.champion:
+                self._rates[way] = self._unknown()
+        self._best.fade(1.0 / STRETCH)
+        self._level = self._since_trial = 0.0
+
+    def _unknown(self) -> Rate:
+        # The more rows, the fewer steps say as much, and the longer each takes.
+        return Rate(min(STRETCH, 3 * self._trial_steps))
 
     def _begin(self, way: Way) -> None:
         catches_up = not self.champion.drafts
@@ -234,7 +266,7 @@ class Contest:
             self._end(trial, won=won)
 
     def _end(self, trial: Trial, *, won: bool) -> None:
-        self._trial, self._since_trial, self.decided = None, 0.0, True
+        self._trial, self._since_trial, self.decided, self._level = None, 0.0, True, 0.0
         if won:
             before, self.champion = self.champion, trial.way
             # What a verdict cost that did not hold counts as if its trial had gone on.
@@ -246,5 +278,5 @@ class Contest:
         else:
             self._stretch = min(max(STRETCH, 2 * self._stretch), LONGEST_STRETCH)
             if self._rates[trial.way].value > self._best.value:
-                self._rates[trial.way] = Rate(STRETCH)  # it was luck, or is of long ago
+                self._rates[trial.way] = self._unknown()  # it was luck, or is of long ago
             self.settle()
