@@ -39,9 +39,10 @@ Where all rows wait for drafts that other devices make, prompts are processed me
 tokens as end before the last draft is due. On the scorer's own device they would delay the drafts
 by as much.
 
-Rows that draft on demand stay together: in two cohorts, one's drafts beside another's step, a round
-takes t(a) + max(t(b), D) instead of t(a + b) + D, less only where a step's time follows its tokens.
-There drafting brings little, and on a shared device the second D is D and most of a step.
+Rows that draft on demand stay together where most of them draft: in two cohorts, one's drafts
+beside another's step, a round takes t(a) + max(t(b), D) instead of t(a + b) + D, less only where a
+step's time follows its tokens. There drafting brings little, and on a shared device the second D is
+D and most of a step.
 
 A step takes as long as if each row had as many drafts as the longest. Drafts that came ahead for a
 few of n rows are therefore not verified, but kept, unless (n + gain) / t(n * (1 + k)) is more than
@@ -188,11 +189,12 @@ class AdaptivePolicy(Policy):
             max(delay + t(ready + j), D) + t(m - j)
 
         with D the time until the last draft is there, later where steps share its device. For j = m
-        there is no second step. Rows that all draft on demand wait for one another.
+        there is no second step. Rows on demand of which most draft wait for one another.
         """
         # Nobody waits for a first block, with its prompt's processing, but its own row.
         known = [seq for seq in waiting if seq.drafting.blocks]
-        if known and not others_ready and all(_on_demand(seq) for seq in (*ready, *waiting)):
+        together = self._company > 0.5 and all(_on_demand(seq) for seq in (*ready, *waiting))
+        if known and together and not others_ready:
             return max(self._due(seq, now) for seq in known)
         arrivals = sorted([self._due(seq, now) for seq in waiting])
         per_row = 1 + max([seq.drafting.num_draft_tokens for seq in waiting])

@@ -430,6 +430,18 @@ def test_rows_hold_back_while_two_steps_would_take_longer_than_to_wait() -> None
         assert policy.hold([ready], 0, [waiting], now=0.0) == pytest.approx(go_at)
 
 
+def test_rows_that_draft_nothing_are_not_held_for_the_few_that_draft() -> None:
+    """Of 32 rows 5 drafted, and all waited 7 ms for them: half of the tokens of no drafts."""
+    policy = AdaptivePolicy(4)
+    policy.observe_step(8, 40, 0.005)
+    *ready, waiting = (_on_demand(policy, i) for i in range(8))
+    waiting.drafting.blocks = 1
+    waiting.drafting.deadline = 0.007
+    for company, go_at in ((1.0, 0.007), (0.2, 0.0)):  # the share of rows that draft
+        policy._company = company
+        assert policy.hold(ready, 0, [waiting], now=0.0) == pytest.approx(go_at)
+
+
 def test_another_proposer_is_tried_although_the_one_before_did_not_pay() -> None:
     policy, now = AdaptivePolicy(4), 0.0
     row = policy.drafting(Request(0, (1,), SamplingParams(temperature=0.0)))
