@@ -148,7 +148,11 @@ class AdaptivePolicy(Policy):
 
     def _in_company(self, d: Drafting) -> bool:
         """Whether most rows wait for drafts on demand, and this one with them in any case."""
-        return self._num_rows > 1 and not d.runs_ahead and self._company > 0.5
+        return self._num_rows > 1 and not d.runs_ahead and self._most_draft
+
+    @property
+    def _most_draft(self) -> bool:
+        return self._company > 0.5
 
     def patience(self, seq: Sequence) -> float:
         """Blocks' mean delay and a little more, at most as long as waiting pays.
@@ -193,8 +197,8 @@ class AdaptivePolicy(Policy):
         """
         # Nobody waits for a first block, with its prompt's processing, but its own row.
         known = [seq for seq in waiting if seq.drafting.blocks]
-        together = self._company > 0.5 and all(_on_demand(seq) for seq in (*ready, *waiting))
-        if known and together and not others_ready:
+        together = known and not others_ready and self._most_draft
+        if together and all(_on_demand(seq) for seq in (*ready, *waiting)):
             return max(self._due(seq, now) for seq in known)
         arrivals = sorted([self._due(seq, now) for seq in waiting])
         per_row = 1 + max([seq.drafting.num_draft_tokens for seq in waiting])

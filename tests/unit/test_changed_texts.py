@@ -52,6 +52,14 @@ class Texts:
             self.taken.append(way)
         return self.taken[-steps:]
 
+    def change(self, ahead: tuple[float, float], share: float, steps: tuple[int, int]) -> None:
+        """2,000 seconds of texts for so many steps each, at least and at most; on demand brings
+        that share of ahead."""
+        while self.now < 2000:
+            self.ahead = ahead[0] if self.rng.random() < 0.5 else ahead[1]
+            self.on_demand = share * self.ahead
+            self.play(self.rng.randrange(*steps))
+
     def until_tried(self, way: Way) -> None:
         """Until that has been on trial again, and the best one goes on."""
         self.play(5000)
@@ -87,10 +95,7 @@ def test_drafts_that_adapt_after_a_fall_are_not_given_up() -> None:
 def test_a_request_whose_answers_differ_does_not_pay_for_trials(seed: int) -> None:
     """914 tokens/s with one answer, 550 with the next, of 250 without drafts."""
     texts = Texts(of_one_row(), noise=0.3, rng=random.Random(seed))
-    while texts.now < 2000:
-        texts.ahead = 3.6 if texts.rng.random() < 0.5 else 2.2
-        texts.on_demand = 0.65 * texts.ahead
-        texts.play(texts.rng.randrange(40, 160))
+    texts.change(ahead=(3.6, 2.2), share=0.65, steps=(40, 160))
     assert NONE in texts.taken
     assert texts.lost_s < MOST_LOST * texts.now
 
@@ -98,8 +103,5 @@ def test_a_request_whose_answers_differ_does_not_pay_for_trials(seed: int) -> No
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_eight_rows_whose_texts_change_do_not_pay_for_trials(seed: int) -> None:
     texts = Texts(of_eight_rows(), noise=0.2, rng=random.Random(seed))
-    while texts.now < 2000:
-        texts.ahead = 1.8 if texts.rng.random() < 0.5 else 1.3
-        texts.on_demand = 0.8 * texts.ahead
-        texts.play(texts.rng.randrange(200, 2000))
+    texts.change(ahead=(1.8, 1.3), share=0.8, steps=(200, 2000))
     assert texts.lost_s < MOST_LOST * texts.now

@@ -41,6 +41,11 @@ def graph_us(calls: Sequence[Callable[[], object]], repeats: int = 5) -> float:
     return statistics.median(times[1:])
 
 
+def row_warps(block: int) -> int:
+    """Of a program that holds a row of so many numbers: 16 a thread, at most 16 warps."""
+    return max(1, min(16, block // 512))
+
+
 @cache
 def launch_options() -> dict[str, Any]:
     """Arguments of every launch of a kernel with a constant `PDL`, as measured on this device.

@@ -15,7 +15,7 @@ from outrider.engine.cuda.kernels.pointwise import (
     rotate_and_store_kernel,
     silu_mul_kernel,
 )
-from outrider.engine.cuda.launch import launch_options
+from outrider.engine.cuda.launch import launch_options, row_warps
 from outrider.engine.cuda.paged_attention import TritonPagedAttention
 from outrider.engine.cuda.products import FewRowsLinear
 from outrider.engine.cuda.tuning import tune
@@ -51,7 +51,7 @@ class TritonOps(LlamaOps):
             hidden,
             eps,
             block,
-            num_warps=_warps(block),
+            num_warps=row_warps(block),
             **launch_options(),
         )
         return out
@@ -158,8 +158,3 @@ class TritonOps(LlamaOps):
         if use.gated:
             return self.norm_gated(x, use.norm, _EPS, use.linear)
         return self.norm_linear(x, use.norm, _EPS, use.linear, out)
-
-
-def _warps(block: int) -> int:
-    """16 numbers a thread, at most 16 warps."""
-    return max(1, min(16, block // 512))

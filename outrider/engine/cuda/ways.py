@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
@@ -13,7 +14,7 @@ from torch import Tensor
 from outrider.engine.cuda.kernels.planes import plane_tile_kernel, planes_kernel
 from outrider.engine.cuda.kernels.products import int8_strip_kernel, strip_kernel
 from outrider.engine.cuda.kernels.tiles import tile_kernel
-from outrider.engine.cuda.launch import launch_options
+from outrider.engine.cuda.launch import launch_options, row_warps
 
 _MAX_STRIP = 16384  # numbers of a row of the weight, which a strip holds whole
 OUTPUTS = 128  # divides the rows of every weight; a gated one has two halves
@@ -75,91 +76,85 @@ class Strips:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
-    """How `tile_kernel` divides a weight among its programs."""
+class _Tiled:
+    """A weight divided into tiles, and where these are few among programs of a tile."""
 
     weight_rows: int  # per program; a power of two, at least 32
     inner: int  # of each of them at a time; a power of two, at least 64
     stages: int
     warps: int
     programs: int  # at most, among which tiles are divided; a power of two
-    int8: bool = False  # reads the weight that is quantized
-    weight_left: bool = False  # of the operands of tensor cores; weight_rows are at least 64 then
-
-    norms: ClassVar[bool] = False
 
     def takes(self, inner: int) -> bool:
         """Whether rows of a weight may be of this length."""
         return inner % self.inner == 0
 
-    def __call__(self, product: Product) -> None:
-        x, out = product.x, product.out
-        rows = max(16, triton.next_power_of_2(len(x)))
+    def _launch(
+        self, kernel: triton.JITFunction, x: Sequence[Tensor], product: Product, *kinds: bool
+    ) -> None:
+        """`x` and `kinds` are the kernel's first and last arguments."""
+        out, inner = product.out, product.x.shape[1]
+        rows = max(16, triton.next_power_of_2(len(out)))
         outputs = product.outputs_per_program(self.weight_rows)
         tiles = out.shape[1] // outputs
-        splits = _splits(tiles, x.shape[1] // self.inner, self.programs)
-        tile_kernel[(tiles * splits,)](
-            x,
+        splits = _splits(tiles, inner // self.inner, self.programs)
+        kernel[(tiles * splits,)](
+            *x,
             product.weight,
             product.scales,
             out,
-            *_workspace(x.device, tiles, splits, self.weight_rows * rows),
+            *_workspace(out.device, tiles, splits, self.weight_rows * rows),
             *out.shape,
-            x.shape[1],
-            x.shape[1] // splits,
+            inner,
+            inner // splits,
             product.gated,
             product.add,
             rows,
             outputs,
             self.inner,
             self.stages,
-            self.weight_left,
+            *kinds,
             num_warps=self.warps,
             **launch_options(),
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Planes:
-    """How `plane_tile_kernel` divides a weight that is quantized among its programs."""
+class Tiles(_Tiled):
+    """How `tile_kernel` divides a weight among its programs."""
 
-    weight_rows: int  # per program; a power of two, at least 64
-    inner: int  # of each of them at a time; a power of two, at least 128
-    stages: int
-    warps: int
-    programs: int  # at most, among which tiles are divided; a power of two
+    int8: bool = False  # reads the weight that is quantized
+    weight_left: bool = False  # of the operands of tensor cores; weight_rows are at least 64 then
+
+    norms: ClassVar[bool] = False
+
+    def __call__(self, product: Product) -> None:
+        self._launch(tile_kernel, [product.x], product, self.weight_left)
+
+
+@dataclass(frozen=True, slots=True)
+class Planes(_Tiled):
+    """How `plane_tile_kernel` divides a weight that is quantized among its programs.
+
+    `weight_rows` are at least 64, `inner` at least 128.
+    """
 
     norms: ClassVar[bool] = True
     int8: ClassVar[bool] = True
 
-    def takes(self, inner: int) -> bool:
-        """Whether rows of a weight may be of this length."""
-        return inner % self.inner == 0
-
     def __call__(self, product: Product) -> None:
-        x, out = product.x, product.out
-        inner, rows = x.shape[1], max(16, triton.next_power_of_2(len(x)))
+        x = product.x
         planes = torch.empty(2, *x.shape, dtype=torch.int8, device=x.device)
         units = torch.empty(len(x), dtype=torch.float32, device=x.device)
         norm = x if product.norm is None else product.norm
-        block = triton.next_power_of_2(inner)
+        block = triton.next_power_of_2(x.shape[1])
         planes_kernel[(len(x),)](
-            *(x, norm, planes, units, inner, product.eps),
+            *(x, norm, planes, units, x.shape[1], product.eps),
             *(product.norm is not None, block),
-            num_warps=max(1, min(16, block // 512)),
+            num_warps=row_warps(block),
             **launch_options(),
         )
-        outputs = product.outputs_per_program(self.weight_rows)
-        tiles = out.shape[1] // outputs
-        splits = _splits(tiles, inner // self.inner, self.programs)
-        plane_tile_kernel[(tiles * splits,)](
-            *(planes, units, product.weight, product.scales, out),
-            *_workspace(x.device, tiles, splits, self.weight_rows * rows),
-            *(*out.shape, inner, inner // splits, product.gated, product.add),
-            *(rows, outputs, self.inner, self.stages),
-            num_warps=self.warps,
-            **launch_options(),
-        )
+        self._launch(plane_tile_kernel, [planes, units], product)
 
 
 def _splits(tiles: int, blocks: int, programs: int) -> int:
@@ -188,13 +183,20 @@ def _left_by_programs(device: torch.device) -> tuple[Tensor, Tensor]:
 
 Way = Strips | Tiles | Planes
 
+_FEW = (Tiles(64, 256, 3, 4, 256), Tiles(128, 128, 4, 4, 256), Tiles(32, 512, 3, 4, 128))
+_FEW_INT8 = (
+    Planes(128, 256, 4, 4, 128),
+    Tiles(32, 512, 4, 4, 256, int8=True),
+    Planes(64, 256, 6, 4, 64),
+)
+
 # What is tried for up to so many rows of x. Large products are at the bandwidth where each
 # multiprocessor has one program with 100 KB and more of weights on their way.
 CANDIDATES: dict[int, tuple[Way, ...]] = {
     1: (Strips(64, 4), Strips(128, 4), Strips(64, 8)),
     2: (Strips(64, 4), Strips(128, 4), Strips(64, 8)),
-    8: (Tiles(64, 256, 3, 4, 256), Tiles(128, 128, 4, 4, 256), Tiles(32, 512, 3, 4, 128)),
-    16: (Tiles(64, 256, 3, 4, 256), Tiles(128, 128, 4, 4, 256), Tiles(32, 512, 3, 4, 128)),
+    8: _FEW,
+    16: _FEW,
     32: (
         Tiles(128, 128, 4, 8, 256),
         Tiles(32, 256, 4, 4, 256),
@@ -210,16 +212,8 @@ CANDIDATES: dict[int, tuple[Way, ...]] = {
 INT8_CANDIDATES: dict[int, tuple[Way, ...]] = {
     1: (Strips(256, 4, int8=True), Strips(512, 4, int8=True), Strips(128, 4, int8=True)),
     2: (Strips(256, 4, int8=True), Strips(512, 8, int8=True), Strips(128, 8, int8=True)),
-    8: (
-        Planes(128, 256, 4, 4, 128),
-        Tiles(32, 512, 4, 4, 256, int8=True),
-        Planes(64, 256, 6, 4, 64),
-    ),
-    16: (
-        Planes(128, 256, 4, 4, 128),
-        Tiles(32, 512, 4, 4, 256, int8=True),
-        Planes(64, 256, 6, 4, 64),
-    ),
+    8: _FEW_INT8,
+    16: _FEW_INT8,
     32: (Planes(128, 128, 5, 4, 128), Planes(64, 256, 4, 4, 128)),
     64: (Planes(128, 256, 3, 4, 128), Planes(128, 128, 5, 4, 128)),
 }

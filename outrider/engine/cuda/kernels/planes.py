@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.engine.cuda.kernels.prefetch import prefetch
-from outrider.engine.cuda.kernels.products import split, unit_of
+from outrider.engine.cuda.kernels.products import normed, split, unit_of
 from outrider.engine.cuda.kernels.tiles import end_tile
 
 
@@ -35,10 +35,9 @@ def planes_kernel(
         gdc_launch_dependents()
         gdc_wait()
     x = tl.load(x_ptr + row * K + k, mask=inside, other=0.0).to(tl.float32)
-    if NORM:  # rounded as by `rms_norm_kernel`
-        dtype: tl.constexpr = x_ptr.dtype.element_ty
-        inverse = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
-        x = ((x * inverse).to(dtype).to(tl.float32) * norm).to(dtype).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
+        x = normed(x, scale, norm, x_ptr.dtype.element_ty)
     unit = unit_of(tl.max(tl.abs(x), axis=0))
     high, low = split(x, unit)
     here = planes_ptr + row * K + k

@@ -21,6 +21,12 @@ from outrider.engine.cuda.kernels.pointwise import silu_mul
 
 
 @triton.jit
+def normed(x, scale, weight, dtype: tl.constexpr):
+    """x by its row's scale and the norm's weight, rounded as by `rms_norm_kernel`; float32."""
+    return ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+
+
+@triton.jit
 def finish(
     here, present, sums, up_sums, dtype: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr
 ):
@@ -77,9 +83,9 @@ def strip_kernel(
     x = tl.load(x_ptr + row[None, :, None] * K + k, mask=inside & present[None, :, None], other=0.0)
     dtype = x_ptr.dtype.element_ty
     x = x.to(tl.float32)
-    if NORM:  # rounded as by `rms_norm_kernel`
+    if NORM:
         scale = tl.rsqrt(tl.sum(x * x, axis=2, keep_dims=True) / K + eps)
-        x = ((x * scale).to(dtype).to(tl.float32) * norm).to(dtype).to(tl.float32)
+        x = normed(x, scale, norm, dtype)
     sums = tl.sum(weight.to(tl.float32) * x, axis=2)  # [BLOCK_N, ROWS]
     up_sums = sums
     if GATED:
@@ -175,10 +181,10 @@ def int8_strip_kernel(
         mask=inside[None, :, None] & present[:, None, None],
         other=0.0,
     ).to(tl.float32)  # [ROWS, BLOCK_K, 4]
-    if NORM:  # rounded as by `rms_norm_kernel`
+    if NORM:
         squares = tl.sum(tl.sum(x * x, axis=2), axis=1)
         inverse = tl.rsqrt(squares / (4 * K) + eps)[:, None, None]
-        x = ((x * inverse).to(dtype).to(tl.float32) * norm).to(dtype).to(tl.float32)
+        x = normed(x, inverse, norm, dtype)
     unit = unit_of(tl.max(tl.max(tl.abs(x), axis=2), axis=1))
     high, low = split(x, unit[:, None, None])
     at = 8 * byte[None, None, :]
