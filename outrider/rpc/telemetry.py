@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Final
 
 import prometheus_client
@@ -21,6 +20,7 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from outrider import __version__
 from outrider.rpc.exposition import MetricsServer, encode
 from outrider.rpc.latency import LatencyMetrics
 
@@ -212,4 +212,4 @@ def _build_info(registry: prometheus_client.CollectorRegistry, service_name: str
         ("component", "version"),
         registry=registry,
     )
-    info.labels(service_name.removeprefix("outrider-"), version("outrider")).set(1)
+    info.labels(service_name.removeprefix("outrider-"), __version__).set(1)
