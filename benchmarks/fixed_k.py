@@ -18,11 +18,12 @@ _PATIENCE_S: Final = 60.0
 def fix() -> None:
     """From now on every policy of this process does so. Imports torch."""
     from outrider.engine.adaptive import AdaptivePolicy
-    from outrider.engine.contest import Contest
+    from outrider.engine.contest import Contest, Way
     from outrider.engine.policy import Policy
 
     mock.patch.object(Contest, "drafting", new=True).start()
-    mock.patch.object(AdaptivePolicy, "on_demand", new=False).start()
+    mock.patch.object(AdaptivePolicy, "may_wait", new=True).start()
+    mock.patch.object(AdaptivePolicy, "way", new=Way.AHEAD).start()
     mock.patch.object(AdaptivePolicy, "choose_k", new=Policy.choose_k).start()
     mock.patch.object(AdaptivePolicy, "patience", return_value=_PATIENCE_S).start()
 
