@@ -124,23 +124,27 @@ def choose_budget(
     most = max(map(len, plans), default=0)
     if not forward_s(1):
         return Budget(most, wanted)  # nothing was measured yet
-    tokens = np.cumsum(acceptance ** np.arange(wanted + 1))  # E(0), E(1), ...
+    chances = np.zeros((most, len(plans)))
+    for i, plan in enumerate(plans):
+        chances[: len(plan), i] = [outcome.chance for outcome in plan]
+    # By the number of branches M, 0 .. most, and of tokens k, 1 .. wanted.
+    hits = chances.sum(axis=1).cumsum()[:, None] / len(plans)
+    rows = (chances > 0.0).sum(axis=1).cumsum()
+    forward = np.array([forward_s(n) for n in rows.tolist()])[:, None]
+    tokens = (acceptance ** np.arange(wanted + 1)).cumsum()  # E(0), E(1), ...
+    k = np.arange(1, wanted + 1)
     on_demand = draft_s + pace.network_s
     slack = _SLACK * pace.step_s
-    rates = {Budget(0, wanted): tokens[wanted] / (pace.step_s + on_demand)}
-    hits = 0.0
-    for m in range(1, most + 1):
-        hits += sum([plan[m - 1].chance for plan in plans if len(plan) >= m]) / len(plans)
-        forward = forward_s(sum([min(m, len(plan)) for plan in plans]))
-        for k in range(1, wanted + 1):
-            ahead = k * forward + pace.network_s + slack
-            busy = (k + 1) * forward + slack
-            round_s = max(pace.step_s, (pace.step_s + ahead) / 2, busy)
-            round_s += (1.0 - hits) * on_demand
-            rates[Budget(m, k)] = (hits * tokens[k] + (1.0 - hits) * tokens[wanted]) / round_s
-    highest = max(rates.values())
-    good = [budget for budget, rate in rates.items() if rate >= _NEARLY * highest]
-    return min(good, key=lambda budget: (budget.tokens, -rates[budget]))
+    ahead = k * forward + (pace.network_s + slack)
+    busy = (k + 1) * forward + slack
+    round_s = np.maximum(np.maximum((pace.step_s + ahead) / 2, pace.step_s), busy)
+    misses = 1.0 - hits
+    rates = np.zeros((most + 1, wanted))
+    rates[0, -1] = tokens[-1] / (pace.step_s + on_demand)
+    rates[1:] = (hits * tokens[1:] + misses * tokens[-1]) / (round_s + misses * on_demand)
+    good = rates >= _NEARLY * rates.max()
+    shortest = int(good.any(axis=0).argmax())
+    return Budget(int(rates[:, shortest].argmax()), shortest + 1)
 
 
 class Outcomes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from typing import NamedTuple, TypeVar
 
 STALE_AFTER = 12  # steps of other sizes after which a size's average is forgotten
@@ -91,7 +92,7 @@ class StepTimes:
             return points[0][1]
         low, high = points[0], points[-1]
         if num_tokens <= high[0]:
-            i = next(i for i, point in enumerate(points) if num_tokens <= point[0])
+            i = bisect_left(points, (num_tokens,))
             low, high = points[i - 1], points[i]
         slope = (high[1] - low[1]) / (high[0] - low[0])
         return low[1] + slope * (num_tokens - low[0])
