@@ -11,6 +11,7 @@ from outrider.drafting.branches import (
     Branch,
     DraftedBranch,
     ForkDrafter,
+    Trunk,
     draft_branches,
     lengthen,
 )
@@ -91,22 +92,21 @@ class Brancher:
         Without it nothing is known of what follows a draft that is accepted as a whole, but how
         the likeliest text goes on.
         """
-        states = [s for s in states if s.ahead.branches and not s.ahead.lengthened]
-        branches = [
-            branch._replace(branch=branch.branch._replace(trunk=i))
-            for i, state in enumerate(states)
-            for branch in state.ahead.branches
-        ]
-        if not states:
+        states = [s for s in states if s.ahead.branches and s.ahead.beyond is None]
+        branches: list[tuple[Trunk, DraftedBranch]] = []
+        for state in states:
+            trunk = state.trunk()
+            branches += [(trunk, branch) for branch in state.ahead.branches]
+        if not branches:
             return
         started = self._clock()
-        trunks = [state.trunk() for state in states]
-        longer = lengthen(self._drafter, trunks, branches, NUM_RANKS)
+        forks = lengthen(self._drafter, branches, NUM_RANKS)
         self._rows_s.observe(len(branches), self._clock() - started)
+        first = 0
         for state in states:
-            state.ahead.branches, state.ahead.lengthened = [], True
-        for branch in longer:
-            states[branch.branch.trunk].ahead.branches.append(branch)
+            end = first + len(state.ahead.branches)
+            state.ahead.beyond = Forks(forks.candidates[first:end], forks.gaps[first:end])
+            first = end
 
     def _branching(self, states: Sequence[DraftState], num_tokens: int) -> list[DraftState]:
         room = self._max_model_len - num_tokens

@@ -61,14 +61,14 @@ class DraftedBranch(NamedTuple):
     length: int  # of its text: the trunk's, `accepted` and `token`
     first_page: int  # place of `pages` in the block table
     pages: array[int]  # owned, room for a token more: hand them to `adopt` or `drop`
-    tokens: list[int]  # its chain: at positions length, length + 1, ...
+    guess: list[int]  # its chain, and the best candidate at its end, which is not in the cache
     candidates: NDArray[np.int32]  # [K + 1, F], as in `Forks`
     gaps: NDArray[np.float32]  # [K + 1, F]
 
     @property
-    def guess(self) -> list[int]:
-        """The chain, and the best candidate at its end, which is not in the cache."""
-        return [*self.tokens, int(self.candidates[-1, 0])]
+    def tokens(self) -> list[int]:
+        """Its chain: at positions length, length + 1, ..."""
+        return self.guess[:-1]
 
 
 class ForkDrafter(Protocol):
@@ -168,40 +168,29 @@ def draft_branches(
         for pages in owned:
             pool.release(pages)
         raise
-    chains = forks.chains.tolist()
+    guesses = forks.candidates[:, :, 0].tolist()
     return [
-        DraftedBranch(
-            branch=branch,
-            length=slices[i].start + 1,
-            first_page=slices[i].start // page_size,
-            pages=owned[i],
-            tokens=chains[i],
-            candidates=forks.candidates[i],
-            gaps=forks.gaps[i],
+        DraftedBranch(branch, row.start + 1, row.start // page_size, pages, guess, candidates, gaps)
+        for branch, row, pages, guess, candidates, gaps in zip(
+            taken, slices, owned, guesses, forks.candidates, forks.gaps, strict=True
         )
-        for i, branch in enumerate(taken)
     ]
 
 
 def lengthen(
-    drafter: ForkDrafter, trunks: Sequence[Trunk], branches: Sequence[DraftedBranch], fanout: int
-) -> list[DraftedBranch]:
-    """The branches of `draft_branches`, each with a token more in its chain. Once for each."""
+    drafter: ForkDrafter, branches: Sequence[tuple[Trunk, DraftedBranch]], fanout: int
+) -> Forks:
+    """Feeds the last token of each branch's guess, and finds what may follow it; once for each.
+
+    Of the branch that comes true the guess is in the cache then, and its candidates go on with
+    these: [branches, 1, F].
+    """
     slices = []
-    for branch in branches:
-        shared = array("i", trunks[branch.branch.trunk].block_table)[: branch.first_page]
-        start = branch.length + len(branch.tokens)
-        slices.append(RowSlice((branch.guess[-1],), start, shared + branch.pages, 1))
-    sampling = [trunks[branch.branch.trunk].sampling for branch in branches]
-    forks = drafter.forks(slices, sampling, 0, fanout)
-    return [
-        branch._replace(
-            tokens=branch.guess,
-            candidates=np.concatenate((branch.candidates, forks.candidates[i])),
-            gaps=np.concatenate((branch.gaps, forks.gaps[i])),
-        )
-        for i, branch in enumerate(branches)
-    ]
+    for trunk, branch in branches:
+        table = array("i", trunk.block_table[: branch.first_page]) + branch.pages
+        start = branch.length + len(branch.guess) - 1
+        slices.append(RowSlice(branch.guess[-1:], start, table, 1))
+    return drafter.forks(slices, [trunk.sampling for trunk, _ in branches], 0, fanout)
 
 
 def adopt(pool: BlockPool, block_table: MutableSequence[int], branch: DraftedBranch) -> None:

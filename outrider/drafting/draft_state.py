@@ -13,7 +13,7 @@ from outrider.draft_tree import DraftTree
 from outrider.drafting.branch_plan import Outcome, Outcomes, plan_branches
 from outrider.drafting.branches import DraftedBranch, Trunk, adopt, drop
 from outrider.drafting.draft_mask import DraftMask
-from outrider.drafting.draft_steps import ReadyRow
+from outrider.drafting.draft_steps import Forks, ReadyRow
 from outrider.drafting.proposer import Follower, SessionKey
 from outrider.engine.batch import RowSlice
 from outrider.engine.block_pool import ROOT_HASH, BlockPool, PageHash, page_hash
@@ -29,14 +29,14 @@ class Lookahead:
     and is not in the cache.
     """
 
-    __slots__ = ("branches", "candidates", "gaps", "lengthened", "line")
+    __slots__ = ("beyond", "branches", "candidates", "gaps", "line")
 
     def __init__(self) -> None:
         self.line: list[int] = []
         self.candidates: NDArray[np.int32] | None = None  # [len(line) + 1, F]; None: not known
         self.gaps: NDArray[np.float32] | None = None  # the same, as in `Forks`
         self.branches: list[DraftedBranch] = []
-        self.lengthened = False  # the branches, since they were pushed
+        self.beyond: Forks | None = None  # what may follow the branches' guesses, once it is known
 
     @property
     def guess(self) -> list[int]:
@@ -70,18 +70,24 @@ class Lookahead:
         """Makes the branch that `fresh` takes part of the line; the others are dropped."""
         on_line = common_prefix_len(fresh, self.line)
         taken = (on_line, fresh[on_line]) if on_line < len(fresh) else self.end
-        chosen = next((b for b in self.branches if b.branch[1:] == taken), None)
-        if chosen is not None:
+        branches, beyond = self.branches, self.beyond
+        self.branches, self.beyond = [], None
+        i = next((i for i, b in enumerate(branches) if b.branch[1:] == taken), None)
+        if i is not None:
             assert self.candidates is not None
             assert self.gaps is not None
-            place = chosen.branch.accepted
-            self.branches.remove(chosen)
+            chosen = branches.pop(i)
             adopt(pool, block_table, chosen)
-            self.line = [*self.line[:place], chosen.branch.token, *chosen.tokens]
-            self.candidates = np.concatenate((self.candidates[: place + 1], chosen.candidates))
-            self.gaps = np.concatenate((self.gaps[: place + 1], chosen.gaps))
-        drop(pool, self.branches)
-        self.branches, self.lengthened = [], False
+            place, chain = chosen.branch.accepted, chosen.tokens
+            candidates = [self.candidates[: place + 1], chosen.candidates]
+            gaps = [self.gaps[: place + 1], chosen.gaps]
+            if beyond is not None:
+                chain = chosen.guess
+                candidates.append(beyond.candidates[i])
+                gaps.append(beyond.gaps[i])
+            self.line = [*self.line[:place], chosen.branch.token, *chain]
+            self.candidates, self.gaps = np.concatenate(candidates), np.concatenate(gaps)
+        drop(pool, branches)
 
     @property
     def end(self) -> tuple[int, int]:
@@ -91,8 +97,8 @@ class Lookahead:
     def drop(self, pool: BlockPool) -> None:
         """Forgets all; the pages of the branches are free."""
         drop(pool, self.branches)
-        self.line, self.candidates, self.gaps, self.branches = [], None, None, []
-        self.lengthened = False
+        self.line, self.candidates, self.gaps = [], None, None
+        self.branches, self.beyond = [], None
 
 
 class DraftState:
@@ -200,10 +206,10 @@ class DraftState:
 
     def push_tree(self) -> DraftTree:
         """The draft and its branches, which the scorer is about to hold."""
-        guess = self.ahead.guess
+        guess, end = self.ahead.guess, self.ahead.end
         branches = [
             (len(guess), b.guess)
-            if b.branch[1:] == self.ahead.end
+            if b.branch[1:] == end
             else (b.branch.accepted, [b.branch.token, *b.guess])
             for b in self.ahead.branches
         ]

@@ -22,7 +22,7 @@ from outrider.drafting.branches import (
     lengthen,
 )
 from outrider.drafting.candidates import cut_to_likeliest, top_candidates
-from outrider.drafting.draft_steps import ReadyRow, draft_chains
+from outrider.drafting.draft_steps import Forks, ReadyRow, draft_chains
 from outrider.engine.batch import RowSlice
 from outrider.engine.block_pool import BlockPool
 from outrider.engine.loader import build_paged_model
@@ -113,9 +113,10 @@ class Bench:
             self.drafter, self.pool, trunks, branches, num_tokens=self.k, fanout=self.fanout
         )
 
-    def lengthen(self, drafted: list[DraftedBranch]) -> list[DraftedBranch]:
+    def lengthen(self, drafted: list[DraftedBranch]) -> Forks:
         trunks = [Trunk(len(s.tokens), s.table, s.sampling) for s in self.sessions]
-        return lengthen(self.drafter, trunks, drafted, self.fanout)
+        branches = [(trunks[each.branch.trunk], each) for each in drafted]
+        return lengthen(self.drafter, branches, self.fanout)
 
     def text(self, branch: Branch) -> list[int]:
         session = self.sessions[branch.trunk]
@@ -168,13 +169,13 @@ def test_branches_are_lengthened_within_their_pages(make: object) -> None:
         bench.open(length, sampling)
     drafted = bench.draft(bench.branches()[:14])
     free = bench.pool.num_free
-    for short, each in zip(drafted, bench.lengthen(drafted), strict=True):
-        assert each.tokens == short.guess
-        assert each.candidates[:-1, 0].tolist() == each.tokens
+    forks = bench.lengthen(drafted)
+    assert forks.candidates.shape == forks.gaps.shape == (len(drafted), 1, 3)
+    for each, [[best, *_]] in zip(drafted, forks.candidates.tolist(), strict=True):
+        assert each.guess[:-1] == each.tokens
         sampling = bench.sessions[each.branch.trunk].sampling
-        text = [*bench.text(each.branch), *each.tokens]
-        assert each.guess[-1] == bench.from_scratch(text, sampling)[0]
-        assert len(each.candidates) == len(each.gaps) == len(each.tokens) + 1
+        text = [*bench.text(each.branch), *each.guess]
+        assert best == bench.from_scratch(text, sampling)[0]
     assert bench.pool.num_free == free
 
 
