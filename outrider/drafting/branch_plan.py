@@ -45,9 +45,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.types import common_prefix_len
+
 NUM_RANKS = 8  # candidates at each place, the draft's own included
 _EDGES = np.array((0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10), np.float32)
 _KINDS = 4  # ranks 0, 1, 2, and beyond
+_BUCKETS = len(_EDGES) + 1
+_FIRST_CELLS = np.minimum(np.arange(NUM_RANKS), _KINDS - 1) * _BUCKETS  # by rank
 _KEPT = 0.998  # per round, of what was measured
 _PRIOR_WEIGHT = 4.0  # candidates of each kind and gap
 _PRIOR_UNDRAFTED = 0.1
@@ -88,8 +92,9 @@ def plan_branches(
 
     (n - 1, 0) stands for the guess that goes on.
     """
-    reached = np.cumprod(np.concatenate(((1.0,), chances[:-1, 0])))
-    outcomes = (1.0 - undrafted) * reached[:, None] * chances
+    reached = np.ones((len(chances), 1))
+    chances[:-1, :1].cumprod(axis=0, out=reached[1:])
+    outcomes = (1.0 - undrafted) * reached * chances
     outcomes[0] += undrafted * chances[0]
     last = min(verified, len(chances) - 1)
     goes_on = outcomes[last, 0]
@@ -97,11 +102,11 @@ def plan_branches(
     outcomes[:, 0] = 0.0
     outcomes[-1, 0] = goes_on
     num_ranks = chances.shape[1]
-    best = np.argsort(-outcomes, axis=None, kind="stable")[: max(0, budget)]
+    best = (-outcomes.ravel()).argsort(kind="stable")[: max(0, budget)]
     return tuple(
         [
             Outcome(place // num_ranks, place % num_ranks, chance)
-            for place, chance in zip(best.tolist(), outcomes.flat[best].tolist(), strict=True)
+            for place, chance in zip(best.tolist(), outcomes.take(best).tolist(), strict=True)
             if chance > 0.0
         ]
     )
@@ -151,13 +156,12 @@ class Outcomes:
     """Measures the chances of candidates from what was drafted and what then came true."""
 
     def __init__(self) -> None:
-        size = (_KINDS, len(_EDGES) + 1)
         # Before anything is measured, chances fall with the gap as a softmax's do.
         middle = np.concatenate((_EDGES, (12.0,)))
         fall = np.exp(-middle)
         prior = np.stack((1.0 - 0.5 * fall, 0.4 * fall, 0.3 * fall, 0.2 * fall))
-        self._true = _PRIOR_WEIGHT * prior
-        self._seen = np.full(size, _PRIOR_WEIGHT)
+        self._true = _PRIOR_WEIGHT * prior  # by kind and bucket; a cell is a place in that order
+        self._seen = np.full((_KINDS, _BUCKETS), _PRIOR_WEIGHT)
         self._undrafted = {hit: [_PRIOR_UNDRAFTED * 8, 8.0] for hit in (False, True)}
         self._noted: list[tuple[NDArray[np.int32], NDArray[np.float32], Sequence[int], bool]] = []
 
@@ -165,12 +169,12 @@ class Outcomes:
         """The chance of each candidate: gaps [n, F], best first, to [n, F]; never rising."""
         self._count()
         cells = _cells(gaps)
-        chances = self._true[cells] / self._seen[cells]
-        chances[~np.isfinite(gaps)] = 0.0  # what top_k, top_p or min_p cut
+        chances: NDArray[np.float64] = self._true.take(cells) / self._seen.take(cells)
+        chances *= np.isfinite(gaps)  # not what top_k, top_p or min_p cut
         chances /= np.maximum(1.0, chances.sum(axis=1, keepdims=True))
         # A better rank is likelier; where few measurements say otherwise, they are noise.
-        result: NDArray[np.float64] = -np.sort(-chances, axis=1)
-        return result
+        chances.sort(axis=1)
+        return chances[:, ::-1]
 
     @property
     def acceptance(self) -> float:
@@ -206,29 +210,29 @@ class Outcomes:
         gaps: list[NDArray[np.float32]] = []
         true: list[NDArray[np.bool_]] = []
         for candidates, their_gaps, truth, hit in self._noted:
-            most = min(len(truth), len(candidates))
-            n = 1
-            while n < most and candidates[n - 1, 0] == truth[n - 1]:
-                n += 1
+            line = candidates[:, 0].tolist()
+            n = min(len(line), len(truth), common_prefix_len(line, truth) + 1)
             gaps.append(their_gaps[:n])
-            true.append(candidates[:n] == np.asarray(truth[:n])[:, None])
-            if len(candidates) > 1 and candidates[0, 0] == truth[0]:
+            true.append(candidates[:n] == np.array(truth[:n])[:, None])
+            if len(line) > 1 and line[0] == truth[0]:
                 # A verified draft whose first token is accepted brings a second token.
                 share = self._undrafted[hit]
                 share[0] = 0.98 * share[0] + (len(truth) == 1)
                 share[1] = 0.98 * share[1] + 1
         fading = np.where(self._seen > _PRIOR_WEIGHT, _KEPT ** len(self._noted), 1.0)
         self._noted.clear()
+        cells = _cells(np.concatenate(gaps)).ravel()
+        came = np.concatenate(true).ravel()
+        size = _KINDS * _BUCKETS
         self._true *= fading
+        self._true += np.bincount(cells, came, size).reshape(_KINDS, -1)
         self._seen *= fading
-        cells = _cells(np.concatenate(gaps))
-        np.add.at(self._true, cells, np.concatenate(true))
-        np.add.at(self._seen, cells, 1.0)
+        self._seen += np.bincount(cells, minlength=size).reshape(_KINDS, -1)
 
 
-def _cells(gaps: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where the measurements of candidates are: kind and bucket, [n, F] each."""
-    kinds = np.minimum(np.arange(gaps.shape[1]), _KINDS - 1)
-    buckets = np.searchsorted(_EDGES, gaps)
+def _cells(gaps: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Where the measurements of candidates are: gaps [n, F] to [n, F]."""
+    buckets: NDArray[np.int64] = _EDGES.searchsorted(gaps)
     buckets[:, 0] = buckets[:, min(1, gaps.shape[1] - 1)]
-    return np.broadcast_to(kinds, gaps.shape), buckets
+    buckets += _FIRST_CELLS[: gaps.shape[1]]
+    return buckets

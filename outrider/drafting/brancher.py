@@ -118,14 +118,12 @@ class Brancher:
             return [], 0
         outcomes = self._outcomes
         places = [state.places for state in states]
-        chances = np.split(
-            outcomes.chances(np.concatenate(places)), np.cumsum([len(each) for each in places])
-        )
+        chances = outcomes.chances(np.concatenate(places))
         undrafted = {hit: outcomes.undrafted(hit=hit) for hit in (False, True)}
-        plans = [
-            state.plan(mine, self._max_branches, undrafted[state.hit])
-            for state, mine in zip(states, chances, strict=False)
-        ]
+        plans = []
+        for state, theirs in zip(states, places, strict=True):
+            mine, chances = chances[: len(theirs)], chances[len(theirs) :]
+            plans.append(state.plan(mine, self._max_branches, undrafted[state.hit]))
         count, num_tokens = choose_budget(
             plans,
             self._rows_s.estimate,
