@@ -10,6 +10,7 @@ before it can be seen, or on the scratch page, which also takes the rows that fi
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -28,6 +29,7 @@ _START, _COUNT, _SOURCE, _TARGET, _SAMPLING = range(5)
 _TEMPERATURE, _TOP_P, _MIN_P, _TOP_K, _KEYS = range(_SAMPLING, _SAMPLING + 5)
 _TOKENS = _KEYS + 2
 
+_ZERO = array("i", [0])
 _MAX_COLUMNS = 4096  # sessions whose sampling is remembered
 
 
@@ -160,33 +162,29 @@ class ChainInputs:
         copies: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Writes the rows and enqueues the copy to the device; nothing may be copying meanwhile."""
-        count, scratch = len(slices), self._scratch_page
-        end = self._end_of_rows(shape)
-        header = self._ints[1:end].reshape(shape.rows, -1)
-        header.fill(0)
-        header[:, _COUNT] = 1
-        header[:, _SOURCE : _TARGET + 1] = scratch
-        counts = [len(row.token_ids) for row in slices]
-        if count:
-            header[:count, _START] = [row.start for row in slices]
-            header[:count, _COUNT] = counts
-            header[:count, _SAMPLING:_TOKENS] = [self._sampling_columns(each) for each in sampling]
-        if copies:
-            header[: len(copies), _SOURCE : _TARGET + 1] = copies
-        for i in range(max(counts, default=0)):
-            header[:count, _TOKENS + i] = [
-                row.token_ids[i] if i < n else 0 for row, n in zip(slices, counts, strict=True)
-            ]
-        longest = int((header[:, _START] + header[:, _COUNT]).max()) + shape.num_fed
-        num_pages = -(-longest // self._page_size)
-        tables = self._ints[end : end + shape.rows * num_pages].reshape(shape.rows, num_pages)
-        tables.fill(scratch)
-        for table, row in zip(tables, slices, strict=False):
+        no_page = array("i", [self._scratch_page])
+        longest = max([row.start + len(row.token_ids) for row in slices], default=1)
+        num_pages = -(-(longest + shape.num_fed) // self._page_size)
+        num_inert = shape.rows - len(slices)
+        pairs = [*copies, *[(self._scratch_page,) * 2] * (shape.rows - len(copies))]
+        # Appended to one after the other: to write into a part of an array takes longer.
+        ints = array("i", [num_pages])
+        for row, params, pair in zip(slices, sampling, pairs, strict=False):
+            columns = self._sampling_columns(params)
+            count = len(row.token_ids)
+            ints.fromlist([row.start, count, *pair, *columns, *row.token_ids])
+            ints.extend(_ZERO * (shape.query_len - count))
+        inert = _ZERO * (_TOKENS - _SAMPLING + shape.query_len)
+        for pair in pairs[len(slices) :]:
+            ints.fromlist([0, 1, *pair])
+            ints.extend(inert)
+        for row in slices:
             pages = row.block_table[:num_pages]
-            table[: len(pages)] = pages
-        self._ints[0] = num_pages
-        end += tables.size
-        self._device[:end].copy_(self._host[:end], non_blocking=True)
+            ints.extend(pages)
+            ints.extend(no_page * (num_pages - len(pages)))
+        ints.extend(no_page * (num_pages * num_inert))
+        self._ints[: len(ints)] = ints
+        self._device[: len(ints)].copy_(self._host[: len(ints)], non_blocking=True)
 
     def rows(self, shape: LoopShape) -> LoopRows:
         """What a loop's buffer holds but for the pages. May be recorded."""
