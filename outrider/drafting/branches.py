@@ -62,8 +62,20 @@ class DraftedBranch(NamedTuple):
     first_page: int  # place of `pages` in the block table
     pages: array[int]  # owned, room for a token more: hand them to `adopt` or `drop`
     guess: list[int]  # its chain, and the best candidate at its end, which is not in the cache
-    candidates: NDArray[np.int32]  # [K + 1, F], as in `Forks`
-    gaps: NDArray[np.float32]  # [K + 1, F]
+    forks: Forks  # of the batch, in which it is
+    row: int
+
+    @property
+    def candidates(self) -> NDArray[np.int32]:
+        """[K + 1, F]"""
+        found: NDArray[np.int32] = self.forks.candidates[self.row]
+        return found
+
+    @property
+    def gaps(self) -> NDArray[np.float32]:
+        """[K + 1, F]"""
+        found: NDArray[np.float32] = self.forks.gaps[self.row]
+        return found
 
     @property
     def tokens(self) -> list[int]:
@@ -160,8 +172,7 @@ def draft_branches(
         owned.append(pages)
     if not slices:
         return []
-    taken = branches[: len(slices)]
-    sampling = [trunks[branch.trunk].sampling for branch in taken]
+    sampling = [trunks[branch.trunk].sampling for branch in branches[: len(slices)]]
     try:
         forks = drafter.forks(slices, sampling, num_tokens, fanout, copies)
     except BaseException:
@@ -170,10 +181,10 @@ def draft_branches(
         raise
     guesses = forks.candidates[:, :, 0].tolist()
     return [
-        DraftedBranch(branch, row.start + 1, row.start // page_size, pages, guess, candidates, gaps)
-        for branch, row, pages, guess, candidates, gaps in zip(
-            taken, slices, owned, guesses, forks.candidates, forks.gaps, strict=True
+        DraftedBranch(
+            branches[i], row.start + 1, row.start // page_size, owned[i], guesses[i], forks, i
         )
+        for i, row in enumerate(slices)
     ]
 
 
