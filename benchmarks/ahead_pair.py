@@ -80,7 +80,7 @@ class Sample:
     tokens_per_s: float
     plain_tokens_per_s: float
     aux: dict[str, float]  # sums over the requests with speculation
-    bytes_to: int  # from the proposer to the scorer
+    bytes_to: int  # through the proxy, from the proposer to the scorer
     bytes_from: int
     num_equal: int
     num_texts: int
@@ -111,10 +111,10 @@ class Pair:
         await self._channel.close()
 
     @contextlib.asynccontextmanager
-    async def proposer(self, mode: str) -> AsyncIterator[None]:
+    async def proposer(self, mode: str, *, proxied: bool) -> AsyncIterator[None]:
         """A proposer of `mode` (draft_ahead.py) is attached within this context."""
         config = self._config
-        target = self._scorer_at if mode == "colocated" else self._proxy_at
+        target = self._proxy_at if proxied else self._scorer_at
         branches = config.max_branches if mode == "ahead" else 0
         command = [*config.proposer, "--scorer", target, "--max-branches", str(branches)]
         gpu = "scorer_gpu" if mode == "colocated" else "proposer_gpu"
@@ -129,7 +129,7 @@ class Pair:
             await self._until_attached(0)
 
     def set_round_trip(self, milliseconds: float) -> None:
-        """What the proxy adds to the way there and back."""
+        """What the proxy adds to the way there and back of what goes through it."""
         self._tell_proxy({"delay_s": milliseconds / 2e3})
 
     async def rehearse(self, load: Load) -> None:

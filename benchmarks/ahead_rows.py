@@ -35,7 +35,7 @@ class Row:
     hits_after_miss: float | None = None
     late: float | None = None  # share of rounds
     wrong: float | None = None
-    bytes_to: float | None = None  # per request and round, from the proposer
+    bytes_to: float | None = None  # per request and round, from the proposer, through the proxy
     bytes_from: float | None = None
     texts_equal: float | None = None  # share
 
@@ -100,8 +100,8 @@ def row_of(cell: Cell, draft_step_ms: float, args: argparse.Namespace) -> Row:
         hits_after_miss=h0,
         late=total("misses_late") / rounds,
         wrong=total("misses_wrong") / rounds,
-        bytes_to=sum(s.bytes_to for s in samples) / rounds,
-        bytes_from=sum(s.bytes_from for s in samples) / rounds,
+        bytes_to=sum(s.bytes_to for s in samples) / rounds or None,
+        bytes_from=sum(s.bytes_from for s in samples) / rounds or None,
         texts_equal=sum(s.num_equal for s in samples) / sum(s.num_texts for s in samples),
     )
 

@@ -4,15 +4,16 @@
     python -m benchmarks.draft_ahead --model TARGET --draft-model DRAFT --device cuda \
         --dtype bfloat16 --draft-dtype bfloat16 --scorer-gpu 0 --proposer-gpu 1 --vllm FOLDER|PYTHON
 
-A scorer and, one mode after the other, a proposer as processes; between them the delay proxy.
-Modes: `colocated` and `remote` draft on demand, colocated on the GPU of the scorer, no proxy;
-`ahead` drafts ahead on the proposer's GPU. A sample is `--waves` times as many requests as are in
-flight. Each repetition runs the same prompts without speculation right before, and a speed-up is
-the median of the repetitions' ratios; before the first of them one sample is not measured. Beside
-it stands what the formulas of ahead_model.py say for the measured step and draft times, acceptance
-and hit rates. `gpu-normalised` divides by the GPUs that take part. With `--vllm` the same prompts
-go to vLLM's two modes on one GPU, after Outrider's processes ended; their speed-ups, too, are over
-Outrider without speculation.
+A scorer and, one mode after the other, a proposer as processes; between them the delay proxy, but
+for a round trip of 0, where its own two hops would be all that it adds. Modes: `colocated` and
+`remote` draft on demand, colocated on the GPU of the scorer; `ahead` drafts ahead on the proposer's
+GPU. Bytes are counted by the proxy, so only where it is. A sample is `--waves` times as many
+requests as are in flight. Each repetition runs the same prompts without speculation right before,
+and a speed-up is the median of the repetitions' ratios; before the first of them one sample is not
+measured. Beside it stands what the formulas of ahead_model.py say for the measured step and draft
+times, acceptance and hit rates. `gpu-normalised` divides by the GPUs that take part. With `--vllm`
+the same prompts go to vLLM's two modes on one GPU, after Outrider's processes ended; their
+speed-ups, too, are over Outrider without speculation.
 """
 
 from __future__ import annotations
@@ -154,9 +155,12 @@ async def _measure(args: argparse.Namespace, pair: Pair, loaded: Prompts, found:
         return Load(group, batch, temperature, args.max_tokens)
 
     async with pair:
-        for mode in args.modes:
-            delays = [0.0] if mode == "colocated" else args.round_trip_ms
-            async with pair.proposer(mode):
+        for mode, proxied in product(args.modes, (False, True)):
+            asked = [0.0] if mode == "colocated" else args.round_trip_ms
+            delays = [delay for delay in asked if (delay > 0.0) == proxied]
+            if not delays:
+                continue
+            async with pair.proposer(mode, proxied=proxied):
                 for delay, temperature, batch in product(delays, args.temperature, args.batch):
                     pair.set_round_trip(delay)
                     await pair.rehearse(load(args.rounds, batch, temperature))

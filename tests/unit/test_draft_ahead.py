@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,12 @@ def test_a_row_pairs_each_repetition_with_its_own_run_without_speculation() -> N
     assert (found.hits_after_hit, found.hits_after_miss, found.late) == (0.75, 0.5, 0.2)
     assert (found.bytes_to, found.texts_equal, found.predicted) == (10.0, 0.75, None)
     assert cell.draft_step_ms(4) == 2.0
+
+
+def test_bytes_are_told_only_of_what_went_through_the_proxy() -> None:
+    direct = replace(sample(20.0, 10.0), bytes_to=0, bytes_from=0)
+    found = row_of(Cell("ahead", 0.0, 1, 0.0, [direct]), 0.0, ARGS)
+    assert (found.bytes_to, found.bytes_from) == (None, None)
 
 
 def test_only_a_single_request_is_predicted() -> None:
@@ -90,17 +97,31 @@ def test_what_cannot_be_measured_is_refused_at_once(capsys: pytest.CaptureFixtur
 
 def test_requests_follow_each_other_and_a_vllm_that_fails_loses_nothing(tmp_path: Path) -> None:
     out = tmp_path / "found"
-    flags = ["--modes", "ahead", "--round-trip-ms", "0", "--temperature", "0", "--batch", "2"]
-    flags += ["--waves", "2", "--rounds", "1", "--max-tokens", "8", "--timeout", "120"]
+    flags = ["--modes", "ahead", "--round-trip-ms", "0", "0.5", "--temperature", "0"]
+    flags += [
+        "--batch",
+        "2",
+        "--waves",
+        "2",
+        "--rounds",
+        "1",
+        "--max-tokens",
+        "8",
+        "--timeout",
+        "120",
+    ]
     # This Python has no vLLM.
     flags += ["--max-prompt-tokens", "32", "--vllm", sys.executable, "--out", str(out)]
     command = [sys.executable, "-m", "benchmarks.draft_ahead", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(out.with_suffix(".json").read_text())
-    [measured] = found["results"]
-    assert (measured["mode"], measured["batch"], measured["texts_equal"]) == ("ahead", 2, 1.0)
-    assert measured["acceptance_length"] >= 1.0
+    for measured in found["results"]:
+        assert (measured["mode"], measured["batch"], measured["texts_equal"]) == ("ahead", 2, 1.0)
+        assert measured["acceptance_length"] >= 1.0
+    by_delay = {measured["round_trip_ms"]: measured for measured in found["results"]}
+    assert by_delay[0.0]["bytes_to"] is None
+    assert by_delay[0.5]["bytes_to"] > 0
     notes = found["setup"]["notes"]
     assert [note.partition(":")[0] for note in notes] == [
         "vLLM none failed",
