@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from benchmarks import stats
+from benchmarks import fixed_k, stats
 from benchmarks.measure import Cell
 from benchmarks.prompts import Prompts, repetition
 from benchmarks.records import Completion, Run, first_divergence
 from benchmarks.report import Bar, Equality
 from benchmarks.to_gguf import gguf_name
+from outrider.engine.adaptive import AdaptivePolicy
+from outrider.engine.contest import Contest, Way
+from outrider.engine.rounds import Drafting
 
 
 def run(num_tokens: int, wall_s: float) -> Run:
@@ -106,3 +110,15 @@ def test_missing_prompts_are_a_readable_error(tmp_path: Path) -> None:
 
     with pytest.raises(PromptsError, match="does not exist"):
         load(tmp_path / "none.jsonl", tmp_path, count=1, max_prompt_tokens=8)
+
+
+def test_whatever_the_trials_find_a_fixed_k_is_drafted_in_every_round() -> None:
+    policy, drafting = AdaptivePolicy(4), Drafting(limit=4)
+    with mock.patch.object(Contest, "way", Way.NONE):
+        assert (policy.may_wait, policy.choose_k(drafting, 4)) == (False, 0)
+        try:
+            fixed_k.fix()
+            assert (policy.may_wait, policy.choose_k(drafting, 4)) == (True, 4)
+            assert policy.way is Way.AHEAD
+        finally:
+            mock.patch.stopall()
