@@ -3,8 +3,10 @@
     python -m benchmarks.stamped scorer_service|proposer_service --stamps FILE --sleep-ms 5 [flags]
 
 For benchmarks only. The scorer's forward sleeps and finds every draft right; the proposer, which
-is to copy (`--method ngram`), sleeps for each of its cycles. With `--row-bytes` it asks for that
-many bytes of hidden states a token, and puts them together like a module (stamped_states.py).
+is to copy (`--method ngram`), sleeps for each of its cycles. With `--ahead-ms` its thread runs
+Python for that long again and again while it has no message, as it does where it drafts ahead.
+With `--row-bytes` it asks for that many bytes of hidden states a token, and puts them together like
+a module (stamped_states.py).
 FILE gets the stamps at the end. They are of CLOCK_MONOTONIC, which is one clock for all processes
 of a host.
 """
@@ -38,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("service", choices=("scorer_service", "proposer_service"))
     p.add_argument("--stamps", type=Path, required=True)
     p.add_argument("--sleep-ms", type=float, required=True)
+    p.add_argument("--ahead-ms", type=float, default=0.0)
     p.add_argument("--row-bytes", type=int, default=0)
     ours, flags = p.parse_known_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
@@ -47,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if ours.service == "scorer_service":
         _change_scorer(taken, steps, ours.sleep_ms * 1e-3, ours.row_bytes)
     else:
-        _change_proposer(taken, ours.sleep_ms * 1e-3, ours.row_bytes)
+        _change_proposer(taken, ours.sleep_ms * 1e-3, ours.ahead_ms * 1e-3, ours.row_bytes)
     code: int = importlib.import_module(f"{ours.service}.__main__").main(flags)
     ours.stamps.write_text(json.dumps({"rounds": _by_round(taken), "steps": steps}))
     return code
@@ -118,7 +121,7 @@ def _change_scorer(
     ).start()
 
 
-def _change_proposer(taken: Taken, sleep_s: float, row_bytes: int) -> None:
+def _change_proposer(taken: Taken, sleep_s: float, ahead_s: float, row_bytes: int) -> None:
     from grpc.aio._channel import Channel
 
     from outrider.drafting.ngram import NgramProposer
@@ -151,6 +154,12 @@ def _change_proposer(taken: Taken, sleep_s: float, row_bytes: int) -> None:
         taken.append(("drafted", time.perf_counter_ns(), rounds))
         hand_over(self, outgoing)
 
+    def computed(self: Cycle) -> bool:
+        due = time.perf_counter() + ahead_s
+        while time.perf_counter() < due:
+            pass
+        return bool(self._routes.drafted)
+
     def stream(
         self: Channel,
         method: str,
@@ -169,6 +178,8 @@ def _change_proposer(taken: Taken, sleep_s: float, row_bytes: int) -> None:
     mock.patch.object(kind, "draft", slept).start()
     mock.patch.object(Cycle, "_hand_over", handed_over).start()
     mock.patch.object(Channel, "stream_stream", stream).start()
+    if ahead_s:
+        mock.patch.object(Cycle, "ahead", computed).start()
     _before(taken, Cycle, "apply", "applied", 0)
 
 

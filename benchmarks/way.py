@@ -9,9 +9,10 @@ A real scorer and a real proposer, each in its own process, that sleep instead o
 from the moment that the engine's thread has a step's result to the moment that it has the block
 that was drafted from it, without the time inside the drafting method. Blocks that come in the
 middle of a step (of other requests) have to wait for its end, and are left out.
-With `--row-bytes` the proposer is sent hidden states. A first draft then waits for its prompt's;
-the way of those rounds is told apart. With `--requests` clients ask so often, one request after
-another, the first ones of different lengths: prompts come while others decode.
+With `--ahead-ms` the drafting thread holds the interpreter lock between messages, and looks for one
+so often. With `--row-bytes` the proposer is sent hidden states. A first draft then waits for its
+prompt's; the way of those rounds is told apart. With `--requests` clients ask so often, one request
+after another, the first ones of different lengths: prompts come while others decode.
 CPU is each process's time per step, in brackets that of its event loop: the scorer's engine cannot
 run Python meanwhile. One stack per checkout and kind of connection is up all the time, and they
 take turns: only numbers of one run compare.
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 32], help="at a time")
     p.add_argument("--forward-ms", type=float, default=5.0, help="the target's forward")
     p.add_argument("--draft-ms", type=float, default=0.0, help="a cycle of the proposer")
+    p.add_argument("--ahead-ms", type=float, default=0.0, help="of Python between its messages")
     p.add_argument("--wire", choices=("tcp", "unix"), nargs="+", default=["tcp", "unix"])
     p.add_argument("--against", type=Path, nargs="*", default=[], help="other checkouts")
     p.add_argument("--turns", type=int, default=12)
@@ -135,8 +137,10 @@ def start(
     dialled = f"unix:{path}" if wire == "unix" else address
     # No branches: it does not draft ahead.
     method = ("--method", "ngram", "--max-branches", 0)
+    more = ("--ahead-ms", args.ahead_ms) if args.ahead_ms else ()  # others may not know it
     proposer = run(
-        "proposer_service", files[1], args.draft_ms, "--scorer", dialled, "--port", 0, *method
+        *("proposer_service", files[1], args.draft_ms, *more),
+        *("--scorer", dialled, "--port", 0, *method),
     )
     proposer.ready(_TIMEOUT_S)
     return Stack(name, scorer, proposer, address, files)
