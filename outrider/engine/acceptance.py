@@ -1,4 +1,4 @@
-"""How likely a drafted token is accepted: of a row, and of all rows that a proposer drafts for."""
+"""How likely a drafted token is accepted: of a row, and of the rows that a proposer drafts for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from outrider.engine.rounds import Drafting, Round
 
 PRIOR_SUCCESSES, PRIOR_TRIALS = 4.0, 5.0  # of a proposer that nobody has seen: worth a try
 FADE = 0.9  # per round, of what is known about a row's acceptance
-PROPOSER_FADE = 0.98  # and about a proposer's, over all its rows
+PROPOSER_FADE = 0.98  # and about a proposer's, over all its rows or those of a kind
 FORGETTING = 1 / 16  # per round without a draft, of what tells a row from its proposer's others
 
 
@@ -24,17 +24,22 @@ def expected_gain(d: Drafting) -> float:
 
 
 class Acceptance:
-    """Fading successes and trials, by proposer here, by row in its `Drafting`."""
+    """Fading successes and trials, by proposer here, by row in its `Drafting`.
+
+    A proposer's are kept of all its rows, and of the warm ones and the others apart: what one kind
+    showed would keep rows of the other from being drafted for, which alone could tell.
+    """
 
     def __init__(self) -> None:
-        self._by_proposer: dict[str, tuple[float, float]] = {}  # successes, trials
+        self._known: dict[tuple[str, bool | None], tuple[float, float]] = {}
+        """Successes and trials by proposer and whether its rows are warm; None: all of them."""
 
     def __len__(self) -> int:
-        return len(self._by_proposer)
+        return len(self._known)
 
     def of_proposer(self, d: Drafting) -> float | None:
         """The mean over all rows of a row's proposer; None if nothing is known of it."""
-        known = self._by_proposer.get(d.proposer_id or "")
+        known = self._known.get((d.proposer_id or "", None))
         return None if known is None else known[0] / known[1]
 
     def begin(self, d: Drafting) -> None:
@@ -42,23 +47,24 @@ class Acceptance:
         d.successes, d.trials = PRIOR_SUCCESSES, PRIOR_TRIALS
 
     def join(self, d: Drafting, proposer_id: str) -> None:
-        """With a proposer that is known a row begins as its others are on average."""
-        if proposer_id in self._by_proposer:
-            successes, trials = self._by_proposer[proposer_id]
+        """With a proposer that is known a row begins as its others of the kind on average."""
+        if (known := self._known.get((proposer_id, d.warm))) is not None:
+            successes, trials = known
             d.successes, d.trials = PRIOR_TRIALS * successes / trials, PRIOR_TRIALS
 
     def observe(self, d: Drafting, round_: Round) -> None:
         """A row's round verified tokens, perhaps none."""
         name = d.proposer_id or ""
         if not round_.drafted:  # what is known of the row grows old: more and more its proposer's
-            successes, trials = self._by_proposer.get(name, (d.successes, d.trials))
+            successes, trials = self._known.get((name, d.warm), (d.successes, d.trials))
             d.successes += (PRIOR_TRIALS * successes / trials - d.successes) * FORGETTING
             d.trials += (PRIOR_TRIALS - d.trials) * FORGETTING
             return
         d.successes = FADE * d.successes + round_.accepted
         d.trials = FADE * d.trials + round_.tried
         d.levels += (round_.depth / round_.drafted - d.levels) * (1 - FADE)
-        successes, trials = self._by_proposer.get(name, (PRIOR_SUCCESSES, PRIOR_TRIALS))
-        successes = PROPOSER_FADE * successes + round_.accepted
-        trials = PROPOSER_FADE * trials + round_.tried
-        remember(self._by_proposer, name, (successes, trials))
+        for rows in ((name, None), (name, d.warm)):
+            successes, trials = self._known.get(rows, (PRIOR_SUCCESSES, PRIOR_TRIALS))
+            successes = PROPOSER_FADE * successes + round_.accepted
+            trials = PROPOSER_FADE * trials + round_.tried
+            remember(self._known, rows, (successes, trials))

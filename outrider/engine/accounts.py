@@ -33,6 +33,7 @@ class Committed(NamedTuple):
     emitted: tuple[Emitted, ...]
     failures: tuple[Failure, ...]  # of requests whose constraint leads nowhere
     num_running: int  # rows that were admitted
+    temperature: float  # their mean
     decoding: bool  # no prompt was processed
     seconds: float  # from the step's launch to its result
     now: float  # of the result
@@ -83,6 +84,7 @@ def settle(policy: Policy, committed: Committed) -> tuple[Commit, ...]:
         and any(row.seq.drafting.proposer_id is not None for row in rows),
         prompt_tokens=prompt_tokens,
         in_shade=committed.step.in_shade,
+        temperature=committed.temperature,
         followed=sum([row.seq.drafting.blocks > 0 for row in rows]),
     )
     counts.way = policy.way.value

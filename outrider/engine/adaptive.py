@@ -5,7 +5,8 @@ Everything maximises one estimate, committed tokens per second of a row:
     goodput(k) = (1 + accepted(k)) / (step_time(rows * (1 + k)) + wait(k))
 
 `accepted(k)` = a + a^2 + ... + a^k with `a` the row's own moving average of acceptance, which
-begins as its proposer's over all rows; step times are measured by size. For k = 0 no row waits.
+begins as its proposer's over rows of its kind; step times are measured by size. For k = 0 no row
+waits.
 
 Of a draft tree K counts the nodes, which is what a step's time follows, and `a` is the chance that
 the target's token is among a node's children: a round tries one place per level until one fails.
@@ -297,7 +298,10 @@ class AdaptivePolicy(Policy):
         before = self._contests.current.way
         self._contests.step_done(step)
         contest = self._contests.current
-        if contest.following:  # beside prompts drafts take long
+        catching_up = contest.following or (
+            contest.beginning and not contest.champion.drafts and step.followed < step.num_rows
+        )
+        if catching_up:  # beside prompts drafts take long
             self._drafts.clear()
         elif contest.beginning and contest.way is not before:  # what is known is of other rows
             ahead = contest.way is Way.AHEAD

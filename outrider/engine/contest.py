@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 from outrider.engine.rate import Rate
@@ -71,9 +72,10 @@ class Trial:
 
 
 class Contest:
-    """Between `ways`, at one size of batch. The first trial is after `first_stretch`.
+    """Between `ways`, for one size of batch and kind of texts.
 
-    It begins with `champion`. A trial compares `trial_steps`.
+    It begins with `champion`, and its first trial is after `first_stretch`. A trial compares
+    `trial_steps`.
     """
 
     def __init__(
@@ -98,6 +100,22 @@ class Contest:
         self._first_stretch = self._stretch = first_stretch  # steps until the next trial at least
         self._since_trial = 0.0
         self.settle()
+
+    def take_over(self, before: Contest) -> None:
+        """From a contest of as many rows with other texts: what none brings hardly depends on them.
+
+        What drafted is tried first if nothing is drafted now: its proposer has to catch up.
+        """
+        self.decided |= before.decided
+        none = self._rates[Way.NONE] = copy(before._rates[Way.NONE])
+        none.missed_steps = 0.0
+        if self._trial is not None:
+            self._trial, self._since_trial = None, 0.0
+        if self.champion.drafts and not before.champion.drafts:
+            way, self.champion = self.champion, Way.NONE
+            self._begin(way)
+        else:
+            self.settle()
 
     @property
     def way(self) -> Way:

@@ -1,4 +1,4 @@
-"""A contest of the ways to draft per size of batch, beside prompts that come and go.
+"""A contest of the ways to draft per size of batch and kind of texts, beside newcomers' prompts.
 
 What a prompt takes without drafts is taken off its step, and what it takes more beside drafts, here
 or at the proposer, is left.
@@ -7,7 +7,7 @@ or at the proposer, is left.
 from __future__ import annotations
 
 from outrider.engine.contest import STRETCH, TRIAL_STEPS, Contest, Way
-from outrider.engine.measured import PromptTimes, StepDone
+from outrider.engine.measured import WARM, PromptTimes, StepDone
 
 WAYS, WAYS_AHEAD = (Way.NONE, Way.ON_DEMAND), (Way.NONE, Way.ON_DEMAND, Way.AHEAD)
 MANY = 16  # rows, which begin without drafts where nothing is known of them
@@ -15,18 +15,22 @@ LARGEST = 16  # bit length of a number of rows
 
 
 class Contests:
-    """A contest per size of batch, by powers of two: which way is better depends on it.
+    """A contest per size of batch, by powers of two, and by whether its texts are warm.
+
+    Which way is better depends on both, and both are known where nothing is drafted.
 
     A size begins with what was better at the size before it: while answers end one by one, each
     size lasts a few steps, too few to find out anew. A number of rows that goes up and down around
-    a power of two stays one size.
+    a power of two stays one size, and so does a mean temperature between `WARM` and its half. A
+    kind of texts that is new at a size begins with what was better with the other, and tries soon
+    whether that holds.
     """
 
     def __init__(self, *, ahead: bool = False) -> None:
         self._ways = WAYS_AHEAD if ahead else WAYS
-        self._size = 1
-        self.current = self._contest(1, self._ways[-1])  # of the present size
-        self._by_size = {1: self.current}
+        self._size, self._warm = 1, False
+        self.current = self._contest(1, self._ways[-1])  # of the present size and kind
+        self._known = {(1, False): self.current}
         self._last_step_at: float | None = None
         self._prompts = PromptTimes()  # without drafts
         self._shaded = 0  # prompt tokens since the last step that was none of prompts only
@@ -43,9 +47,8 @@ class Contests:
             return
         prompt_tokens, self._shaded = step.prompt_tokens + self._shaded, 0
         before, self._last_step_at = self._last_step_at, step.at
-        if self._resized(step.num_running):
-            self.current.settle()
-        elif step.comparable and before is not None:
+        changed = self._changed(step.num_running, step.temperature)
+        if not changed and step.comparable and before is not None:
             seconds = step.at - before
             if prompt_tokens:
                 if not self.current.step_s:
@@ -66,24 +69,33 @@ class Contests:
         token_s = self._prompts.token_s
         return seconds if token_s is None else num_tokens * token_s
 
-    def _resized(self, num_rows: int) -> bool:
-        """Whether rows became so many more or fewer that another contest is theirs."""
+    def _changed(self, num_rows: int, temperature: float) -> bool:
+        """Whether rows became so many more or fewer, or so different, that another contest is
+        theirs."""
         least = 1 << self._size - 1  # rows of this size; the most are 2 * least - 1
-        if 3 * least <= 4 * num_rows < 10 * least:
+        same = 3 * least <= 4 * num_rows < 10 * least
+        size = self._size if same else num_rows.bit_length()
+        warm = temperature >= (WARM / 2 if self._warm else WARM)
+        if same and warm is self._warm:
             return False
-        size = num_rows.bit_length()
-        if size not in self._by_size:
-            self._by_size[size] = self._contest(size, self._way_at(size))
-        self._size, self.current = size, self._by_size[size]
+        before = self.current
+        if (size, warm) not in self._known:
+            champion = before.champion if same else self._way_at(size)
+            self._known[size, warm] = self._contest(size, champion)
+        self._size, self._warm, self.current = size, warm, self._known[size, warm]
+        if same:
+            self.current.take_over(before)
+        else:
+            self.current.settle()
         return True
 
     def _way_at(self, size: int) -> Way:
         if abs(size - self._size) <= 1:
             return self.current.way  # it stays the same if only a few rows come or go
-        if size in self._by_size:
-            return self._by_size[size].way
-        known = self.current.decided or size < MANY.bit_length()
-        return self.current.champion if known else Way.NONE
+        if (size, self._warm) in self._known:
+            return self._known[size, self._warm].way
+        decided = self.current.decided or size < MANY.bit_length()
+        return self.current.champion if decided else Way.NONE
 
     def _contest(self, size: int, champion: Way) -> Contest:
         """For batches of this bit length: the fewer rows, the more of their steps say as much."""

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 STALE_AFTER = 12  # steps of other sizes after which a size's average is forgotten
 MAX_NAMES = 256  # of proposers about which something is kept
 PROMPTS_KEPT = 0.8  # per step with prompts, of what is known of their price
+WARM = 0.5  # temperature of texts of which drafts meet clearly less
 CALM_LASTS = 64  # batches made beside steps until they count although there were others
 
 K = TypeVar("K")
@@ -131,6 +132,7 @@ class StepDone(NamedTuple):
     followed: int  # rows that a proposer has answered at all
     prompt_tokens: int = 0  # that were processed
     in_shade: bool = False  # prompts only, while all other rows waited for drafts
+    temperature: float = 0.0  # mean of all rows that are admitted
 
 
 class Delay(NamedTuple):

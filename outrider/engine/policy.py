@@ -14,7 +14,7 @@ from typing import NamedTuple
 from outrider.counts import StepCounts
 from outrider.draft_tree import DraftTree
 from outrider.engine.contest import Way
-from outrider.engine.measured import Delay, StepDone, remember
+from outrider.engine.measured import WARM, Delay, StepDone, remember
 from outrider.engine.rounds import USEFUL, BlockFate, Drafting, Round
 from outrider.engine.sequence import Sequence
 from outrider.params import MAX_SPECULATIVE_TOKENS
@@ -133,7 +133,7 @@ class Policy:
             limit = MAX_SPECULATIVE_TOKENS if self.num_speculative_tokens else 0
         if not speculation.enabled:
             limit = 0
-        return Drafting(limit=limit)
+        return Drafting(limit=limit, warm=request.sampling.temperature >= WARM)
 
     def attach(
         self, seq: Sequence, proposer_id: str | None, limit: int, now: float, *, asked: bool = True

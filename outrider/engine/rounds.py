@@ -98,6 +98,7 @@ class Drafting:
     """What the policy knows about one row's proposer. Only the policy changes it."""
 
     limit: int  # K at most, as the request and the configuration allow
+    warm: bool = False  # its temperature
     proposer_id: str | None = None
     drafter: str = ""  # the proposer with its method that drafted last: what takes its own time
     proposer_limit: int = 0

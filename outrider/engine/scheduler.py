@@ -98,6 +98,7 @@ class Scheduler:
             # Prompts say little about a round: on a GPU they run another way.
             self.policy.observe_step(len(step.rows), step.num_tokens, seconds)
         num_running, page_size = len(self.running), self.config.page_size
+        temperatures = [seq.request.sampling.temperature for seq in self.running]
         emitted: list[Emitted] = []
         failures: list[Failure] = []
         all_logprobs = result.logprobs or ((),) * len(step.rows)
@@ -129,7 +130,16 @@ class Scheduler:
             elif seq.constraint is not None and seq.constraint.error is not None:
                 self.remove(seq.session_id)
                 failures.append(Failure(seq.session_id, seq.constraint.error))
-        return Committed(step, tuple(emitted), tuple(failures), num_running, decoding, seconds, now)
+        return Committed(
+            step=step,
+            emitted=tuple(emitted),
+            failures=tuple(failures),
+            num_running=num_running,
+            temperature=sum(temperatures) / max(1, num_running),
+            decoding=decoding,
+            seconds=seconds,
+            now=now,
+        )
 
     def _decodes(self, step: Step) -> bool:
         """Whether no row has more tokens than a round's."""

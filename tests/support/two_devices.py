@@ -29,7 +29,8 @@ from tests.support.hash_model import HashModel
 from tests.support.simulation import VOCAB, Clock, Net, Player, World
 
 PROMPT, ANSWER, K = 270, 256, 4
-AGREEMENT = {0.0: 0.025, 1.0: 0.40}  # 0.73 and 0.38 of the draft tokens are accepted
+TEMPERATURES = (0.0, 1.0)  # of which a prompt's first token is the index
+AGREEMENT = np.array([0.025, 0.40], np.float32)  # 0.73 and 0.38 of the draft tokens are accepted
 _ROWS = (1, 8, 32, 64)
 _PLAIN_MS = (4.2, 4.57, 5.0, 6.27)
 _VERIFYING_MS = (4.43, 5.2, 6.6, 10.34)
@@ -55,7 +56,14 @@ class _ShortSighted(HashModel):
             state = (state ^ (self._slots[slots].astype(np.uint64) + 1)) * np.uint64(0x01000193)
             state = (state + np.uint64(0x9E3779B9)) & np.uint64(0xFFFFFFFF)
             state ^= state >> np.uint64(15)
-        return torch.from_numpy(self._logits(state))
+        first = self._slots[self._slots_of_rows(batch, rows, np.zeros_like(positions))]
+        return torch.from_numpy(self._answers(state, first))
+
+    def _answers(
+        self, states: NDArray[np.uint64], first_tokens: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
+        del first_tokens
+        return self._logits(states)
 
     def _slots_of_rows(
         self, batch: PackedBatch, rows: Tensor, places: NDArray[np.int64]
@@ -66,9 +74,9 @@ class _ShortSighted(HashModel):
 
 
 class _Draft(_ShortSighted):
-    def __init__(self, clock: Clock, eps: float, num_pages: int) -> None:
+    def __init__(self, clock: Clock, num_pages: int) -> None:
         super().__init__(VOCAB, 16, num_pages, 1024)
-        self._clock, self._eps = clock, eps
+        self._clock = clock
 
     def forward(self, batch: PackedBatch) -> Tensor:
         rows, tokens = len(batch.query_lens), len(batch.input_ids)
@@ -77,13 +85,16 @@ class _Draft(_ShortSighted):
             self._clock.now += _DRAFT_PROMPT_S * tokens
         return super().forward(batch)
 
-    def _logits(self, states: NDArray[np.uint64]) -> NDArray[np.float32]:
-        other = super()._logits(states ^ np.uint64(0x5BD1E995))
-        return (1 - self._eps) * super()._logits(states) + self._eps * other
+    def _answers(
+        self, states: NDArray[np.uint64], first_tokens: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
+        eps = AGREEMENT[first_tokens, None]
+        return (1 - eps) * self._logits(states) + eps * self._logits(states ^ np.uint64(0x5BD1E995))
 
 
 class TwoDevices(World):
-    """`rows` requests in flight, each followed by the next; `rows` may be set anew.
+    """`rows` requests in flight, each followed by the next; `rows` may be set anew, and so may
+    the `temperature` of those to come.
 
     `own_device`: the proposer says that it has one.
     """
@@ -113,7 +124,7 @@ class TwoDevices(World):
         )
         self.engine.check_invariants = lambda: None  # type: ignore[method-assign]
         clock = Clock()
-        draft = _Draft(clock, AGREEMENT[temperature], pages)
+        draft = _Draft(clock, pages)
         method = DraftModelProposer(
             draft,
             name="draft",
@@ -123,7 +134,8 @@ class TwoDevices(World):
             clock=clock,
         )
         self.add((method, clock), Net(_WAY_S), own_device=own_device)
-        self._temperature, self._speculate, self._seed = temperature, speculate, seed
+        self.temperature = temperature
+        self._speculate, self._seed = speculate, seed
         self._ids = itertools.count()
         self.steps_on_demand = self.steps = 0
         self.set_rows(rows, apart=True)
@@ -157,8 +169,9 @@ class TwoDevices(World):
     def _request(self, max_tokens: int) -> Request:
         i = next(self._ids)
         rng = random.Random(self._seed * 100_003 + i)
-        prompt = tuple([rng.randrange(VOCAB) for _ in range(PROMPT)])
-        sampling = SamplingParams(temperature=self._temperature, seed=i)
+        kind = TEMPERATURES.index(self.temperature)
+        prompt = (kind, *[rng.randrange(VOCAB) for _ in range(PROMPT)][1:])
+        sampling = SamplingParams(temperature=self.temperature, seed=i)
         speculation = SpeculationParams(enabled=self._speculate)
         return Request(i, prompt, sampling, StopParams(max_tokens=max_tokens), speculation)
 

@@ -10,10 +10,12 @@ import pytest
 from outrider.engine.contest import (
     FIRST_LOSS,
     FOLLOWED,
+    LONGEST_FOLLOWING,
     LONGEST_SETTLING,
     LONGEST_STRETCH,
     MOST_LOST,
     SETTLING_DRAFTS,
+    SETTLING_STEPS,
     STRETCH,
     TRIAL_STEPS,
     Contest,
@@ -165,6 +167,92 @@ def test_each_size_of_batch_has_its_own_answer() -> None:
     assert drafted[32] < 0.06 * 4000
     assert (32).bit_length() in contests.undrafted_sizes
     assert 1 not in contests.undrafted_sizes
+
+
+@dataclass
+class Kinds:
+    """32 rows, of which some texts are met by drafts: 3 tokens in 12 ms with drafts, else in 40."""
+
+    contests: Contests = field(default_factory=Contests)
+    now: float = 0.0
+    lost_s: float = 0.0
+
+    def play(self, steps: int, temperature: float, *, followed: int = 32) -> int:
+        """So many steps; how many with drafts."""
+        drafted = 0
+        for _ in range(steps):
+            drafts = self.contests.current.drafting
+            drafted += drafts
+            seconds = 0.010
+            if drafts and not self.contests.current.following:
+                seconds = 0.012 if temperature < 0.5 else 0.040
+            self.now += seconds
+            verifies = 32 * (seconds != 0.010)
+            tokens = 96 if verifies else 32
+            self.lost_s += seconds - tokens / 32 * 0.010
+            self.contests.step_done(
+                StepDone(
+                    32,
+                    32,
+                    tokens,
+                    self.now,
+                    verifies,
+                    comparable=True,
+                    followed=followed,
+                    temperature=temperature,
+                )
+            )
+        return drafted
+
+
+def test_greedy_texts_do_not_pay_for_what_was_found_with_sampled_ones() -> None:
+    """At T = 1 trials are thousands of steps apart; 20 s of chats at T = 0 went without drafts."""
+    kinds = Kinds()
+    kinds.play(20_000, 1.0)
+    assert kinds.play(1000, 1.0) < 50
+    assert kinds.play(300, 0.0) > 250
+
+
+def test_what_one_kind_of_texts_found_is_kept_while_the_other_runs() -> None:
+    kinds = Kinds()
+    kinds.play(2000, 1.0)
+    kinds.play(2000, 0.0)
+    assert kinds.play(300, 1.0) == 1, "of which that is heard with its end"
+    kinds.play(1, 0.0)
+    assert kinds.contests.current.following, "its proposer catches up before anybody waits"
+    assert kinds.play(300, 0.0) > 290
+
+
+def test_a_proposer_that_does_not_catch_up_with_another_kind_loses_its_place() -> None:
+    kinds = Kinds()
+    kinds.play(2000, 0.0)
+    kinds.play(2000, 1.0)
+    kinds.play(LONGEST_FOLLOWING + 2, 0.0, followed=0)
+    assert not kinds.contests.current.drafting
+
+
+def test_texts_that_become_harder_with_their_kind_are_not_drafted_for_long() -> None:
+    """What none brings is known from the other kind, so a quarter of a trial is enough."""
+    kinds = Kinds()
+    kinds.play(2000, 0.0)
+    assert kinds.play(300, 1.0) <= 1 + SETTLING_STEPS + TRIAL_STEPS // 4
+
+
+def test_a_load_of_both_kinds_that_hovers_does_not_change_to_and_fro() -> None:
+    kinds, seen = Kinds(), set()
+    kinds.play(10, 1.0)
+    for i in range(100):
+        kinds.play(3, 0.3 + 0.4 * (i % 2))
+        seen.add(id(kinds.contests.current))
+    assert len(seen) == 1
+
+
+def test_a_load_that_changes_its_kind_again_and_again_loses_little() -> None:
+    kinds = Kinds()
+    for _ in range(200):
+        kinds.play(50, 1.0)
+        kinds.play(50, 0.0)
+    assert kinds.lost_s < 0.0, "drafts go on to pay"
 
 
 def test_steps_with_prompts_are_not_compared() -> None:

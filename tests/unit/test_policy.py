@@ -331,6 +331,29 @@ def test_a_row_that_gave_up_comes_back_to_a_proposer_that_is_good_for_others() -
     assert policy.choose_k(row, 4) == 4
 
 
+def test_a_row_is_not_taken_for_one_of_another_temperature() -> None:
+    """What sampled rows showed kept greedy ones that came after them from being drafted for."""
+    policy = AdaptivePolicy(4)
+
+    def row(session: int, temperature: float) -> Drafting:
+        d = policy.drafting(Request(session, (1,), SamplingParams(temperature=temperature)))
+        policy.expect(d, "a")
+        d.proposer_id = "a"
+        return d
+
+    def acceptance(d: Drafting) -> float:
+        return d.successes / d.trials
+
+    unknown, sampled = acceptance(row(0, 0.0)), row(1, 1.0)
+    for _ in range(100):
+        policy.observe_round(sampled, Round(4, 4, 0, rejected=True))
+    assert acceptance(row(2, 1.0)) < 0.05
+    greedy = row(3, 0.0)
+    assert acceptance(greedy) == unknown
+    policy.observe_round(greedy, Round(0, 0, 0, rejected=False))
+    assert acceptance(greedy) == unknown, "nor does it become one while it goes without"
+
+
 def test_rows_that_never_have_their_drafts_in_time_probe() -> None:
     """They may draft the most, and go on before it comes: 8 rows did for a whole answer."""
     probe = Probe()
@@ -810,11 +833,14 @@ def test_a_trial_of_drafts_begins_with_what_they_take_at_their_best() -> None:
         step(0)
     assert not policy.may_wait
     assert policy.choose_k(d, 4) == 1, "nobody waits for it"
-    for at in range(20):
-        policy.observe_delay(d, Delay(float(at), 0.2, 0.005, 4, calm=True))
-    step(0)
+    for followed in (0, 24):  # when 24 are answered, the last 8 prompts still are in the way
+        for at in range(20):
+            policy.observe_delay(d, Delay(float(at), 0.2, 0.005, 4, calm=True))
+        step(followed)
     step(32)
     assert policy.may_wait
+    policy.observe_delay(d, Delay(21.0, 0.009, 0.005, 4, calm=True))
+    assert policy._times(d).mean_s(4) == 0.009
     assert policy.choose_k(d, 4) == 4
     assert d.probing
     assert policy.patience(row) > 0.0
