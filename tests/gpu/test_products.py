@@ -8,7 +8,7 @@ from tests.support.kernels import ON_GPU, close, randn  # isort: skip - before w
 from outrider.engine.cuda.graphs import CudaGraphs
 from outrider.engine.cuda.products import FewRowsLinear, Int8Weight
 from outrider.engine.cuda.triton_ops import TritonOps
-from outrider.engine.cuda.ways import Planes, Strips, Tiles, Way
+from outrider.engine.cuda.ways import BlockPlanes, Planes, Strips, Tiles, Way
 from outrider.engine.llama_ops import TorchOps, Use
 
 pytestmark = pytest.mark.gpu
@@ -37,6 +37,11 @@ def _linear(weight: Tensor, *, int8: bool) -> FewRowsLinear:
         *((Tiles(64, 64, 3, 4, programs, int8=True), 17, 256) for programs in (1, 8)),
         *((Tiles(64, 64, 3, 4, programs, weight_left=True), 17, 256) for programs in (1, 8)),
         *((Planes(64, 128, 3, 4, programs), rows, 512) for rows in (1, 17) for programs in (1, 8)),
+        *(
+            (BlockPlanes(64, 128, 3, 4, programs), rows, inner)
+            for rows in (3, 8, 16)
+            for programs, inner in ((1, 384), (8, 512))
+        ),
     ],
 )
 def test_products_of_few_rows(
@@ -44,7 +49,7 @@ def test_products_of_few_rows(
 ) -> None:
     monkeypatch.setattr("outrider.engine.linear.can_prepack", lambda *_: False)  # on CPU
     # The interpreter takes the bits of bfloat16 for numbers when it multiplies matrices.
-    dtype = torch.bfloat16 if ON_GPU or isinstance(way, Strips | Planes) else torch.float32
+    dtype = torch.bfloat16 if ON_GPU or not isinstance(way, Tiles) else torch.float32
     layer = _linear((randn(128, inner, dtype=dtype) * inner**-0.5).to(dtype), int8=way.int8)
     x, norm = randn(rows, inner, dtype=dtype, seed=1), randn(inner, dtype=dtype, seed=2)
     plain, ours = TorchOps(), TritonOps()

@@ -11,7 +11,11 @@ import torch
 import triton
 from torch import Tensor
 
-from outrider.engine.cuda.kernels.planes import plane_tile_kernel, planes_kernel
+from outrider.engine.cuda.kernels.planes import (
+    block_plane_kernel,
+    plane_tile_kernel,
+    planes_kernel,
+)
 from outrider.engine.cuda.kernels.products import int8_strip_kernel, strip_kernel
 from outrider.engine.cuda.kernels.tiles import tile_kernel
 from outrider.engine.cuda.launch import launch_options, row_warps
@@ -90,11 +94,16 @@ class _Tiled:
         return inner % self.inner == 0
 
     def _launch(
-        self, kernel: triton.JITFunction, x: Sequence[Tensor], product: Product, *kinds: bool
+        self,
+        kernel: triton.JITFunction,
+        x: Sequence[Tensor | float],
+        product: Product,
+        *kinds: bool,
+        least_rows: int = 16,
     ) -> None:
         """`x` and `kinds` are the kernel's first and last arguments."""
         out, inner = product.out, product.x.shape[1]
-        rows = max(16, triton.next_power_of_2(len(out)))
+        rows = max(least_rows, triton.next_power_of_2(len(out)))
         outputs = product.outputs_per_program(self.weight_rows)
         tiles = out.shape[1] // outputs
         splits = _splits(tiles, inner // self.inner, self.programs)
@@ -103,7 +112,7 @@ class _Tiled:
             product.weight,
             product.scales,
             out,
-            *_workspace(out.device, tiles, splits, self.weight_rows * rows),
+            *_workspace(out.device, tiles, splits, (self.weight_rows + 1) * rows),
             *out.shape,
             inner,
             inner // splits,
@@ -157,6 +166,23 @@ class Planes(_Tiled):
         self._launch(plane_tile_kernel, [planes, units], product)
 
 
+@dataclass(frozen=True, slots=True)
+class BlockPlanes(_Tiled):
+    """How `block_plane_kernel` divides a weight that is quantized among its programs.
+
+    `weight_rows` are at least 64, `inner` from 128 to 512.
+    """
+
+    norms: ClassVar[bool] = True
+    int8: ClassVar[bool] = True
+
+    def __call__(self, product: Product) -> None:
+        norm = product.x if product.norm is None else product.norm
+        x = (product.x, norm, product.eps)
+        kinds = (product.norm is not None, product.x.is_cuda)
+        self._launch(block_plane_kernel, x, product, *kinds, least_rows=8)
+
+
 def _splits(tiles: int, blocks: int, programs: int) -> int:
     """Among how many programs each of the tiles is divided, of `blocks` of the inner dimension."""
     splits = 1
@@ -181,14 +207,9 @@ def _left_by_programs(device: torch.device) -> tuple[Tensor, Tensor]:
     return partial, torch.zeros(_TILES, dtype=torch.int32, device=device)
 
 
-Way = Strips | Tiles | Planes
+Way = Strips | Tiles | Planes | BlockPlanes
 
 _FEW = (Tiles(64, 256, 3, 4, 256), Tiles(128, 128, 4, 4, 256), Tiles(32, 512, 3, 4, 128))
-_FEW_INT8 = (
-    Planes(128, 256, 4, 4, 128),
-    Tiles(32, 512, 4, 4, 256, int8=True),
-    Planes(64, 256, 6, 4, 64),
-)
 
 # What is tried for up to so many rows of x. Large products are at the bandwidth where each
 # multiprocessor has one program with 100 KB and more of weights on their way.
@@ -212,8 +233,16 @@ CANDIDATES: dict[int, tuple[Way, ...]] = {
 INT8_CANDIDATES: dict[int, tuple[Way, ...]] = {
     1: (Strips(256, 4, int8=True), Strips(512, 4, int8=True), Strips(128, 4, int8=True)),
     2: (Strips(256, 4, int8=True), Strips(512, 8, int8=True), Strips(128, 8, int8=True)),
-    8: _FEW_INT8,
-    16: _FEW_INT8,
+    8: (
+        BlockPlanes(128, 256, 4, 4, 128),
+        BlockPlanes(64, 256, 6, 4, 128),
+        Planes(128, 256, 4, 4, 128),
+    ),
+    16: (
+        Planes(128, 256, 4, 4, 128),
+        BlockPlanes(128, 256, 4, 4, 128),
+        Tiles(32, 512, 4, 4, 256, int8=True),
+    ),
     32: (Planes(128, 128, 5, 4, 128), Planes(64, 256, 4, 4, 128)),
     64: (Planes(128, 256, 3, 4, 128), Planes(128, 128, 5, 4, 128)),
 }

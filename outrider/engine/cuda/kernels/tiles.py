@@ -28,6 +28,9 @@ def end_tile(
     GATED: tl.constexpr,
     ADD: tl.constexpr,
     SCALED: tl.constexpr,
+    squares=0.0,  # [1, ROWS], read if NORM: of x in this program's share, over K
+    eps=0.0,
+    NORM: tl.constexpr = False,  # sums are yet to be divided by x's root mean square
 ):
     """The last of a tile's programs to end adds up what all have left, and stores it."""
     dtype: tl.constexpr = here.dtype.element_ty
@@ -36,21 +39,36 @@ def end_tile(
         kinds: tl.constexpr = 2 if GATED else 1
         size: tl.constexpr = sums.numel
         left = partial_ptr + tile * (splits * kinds * size) + at
-        tl.store(left + split * kinds * size, sums, mask=present)
+        tl.store(left + split * kinds * size, sums)
         if GATED:
-            tl.store(left + (split * kinds + 1) * size, up_sums, mask=present)
+            tl.store(left + (split * kinds + 1) * size, up_sums)
+        if NORM:  # behind the sums of all tiles
+            rows: tl.constexpr = squares.shape[1]
+            behind = partial_ptr + tl.num_programs(0) * kinds * size
+            left_squares = behind + tile * splits * rows + tl.arange(0, rows)[None, :]
+            tl.store(left_squares + split * rows, squares)
         tl.debug_barrier()  # all threads have written before one says so
         if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") < splits - 1:
             return
         tl.store(arrived_ptr + tile, 0)
         sums = tl.zeros_like(sums)
         up_sums = tl.zeros_like(up_sums)
-        for i in range(splits):  # always in this order
-            sums += tl.load(left + i * kinds * size, mask=present, other=0.0, cache_modifier=".cg")
-            if GATED:
-                up_sums += tl.load(
-                    left + (i * kinds + 1) * size, mask=present, other=0.0, cache_modifier=".cg"
-                )
+        if NORM:
+            squares = tl.zeros_like(squares)
+        for some in range(0, splits, 4):  # always in this order; four are on their way at a time
+            for one in tl.static_range(4):
+                i = some + one
+                there = i < splits
+                sums += tl.load(left + i * kinds * size, there, 0.0, cache_modifier=".cg")
+                if GATED:
+                    up_left = left + (i * kinds + 1) * size
+                    up_sums += tl.load(up_left, there, 0.0, cache_modifier=".cg")
+                if NORM:
+                    squares += tl.load(left_squares + i * rows, there, 0.0, cache_modifier=".cg")
+    if NORM:
+        inverse = tl.rsqrt(squares + eps)
+        sums *= inverse
+        up_sums *= inverse
     if SCALED:
         sums *= tl.load(scale_here)
         if GATED:
