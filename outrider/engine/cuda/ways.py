@@ -210,6 +210,11 @@ def _left_by_programs(device: torch.device) -> tuple[Tensor, Tensor]:
 Way = Strips | Tiles | Planes | BlockPlanes
 
 _FEW = (Tiles(64, 256, 3, 4, 256), Tiles(128, 128, 4, 4, 256), Tiles(32, 512, 3, 4, 128))
+_FEW_INT8 = (
+    BlockPlanes(128, 256, 4, 4, 128),
+    BlockPlanes(64, 256, 6, 4, 128),
+    BlockPlanes(128, 256, 3, 4, 128),
+)
 
 # What is tried for up to so many rows of x. Large products are at the bandwidth where each
 # multiprocessor has one program with 100 KB and more of weights on their way.
@@ -233,16 +238,8 @@ CANDIDATES: dict[int, tuple[Way, ...]] = {
 INT8_CANDIDATES: dict[int, tuple[Way, ...]] = {
     1: (Strips(256, 4, int8=True), Strips(512, 4, int8=True), Strips(128, 4, int8=True)),
     2: (Strips(256, 4, int8=True), Strips(512, 8, int8=True), Strips(128, 8, int8=True)),
-    8: (
-        BlockPlanes(128, 256, 4, 4, 128),
-        BlockPlanes(64, 256, 6, 4, 128),
-        Planes(128, 256, 4, 4, 128),
-    ),
-    16: (
-        Planes(128, 256, 4, 4, 128),
-        BlockPlanes(128, 256, 4, 4, 128),
-        Tiles(32, 512, 4, 4, 256, int8=True),
-    ),
+    8: _FEW_INT8,
+    16: _FEW_INT8,
     32: (Planes(128, 128, 5, 4, 128), Planes(64, 256, 4, 4, 128)),
     64: (Planes(128, 256, 3, 4, 128), Planes(128, 128, 5, 4, 128)),
 }
