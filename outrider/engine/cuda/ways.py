@@ -96,21 +96,19 @@ class _Tiled:
     def _launch(
         self,
         kernel: triton.JITFunction,
-        x: Sequence[Tensor | float],
+        reads: Sequence[Tensor | float],
         product: Product,
         *kinds: bool,
         least_rows: int = 16,
     ) -> None:
-        """`x` and `kinds` are the kernel's first and last arguments."""
+        """`reads` and `kinds` are the kernel's first and last arguments."""
         out, inner = product.out, product.x.shape[1]
         rows = max(least_rows, triton.next_power_of_2(len(out)))
         outputs = product.outputs_per_program(self.weight_rows)
         tiles = out.shape[1] // outputs
         splits = _splits(tiles, inner // self.inner, self.programs)
         kernel[(tiles * splits,)](
-            *x,
-            product.weight,
-            product.scales,
+            *reads,
             out,
             *_workspace(out.device, tiles, splits, (self.weight_rows + 1) * rows),
             *out.shape,
@@ -132,13 +130,13 @@ class _Tiled:
 class Tiles(_Tiled):
     """How `tile_kernel` divides a weight among its programs."""
 
-    int8: bool = False  # reads the weight that is quantized
     weight_left: bool = False  # of the operands of tensor cores; weight_rows are at least 64 then
 
     norms: ClassVar[bool] = False
+    int8: ClassVar[bool] = False
 
     def __call__(self, product: Product) -> None:
-        self._launch(tile_kernel, [product.x], product, self.weight_left)
+        self._launch(tile_kernel, (product.x, product.weight), product, self.weight_left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +161,8 @@ class Planes(_Tiled):
             num_warps=row_warps(block),
             **launch_options(),
         )
-        self._launch(plane_tile_kernel, [planes, units], product)
+        reads = (planes, units, product.weight, product.scales)
+        self._launch(plane_tile_kernel, reads, product)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +177,9 @@ class BlockPlanes(_Tiled):
 
     def __call__(self, product: Product) -> None:
         norm = product.x if product.norm is None else product.norm
-        x = (product.x, norm, product.eps)
+        reads = (product.x, norm, product.eps, product.weight, product.scales)
         kinds = (product.norm is not None, product.x.is_cuda)
-        self._launch(block_plane_kernel, x, product, *kinds, least_rows=8)
+        self._launch(block_plane_kernel, reads, product, *kinds, least_rows=8)
 
 
 def _splits(tiles: int, blocks: int, programs: int) -> int:

@@ -105,12 +105,13 @@ def plane_tile_kernel(
             up_low_sums = tl.dot(up_weight, low, up_low_sums, out_dtype=tl.int32)
     unit = tl.load(unit_ptr + row, mask=present, other=0.0)[None, :]
     sums = (256.0 * high_sums.to(tl.float32) + low_sums.to(tl.float32)) * unit
+    sums *= tl.load(scale_ptr + n)[:, None]
     up_sums = (256.0 * up_high_sums.to(tl.float32) + up_low_sums.to(tl.float32)) * unit
+    if GATED:
+        up_sums *= tl.load(scale_ptr + N + n)[:, None]
     end_tile(
         out_ptr + row[None, :] * N + n[:, None],
         present[None, :],
-        scale_ptr + n[:, None],
-        scale_ptr + N + n[:, None],
         sums,
         up_sums,
         partial_ptr,
@@ -119,7 +120,6 @@ def plane_tile_kernel(
         splits,
         GATED,
         ADD,
-        True,
     )
 
 
@@ -208,6 +208,7 @@ def block_plane_kernel(
         both = tl.reshape(both, [tile.shape[0], 2, ROWS])
         high_sums, low_sums = tl.split(tl.trans(both, 0, 2, 1))
         sums += (256 * high_sums + low_sums).to(tl.float32) * unit[None, :]
+    sums *= tl.load(scale_ptr + n)[:, None]
     up_sums = sums
     if GATED:
         sums, up_sums = tl.split(tl.trans(tl.reshape(sums, [2, BLOCK_N, ROWS]), 1, 2, 0))
@@ -215,8 +216,6 @@ def block_plane_kernel(
     end_tile(
         out_ptr + row[None, :] * N + n[:, None],
         present[None, :],
-        scale_ptr + n[:, None],
-        scale_ptr + N + n[:, None],
         sums,
         up_sums,
         partial_ptr,
@@ -225,7 +224,6 @@ def block_plane_kernel(
         splits,
         GATED,
         ADD,
-        True,
         (tl.sum(squares, axis=1) / K)[None, :],
         eps,
         NORM,

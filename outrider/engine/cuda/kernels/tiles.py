@@ -2,7 +2,7 @@
 
 There x is large enough for its way from the cache to count, so programs take many rows of the
 weight and may share the inner dimension. Of their left operand tensor cores take 64 rows at once,
-which beyond sixteen rows of x are better the weight's. Weights of int8 become bfloat16 on the way.
+which beyond sixteen rows of x are better the weight's.
 """
 
 import triton
@@ -17,8 +17,6 @@ from outrider.engine.cuda.kernels.products import finish
 def end_tile(
     here,  # in the output
     present,  # which of it exist
-    scale_here,
-    up_scale_here,
     sums,  # of this program
     up_sums,
     partial_ptr,  # float32 [tiles, splits, 2 if GATED, numbers of a tile], written if splits > 1
@@ -27,7 +25,6 @@ def end_tile(
     splits,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
-    SCALED: tl.constexpr,
     squares=0.0,  # [1, ROWS], read if NORM: of x in this program's share, over K
     eps=0.0,
     NORM: tl.constexpr = False,  # sums are yet to be divided by x's root mean square
@@ -69,10 +66,6 @@ def end_tile(
         inverse = tl.rsqrt(squares + eps)
         sums *= inverse
         up_sums *= inverse
-    if SCALED:
-        sums *= tl.load(scale_here)
-        if GATED:
-            up_sums *= tl.load(up_scale_here)
     finish(here, present, sums, up_sums, dtype, GATED, ADD)
 
 
@@ -80,7 +73,6 @@ def end_tile(
 def tile_kernel(
     x_ptr,  # [rows, K]
     weight_ptr,  # [N, K]; if GATED [2 * N, K], the gates first
-    scale_ptr,  # float32 [N] or [2 * N], read if the weight is int8
     out_ptr,  # [rows, N]
     partial_ptr,  # float32 [tiles, splits, 2 if GATED, ROWS, BLOCK_N], written if splits > 1
     arrived_ptr,  # int32 [tiles], zeros before and after
@@ -115,7 +107,6 @@ def tile_kernel(
 
     row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK_N)
     x_here = x_ptr + row[:, None] * K + k[None, :]
-    dtype = x_ptr.dtype.element_ty
     if WEIGHT_LEFT:
         sums = tl.zeros([BLOCK_N, ROWS], tl.float32)
         up_sums = tl.zeros([BLOCK_N, ROWS], tl.float32)
@@ -128,13 +119,13 @@ def tile_kernel(
         if GATED:
             up_weight = tl.load(up_here + start, eviction_policy="evict_first")
         if WEIGHT_LEFT:
-            sums = tl.dot(weight.to(dtype), tl.trans(x), sums)
+            sums = tl.dot(weight, tl.trans(x), sums)
             if GATED:
-                up_sums = tl.dot(up_weight.to(dtype), tl.trans(x), up_sums)
+                up_sums = tl.dot(up_weight, tl.trans(x), up_sums)
         else:
-            sums = tl.dot(x, tl.trans(weight).to(dtype), sums)
+            sums = tl.dot(x, tl.trans(weight), sums)
             if GATED:
-                up_sums = tl.dot(x, tl.trans(up_weight).to(dtype), up_sums)
+                up_sums = tl.dot(x, tl.trans(up_weight), up_sums)
     if WEIGHT_LEFT:
         row, column, n = row[None, :], column[:, None], n[:, None]
         at = column * ROWS + row
@@ -144,8 +135,6 @@ def tile_kernel(
     end_tile(
         out_ptr + row * N + n,
         row < rows,
-        scale_ptr + n,
-        scale_ptr + N + n,
         sums,
         up_sums,
         partial_ptr,
@@ -154,5 +143,4 @@ def tile_kernel(
         splits,
         GATED,
         ADD,
-        weight_ptr.dtype.element_ty == tl.int8,
     )
