@@ -37,13 +37,13 @@ later is used as far as it is still true. Nor if others go now and their step is
 its draft could be verified only after it.
 
 Where all rows wait for drafts that other devices make, prompts are processed meanwhile: as many
-tokens as end before the last draft is due. On the scorer's own device they would delay the drafts
-by as much.
+tokens as end before the last draft of the next step is due. On the scorer's own device they would
+delay the drafts by as much.
 
-Rows that draft on demand stay together where most of them draft: in two cohorts, one's drafts
-beside another's step, a round takes t(a) + max(t(b), D) instead of t(a + b) + D, less only where a
-step's time follows its tokens. There drafting brings little, and on a shared device the second D is
-D and most of a step.
+Where most rows draft on demand, on another device, halves of them take turns (turns.py). On the
+scorer's own they stay together: in two cohorts, one's drafts beside another's step, a round takes
+t(a) + max(t(b), D) instead of t(a + b) + D, less only where a step's time follows its tokens. There
+drafting brings little, and the second D is D and most of a step.
 
 A step takes as long as if each row had as many drafts as the longest. Drafts that came ahead for a
 few of n rows are therefore not verified, but kept, unless (n + gain) / t(n * (1 + k)) is more than
@@ -73,6 +73,7 @@ from outrider.engine.policy import FIRST_PATIENCE_S, Policy
 from outrider.engine.probe import Probe
 from outrider.engine.rounds import Drafting, Round
 from outrider.engine.sequence import Sequence
+from outrider.engine.turns import begins_at, half, next_half
 from outrider.types import Request
 
 NEARLY = 0.95  # of the best goodput: such differences between sizes are noise
@@ -194,14 +195,17 @@ class AdaptivePolicy(Policy):
             max(delay + t(ready + j), D) + t(m - j)
 
         with D the time until the last draft is there, later where steps share its device. For j = m
-        there is no second step. Rows on demand of which most draft wait for one another.
+        there is no second step. Rows on demand of which most draft wait for one another, or halves
+        of them take turns.
         """
+        arrivals = sorted([self._due(seq, now) for seq in waiting])
+        if turn_s := self._turn_s((*ready, *waiting)):
+            return begins_at(len(ready), arrivals, turn_s, now)
         # Nobody waits for a first block, with its prompt's processing, but its own row.
         known = [seq for seq in waiting if seq.drafting.blocks]
         together = known and not others_ready and self._most_draft
         if together and all(_on_demand(seq) for seq in (*ready, *waiting)):
             return max(self._due(seq, now) for seq in known)
-        arrivals = sorted([self._due(seq, now) for seq in waiting])
         per_row = 1 + max([seq.drafting.num_draft_tokens for seq in waiting])
         going, num_waiting = len(ready) + others_ready, len(waiting)
         stall = max([self._stall(seq) for seq in waiting])
@@ -219,6 +223,22 @@ class AdaptivePolicy(Policy):
                 go_at, shortest = due, round_s
         return go_at
 
+    def in_turn(self, ready: list[Sequence], waiting: Rows[Sequence]) -> list[Sequence]:
+        """Half of all rows at most, where halves take turns."""
+        return next_half(ready, len(waiting)) if self._turn_s((*ready, *waiting)) else ready
+
+    def _turn_s(self, rows: Rows[Sequence]) -> float:
+        """Seconds of a step of half the rows, where halves take turns; else 0."""
+        if not (self._most_draft and self.may_wait):
+            return 0.0
+        drafted = [seq.drafting for seq in rows if seq.drafting.waits]
+        if not drafted or any(d.runs_ahead or not d.own_device for d in drafted):
+            return 0.0
+        longest = max(drafted, key=lambda d: d.num_draft_tokens)
+        k, times = longest.num_draft_tokens, self._times(longest)
+        step_s = self._steps.estimate(half(len(rows)) * (1 + k))
+        return step_s if times is not None and step_s <= times.mean_s(k) else 0.0
+
     def goes_along(self, d: Drafting, num_ready: int) -> bool:
         """Its draft could be verified only after that step, however soon it comes."""
         if not d.runs_ahead or d.probing or not d.blocks:
@@ -228,10 +248,11 @@ class AdaptivePolicy(Policy):
 
     def shade(self, waiting: Rows[Sequence], now: float) -> int:
         """None beside drafts of the same device, which would be later by as much."""
-        # Rows that draft on demand all go on when the last of their drafts comes (see `hold`).
+        # On demand all go on when the last draft of theirs, or of a half, comes (see `hold`).
         if not all(_on_demand(seq) and seq.drafting.own_device for seq in waiting):
             return 0
-        due = max([self._expected(seq) for seq in waiting if seq.drafting.blocks], default=now)
+        dues = sorted([self._expected(seq) for seq in waiting if seq.drafting.blocks]) or [now]
+        due = dues[half(len(dues)) - 1] if self._turn_s(waiting) else dues[-1]
         num_tokens = self._prompts.tokens_in(due - now - self._steps.estimate(1))
         return num_tokens if num_tokens >= MIN_PROMPT_TOKENS else 0
 

@@ -69,6 +69,14 @@ class Policy:
         """
         return now
 
+    def in_turn(
+        self,
+        ready: list[Sequence],
+        waiting: Rows[Sequence],  # noqa: ARG002
+    ) -> list[Sequence]:
+        """Of rows that are ready, those that the next step takes."""
+        return ready
+
     def goes_along(self, d: Drafting, num_ready: int) -> bool:  # noqa: ARG002
         """Whether a row that could wait takes part in a step that others begin now."""
         return False
@@ -210,6 +218,7 @@ class Policy:
             if not may_wait:
                 d.deadline = min(d.deadline, d.committed_at)  # and nothing is missed
             (waiting if lacks_draft and now < d.deadline else ready).append(seq)
+        ready = self.in_turn(ready, waiting)
         if not waiting:
             return Ready(ready, now)
         wake_at = min(seq.drafting.deadline for seq in waiting)

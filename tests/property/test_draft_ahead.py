@@ -17,6 +17,8 @@ from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.contest import Way
 from outrider.engine.measured import StepDone
 from outrider.engine.policy import Policy
+from outrider.engine.sequence import Sequence as Row
+from outrider.engine.turns import next_half
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
 from outrider.types import Request
 from tests.support.hash_model import HashModel, Sequential
@@ -80,7 +82,7 @@ quietly: dict[str, Any] = {
 class Changing(Policy):
     """Wants drafts ahead for a few steps, then on demand for a few, and so on.
 
-    While all rows wait, prompts go in steps of three tokens.
+    While all rows wait, prompts go in steps of three tokens; halves of the rows take turns.
     """
 
     steps = 0
@@ -95,6 +97,9 @@ class Changing(Policy):
 
     def shade(self, waiting: Sequence[object], now: float) -> int:  # noqa: ARG002
         return 3
+
+    def in_turn(self, ready: list[Row], waiting: Sequence[Row]) -> list[Row]:
+        return next_half(ready, len(waiting))
 
 
 def draw_request(session: int, rng: random.Random) -> Request:
