@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.engine.adaptive import AdaptivePolicy
+from outrider.engine.contest import Way
 from outrider.engine.measured import Delay
 from outrider.engine.sequence import Sequence
 from outrider.engine.turns import begins_at
@@ -87,7 +88,9 @@ def test_a_step_waits_for_what_a_half_lacks_while_that_costs_less_than_to_miss_i
 
 
 def test_halves_in_turns_are_faster_and_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 rows of which all draft on demand; beside them newcomers' prompts."""
+    """64 rows of which all draft on demand, without trials; beside them newcomers' prompts."""
+    monkeypatch.setattr(AdaptivePolicy, "may_wait", True)
+    monkeypatch.setattr(AdaptivePolicy, "way", Way.ON_DEMAND)
     rates, texts = [], []
     for turns in (False, True):
         with monkeypatch.context() as patched:
