@@ -47,15 +47,19 @@ class _Tiling:
     programs: int
 
 
-def _tiling(block_m: int, *, alone: bool) -> _Tiling:
+def _tiling(block_m: int, dim: int, *, alone: bool) -> _Tiling:
     """For tiles of this many queries; `alone`: every program gets a multiprocessor.
 
     On an H200, 512 keys in 8 heads: at 128 a head 7.5 us became 5.4 at 1 row, 12.5 became 9.2 at 8
     and 26 became 21 at 32; at 64 a head 13.7 became 8.7 at 16 rows. (Before: 64 keys, 4 warps, 2.)
+    There 64 keys and 2 warps are better again but for 16 rows: 16.7 became 13.9 at 32 (51 became 42
+    with 2,048 keys), 9.2 became 9.6 at 16.
     """
     if block_m > 16:
         return _Tiling(32 if alone else 64, 4, 2)
-    return _Tiling(32, 8, 1) if alone else _Tiling(32, 1, 4)  # a warp waits for no other
+    if alone:
+        return _Tiling(32, 8, 1)
+    return _Tiling(64, 2, 2) if dim <= 64 else _Tiling(32, 1, 4)  # a warp waits for no other
 
 
 class TritonPagedAttention:
@@ -114,7 +118,7 @@ class TritonPagedAttention:
         # Prompts, of which there are many lengths, are compiled for once: tiles enough they have.
         programs = self._rows * kv_heads
         alone = programs * _MAX_SPLITS <= self._multiprocessors and tiles == 1
-        tiling = _tiling(block_m, alone=alone)
+        tiling = _tiling(block_m, max(dim, value_dim), alone=alone)
         most = tiling.programs * self._multiprocessors
         splits = _splits(programs, most) if tiles == 1 else 1
         out = query.new_empty(tokens, kv_heads, group, value_dim)
