@@ -86,6 +86,7 @@ def settle(policy: Policy, committed: Committed) -> tuple[Commit, ...]:
         in_shade=committed.step.in_shade,
         temperature=committed.temperature,
         followed=sum([row.seq.drafting.blocks > 0 for row in rows]),
+        may_run_ahead=any(row.seq.drafting.can_run_ahead for row in rows),
     )
     counts.way = policy.way.value
     policy.step_done(done)

@@ -59,7 +59,7 @@ from collections.abc import Sequence as Rows
 from itertools import accumulate, takewhile
 
 from outrider.engine.acceptance import Acceptance, accepted, expected_gain
-from outrider.engine.contest import Way
+from outrider.engine.contest import STRETCH, Way
 from outrider.engine.contests import Contests
 from outrider.engine.measured import (
     Delay,
@@ -98,6 +98,7 @@ class AdaptivePolicy(Policy):
         self._probes: dict[str, Probe] = {}  # by proposer
         self._contests = Contests()
         self._runs_ahead = False  # a proposer can
+        self._steps_since_ahead = 0  # of rows whose proposers all cannot
         self._num_steps = 0
         self._num_rows = 1  # of the last step that only verified
         self._num_running = 1
@@ -316,6 +317,8 @@ class AdaptivePolicy(Policy):
 
     def step_done(self, step: StepDone) -> None:
         self._num_running = max(1, step.num_running)
+        if step.comparable:
+            self._note_ahead(possible=step.may_run_ahead)
         before = self._contests.current.way
         self._contests.step_done(step)
         contest = self._contests.current
@@ -327,6 +330,13 @@ class AdaptivePolicy(Policy):
         elif contest.beginning and contest.way is not before:  # what is known is of other rows
             ahead = contest.way is Way.AHEAD
             self._drafts = {key: times for key, times in self._drafts.items() if key[1] != ahead}
+
+    def _note_ahead(self, *, possible: bool) -> None:
+        """Who could run ahead may have gone: then it is no way, nor a rival to drafts on demand."""
+        self._steps_since_ahead = 0 if possible else self._steps_since_ahead + 1
+        if possible > self._runs_ahead or (self._runs_ahead and self._steps_since_ahead == STRETCH):
+            self._runs_ahead = possible
+            self._contests = Contests(ahead=possible)
 
     @property
     def may_wait(self) -> bool:

@@ -133,6 +133,7 @@ class StepDone(NamedTuple):
     prompt_tokens: int = 0  # that were processed
     in_shade: bool = False  # prompts only, while all other rows waited for drafts
     temperature: float = 0.0  # mean of all rows that are admitted
+    may_run_ahead: bool = False  # a proposer of these rows can
 
 
 class Delay(NamedTuple):

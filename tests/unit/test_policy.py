@@ -13,6 +13,7 @@ from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine import contests, measured
 from outrider.engine.adaptive import AdaptivePolicy
+from outrider.engine.contest import STRETCH, Way
 from outrider.engine.engine import Engine
 from outrider.engine.measured import Delay, StepDone, StepTimes
 from outrider.engine.policy import FIRST_PATIENCE_S, FIRST_REST, Policy, Ready
@@ -899,3 +900,24 @@ def test_proposers_of_ever_new_names_do_not_fill_the_memory(
     assert length < len(text)
     for known in (policy._drafts, policy._acceptance, policy._drafters):
         assert 0 < len(known) <= 8
+
+
+def test_a_way_that_no_proposer_can_go_any_more_is_not_compared() -> None:
+    """Where only drafts on demand are left, they are compared with none, not with themselves."""
+    policy = AdaptivePolicy(4)
+    now, ways = 0.0, []
+    for name, ahead, steps in (("a", True, 300), ("b", False, 3000)):
+        d = policy.drafting(Request(0, (1, 2)))
+        d.can_run_ahead = ahead
+        policy.expect(d, name)
+        ways.append(set())
+        for i in range(steps):
+            drafts = policy.way is not Way.NONE
+            now += 0.02 if drafts else 0.01  # twice as long, for as many tokens
+            done = StepDone(8, 8, 8, now, 8 * drafts, comparable=True, followed=8)
+            policy.step_done(done._replace(may_run_ahead=ahead))
+            if ahead or i > STRETCH:
+                ways[-1].add(policy.way)
+    assert Way.AHEAD in ways[0]
+    assert ways[1] == {Way.NONE, Way.ON_DEMAND}
+    assert policy.way is Way.NONE

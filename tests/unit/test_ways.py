@@ -99,7 +99,8 @@ def test_what_drafts_take_on_demand_is_not_what_they_take_beside_branches() -> N
     while policy.way is not Way.ON_DEMAND:
         now += 0.005
         drafts = policy.may_wait
-        policy.step_done(StepDone(1, 1, 1 + 2 * drafts, now, drafts, comparable=True, followed=1))
+        done = StepDone(1, 1, 1 + 2 * drafts, now, drafts, comparable=True, followed=1)
+        policy.step_done(done._replace(may_run_ahead=True))
     assert ("a", False) not in policy._drafts, "measured anew, with the rows that there are"
     assert policy._drafts["a", True].mean_s(4) == pytest.approx(0.030)
 
