@@ -69,7 +69,8 @@ from outrider.engine.measured import (
     StepTimes,
     remember,
 )
-from outrider.engine.policy import FIRST_PATIENCE_S, Policy
+from outrider.engine.misses import FIRST_PATIENCE_S
+from outrider.engine.policy import Policy
 from outrider.engine.probe import Probe
 from outrider.engine.rounds import Drafting, Round
 from outrider.engine.sequence import Sequence

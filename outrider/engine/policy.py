@@ -1,9 +1,9 @@
-"""When a row goes ahead without its draft, and how many tokens to draft: all of it is here.
+"""When a row goes ahead without its draft, and how many tokens to draft.
 
 The scheduler asks which rows are ready (`split`) and how many draft tokens a row's next round
 takes (`Drafting.num_draft_tokens`: K, of a tree all nodes), and reports what happened. `Policy` has
 a fixed K and a fixed patience; `AdaptivePolicy` (adaptive.py) overrides what it decides with what
-it measures.
+it measures. What is counted of a row that goes is in misses.py.
 """
 
 from __future__ import annotations
@@ -15,17 +15,11 @@ from outrider.counts import StepCounts
 from outrider.draft_tree import DraftTree
 from outrider.engine.contest import Way
 from outrider.engine.measured import WARM, Delay, StepDone, remember
+from outrider.engine.misses import HIT_FADE, count_launch, owed
 from outrider.engine.rounds import USEFUL, BlockFate, Drafting, Round
 from outrider.engine.sequence import Sequence
 from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.types import Request
-
-SET_ASIDE_AFTER = 3  # rounds in a row whose draft was waited for in vain
-FIRST_REST = 16  # rounds before it is waited for again; doubles up to MAX_REST
-MAX_REST = 256
-FIRST_PATIENCE_S = 0.25  # a proposer must process the prompt before its first block
-WAIT_FADE = 0.8  # per round, of the moving average of waits
-HIT_FADE = 0.9  # per round, of the share of hits
 
 
 class Ready(NamedTuple):
@@ -234,69 +228,14 @@ class Policy:
 
     def launch(self, seq: Sequence, drafted: int, now: float) -> bool:
         """A row goes into a step with `drafted` tokens. True if its proposer is set aside by it."""
-        d, c = seq.drafting, seq.counters
         self._launched_at = now
-        c.iter_count += 1
-        if d.looked_at is None:  # prompt processing waits for nothing and misses nothing
-            c.hits += bool(drafted)
-            if drafted:
-                self.counts.fates[d.proposer_id or "", "hit"] += 1
-            return False
-        wanted = owed(seq) or (d.at_hand and d.num_draft_tokens > 0)
-        self._count_hit(seq, wanted, drafted)
-        waited = now - d.looked_at if not d.at_hand and d.waits else 0.0
-        if waited > 0.0:
-            c.waits += 1
-            c.wait_s += waited
-            self.counts.wait_s += waited
-        d.wait_s = WAIT_FADE * d.wait_s + (1 - WAIT_FADE) * waited
-        if drafted:
-            c.hits += d.at_hand
-            if d.at_hand:
-                self.counts.fates[d.proposer_id or "", "hit"] += 1
-            d.misses = d.next_rest = 0
-            return False
-        c.fallback_rounds += d.limit > 0
-        if seq.draft is not None:  # there was a draft, which this step did not verify
-            return False
-        if d.rest:
-            d.rest -= 1
-        elif wanted and (d.deadline > d.committed_at or self._silent(d, now)):  # waited in vain
-            d.misses += 1
-            # Tried again after a rest, it gets one chance.
-            if d.misses == (1 if d.next_rest else SET_ASIDE_AFTER):
-                d.misses, d.next_rest = 0, min(2 * d.next_rest or FIRST_REST, MAX_REST)
-                d.rest = d.next_rest
-                return True
-        return False
+        return count_launch(seq, drafted, self.counts, now)
 
     def preempted(self, seq: Sequence) -> None:
         """A row lost its pages. It waits for nothing and misses nothing until it has them again."""
         seq.drafting.looked_at = None
         seq.counters.preemptions += 1
         self.counts.preemptions += 1
-
-    def _silent(self, d: Drafting, now: float) -> bool:
-        """A proposer from which nothing has come for so long is missed, waited for or not."""
-        return not d.blocks and now > d.awaited_since + FIRST_PATIENCE_S
-
-    def _count_hit(self, seq: Sequence, wanted: bool, drafted: int) -> None:
-        """Hits, and misses by cause, of a round that `wanted` a draft."""
-        d, c = seq.drafting, seq.counters
-        if not wanted:
-            d.hit = None
-            return
-        # What is left of a late draft is no hit: only a proposer that runs ahead means it so.
-        fresh = d.runs_ahead or seq.draft_base == len(seq.token_ids)
-        hit = d.at_hand and fresh
-        if d.hit is not None:
-            (c.after_hit if d.hit else c.after_miss)[hit] += 1
-        d.hit = hit
-        d.hit_share += (hit - d.hit_share) * (1 - HIT_FADE)
-        if not d.at_hand and (d.runs_ahead or not drafted):
-            c.misses_wrong += d.wrong
-            c.misses_late += not d.wrong
-            self.counts.fates[d.proposer_id or "", "wrong" if d.wrong else "late"] += 1
 
     def round_done(self, seq: Sequence, round_: Round, wrong: bool, now: float) -> None:
         """A row emitted tokens; `wrong` says that its draft fell off the committed path."""
@@ -327,8 +266,3 @@ class Policy:
         d.runs_ahead = d.can_run_ahead and self.way is not Way.ON_DEMAND
         limit = min(d.limit, d.proposer_limit) if asked and d.proposer_id is not None else 0
         d.num_draft_tokens = min(self.choose_k(d, limit), limit) if limit else 0
-
-
-def owed(seq: Sequence) -> bool:
-    """Whether the row waits for drafts, and its proposer has not said that it has none."""
-    return seq.drafting.waits and seq.drafting.no_guess_at != len(seq.token_ids)

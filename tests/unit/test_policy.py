@@ -16,7 +16,8 @@ from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.contest import STRETCH, Way
 from outrider.engine.engine import Engine
 from outrider.engine.measured import Delay, StepDone, StepTimes
-from outrider.engine.policy import FIRST_PATIENCE_S, FIRST_REST, Policy, Ready
+from outrider.engine.misses import FIRST_PATIENCE_S, FIRST_REST
+from outrider.engine.policy import Policy, Ready
 from outrider.engine.probe import PROBE_EVERY, Probe
 from outrider.engine.rounds import Drafting, Round
 from outrider.engine.sequence import Sequence
