@@ -1,30 +1,7 @@
-"""The policy that measures: K and patience from acceptance, step times and block delays.
+"""The policy that measures: when rows go, with their drafts or without, and how they draft.
 
-Everything maximises one estimate, committed tokens per second of a row:
-
-    goodput(k) = (1 + accepted(k)) / (step_time(rows * (1 + k)) + wait(k))
-
-`accepted(k)` = a + a^2 + ... + a^k with `a` the row's own moving average of acceptance, which
-begins as its proposer's over rows of its kind; step times are measured by size. For k = 0 no row
-waits.
-
-Of a draft tree K counts the nodes, which is what a step's time follows, and `a` is the chance that
-the target's token is among a node's children: a round tries one place per level until one fails.
-So `accepted` is taken of the tree's depth, k times the row's measured depth per node.
-
-Where most rows draft on demand, and to wait pays by their proposer's average, a row of low
-acceptance waits with them: alone it would only run its steps beside their drafts. It compares with
-1 / (step_time + wait(0)): what verifying costs.
-
-A draft takes its proposer `D(k)` from the commit to its arrival, measured, corrected by the time
-per drafted token; `h` is the row's share of hits: rounds whose draft was at hand at once. So
-
-    wait(k) = (1 - h) * D(max(k, l - 1))    drafting on demand, l: its batches' longest draft
-    wait(k) = max(0, w - (1 - h) * (D(k') - D(k)))    drafting ahead
-
-with `w` the row's average wait and k' its present number. (On demand, `w` would say little: a row
-that does not wait for its drafts has them late, and on a shared device slows them down. And where
-rows share a batch, one that wants less waits no shorter; l - 1, so that all together can shrink.)
+Everything maximises committed tokens per second. How many tokens a row drafts is said in
+goodput.py, and what `accepted(k)` and D are, a draft's seconds from the commit to its arrival.
 
 A row whose draft is at hand goes at once. For one without, waiting `d` brings accepted(k) more
 tokens, and costs what it would commit in `d` otherwise, at the rate of a row that never waits:
@@ -56,19 +33,14 @@ for many rows come too late: whether to draft, and whether ahead, is decided by 
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from itertools import accumulate, takewhile
+from itertools import accumulate
 
-from outrider.engine.acceptance import Acceptance, accepted, expected_gain
+from outrider.engine.acceptance import Acceptance, expected_gain
 from outrider.engine.contest import STRETCH, Way
 from outrider.engine.contests import Contests
-from outrider.engine.measured import (
-    Delay,
-    DraftTimes,
-    PromptTimes,
-    StepDone,
-    StepTimes,
-    remember,
-)
+from outrider.engine.costs import Costs
+from outrider.engine.goodput import Goodput
+from outrider.engine.measured import Delay, StepDone, remember
 from outrider.engine.misses import FIRST_PATIENCE_S
 from outrider.engine.policy import Policy
 from outrider.engine.probe import Probe
@@ -77,10 +49,7 @@ from outrider.engine.sequence import Sequence
 from outrider.engine.turns import begins_at, half, next_half
 from outrider.types import Request
 
-NEARLY = 0.95  # of the best goodput: such differences between sizes are noise
 LARGEST_PROBE = 16  # or twice the present K: one round of 128 costs as much as several
-COMPANY_ROUNDS = 4  # over which the share of rows that draft fades
-SIZES = (*range(1, 17), 20, 24, 32, 48, 64, 96)  # of K that are compared, beside the limit
 MIN_PROMPT_TOKENS = 32  # of a step: fewer are not worth one
 MIN_PATIENCE_S, MAX_PATIENCE_S = 0.002, 0.1
 STEPS_OF_PATIENCE = 3.0
@@ -92,21 +61,15 @@ class AdaptivePolicy(Policy):
 
     def __init__(self, num_speculative_tokens: int) -> None:
         super().__init__(num_speculative_tokens)
-        self._steps = StepTimes()
-        self._prompts = PromptTimes()
-        self._drafts: dict[tuple[str, bool], DraftTimes] = {}  # by drafter, and if it runs ahead
+        self._costs = Costs()
         self._acceptance = Acceptance()
+        self._goodput = Goodput(self._costs, self._acceptance)
         self._probes: dict[str, Probe] = {}  # by proposer
         self._contests = Contests()
         self._runs_ahead = False  # a proposer can
         self._steps_since_ahead = 0  # of rows whose proposers all cannot
         self._num_steps = 0
-        self._num_rows = 1  # of the last step that only verified
         self._num_running = 1
-        self._company = 0.0  # the share of rows that draft, fading
-        # The same for all rows until the next step: by k, and all that are compared up to a limit.
-        self._step_times: dict[int, float] = {}
-        self._sizes_up_to: dict[int, list[tuple[int, float]]] = {}
 
     def choose_k(self, drafting: Drafting, limit: int) -> int:
         d, contest = drafting, self._contests.current
@@ -116,47 +79,7 @@ class AdaptivePolicy(Policy):
         d.probing = (contest.beginning and not d.runs_ahead) or self._probe(d.proposer_id).on
         if d.probing:
             return min(limit, max(LARGEST_PROBE, 2 * d.num_draft_tokens))
-        plain = self._step_time(0)
-        if not plain:
-            return limit
-        times = self._times(d)
-        missed = 1.0 - d.hit_share
-        token_s = 0.0 if times is None else missed * times.token_s
-        if d.runs_ahead:
-            wait_s = d.wait_s - token_s * d.num_draft_tokens
-        else:
-            wait_s = 0.0 if times is None else missed * times.mean_s(0)
-        # On demand a row waits for its batch's longest draft: alone it can do little about that.
-        least = 0.0
-        if times is not None and not d.runs_ahead and self._num_rows > 1:
-            least = times.longest - 1.0
-        sizes = self._sizes(limit)
-
-        def rates(acceptance: float) -> list[float]:
-            return [
-                (1.0 + accepted(acceptance, k * d.levels))
-                / (step_s + max(0.0, wait_s + token_s * (k if k > least else least)))
-                for k, step_s in sizes
-            ]
-
-        mine = rates(d.successes / d.trials)
-        best, without = max(mine), 1.0 / plain
-        if best <= without and self._in_company(d):
-            others = self._acceptance.of_proposer(d)
-            if others is not None and max(rates(others)) > without:
-                without = 1.0 / (plain + wait_s)
-        self._company += ((best > without) - self._company) / (COMPANY_ROUNDS * self._num_rows)
-        if best <= without:
-            return 0
-        return max([k for (k, _), rate in zip(sizes, mine, strict=True) if rate >= NEARLY * best])
-
-    def _in_company(self, d: Drafting) -> bool:
-        """Whether most rows wait for drafts on demand, and this one with them in any case."""
-        return self._num_rows > 1 and not d.runs_ahead and self._most_draft
-
-    @property
-    def _most_draft(self) -> bool:
-        return self._company > 0.5
+        return self._goodput.best_k(d, limit)
 
     def patience(self, seq: Sequence) -> float:
         """Blocks' mean delay and a little more, at most as long as waiting pays.
@@ -165,13 +88,13 @@ class AdaptivePolicy(Policy):
         a proposer that is busy with many prompts must not hold a row back round after round.
         """
         d = seq.drafting
-        step = self._step_time(d.num_draft_tokens)
+        step = self._costs.round_s(d.num_draft_tokens)
         if not d.blocks:
             prefill_s = seq.counters.prefill_s / self._num_running  # it took all prompts, too
             allowed = min(FIRST_PATIENCE_S, STEPS_OF_PATIENCE * step + prefill_s)
             return max(0.0, d.awaited_since + allowed - d.committed_at)
         worth = max(MIN_PATIENCE_S, self._worth(d, step))
-        times = self._times(d)
+        times = self._costs.draft_times(d)
         if times is None:
             return min(MAX_PATIENCE_S, worth)
         mean = times.mean_s(d.num_draft_tokens)
@@ -205,16 +128,16 @@ class AdaptivePolicy(Policy):
             return begins_at(len(ready), arrivals, turn_s, now)
         # Nobody waits for a first block, with its prompt's processing, but its own row.
         known = [seq for seq in waiting if seq.drafting.blocks]
-        together = known and not others_ready and self._most_draft
+        together = known and not others_ready and self._goodput.most_draft
         if together and all(_on_demand(seq) for seq in (*ready, *waiting)):
             return max(self._due(seq, now) for seq in known)
         per_row = 1 + max([seq.drafting.num_draft_tokens for seq in waiting])
         going, num_waiting = len(ready) + others_ready, len(waiting)
-        stall = max([self._stall(seq) for seq in waiting])
+        stall = max([self._costs.stall_s(seq.drafting) for seq in waiting])
         all_there = arrivals[-1] - now + stall
 
         def step_s(rows: int) -> float:
-            return self._steps.estimate(rows * per_row) if rows else 0.0
+            return self._costs.step_s(rows * per_row) if rows else 0.0
 
         go_at, shortest = now, max(step_s(going), all_there) + step_s(num_waiting)
         for joining, due in enumerate(arrivals, start=1):
@@ -231,22 +154,22 @@ class AdaptivePolicy(Policy):
 
     def _turn_s(self, rows: Rows[Sequence]) -> float:
         """Seconds of a step of half the rows, where halves take turns; else 0."""
-        if not (self._most_draft and self.may_wait):
+        if not (self._goodput.most_draft and self.may_wait):
             return 0.0
         drafted = [seq.drafting for seq in rows if seq.drafting.waits]
         if not drafted or any(d.runs_ahead or not d.own_device for d in drafted):
             return 0.0
         longest = max(drafted, key=lambda d: d.num_draft_tokens)
-        k, times = longest.num_draft_tokens, self._times(longest)
-        step_s = self._steps.estimate(half(len(rows)) * (1 + k))
+        k, times = longest.num_draft_tokens, self._costs.draft_times(longest)
+        step_s = self._costs.step_s(half(len(rows)) * (1 + k))
         return step_s if times is not None and step_s <= times.mean_s(k) else 0.0
 
     def goes_along(self, d: Drafting, num_ready: int) -> bool:
         """Its draft could be verified only after that step, however soon it comes."""
         if not d.runs_ahead or d.probing or not d.blocks:
             return False
-        step = self._step_time(d.num_draft_tokens)
-        return self._worth(d, step) < self._steps.estimate(num_ready * (1 + d.num_draft_tokens))
+        step = self._costs.round_s(d.num_draft_tokens)
+        return self._worth(d, step) < self._costs.step_s(num_ready * (1 + d.num_draft_tokens))
 
     def shade(self, waiting: Rows[Sequence], now: float) -> int:
         """None beside drafts of the same device, which would be later by as much."""
@@ -255,7 +178,7 @@ class AdaptivePolicy(Policy):
             return 0
         dues = sorted([self._expected(seq) for seq in waiting if seq.drafting.blocks]) or [now]
         due = dues[half(len(dues)) - 1] if self._turn_s(waiting) else dues[-1]
-        num_tokens = self._prompts.tokens_in(due - now - self._steps.estimate(1))
+        num_tokens = self._costs.prompt_tokens_in(due - now - self._costs.step_s(1))
         return num_tokens if num_tokens >= MIN_PROMPT_TOKENS else 0
 
     def drafts_pay(self, rows: Rows[Sequence]) -> bool:
@@ -264,14 +187,9 @@ class AdaptivePolicy(Policy):
         if not with_draft or any(d.probing or not d.runs_ahead for d in with_draft):
             return True
         n, k = len(rows), max([d.num_draft_tokens for d in with_draft])
-        plain, drafted = self._steps.estimate(n), self._steps.estimate(n * (1 + k))
+        plain, drafted = self._costs.step_s(n), self._costs.step_s(n * (1 + k))
         gains = accumulate(map(expected_gain, with_draft))  # those of a few are often enough
         return any((n + gain) * plain >= n * drafted for gain in gains)
-
-    def _stall(self, seq: Sequence) -> float:
-        """Seconds by which a step beside it makes a row's draft late."""
-        times = self._times(seq.drafting)
-        return 0.0 if times is None or seq.drafting.runs_ahead else times.stall_s
 
     def _due(self, seq: Sequence, now: float) -> float:
         """When a row's draft is expected; its deadline if it is overdue."""
@@ -280,9 +198,7 @@ class AdaptivePolicy(Policy):
 
     def _expected(self, seq: Sequence) -> float:
         """When a row's draft usually comes; in the past if that is unknown."""
-        times = self._times(seq.drafting)
-        mean_s = 0.0 if times is None else times.mean_s(seq.drafting.num_draft_tokens)
-        return seq.drafting.committed_at + mean_s
+        return seq.drafting.committed_at + self._costs.delay_s(seq.drafting)
 
     def drafting(self, request: Request) -> Drafting:
         d = super().drafting(request)
@@ -297,9 +213,7 @@ class AdaptivePolicy(Policy):
         self._acceptance.join(drafting, proposer_id)
 
     def observe_delay(self, drafting: Drafting, delay: Delay) -> None:
-        times = self._times(drafting) or DraftTimes()
-        remember(self._drafts, (drafting.drafter, drafting.runs_ahead), times)
-        times.observe(delay)
+        self._costs.observe_delay(drafting, delay)
 
     def observe_round(self, drafting: Drafting, round_: Round) -> None:
         d = drafting
@@ -309,12 +223,10 @@ class AdaptivePolicy(Policy):
 
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         self._num_steps += 1
-        self._num_rows = num_rows
-        self._steps.observe(num_tokens, seconds)
-        self._step_times, self._sizes_up_to = {}, {}
+        self._costs.observe_step(num_rows, num_tokens, seconds)
 
     def observe_prompts(self, num_tokens: int, num_others: int, seconds: float) -> None:
-        self._prompts.observe(num_tokens, seconds - self._steps.estimate(max(1, num_others)))
+        self._costs.observe_prompts(num_tokens, num_others, seconds)
 
     def step_done(self, step: StepDone) -> None:
         self._num_running = max(1, step.num_running)
@@ -327,10 +239,9 @@ class AdaptivePolicy(Policy):
             contest.beginning and not contest.champion.drafts and step.followed < step.num_rows
         )
         if catching_up:  # beside prompts drafts take long
-            self._drafts.clear()
+            self._costs.forget_drafts()
         elif contest.beginning and contest.way is not before:  # what is known is of other rows
-            ahead = contest.way is Way.AHEAD
-            self._drafts = {key: times for key, times in self._drafts.items() if key[1] != ahead}
+            self._costs.forget_drafts(ahead=contest.way is Way.AHEAD)
 
     def _note_ahead(self, *, possible: bool) -> None:
         """Who could run ahead may have gone: then it is no way, nor a rival to drafts on demand."""
@@ -352,10 +263,7 @@ class AdaptivePolicy(Policy):
         return self._contests.undrafted_sizes
 
     def plain_step_s(self, num_rows: int) -> float:
-        return self._steps.estimate(num_rows)
-
-    def _times(self, d: Drafting) -> DraftTimes | None:
-        return self._drafts.get((d.drafter, d.runs_ahead))
+        return self._costs.step_s(num_rows)
 
     def _probe(self, proposer_id: str | None) -> Probe:
         """Counted on from row to row: answers may all be too short for a probe of their own."""
@@ -363,21 +271,6 @@ class AdaptivePolicy(Policy):
         if name not in self._probes:
             remember(self._probes, name, Probe())
         return self._probes[name]
-
-    def _sizes(self, limit: int) -> list[tuple[int, float]]:
-        """The K that are compared, each with `_step_time`."""
-        known = self._sizes_up_to.get(limit)
-        if known is None:
-            sizes = (*takewhile(lambda k: k < limit, SIZES), limit)
-            known = self._sizes_up_to[limit] = [(k, self._step_time(k)) for k in sizes]
-        return known
-
-    def _step_time(self, k: int) -> float:
-        """Expected seconds of a step as large as the last one, with `k` draft tokens per row."""
-        known = self._step_times.get(k)
-        if known is None:
-            known = self._step_times[k] = self._steps.estimate(self._num_rows * (1 + k))
-        return known
 
 
 def _on_demand(seq: Sequence) -> bool:

@@ -463,7 +463,7 @@ def test_rows_that_draft_nothing_are_not_held_for_the_few_that_draft() -> None:
     waiting.drafting.blocks = 1
     waiting.drafting.deadline = 0.007
     for company, go_at in ((1.0, 0.007), (0.2, 0.0)):  # the share of rows that draft
-        policy._company = company
+        policy._goodput._company = company
         assert policy.hold(ready, 0, [waiting], now=0.0) == pytest.approx(go_at)
 
 
@@ -842,7 +842,7 @@ def test_a_trial_of_drafts_begins_with_what_they_take_at_their_best() -> None:
     step(32)
     assert policy.may_wait
     policy.observe_delay(d, Delay(21.0, 0.009, 0.005, 4, calm=True))
-    assert policy._times(d).mean_s(4) == 0.009
+    assert policy._costs.draft_times(d).mean_s(4) == 0.009
     assert policy.choose_k(d, 4) == 4
     assert d.probing
     assert policy.patience(row) > 0.0
@@ -899,7 +899,7 @@ def test_proposers_of_ever_new_names_do_not_fill_the_memory(
                 assert next(now) < 100.0
             length += sum(len(commit.token_ids) for commit in events.commits)
     assert length < len(text)
-    for known in (policy._drafts, policy._acceptance, policy._drafters):
+    for known in (policy._costs._drafts, policy._acceptance, policy._drafters):
         assert 0 < len(known) <= 8
 
 

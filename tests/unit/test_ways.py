@@ -101,8 +101,8 @@ def test_what_drafts_take_on_demand_is_not_what_they_take_beside_branches() -> N
         drafts = policy.may_wait
         done = StepDone(1, 1, 1 + 2 * drafts, now, drafts, comparable=True, followed=1)
         policy.step_done(done._replace(may_run_ahead=True))
-    assert ("a", False) not in policy._drafts, "measured anew, with the rows that there are"
-    assert policy._drafts["a", True].mean_s(4) == pytest.approx(0.030)
+    assert ("a", False) not in policy._costs._drafts, "measured anew, with the rows that there are"
+    assert policy._costs._drafts["a", True].mean_s(4) == pytest.approx(0.030)
 
 
 def rate_without(rows: int) -> float:

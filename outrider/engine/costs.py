@@ -1,0 +1,81 @@
+"""What steps, prompts and drafts take, as measured: the policy's formulas begin with it."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+from outrider.engine.measured import Delay, DraftTimes, PromptTimes, StepTimes, remember
+from outrider.engine.rounds import Drafting
+
+SIZES = (*range(1, 17), 20, 24, 32, 48, 64, 96)  # of K that are compared, beside the limit
+
+
+class Costs:
+    """All in seconds, 0 as long as nothing was measured. Only the policy says what was."""
+
+    def __init__(self) -> None:
+        self.num_rows = 1  # of the last step that only verified
+        self._steps = StepTimes()
+        self._prompts = PromptTimes()
+        self._drafts: dict[tuple[str, bool], DraftTimes] = {}  # by drafter, and if it runs ahead
+        # The same for all rows until the next step: by K, and all that are compared up to a limit.
+        self._rounds: dict[int, float] = {}
+        self._rounds_up_to: dict[int, list[tuple[int, float]]] = {}
+
+    def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """A step that only verified."""
+        self.num_rows = num_rows
+        self._steps.observe(num_tokens, seconds)
+        self._rounds, self._rounds_up_to = {}, {}
+
+    def observe_prompts(self, num_tokens: int, num_others: int, seconds: float) -> None:
+        """A step of so many tokens of prompts, and others beside them."""
+        self._prompts.observe(num_tokens, seconds - self.step_s(max(1, num_others)))
+
+    def observe_delay(self, d: Drafting, delay: Delay) -> None:
+        """A draft came for a row."""
+        times = self.draft_times(d) or DraftTimes()
+        remember(self._drafts, (d.drafter, d.runs_ahead), times)
+        times.observe(delay)
+
+    def forget_drafts(self, *, ahead: bool | None = None) -> None:
+        """What drafts take that are made ahead, or on demand; None: both."""
+        kept = {key: times for key, times in self._drafts.items() if ahead not in (None, key[1])}
+        self._drafts = kept
+
+    def step_s(self, num_tokens: int) -> float:
+        """A step of so many tokens."""
+        return self._steps.estimate(num_tokens)
+
+    def round_s(self, k: int) -> float:
+        """A step of as many rows as the last one, with `k` draft tokens each."""
+        known = self._rounds.get(k)
+        if known is None:
+            known = self._rounds[k] = self.step_s(self.num_rows * (1 + k))
+        return known
+
+    def rounds_up_to(self, limit: int) -> list[tuple[int, float]]:
+        """The K that are compared, each with `round_s`."""
+        known = self._rounds_up_to.get(limit)
+        if known is None:
+            sizes = (*takewhile(lambda k: k < limit, SIZES), limit)
+            known = self._rounds_up_to[limit] = [(k, self.round_s(k)) for k in sizes]
+        return known
+
+    def prompt_tokens_in(self, seconds: float) -> int:
+        """Tokens of prompts that take so long beside others."""
+        return self._prompts.tokens_in(seconds)
+
+    def draft_times(self, d: Drafting) -> DraftTimes | None:
+        """What a row's drafts take, made as they are now; None if none of them was measured."""
+        return self._drafts.get((d.drafter, d.runs_ahead))
+
+    def delay_s(self, d: Drafting) -> float:
+        """From a row's commit to the arrival of its next draft."""
+        times = self.draft_times(d)
+        return 0.0 if times is None else times.mean_s(d.num_draft_tokens)
+
+    def stall_s(self, d: Drafting) -> float:
+        """By so much a step beside it makes a row's draft late; nothing if made ahead."""
+        times = self.draft_times(d)
+        return 0.0 if times is None or d.runs_ahead else times.stall_s
