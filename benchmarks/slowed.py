@@ -40,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # The compiled draft loop is one call: its forwards could not be slowed one by one.
     compiled = mock.patch.object(LlamaChains, "load", return_value=None)
-    with mock.patch.object(PagedModel, "forward", slowed), compiled:
+    # Who sleeps takes nothing from the other: as on a device of its own.
+    device = mock.patch("outrider.device.device_id", return_value=f"slowed {ours.service}")
+    with mock.patch.object(PagedModel, "forward", slowed), compiled, device:
         if ours.service == "scorer":
             from scorer_service import __main__ as scorer
 
