@@ -35,6 +35,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 from itertools import accumulate
 
+from outrider.engine import turns
 from outrider.engine.acceptance import Acceptance, expected_gain
 from outrider.engine.contest import STRETCH, Way
 from outrider.engine.contests import Contests
@@ -46,7 +47,6 @@ from outrider.engine.policy import Policy
 from outrider.engine.probe import Probe
 from outrider.engine.rounds import Drafting, Round
 from outrider.engine.sequence import Sequence
-from outrider.engine.turns import begins_at, half, next_half
 from outrider.types import Request
 
 LARGEST_PROBE = 16  # or twice the present K: one round of 128 costs as much as several
@@ -125,7 +125,7 @@ class AdaptivePolicy(Policy):
         """
         arrivals = sorted([self._due(seq, now) for seq in waiting])
         if turn_s := self._turn_s((*ready, *waiting)):
-            return begins_at(len(ready), arrivals, turn_s, now)
+            return turns.begins_at(len(ready), arrivals, turn_s, now)
         # Nobody waits for a first block, with its prompt's processing, but its own row.
         known = [seq for seq in waiting if seq.drafting.blocks]
         together = known and not others_ready and self._goodput.most_draft
@@ -150,7 +150,7 @@ class AdaptivePolicy(Policy):
 
     def in_turn(self, ready: list[Sequence], waiting: Rows[Sequence]) -> list[Sequence]:
         """Half of all rows at most, where halves take turns."""
-        return next_half(ready, len(waiting)) if self._turn_s((*ready, *waiting)) else ready
+        return turns.next_half(ready, len(waiting)) if self._turn_s((*ready, *waiting)) else ready
 
     def _turn_s(self, rows: Rows[Sequence]) -> float:
         """Seconds of a step of half the rows, where halves take turns; else 0."""
@@ -161,8 +161,10 @@ class AdaptivePolicy(Policy):
             return 0.0
         longest = max(drafted, key=lambda d: d.num_draft_tokens)
         k, times = longest.num_draft_tokens, self._costs.draft_times(longest)
-        step_s = self._costs.step_s(half(len(rows)) * (1 + k))
-        return step_s if times is not None and step_s <= times.mean_s(k) else 0.0
+        if times is None:
+            return 0.0
+        step_s = self._costs.step_s(turns.half(len(rows)) * (1 + k))
+        return step_s if turns.pay(step_s, times.mean_s(k), k * times.token_s) else 0.0
 
     def goes_along(self, d: Drafting, num_ready: int) -> bool:
         """Its draft could be verified only after that step, however soon it comes."""
@@ -177,7 +179,7 @@ class AdaptivePolicy(Policy):
         if not all(_on_demand(seq) and seq.drafting.own_device for seq in waiting):
             return 0
         dues = sorted([self._expected(seq) for seq in waiting if seq.drafting.blocks]) or [now]
-        due = dues[half(len(dues)) - 1] if self._turn_s(waiting) else dues[-1]
+        due = dues[turns.half(len(dues)) - 1] if self._turn_s(waiting) else dues[-1]
         num_tokens = self._costs.prompt_tokens_in(due - now - self._costs.step_s(1))
         return num_tokens if num_tokens >= MIN_PROMPT_TOKENS else 0
 

@@ -8,7 +8,7 @@ from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.contest import Way
 from outrider.engine.measured import Delay
 from outrider.engine.sequence import Sequence
-from outrider.engine.turns import begins_at
+from outrider.engine.turns import begins_at, pay
 from outrider.params import SamplingParams
 from outrider.types import Request
 from tests.support.two_devices import TwoDevices
@@ -85,6 +85,18 @@ def test_a_step_waits_for_what_a_half_lacks_while_that_costs_less_than_to_miss_i
     assert begins_at(1, [0.001] * 7, 0.006, 0.0) == 0.001
     assert begins_at(3, [0.004] * 5, 0.006, 0.0) == 0.0, "three rows wait for one"
     assert begins_at(0, [0.005, 0.005, 0.009, 0.009], 0.004, 0.0) == 0.005, "nobody is delayed"
+
+
+def test_turns_pay_while_the_proposer_keeps_up_with_both_halves() -> None:
+    assert pay(0.006, delay_s=0.008, drafting_s=0.005)
+    assert not pay(0.009, delay_s=0.008, drafting_s=0.005), "drafts are there before the step ends"
+    assert pay(0.005, delay_s=0.009, drafting_s=0.006), "it rests while drafts are on their way"
+    for way_s in (0.001, 0.004):
+        step_s, drafting_s = 0.005, 0.012
+        together_s, in_turns_s = step_s + drafting_s + way_s, 2 * drafting_s
+        assert in_turns_s > together_s
+        assert not pay(step_s, drafting_s + way_s, drafting_s)
+        assert not pay(step_s, in_turns_s - step_s, drafting_s), "nor once they were begun"
 
 
 def test_halves_in_turns_are_faster_and_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
