@@ -143,7 +143,7 @@ def test_newcomers_prompts_go_in_the_shade_of_drafts_made_elsewhere() -> None:
         stats = [last.stats for last in world.last.values() if last.stats is not None]
         first_tokens.append(sum([each.prefill_ms for each in stats[-100:]]) / 100)
     assert rates[1] > 1.04 * rates[0]
-    assert first_tokens[1] < 1.05 * first_tokens[0], "nor do newcomers wait longer"
+    assert first_tokens[1] < first_tokens[0], "nor do newcomers wait longer"
     assert len(texts[0]) > 100
     assert all(texts[1][i] == text for i, text in texts[0].items() if i in texts[1])
 
