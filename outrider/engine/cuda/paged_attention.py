@@ -59,7 +59,9 @@ def _tiling(block_m: int, dim: int, *, alone: bool) -> _Tiling:
         return _Tiling(32 if alone else 64, 4, 2)
     if alone:
         return _Tiling(32, 8, 1)
-    return _Tiling(64, 2, 2) if dim <= 64 else _Tiling(32, 1, 4)  # a warp waits for no other
+    if dim <= 64:
+        return _Tiling(64, 2, 2)
+    return _Tiling(32, 1, 4)  # a warp waits for no other
 
 
 class TritonPagedAttention:

@@ -23,7 +23,7 @@ from outrider.engine.cuda.launch import launch_options, row_warps
 _MAX_STRIP = 16384  # numbers of a row of the weight, which a strip holds whole
 OUTPUTS = 128  # divides the rows of every weight; a gated one has two halves
 _TILES = 256  # at most of which the inner dimension is shared
-_PARTIAL = 2**22 + 2**15  # numbers that their programs leave for each other at most
+_PARTIAL = 2**22 + 2**15  # numbers that their programs leave for each other: sums, x's squares
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Products of int8 weights and few rows on tensor cores that multiply int8.
 
-Both operands come from shared memory as they are: `tile_kernel` makes bfloat16 of every weight,
-which takes longer than to read it. So x becomes two int8, 256 * high + low: finer than bfloat16 but
+Both operands come from shared memory as they are: to make bfloat16 of every weight takes longer
+than to read it. So x becomes two int8, 256 * high + low: finer than bfloat16 but
 where numbers are far below the largest of their row.
 
 Where rows are many that is done once for all programs, and sums are exact. Of few rows it takes
