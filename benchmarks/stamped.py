@@ -59,14 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _change_scorer(
     taken: Taken, steps: list[tuple[int, int]], sleep_s: float, row_bytes: int
 ) -> None:
-    import grpc
     import torch
 
     from benchmarks.fixed_k import fix
     from outrider.engine.engine import Engine
     from outrider.engine.scheduler import Scheduler
     from outrider.engine.worker import EngineWorker
-    from scorer_service import app, loading
+    from outrider.rpc.feature_codec import response_to_bytes
+    from scorer_service import app, loading, wire
     from scorer_service.hub import Hub
 
     load = loading.load
@@ -108,24 +108,14 @@ def _change_scorer(
     _before(taken, Hub, "on_events", "hub", 0)
     _before(taken, EngineWorker, "post_blocks", "posted", 0)
     _before(taken, Engine, "post_block", "taken", slice(0, 2))
-    # What gRPC is given to write messages with and to read them; here Draft's.
-    handler = grpc.stream_stream_rpc_method_handler
-    mock.patch.object(
-        grpc,
-        "stream_stream_rpc_method_handler",
-        lambda servicer, request_deserializer, response_serializer: handler(
-            servicer,
-            request_deserializer=_after(taken, request_deserializer, "arrived"),
-            response_serializer=_at(taken, response_serializer, "sent"),
-        ),
-    ).start()
+    to_bytes = _at(taken, response_to_bytes, "sent")
+    mock.patch.object(wire, "response_to_bytes", to_bytes).start()
+    mock.patch.object(wire, "_parse", _after(taken, wire._parse, "arrived")).start()
 
 
 def _change_proposer(taken: Taken, sleep_s: float, ahead_s: float, row_bytes: int) -> None:
-    from grpc.aio._channel import Channel
-
     from outrider.drafting.ngram import NgramProposer
-    from proposer_service import methods
+    from proposer_service import methods, wire
     from proposer_service.cycle import Cycle
 
     kind: Any = NgramProposer
@@ -135,7 +125,7 @@ def _change_proposer(taken: Taken, sleep_s: float, ahead_s: float, row_bytes: in
         kind = StatesProposer
         mock.patch.object(methods, "_build", functools.partial(build, row_bytes)).start()
     drafting = (0, 0)
-    draft, hand_over, stub = kind.draft, Cycle._hand_over, Channel.stream_stream
+    draft, hand_over = kind.draft, Cycle._hand_over
 
     def slept(self: Any, *args: Any) -> object:
         nonlocal drafting
@@ -160,24 +150,10 @@ def _change_proposer(taken: Taken, sleep_s: float, ahead_s: float, row_bytes: in
             pass
         return bool(self._routes.drafted)
 
-    def stream(
-        self: Channel,
-        method: str,
-        request_serializer: Any,
-        response_deserializer: Any,
-        **more: Any,
-    ) -> object:
-        return stub(
-            self,
-            method,
-            _at(taken, request_serializer, "answered"),
-            _after(taken, response_deserializer, "received"),
-            **more,
-        )
-
     mock.patch.object(kind, "draft", slept).start()
     mock.patch.object(Cycle, "_hand_over", handed_over).start()
-    mock.patch.object(Channel, "stream_stream", stream).start()
+    _before(taken, wire.FrameWire, "write", "answered", 0)
+    mock.patch.object(wire, "_parse", _after(taken, wire._parse, "received")).start()
     if ahead_s:
         mock.patch.object(Cycle, "ahead", computed).start()
     _before(taken, Cycle, "apply", "applied", 0)

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import logging
 import random
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -31,6 +30,8 @@ from outrider.v1 import draft_pb2, proposer_pb2, scorer_pb2_grpc
 from proposer_service.config import LinkConfig
 from proposer_service.metrics import ProposerMetrics
 from proposer_service.shared_rows import SharedRows
+from proposer_service.stream import Stream
+from proposer_service.wire import Call, StreamWire, Wire, open_wire
 from proposer_service.worker import DraftWorker
 
 _log = logging.getLogger(__name__)
@@ -39,8 +40,6 @@ _QUEUE_FULL_WAIT_S: Final = 0.002
 _CHUNK_BYTES: Final = 2**20  # of a projection
 _STEADY_S: Final = 5.0  # a stream that lived this long starts the backoff afresh
 _link_ids = itertools.count(1)
-
-Call = grpc.aio.StreamStreamCall[Any, Any]
 
 
 class ScorerLink:
@@ -64,7 +63,7 @@ class ScorerLink:
         self._worker = worker
         self._config = config
         self._metrics = metrics
-        self._stream: _Stream | None = None
+        self._stream: Stream | None = None
         self._draining = False
         self._hurry = asyncio.Event()  # do not wait to dial again: it is over
         self._last_error: OutriderError | None = UnavailableError("not connected yet")
@@ -160,12 +159,15 @@ class ScorerLink:
         hello = self._hello()
         with contextlib.closing(SharedRows(self.target, hello)) as rows:
             async with asyncio.timeout(self._config.answer_timeout_s):
-                await _write(call, draft_pb2.DraftRequest(hello=hello))
+                await StreamWire(call).write(draft_pb2.DraftRequest(hello=hello))
                 welcome = await self._read_welcome(call)
             rows.welcomed(welcome)
-            if welcome.wants_projection:
-                await self._send_projection(call)
-            await self._serve(call, welcome, rows)
+            timeout_s = self._config.answer_timeout_s
+            wire = await open_wire(call, self.target, welcome, self._tls, timeout_s)
+            with contextlib.closing(wire):
+                if welcome.wants_projection:
+                    await self._send_projection(wire)
+                await self._serve(wire, welcome, rows)
 
     async def _read_welcome(self, call: Call) -> draft_pb2.Welcome:
         message: Any = await call.read()
@@ -180,18 +182,18 @@ class ScorerLink:
             )
         return welcome
 
-    async def _send_projection(self, call: Call) -> None:
+    async def _send_projection(self, wire: Wire) -> None:
         matrix = self._worker.projection
         for start in range(0, len(matrix), _CHUNK_BYTES):
             chunk = draft_pb2.ProjectionChunk(
                 offset=start, data=matrix[start : start + _CHUNK_BYTES]
             )
             async with asyncio.timeout(self._config.answer_timeout_s):
-                await _write(call, draft_pb2.DraftRequest(projection=chunk))
+                await wire.write(draft_pb2.DraftRequest(projection=chunk))
 
-    async def _serve(self, call: Call, welcome: draft_pb2.Welcome, rows: SharedRows) -> None:
+    async def _serve(self, wire: Wire, welcome: draft_pb2.Welcome, rows: SharedRows) -> None:
         link = next(_link_ids)
-        stream = _Stream(call, self._config)
+        stream = Stream(wire, self._config)
         self._worker.attach(link, stream.put, welcome.max_block_tokens)
         writing = asyncio.create_task(stream.write_all())
         self._stream, self._last_error = stream, None
@@ -214,9 +216,8 @@ class ScorerLink:
             self._worker.detach(link)
             stream.ended.set()
 
-    async def _read_all(self, link: int, stream: _Stream, shared: SharedRows) -> None:
-        message: Any
-        while (message := await stream.call.read()) is not grpc.aio.EOF:
+    async def _read_all(self, link: int, stream: Stream, shared: SharedRows) -> None:
+        while (message := await stream.wire.read()) is not None:
             if message.HasField("sessions"):
                 stream.note(message.sessions)
                 rows = shared.of(message.sessions)
@@ -225,83 +226,5 @@ class ScorerLink:
                     await asyncio.sleep(_QUEUE_FULL_WAIT_S)
 
 
-class _Stream:
-    """An established stream: what waits to be written, and which sessions are open on it."""
-
-    def __init__(self, call: Call, config: LinkConfig) -> None:
-        self.call = call
-        self.ended = asyncio.Event()
-        self._config = config
-        self._unsent: deque[draft_pb2.DraftRequest | None] = deque()  # None: nothing follows
-        self._wake = asyncio.Event()
-        self._open: dict[int, int] = {}  # session -> epoch
-        self._all_closed = asyncio.Event()
-        self._all_closed.set()
-
-    @property
-    def num_sessions(self) -> int:
-        return len(self._open)
-
-    def put(self, messages: list[draft_pb2.DraftRequest]) -> None:
-        """Queues messages; called on the loop."""
-        self._unsent.extend(messages)
-        self._wake.set()
-
-    async def write_all(self) -> None:
-        """Writes what is put, until cancelled. Raises for a scorer that does not read."""
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            while self._unsent:
-                if len(self._unsent) > self._config.max_unsent:
-                    raise UnavailableError("the scorer does not read its blocks")
-                message = self._unsent.popleft()
-                if message is None:
-                    await self.call.done_writing()
-                    continue
-                async with asyncio.timeout(self._config.answer_timeout_s):
-                    await _write(self.call, message)
-
-    def note(self, batch: draft_pb2.SessionBatch) -> None:
-        """Keeps count of open sessions."""
-        for opened in batch.opens:
-            self._open[opened.session] = opened.epoch
-        for closed in batch.closes:
-            if self._open.get(closed.session) == closed.epoch:
-                del self._open[closed.session]
-        if self._open:
-            self._all_closed.clear()
-        else:
-            self._all_closed.set()
-
-    async def until_unused(self) -> None:
-        """Returns when no session is open, or the stream has ended."""
-        closed = asyncio.create_task(self._all_closed.wait())
-        ended = asyncio.create_task(self.ended.wait())
-        try:
-            await asyncio.wait([closed, ended], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            closed.cancel()
-            ended.cancel()
-
-    async def say_goodbye(self) -> None:
-        """Returns when every session was closed and the scorer has ended the stream."""
-        self.put([draft_pb2.DraftRequest(goodbye=draft_pb2.Goodbye())])
-        await self.until_unused()
-        self._unsent.append(None)
-        self._wake.set()
-        await self.ended.wait()
-
-
 def _is_refusal(error: OutriderError | None) -> bool:
     return isinstance(error, ProposerRefusedError | InvalidRequestError)
-
-
-async def _write(call: Call, message: draft_pb2.DraftRequest) -> None:
-    try:
-        await call.write(message)
-    except asyncio.InvalidStateError as error:  # ended meanwhile: the status says why
-        if await call.code() is grpc.StatusCode.OK:
-            raise UnavailableError("the scorer ended the stream") from error
-        await call.read()  # raises the status
-        raise UnavailableError("the stream broke") from error

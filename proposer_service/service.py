@@ -144,4 +144,5 @@ class ProposerService:
             methods=traits.methods,
             features=features_to_proto(traits.features),
             device=device_id(self._config.device),
+            data_connection=True,
         )

@@ -28,6 +28,12 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--host", default="127.0.0.1", help="address to listen on")
     p.add_argument("--port", type=port, default=0, help="gRPC port; 0: a free one")
+    p.add_argument(
+        "--data-port",
+        type=port,
+        default=0,
+        help="port of the plain connections that proposers are offered beside gRPC; 0: a free one",
+    )
     p.add_argument("--metrics-port", type=port, default=0, help="HTTP port of /metrics; 0: free")
     p.add_argument("--model", default="embedded", help='"embedded", a folder, or a Hugging Face id')
     p.add_argument("--served-model-name", default="default", help="the name clients ask for")

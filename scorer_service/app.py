@@ -30,6 +30,7 @@ from outrider.models.resolve import resolve_model
 from outrider.models.tokenizer import tokenizer_hash
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.rpc import runtime
+from outrider.rpc.data_connection import DataPort
 from outrider.rpc.deployment import Deployment
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.telemetry import Telemetry, configure
@@ -59,6 +60,7 @@ class Options:
 
     host: str
     port: int
+    data_port: int
     metrics_port: int
     model: str
     served_model_name: str
@@ -100,6 +102,9 @@ class ScorerApp:
             health_address=deployment.health_address(options.host),
             tls=deployment.tls,
         )
+        self._data_port = DataPort(
+            options.host, options.data_port, unix_path=options.listen_unix, tls=deployment.tls
+        )
         self._worker: EngineWorker | None = None
         self._group: RankGroup | None = None
         self._hub: Hub | None = None
@@ -109,6 +114,7 @@ class ScorerApp:
         """Listens at once (health says NOT_SERVING), loads the model, then serves."""
         options = self._options
         port = await self._server.start()
+        data_port = await self._data_port.start()
         metrics_url = self._telemetry.serve_metrics(options.host, options.metrics_port)
         folder = resolve_model(options.model, "target")
         has_tokenizer = (folder / "tokenizer.json").is_file()
@@ -146,17 +152,21 @@ class ScorerApp:
         hubs.append(hub)
         self._constraints = await _in_thread(lambda: Constraints.load(folder, info))
         shared = None if options.listen_unix is None else Path(options.listen_unix).parent
-        self._servicer.begin(Serving(worker, hub, served, DraftLimits(), self._constraints, shared))
+        self._servicer.begin(
+            Serving(worker, hub, served, DraftLimits(), self._constraints, shared, self._data_port)
+        )
         await self._server.set_serving(True)
         address = f"{options.host}:{port}"
         runtime.progress(NAME, f"serving {options.served_model_name} on {address}")
-        return {"grpc": address, "metrics": metrics_url}
+        data = f"{options.host}:{data_port}"
+        return {"grpc": address, "data": data, "metrics": metrics_url}
 
     async def stop(self) -> None:
         """New requests are refused at once; running ones get the grace period."""
         await self._server.set_serving(False)
         await self._servicer.drain(self._options.deployment.drain_grace_s)
         await self._server.stop(_STOP_TIMEOUT_S)
+        await self._data_port.stop()
         worker = self._worker
         if worker is not None:
             # A model that is still loading cannot be interrupted; its thread is a daemon.

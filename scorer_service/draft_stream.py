@@ -7,11 +7,9 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import grpc
 
 from outrider.errors import DeadlineError, InvalidRequestError, OutriderError
+from outrider.rpc.data_connection import DataPort
 from outrider.rpc.feature_codec import SessionMessage
 from outrider.rpc.row_ring import RingWriter, open_ring
 from outrider.rpc.versions import agreed_version
@@ -19,8 +17,7 @@ from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.hub import Hub
 from scorer_service.proposers import AttachedProposer
-
-Context = grpc.aio.ServicerContext[Any, Any]
+from scorer_service.wire import Context, Wire, through_frames, through_stream
 
 
 async def serve_proposer(
@@ -29,7 +26,9 @@ async def serve_proposer(
     hub: Hub,
     served: ServedModel,
     limits: DraftLimits,
+    *,
     shared: Path | None = None,
+    data_port: DataPort | None = None,
 ) -> None:
     """Runs one stream until either side ends it. Raises the error that it should end with.
 
@@ -47,26 +46,29 @@ async def serve_proposer(
         welcome = _welcome(hello, served, limits)
         welcome.wants_projection = not proposer.ready
         welcome.uses_row_ring = ring is not None
+        offer = None
+        if data_port is not None and hello.data_connection:
+            offer = cleanup.enter_context(data_port.offer())
+            welcome.data_connection.CopyFrom(offer.message)
         await context.write(draft_pb2.DraftResponse(welcome=welcome))
-        await _converse(proposer, requests, context, hub, ring)
+        wire = through_stream(requests, context)
+        if offer is not None and await _is_connected(requests, limits.hello_timeout_s):
+            wire = through_frames(requests, offer)
+        await _converse(proposer, wire, hub, ring)
 
 
 async def _converse(
-    proposer: AttachedProposer,
-    requests: AsyncIterator[draft_pb2.DraftRequest],
-    context: Context,
-    hub: Hub,
-    ring: RingWriter | None,
+    proposer: AttachedProposer, wire: Wire, hub: Hub, ring: RingWriter | None
 ) -> None:
-    reader = asyncio.create_task(_read(proposer, requests, hub))
-    writer = asyncio.create_task(_write(proposer, context, hub, ring))
-    tasks = (reader, writer, proposer.detached)
+    reader = asyncio.create_task(_read(proposer, wire.requests, hub))
+    writer = asyncio.create_task(_write(proposer, wire, hub, ring))
+    tasks = (reader, writer, asyncio.create_task(wire.until_ended()))
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((*tasks, proposer.detached), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        reader.cancel()
-        writer.cancel()
-        results = await asyncio.gather(reader, writer, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
     if proposer.detached.done():
         error = proposer.detached.result()
         if error is not None:
@@ -95,13 +97,11 @@ async def _read(
                 hub.on_bad(proposer, f"{other or 'an empty message'} after Hello")
 
 
-async def _write(
-    proposer: AttachedProposer, context: Context, hub: Hub, ring: RingWriter | None
-) -> None:
+async def _write(proposer: AttachedProposer, wire: Wire, hub: Hub, ring: RingWriter | None) -> None:
     while True:
         message = await proposer.outbox.take()
         hub.on_taken(proposer)
-        await context.write(message if ring is None else _shared(message, ring))
+        await wire.write(message if ring is None else _shared(message, ring))
 
 
 def _shared(message: SessionMessage, ring: RingWriter) -> SessionMessage:
@@ -114,14 +114,31 @@ def _shared(message: SessionMessage, ring: RingWriter) -> SessionMessage:
 async def _read_hello(
     requests: AsyncIterator[draft_pb2.DraftRequest], timeout_s: float
 ) -> draft_pb2.Hello:
-    try:
-        async with asyncio.timeout(timeout_s):
-            request = await anext(requests, None)
-    except TimeoutError:
-        raise DeadlineError(f"no Hello within {timeout_s:g} s") from None
+    request = await _next(requests, "Hello", timeout_s)
     if request is None or request.WhichOneof("message") != "hello":
         raise InvalidRequestError("the first message of a Draft stream is Hello", param="hello")
     return request.hello
+
+
+async def _is_connected(requests: AsyncIterator[draft_pb2.DraftRequest], timeout_s: float) -> bool:
+    """Whether the proposer has taken up the data connection of Welcome."""
+    request = await _next(requests, "DataConnected", timeout_s)
+    if request is None or request.WhichOneof("message") != "data_connected":
+        raise InvalidRequestError(
+            "DataConnected follows a Welcome that offers a data connection", param="data_connected"
+        )
+    return request.data_connected.used
+
+
+async def _next(
+    requests: AsyncIterator[draft_pb2.DraftRequest], what: str, timeout_s: float
+) -> draft_pb2.DraftRequest | None:
+    """None if the proposer has closed its side. Raises `DeadlineError`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await anext(requests, None)
+    except TimeoutError:
+        raise DeadlineError(f"no {what} within {timeout_s:g} s") from None
 
 
 def _welcome(hello: draft_pb2.Hello, served: ServedModel, limits: DraftLimits) -> draft_pb2.Welcome:

@@ -15,6 +15,7 @@ from opentelemetry.trace import Span
 from outrider.engine.worker import EngineWorker
 from outrider.errors import DeadlineError, InvalidRequestError, UnavailableError
 from outrider.rpc import codec, status
+from outrider.rpc.data_connection import DataPort
 from outrider.rpc.latency import RequestTimes
 from outrider.rpc.telemetry import Telemetry, inject
 from outrider.rpc.versions import PROTOCOL_VERSION
@@ -42,6 +43,7 @@ class Serving:
     constraints: Constraints
     shared: Path | None = None
     """The folder of its Unix socket, where proposers may leave memory to be shared."""
+    data_port: DataPort | None = None
 
 
 class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
@@ -93,7 +95,8 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
                 serving.hub,
                 serving.served,
                 serving.limits,
-                serving.shared,
+                shared=serving.shared,
+                data_port=serving.data_port,
             )
         except Exception as error:
             await status.abort(context, error)

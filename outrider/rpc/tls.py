@@ -1,4 +1,4 @@
-"""gRPC credentials from PEM files that may be replaced while the process runs."""
+"""Credentials from PEM files that may be replaced while the process runs: gRPC's, and ours."""
 
 from __future__ import annotations
 
@@ -46,6 +46,42 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     )
 
 
+def client_context(files: TlsFiles) -> ssl.SSLContext:
+    """For a connection without gRPC: what the files hold now. Raises `ConfigError`."""
+    if files.ca is None:
+        context = ssl.create_default_context()
+    else:  # that authority and no other
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    load_chain(context, files)
+    return context
+
+
+def server_context(files: TlsFiles) -> ssl.SSLContext:
+    """The same for a port. With `files.ca`, clients must show a certificate that it signed.
+
+    Raises `ConfigError`.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.verify_mode = ssl.CERT_NONE if files.ca is None else ssl.CERT_REQUIRED
+    load_chain(context, files)
+    return context
+
+
+def load_chain(context: ssl.SSLContext, files: TlsFiles) -> None:
+    """Handshakes that begin from now on use what the files hold. Raises `ConfigError`."""
+    try:
+        context.load_cert_chain(files.cert, files.key, password="")  # asks no terminal for one
+        if files.ca is not None:
+            context.load_verify_locations(files.ca)
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"{', '.join(files.paths)}: this is not a certificate, its key without a password and, "
+            f"if given, an authority's certificate ({error})."
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {error.filename}: {error.strerror}.") from error
+
+
 class _Follower:
     """Called by gRPC at the start of every handshake, on a thread of its own choice."""
 
@@ -80,18 +116,9 @@ def _configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
 
 def _read(files: TlsFiles) -> tuple[bytes, bytes, bytes | None]:
     """Key, certificate, authority, if they are that: gRPC fails later and does not say why."""
+    load_chain(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), files)
     try:
         ca = None if files.ca is None else Path(files.ca).read_bytes()
-        key, cert = Path(files.key).read_bytes(), Path(files.cert).read_bytes()
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(files.cert, files.key, password="")  # asks no terminal for one
-        if files.ca is not None:
-            context.load_verify_locations(files.ca)
-    except ssl.SSLError as error:
-        raise ConfigError(
-            f"{', '.join(files.paths)}: this is not a certificate, its key without a password and, "
-            f"if given, an authority's certificate ({error})."
-        ) from error
+        return Path(files.key).read_bytes(), Path(files.cert).read_bytes(), ca
     except OSError as error:
         raise ConfigError(f"cannot read {error.filename}: {error.strerror}.") from error
-    return key, cert, ca

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\xe9\x01\n\x0c\x44raftRequest\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.outrider.v1.HelloH\x00\x12)\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x17.outrider.v1.BlockBatchH\x00\x12!\n\x04lost\x18\x03 \x01(\x0b\x32\x11.outrider.v1.LostH\x00\x12\'\n\x07goodbye\x18\x04 \x01(\x0b\x32\x14.outrider.v1.GoodbyeH\x00\x12\x32\n\nprojection\x18\x05 \x01(\x0b\x32\x1c.outrider.v1.ProjectionChunkH\x00\x42\t\n\x07message\"r\n\rDraftResponse\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.outrider.v1.WelcomeH\x00\x12-\n\x08sessions\x18\x02 \x01(\x0b\x32\x19.outrider.v1.SessionBatchH\x00\x42\t\n\x07message\"\xf4\x02\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bproposer_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0e\n\x06method\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x07 \x01(\t\x12\x14\n\x0cmax_sessions\x18\x08 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\t \x01(\r\x12\x15\n\rmax_model_len\x18\n \x01(\r\x12\x0c\n\x04pool\x18\x0b \x01(\t\x12\x12\n\nruns_ahead\x18\x0c \x01(\x08\x12\x0f\n\x07methods\x18\r \x03(\t\x12*\n\x08\x66\x65\x61tures\x18\x0e \x01(\x0b\x32\x18.outrider.v1.FeatureSpec\x12&\n\x08row_ring\x18\x0f \x01(\x0b\x32\x14.outrider.v1.RowRing\x12\x0e\n\x06\x64\x65vice\x18\x10 \x01(\t\"2\n\x07RowRing\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0c\n\x04size\x18\x03 \x01(\x04\"y\n\x0b\x46\x65\x61tureSpec\x12\x0e\n\x06layers\x18\x01 \x03(\r\x12\x12\n\nfinal_norm\x18\x02 \x01(\x08\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12\x16\n\x0eprojection_dim\x18\x04 \x01(\r\x12\x19\n\x11projection_sha256\x18\x05 \x01(\x0c\"/\n\x0fProjectionChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x95\x01\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tscorer_id\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x18\n\x10max_block_tokens\x18\x04 \x01(\r\x12\x18\n\x10wants_projection\x18\x05 \x01(\x08\x12\x15\n\ruses_row_ring\x18\x06 \x01(\x08\"\xe9\x01\n\x0cSessionBatch\x12 \n\x05opens\x18\x01 \x03(\x0b\x32\x11.outrider.v1.Open\x12$\n\x07\x63ommits\x18\x02 \x03(\x0b\x32\x13.outrider.v1.Commit\x12\"\n\x06\x63loses\x18\x03 \x03(\x0b\x32\x12.outrider.v1.Close\x12\x0f\n\x07step_us\x18\x04 \x01(\r\x12\'\n\x08\x66\x65\x61tures\x18\x05 \x03(\x0b\x32\x15.outrider.v1.Features\x12\x14\n\x07rows_at\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\ton_demand\x18\x07 \x01(\x08\x42\n\n\x08_rows_at\"Z\n\x08\x46\x65\x61tures\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0c\n\x04rows\x18\x04 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x05 \x01(\r\"\xed\x02\n\x04Open\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06prefix\x18\x03 \x03(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x0f\n\x07max_len\x18\x06 \x01(\r\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12#\n\x06\x61\x64vice\x18\x08 \x01(\x0b\x32\x13.outrider.v1.Advice\x12+\n\nconstraint\x18\t \x01(\x0b\x32\x17.outrider.v1.Constraint\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x0f\n\x07methods\x18\x0b \x03(\t\x12\x38\n\x11verification_rule\x18\x0c \x01(\x0e\x32\x1d.outrider.v1.VerificationRule\x12\x19\n\x11num_output_tokens\x18\r \x01(\r\"d\n\x06\x43ommit\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\"\'\n\x05\x43lose\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"0\n\nBlockBatch\x12\"\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x12.outrider.v1.Block\"\xb3\x01\n\x05\x42lock\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0f\n\x07parents\x18\x05 \x03(\x11\x12\x10\n\x08\x64raft_us\x18\x06 \x01(\r\x12,\n\x0b\x64raft_probs\x18\x07 \x03(\x0b\x32\x17.outrider.v1.DraftProbs\x12\x14\n\x0cmethod_index\x18\x08 \x01(\r\".\n\nDraftProbs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05probs\x18\x02 \x01(\x0c\"&\n\x04Lost\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\t\n\x07Goodbyeb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\x9f\x02\n\x0c\x44raftRequest\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.outrider.v1.HelloH\x00\x12)\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x17.outrider.v1.BlockBatchH\x00\x12!\n\x04lost\x18\x03 \x01(\x0b\x32\x11.outrider.v1.LostH\x00\x12\'\n\x07goodbye\x18\x04 \x01(\x0b\x32\x14.outrider.v1.GoodbyeH\x00\x12\x32\n\nprojection\x18\x05 \x01(\x0b\x32\x1c.outrider.v1.ProjectionChunkH\x00\x12\x34\n\x0e\x64\x61ta_connected\x18\x06 \x01(\x0b\x32\x1a.outrider.v1.DataConnectedH\x00\x42\t\n\x07message\"r\n\rDraftResponse\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.outrider.v1.WelcomeH\x00\x12-\n\x08sessions\x18\x02 \x01(\x0b\x32\x19.outrider.v1.SessionBatchH\x00\x42\t\n\x07message\"\x8d\x03\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bproposer_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0e\n\x06method\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x07 \x01(\t\x12\x14\n\x0cmax_sessions\x18\x08 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\t \x01(\r\x12\x15\n\rmax_model_len\x18\n \x01(\r\x12\x0c\n\x04pool\x18\x0b \x01(\t\x12\x12\n\nruns_ahead\x18\x0c \x01(\x08\x12\x0f\n\x07methods\x18\r \x03(\t\x12*\n\x08\x66\x65\x61tures\x18\x0e \x01(\x0b\x32\x18.outrider.v1.FeatureSpec\x12&\n\x08row_ring\x18\x0f \x01(\x0b\x32\x14.outrider.v1.RowRing\x12\x0e\n\x06\x64\x65vice\x18\x10 \x01(\t\x12\x17\n\x0f\x64\x61ta_connection\x18\x11 \x01(\x08\"2\n\x07RowRing\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0c\n\x04size\x18\x03 \x01(\x04\"y\n\x0b\x46\x65\x61tureSpec\x12\x0e\n\x06layers\x18\x01 \x03(\r\x12\x12\n\nfinal_norm\x18\x02 \x01(\x08\x12\x13\n\x0bhidden_size\x18\x03 \x01(\r\x12\x16\n\x0eprojection_dim\x18\x04 \x01(\r\x12\x19\n\x11projection_sha256\x18\x05 \x01(\x0c\"/\n\x0fProjectionChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\xcb\x01\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tscorer_id\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x18\n\x10max_block_tokens\x18\x04 \x01(\r\x12\x18\n\x10wants_projection\x18\x05 \x01(\x08\x12\x15\n\ruses_row_ring\x18\x06 \x01(\x08\x12\x34\n\x0f\x64\x61ta_connection\x18\x07 \x01(\x0b\x32\x1b.outrider.v1.DataConnection\";\n\x0e\x44\x61taConnection\x12\x0c\n\x04port\x18\x01 \x01(\r\x12\x0e\n\x06socket\x18\x02 \x01(\t\x12\x0b\n\x03key\x18\x03 \x01(\x0c\"\x1d\n\rDataConnected\x12\x0c\n\x04used\x18\x01 \x01(\x08\"\xe9\x01\n\x0cSessionBatch\x12 \n\x05opens\x18\x01 \x03(\x0b\x32\x11.outrider.v1.Open\x12$\n\x07\x63ommits\x18\x02 \x03(\x0b\x32\x13.outrider.v1.Commit\x12\"\n\x06\x63loses\x18\x03 \x03(\x0b\x32\x12.outrider.v1.Close\x12\x0f\n\x07step_us\x18\x04 \x01(\r\x12\'\n\x08\x66\x65\x61tures\x18\x05 \x03(\x0b\x32\x15.outrider.v1.Features\x12\x14\n\x07rows_at\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\ton_demand\x18\x07 \x01(\x08\x42\n\n\x08_rows_at\"Z\n\x08\x46\x65\x61tures\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0c\n\x04rows\x18\x04 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x05 \x01(\r\"\xed\x02\n\x04Open\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06prefix\x18\x03 \x03(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x0f\n\x07max_len\x18\x06 \x01(\r\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12#\n\x06\x61\x64vice\x18\x08 \x01(\x0b\x32\x13.outrider.v1.Advice\x12+\n\nconstraint\x18\t \x01(\x0b\x32\x17.outrider.v1.Constraint\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x0f\n\x07methods\x18\x0b \x03(\t\x12\x38\n\x11verification_rule\x18\x0c \x01(\x0e\x32\x1d.outrider.v1.VerificationRule\x12\x19\n\x11num_output_tokens\x18\r \x01(\r\"d\n\x06\x43ommit\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\"\'\n\x05\x43lose\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"0\n\nBlockBatch\x12\"\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x12.outrider.v1.Block\"\xb3\x01\n\x05\x42lock\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0f\n\x07parents\x18\x05 \x03(\x11\x12\x10\n\x08\x64raft_us\x18\x06 \x01(\r\x12,\n\x0b\x64raft_probs\x18\x07 \x03(\x0b\x32\x17.outrider.v1.DraftProbs\x12\x14\n\x0cmethod_index\x18\x08 \x01(\r\".\n\nDraftProbs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05probs\x18\x02 \x01(\x0c\"&\n\x04Lost\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\t\n\x07Goodbyeb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,37 +33,41 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.draft_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DRAFTREQUEST']._serialized_start=67
-  _globals['_DRAFTREQUEST']._serialized_end=300
-  _globals['_DRAFTRESPONSE']._serialized_start=302
-  _globals['_DRAFTRESPONSE']._serialized_end=416
-  _globals['_HELLO']._serialized_start=419
-  _globals['_HELLO']._serialized_end=791
-  _globals['_ROWRING']._serialized_start=793
-  _globals['_ROWRING']._serialized_end=843
-  _globals['_FEATURESPEC']._serialized_start=845
-  _globals['_FEATURESPEC']._serialized_end=966
-  _globals['_PROJECTIONCHUNK']._serialized_start=968
-  _globals['_PROJECTIONCHUNK']._serialized_end=1015
-  _globals['_WELCOME']._serialized_start=1018
-  _globals['_WELCOME']._serialized_end=1167
-  _globals['_SESSIONBATCH']._serialized_start=1170
-  _globals['_SESSIONBATCH']._serialized_end=1403
-  _globals['_FEATURES']._serialized_start=1405
-  _globals['_FEATURES']._serialized_end=1495
-  _globals['_OPEN']._serialized_start=1498
-  _globals['_OPEN']._serialized_end=1863
-  _globals['_COMMIT']._serialized_start=1865
-  _globals['_COMMIT']._serialized_end=1965
-  _globals['_CLOSE']._serialized_start=1967
-  _globals['_CLOSE']._serialized_end=2006
-  _globals['_BLOCKBATCH']._serialized_start=2008
-  _globals['_BLOCKBATCH']._serialized_end=2056
-  _globals['_BLOCK']._serialized_start=2059
-  _globals['_BLOCK']._serialized_end=2238
-  _globals['_DRAFTPROBS']._serialized_start=2240
-  _globals['_DRAFTPROBS']._serialized_end=2286
-  _globals['_LOST']._serialized_start=2288
-  _globals['_LOST']._serialized_end=2326
-  _globals['_GOODBYE']._serialized_start=2328
-  _globals['_GOODBYE']._serialized_end=2337
+  _globals['_DRAFTREQUEST']._serialized_end=354
+  _globals['_DRAFTRESPONSE']._serialized_start=356
+  _globals['_DRAFTRESPONSE']._serialized_end=470
+  _globals['_HELLO']._serialized_start=473
+  _globals['_HELLO']._serialized_end=870
+  _globals['_ROWRING']._serialized_start=872
+  _globals['_ROWRING']._serialized_end=922
+  _globals['_FEATURESPEC']._serialized_start=924
+  _globals['_FEATURESPEC']._serialized_end=1045
+  _globals['_PROJECTIONCHUNK']._serialized_start=1047
+  _globals['_PROJECTIONCHUNK']._serialized_end=1094
+  _globals['_WELCOME']._serialized_start=1097
+  _globals['_WELCOME']._serialized_end=1300
+  _globals['_DATACONNECTION']._serialized_start=1302
+  _globals['_DATACONNECTION']._serialized_end=1361
+  _globals['_DATACONNECTED']._serialized_start=1363
+  _globals['_DATACONNECTED']._serialized_end=1392
+  _globals['_SESSIONBATCH']._serialized_start=1395
+  _globals['_SESSIONBATCH']._serialized_end=1628
+  _globals['_FEATURES']._serialized_start=1630
+  _globals['_FEATURES']._serialized_end=1720
+  _globals['_OPEN']._serialized_start=1723
+  _globals['_OPEN']._serialized_end=2088
+  _globals['_COMMIT']._serialized_start=2090
+  _globals['_COMMIT']._serialized_end=2190
+  _globals['_CLOSE']._serialized_start=2192
+  _globals['_CLOSE']._serialized_end=2231
+  _globals['_BLOCKBATCH']._serialized_start=2233
+  _globals['_BLOCKBATCH']._serialized_end=2281
+  _globals['_BLOCK']._serialized_start=2284
+  _globals['_BLOCK']._serialized_end=2463
+  _globals['_DRAFTPROBS']._serialized_start=2465
+  _globals['_DRAFTPROBS']._serialized_end=2511
+  _globals['_LOST']._serialized_start=2513
+  _globals['_LOST']._serialized_end=2551
+  _globals['_GOODBYE']._serialized_start=2553
+  _globals['_GOODBYE']._serialized_end=2562
 # @@protoc_insertion_point(module_scope)

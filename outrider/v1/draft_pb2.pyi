@@ -8,18 +8,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DraftRequest(_message.Message):
-    __slots__ = ("hello", "blocks", "lost", "goodbye", "projection")
+    __slots__ = ("hello", "blocks", "lost", "goodbye", "projection", "data_connected")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
     PROJECTION_FIELD_NUMBER: _ClassVar[int]
+    DATA_CONNECTED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     blocks: BlockBatch
     lost: Lost
     goodbye: Goodbye
     projection: ProjectionChunk
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., blocks: _Optional[_Union[BlockBatch, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., projection: _Optional[_Union[ProjectionChunk, _Mapping]] = ...) -> None: ...
+    data_connected: DataConnected
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., blocks: _Optional[_Union[BlockBatch, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., projection: _Optional[_Union[ProjectionChunk, _Mapping]] = ..., data_connected: _Optional[_Union[DataConnected, _Mapping]] = ...) -> None: ...
 
 class DraftResponse(_message.Message):
     __slots__ = ("welcome", "sessions")
@@ -30,7 +32,7 @@ class DraftResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., sessions: _Optional[_Union[SessionBatch, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "proposer_id", "incarnation", "method", "model", "vocab_size", "tokenizer_hash", "max_sessions", "max_draft_tokens", "max_model_len", "pool", "runs_ahead", "methods", "features", "row_ring", "device")
+    __slots__ = ("protocol_version", "proposer_id", "incarnation", "method", "model", "vocab_size", "tokenizer_hash", "max_sessions", "max_draft_tokens", "max_model_len", "pool", "runs_ahead", "methods", "features", "row_ring", "device", "data_connection")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     PROPOSER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +49,7 @@ class Hello(_message.Message):
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     ROW_RING_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DATA_CONNECTION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     proposer_id: str
     incarnation: int
@@ -63,7 +66,8 @@ class Hello(_message.Message):
     features: FeatureSpec
     row_ring: RowRing
     device: str
-    def __init__(self, protocol_version: _Optional[int] = ..., proposer_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., method: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_sessions: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., pool: _Optional[str] = ..., runs_ahead: _Optional[bool] = ..., methods: _Optional[_Iterable[str]] = ..., features: _Optional[_Union[FeatureSpec, _Mapping]] = ..., row_ring: _Optional[_Union[RowRing, _Mapping]] = ..., device: _Optional[str] = ...) -> None: ...
+    data_connection: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., proposer_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., method: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_sessions: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., pool: _Optional[str] = ..., runs_ahead: _Optional[bool] = ..., methods: _Optional[_Iterable[str]] = ..., features: _Optional[_Union[FeatureSpec, _Mapping]] = ..., row_ring: _Optional[_Union[RowRing, _Mapping]] = ..., device: _Optional[str] = ..., data_connection: _Optional[bool] = ...) -> None: ...
 
 class RowRing(_message.Message):
     __slots__ = ("name", "key", "size")
@@ -98,20 +102,38 @@ class ProjectionChunk(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol_version", "scorer_id", "vocab_size", "max_block_tokens", "wants_projection", "uses_row_ring")
+    __slots__ = ("protocol_version", "scorer_id", "vocab_size", "max_block_tokens", "wants_projection", "uses_row_ring", "data_connection")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SCORER_ID_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WANTS_PROJECTION_FIELD_NUMBER: _ClassVar[int]
     USES_ROW_RING_FIELD_NUMBER: _ClassVar[int]
+    DATA_CONNECTION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     scorer_id: str
     vocab_size: int
     max_block_tokens: int
     wants_projection: bool
     uses_row_ring: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., scorer_id: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_block_tokens: _Optional[int] = ..., wants_projection: _Optional[bool] = ..., uses_row_ring: _Optional[bool] = ...) -> None: ...
+    data_connection: DataConnection
+    def __init__(self, protocol_version: _Optional[int] = ..., scorer_id: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_block_tokens: _Optional[int] = ..., wants_projection: _Optional[bool] = ..., uses_row_ring: _Optional[bool] = ..., data_connection: _Optional[_Union[DataConnection, _Mapping]] = ...) -> None: ...
+
+class DataConnection(_message.Message):
+    __slots__ = ("port", "socket", "key")
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    port: int
+    socket: str
+    key: bytes
+    def __init__(self, port: _Optional[int] = ..., socket: _Optional[str] = ..., key: _Optional[bytes] = ...) -> None: ...
+
+class DataConnected(_message.Message):
+    __slots__ = ("used",)
+    USED_FIELD_NUMBER: _ClassVar[int]
+    used: bool
+    def __init__(self, used: _Optional[bool] = ...) -> None: ...
 
 class SessionBatch(_message.Message):
     __slots__ = ("opens", "commits", "closes", "step_us", "features", "rows_at", "on_demand")

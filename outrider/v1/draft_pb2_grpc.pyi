@@ -10,6 +10,8 @@ The proposer dials ScorerService.Draft and the conversation goes:
                             ErrorInfo.reason PROTOCOL_VERSION, VOCAB_MISMATCH,
                             TOKENIZER_MISMATCH, UNKNOWN_METHOD, TOO_MANY_PROPOSERS or
                             FEATURES_UNAVAILABLE.
+                            Welcome may offer a DataConnection, through which all that
+                            follows then goes.
   3. scorer   -> Open       a session: the committed prefix, sampling and limits.
   4. proposer -> Block      a tree of guesses rooted at a committed length.
   5. scorer   -> Commit     tokens that are now true. The proposer drafts again.

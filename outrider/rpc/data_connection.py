@@ -1,0 +1,169 @@
+"""Plain connections between scorers and proposers: how both ends come to one (draft.proto, ADR 29).
+
+The scorer listens on a port of its own and, if it has one, beside its Unix socket. Welcome offers a
+proposer that place and a key, which is good once; whoever shows no such key in time is hung up on.
+Where gRPC speaks TLS, so does the port; a Unix socket does not leave the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import ssl
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from outrider.errors import ConfigError
+from outrider.rpc.channel import MAX_MESSAGE_BYTES
+from outrider.rpc.deployment import TlsFiles
+from outrider.rpc.frames import READ_AHEAD_BYTES, Frames
+from outrider.rpc.targets import Target
+from outrider.rpc.tls import client_context, load_chain, server_context
+from outrider.v1 import draft_pb2
+
+_KEY_BYTES: Final = 32
+_WELCOME: Final = b"\x01"
+_KEY_TIMEOUT_S: Final = 5.0
+_MAX_STRANGERS: Final = 64
+"""Connections whose key has not come yet; more are hung up on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A connection that one proposer may open."""
+
+    message: draft_pb2.DataConnection
+    connected: asyncio.Future[Frames]
+    """Done once the proposer has shown the key."""
+
+
+class DataPort:
+    """The scorer's end, from `start` to `stop`. All on one event loop."""
+
+    def __init__(
+        self, host: str, port: int, *, unix_path: str | None = None, tls: TlsFiles | None = None
+    ) -> None:
+        """`unix_path` is where gRPC listens: the socket for these connections lies beside it."""
+        self._host = host
+        self._port = port
+        self._socket = None if unix_path is None else Path(f"{unix_path}.data")
+        self._tls = tls
+        self._context: ssl.SSLContext | None = None
+        self._offers: dict[bytes, Offer] = {}
+        self._strangers = 0
+        self._servers: list[asyncio.Server] = []
+
+    async def start(self) -> int:
+        """Listens; returns the port. Raises `ConfigError` if it cannot."""
+        self._context = None if self._tls is None else server_context(self._tls)
+        try:
+            server = await asyncio.start_server(
+                self._accept,
+                self._host,
+                self._port,
+                ssl=self._context,
+                limit=READ_AHEAD_BYTES,
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"--data-port: cannot listen on {self._host}:{self._port} ({error.strerror}). "
+                "Choose another, or 0 for a free one."
+            ) from error
+        self._servers.append(server)
+        self._port = server.sockets[0].getsockname()[1]
+        if self._socket is not None:
+            try:
+                beside = await asyncio.start_unix_server(
+                    self._accept, self._socket, limit=READ_AHEAD_BYTES
+                )
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot listen on {self._socket}: its folder must exist and allow writing, "
+                    "and the path be at most 107 bytes long."
+                ) from error
+            self._servers.append(beside)
+        return self._port
+
+    async def stop(self) -> None:
+        """Listens no more. Connections are their users' to close."""
+        for server in self._servers:
+            server.close()
+        self._servers.clear()
+        if self._socket is not None:
+            self._socket.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def offer(self) -> Iterator[Offer]:
+        """What Welcome offers; at the end the connection is closed, if it was taken up."""
+        if self._tls is not None and self._context is not None:
+            with contextlib.suppress(ConfigError):  # being replaced: the former still serves
+                load_chain(self._context, self._tls)
+        message = draft_pb2.DataConnection(
+            port=self._port,
+            socket="" if self._socket is None else self._socket.name,
+            key=secrets.token_bytes(_KEY_BYTES),
+        )
+        offer = Offer(message, asyncio.get_running_loop().create_future())
+        self._offers[message.key] = offer
+        try:
+            yield offer
+        finally:
+            self._offers.pop(message.key, None)
+            if offer.connected.done():
+                offer.connected.result().close()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        offer = None
+        if self._strangers < _MAX_STRANGERS:
+            self._strangers += 1
+            with contextlib.suppress(TimeoutError, asyncio.IncompleteReadError, OSError):
+                async with asyncio.timeout(_KEY_TIMEOUT_S):
+                    offer = self._offers.pop(await reader.readexactly(_KEY_BYTES), None)
+            self._strangers -= 1
+        if offer is None:
+            writer.transport.abort()
+            return
+        writer.write(_WELCOME)
+        offer.connected.set_result(Frames(reader, writer, MAX_MESSAGE_BYTES))
+
+
+async def connect(
+    target: Target, offer: draft_pb2.DataConnection, tls: TlsFiles | None, timeout_s: float
+) -> Frames:
+    """The proposer's end: takes up what a scorer offers that was dialled as `target`.
+
+    Raises `OSError` (`TimeoutError` is one) if it cannot be reached or is not that scorer's.
+    """
+    async with asyncio.timeout(timeout_s):
+        reader, writer = await _open(target, offer, tls)
+        try:
+            writer.write(offer.key)
+            if await reader.readexactly(len(_WELCOME)) != _WELCOME:
+                raise ConnectionRefusedError("it does not answer like a scorer")
+        except BaseException as error:
+            writer.transport.abort()
+            if isinstance(error, asyncio.IncompleteReadError):
+                raise ConnectionRefusedError("the key is not known there") from error
+            raise
+    return Frames(reader, writer, MAX_MESSAGE_BYTES)
+
+
+async def _open(
+    target: Target, offer: draft_pb2.DataConnection, tls: TlsFiles | None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    if target.socket_path is not None:
+        # The scorer is not to choose the folder.
+        path = Path(target.socket_path).parent / Path(offer.socket).name
+        return await asyncio.open_unix_connection(path, limit=READ_AHEAD_BYTES)
+    host = target.address.rpartition(":")[0].strip("[]")
+    name = target.server_name or host
+    return await asyncio.open_connection(
+        host,
+        offer.port,
+        ssl=None if tls is None else client_context(tls),
+        server_hostname=None if tls is None else name,
+        limit=READ_AHEAD_BYTES,
+    )
