@@ -115,7 +115,7 @@ def _change_scorer(
 
 def _change_proposer(taken: Taken, sleep_s: float, ahead_s: float, row_bytes: int) -> None:
     from outrider.drafting.ngram import NgramProposer
-    from proposer_service import methods, wire
+    from proposer_service import connection, methods
     from proposer_service.cycle import Cycle
 
     kind: Any = NgramProposer
@@ -152,8 +152,8 @@ def _change_proposer(taken: Taken, sleep_s: float, ahead_s: float, row_bytes: in
 
     mock.patch.object(kind, "draft", slept).start()
     mock.patch.object(Cycle, "_hand_over", handed_over).start()
-    _before(taken, wire.FrameWire, "write", "answered", 0)
-    mock.patch.object(wire, "_parse", _after(taken, wire._parse, "received")).start()
+    _before(taken, connection.Connection, "send", "answered", 0)
+    mock.patch.object(connection, "_parse", _after(taken, connection._parse, "received")).start()
     if ahead_s:
         mock.patch.object(Cycle, "ahead", computed).start()
     _before(taken, Cycle, "apply", "applied", 0)

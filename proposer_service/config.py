@@ -154,6 +154,8 @@ class LinkConfig:
     """Wait after a refused Hello: only a changed configuration can help."""
     answer_timeout_s: float = 10.0
     """For the connection and Welcome, and for a write to be taken."""
+    connect_timeout_s: float = 2.0
+    """For each step to a data connection: a port that a firewall hides does not answer at all."""
     max_unsent: int = 1024
     """Messages waiting to be sent; beyond, the stream is given up and dialled anew."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -15,10 +14,11 @@ from outrider.params import SamplingParams, TokenIds
 from outrider.rpc import codec
 from outrider.rpc.telemetry import Telemetry
 from outrider.v1 import draft_pb2
+from proposer_service.connection import Connection
 from proposer_service.metrics import ProposerMetrics
 from proposer_service.routes import LinkId, Route, Routes
 
-Deliver = Callable[[list[draft_pb2.DraftRequest]], None]
+Send = Callable[[Sequence[draft_pb2.DraftRequest]], None]
 Outgoing = dict[LinkId, list[draft_pb2.DraftRequest]]
 
 
@@ -32,11 +32,13 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """A stream came up."""
+    """A stream came up. `send` is called on the drafting thread."""
 
     link: LinkId
-    deliver: Deliver
+    send: Send
     max_block_tokens: int
+    connection: Connection | None = None
+    """Where its messages come from; None: the event loop puts them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,14 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class Tell:
+    """A message to a scorer that says nothing of sessions."""
+
+    link: LinkId
+    message: draft_pb2.DraftRequest
+
+
+@dataclass(frozen=True, slots=True)
 class Propose:
     """A prompt to draft after, once."""
 
@@ -71,7 +81,7 @@ class Stop:
     """The thread is to end."""
 
 
-Item = Attach | Detach | Batch | Propose | Stop
+Item = Attach | Detach | Batch | Tell | Propose | Stop
 
 
 class Cycle:
@@ -80,12 +90,10 @@ class Cycle:
     def __init__(
         self,
         proposer: Proposer,
-        loop: asyncio.AbstractEventLoop,
         metrics: ProposerMetrics,
         telemetry: Telemetry,
     ) -> None:
         self._proposer = proposer
-        self._loop = loop
         self._metrics = metrics
         self._routes = Routes(proposer, metrics, telemetry)
         self._links: dict[LinkId, Attach] = {}
@@ -109,6 +117,9 @@ class Cycle:
             elif isinstance(item, Detach):
                 del self._links[item.link]
                 self._routes.drop_link(item.link)
+            elif isinstance(item, Tell):
+                if item.link in self._links:
+                    self._links[item.link].send([item.message])
             elif isinstance(item, Propose):
                 self._open_proposal(item)
             else:
@@ -227,7 +238,7 @@ class Cycle:
 
     def _hand_over(self, outgoing: Outgoing) -> None:
         for link, messages in outgoing.items():
-            self._loop.call_soon_threadsafe(self._links[link].deliver, messages)
+            self._links[link].send(messages)
 
 
 class _Blocks:

@@ -22,21 +22,21 @@ from outrider.errors import (
     UnavailableError,
 )
 from outrider.rpc.channel import open_channel
+from outrider.rpc.data_connection import connect
 from outrider.rpc.deployment import TlsFiles
+from outrider.rpc.frames import FrameSocket
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.targets import Target
 from outrider.rpc.versions import PROTOCOL_VERSION, agreed_version
 from outrider.v1 import draft_pb2, proposer_pb2, scorer_pb2_grpc
 from proposer_service.config import LinkConfig
+from proposer_service.conversation import Call, Conversation, Direct, Streamed, write
 from proposer_service.metrics import ProposerMetrics
 from proposer_service.shared_rows import SharedRows
-from proposer_service.stream import Stream
-from proposer_service.wire import Call, StreamWire, Wire, open_wire
 from proposer_service.worker import DraftWorker
 
 _log = logging.getLogger(__name__)
 
-_QUEUE_FULL_WAIT_S: Final = 0.002
 _CHUNK_BYTES: Final = 2**20  # of a projection
 _STEADY_S: Final = 5.0  # a stream that lived this long starts the backoff afresh
 _link_ids = itertools.count(1)
@@ -63,18 +63,18 @@ class ScorerLink:
         self._worker = worker
         self._config = config
         self._metrics = metrics
-        self._stream: Stream | None = None
+        self._conversation: Conversation | None = None
         self._draining = False
         self._hurry = asyncio.Event()  # do not wait to dial again: it is over
         self._last_error: OutriderError | None = UnavailableError("not connected yet")
 
     def status(self) -> proposer_pb2.ScorerLink:
         """For GetProposerInfo."""
-        stream, error = self._stream, self._last_error
+        conversation, error = self._conversation, self._last_error
         return proposer_pb2.ScorerLink(
             target=self.target.address,
-            connected=stream is not None,
-            sessions=0 if stream is None else stream.num_sessions,
+            connected=conversation is not None,
+            sessions=0 if conversation is None else conversation.num_sessions,
             last_error="" if error is None else error.message,
             refused=_is_refusal(error),
         )
@@ -105,16 +105,16 @@ class ScorerLink:
     async def drain(self, grace_s: float) -> None:
         """Says Goodbye and waits at most `grace_s` for the scorer to close its sessions."""
         self._end_dialling()
-        if self._stream is not None:
+        if self._conversation is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
-                    await self._stream.say_goodbye()
+                    await self._conversation.say_goodbye()
 
     async def retire(self, grace_s: float) -> None:
         """Lets the stream's sessions end by themselves, then says Goodbye; dials no more."""
         self._end_dialling()
-        if self._stream is not None:
-            await self._stream.until_unused()
+        if self._conversation is not None:
+            await self._conversation.until_unused()
             await self.drain(grace_s)
 
     def _end_dialling(self) -> None:
@@ -157,17 +157,29 @@ class ScorerLink:
 
     async def _converse(self, call: Call) -> None:
         hello = self._hello()
-        with contextlib.closing(SharedRows(self.target, hello)) as rows:
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback((rows := SharedRows(self.target, hello)).close)
             async with asyncio.timeout(self._config.answer_timeout_s):
-                await StreamWire(call).write(draft_pb2.DraftRequest(hello=hello))
+                await write(call, draft_pb2.DraftRequest(hello=hello))
                 welcome = await self._read_welcome(call)
             rows.welcomed(welcome)
-            timeout_s = self._config.answer_timeout_s
-            wire = await open_wire(call, self.target, welcome, self._tls, timeout_s)
-            with contextlib.closing(wire):
-                if welcome.wants_projection:
-                    await self._send_projection(wire)
-                await self._serve(wire, welcome, rows)
+            if welcome.wants_projection:
+                await self._send_projection(call)
+            frames = await self._connect(welcome)
+            if frames is not None:
+                cleanup.callback(frames.close)
+            if welcome.HasField("data_connection"):
+                connected = draft_pb2.DataConnected(used=frames is not None)
+                async with asyncio.timeout(self._config.answer_timeout_s):
+                    await write(call, draft_pb2.DraftRequest(data_connected=connected))
+            cleanup.pop_all()
+        link, worker, config = next(_link_ids), self._worker, self._config
+        conversation: Conversation
+        if frames is None:
+            conversation = Streamed(call, link, worker, config, rows)
+        else:
+            conversation = Direct(call, link, worker, config, rows, frames)
+        await self._serve(conversation, welcome.max_block_tokens)
 
     async def _read_welcome(self, call: Call) -> draft_pb2.Welcome:
         message: Any = await call.read()
@@ -182,48 +194,48 @@ class ScorerLink:
             )
         return welcome
 
-    async def _send_projection(self, wire: Wire) -> None:
+    async def _send_projection(self, call: Call) -> None:
         matrix = self._worker.projection
         for start in range(0, len(matrix), _CHUNK_BYTES):
             chunk = draft_pb2.ProjectionChunk(
                 offset=start, data=matrix[start : start + _CHUNK_BYTES]
             )
             async with asyncio.timeout(self._config.answer_timeout_s):
-                await wire.write(draft_pb2.DraftRequest(projection=chunk))
+                await write(call, draft_pb2.DraftRequest(projection=chunk))
 
-    async def _serve(self, wire: Wire, welcome: draft_pb2.Welcome, rows: SharedRows) -> None:
-        link = next(_link_ids)
-        stream = Stream(wire, self._config)
-        self._worker.attach(link, stream.put, welcome.max_block_tokens)
-        writing = asyncio.create_task(stream.write_all())
-        self._stream, self._last_error = stream, None
+    async def _connect(self, welcome: draft_pb2.Welcome) -> FrameSocket | None:
+        """The data connection that Welcome offers, if there is one and it can be reached."""
+        if not welcome.HasField("data_connection"):
+            return None
+        offer, timeout_s = welcome.data_connection, self._config.connect_timeout_s
+        connecting = asyncio.create_task(
+            asyncio.to_thread(connect, self.target, offer, self._tls, timeout_s)
+        )
+        try:
+            return await asyncio.shield(connecting)
+        except (OSError, ConfigError) as error:
+            why = str(error) or "it does not answer"
+            _log.warning("scorer %s: no data connection, which is slower: %s", self.target, why)
+            return None
+        except asyncio.CancelledError:
+            connecting.add_done_callback(_close)
+            raise
+
+    async def _serve(self, conversation: Conversation, max_block_tokens: int) -> None:
+        self._conversation, self._last_error = conversation, None
         self._metrics.links.inc()
         _log.info("scorer %s connected", self.target)
         try:
-            reading = asyncio.create_task(self._read_all(link, stream, rows))
-            try:
-                await asyncio.wait([reading, writing], return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in (reading, writing):
-                    task.cancel()
-                results = await asyncio.gather(reading, writing, return_exceptions=True)
-            for result in results:
-                if isinstance(result, Exception):
-                    raise result
+            await conversation.run(max_block_tokens)
         finally:
-            self._stream = None
+            self._conversation = None
             self._metrics.links.dec()
-            self._worker.detach(link)
-            stream.ended.set()
 
-    async def _read_all(self, link: int, stream: Stream, shared: SharedRows) -> None:
-        while (message := await stream.wire.read()) is not None:
-            if message.HasField("sessions"):
-                stream.note(message.sessions)
-                rows = shared.of(message.sessions)
-                # A full queue holds back the reader, and gRPC's flow control the scorer.
-                while not self._worker.post(link, message.sessions, rows):  # noqa: ASYNC110
-                    await asyncio.sleep(_QUEUE_FULL_WAIT_S)
+
+def _close(connecting: asyncio.Task[FrameSocket]) -> None:
+    """Of a link that is not wanted any more."""
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.result().close()
 
 
 def _is_refusal(error: OutriderError | None) -> bool:

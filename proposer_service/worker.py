@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -29,19 +28,18 @@ from proposer_service.cycle import (
     Attach,
     Batch,
     Cycle,
-    Deliver,
     Detach,
-    Item,
     Proposal,
     Propose,
     Stop,
+    Tell,
 )
+from proposer_service.inbox import Inbox
 from proposer_service.metrics import ProposerMetrics
 from proposer_service.routes import LinkId
 
 _log = logging.getLogger(__name__)
 
-_POLL_S: Final = 1.0
 _MAX_FEATURE_BYTES: Final = 64 * 2**20  # that wait for the thread; beyond, no more are read
 _MAX_FAILURES: Final = 3  # drafting cycles that fail in a row until the process gives up
 
@@ -58,7 +56,7 @@ class MethodInfo:
 class DraftWorker:
     """Owns the method and its thread. Public methods are called from the event loop.
 
-    `build` runs on the thread. `deliver` callbacks run on `loop`, once per cycle and link.
+    `build` runs on the thread.
     """
 
     def __init__(
@@ -75,12 +73,10 @@ class DraftWorker:
         self._metrics = metrics
         self._telemetry = telemetry
         self._max_queued = max_queued
-        self._queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._thread = threading.Thread(target=self._run, name="drafting", daemon=True)
         self._built: Future[MethodInfo] = Future()
         self._method: MethodInfo | None = None
-        # Of features, since the start; each has one writer.
-        self._posted_bytes = self._taken_bytes = 0
         self.ended = asyncio.Event()
         """Set on the loop when the thread has ended, asked to or not."""
         self.num_sessions = 0
@@ -97,7 +93,7 @@ class DraftWorker:
     async def stop(self, timeout_s: float) -> None:
         """Ends the thread after its current cycle; waits for it within the time."""
         if self._thread.ident is not None:
-            self._queue.put(Stop())
+            self._inbox.put(Stop())
             await asyncio.to_thread(self._thread.join, timeout_s)
 
     @property
@@ -106,25 +102,27 @@ class DraftWorker:
         assert self._method is not None
         return self._method.projection
 
-    def attach(self, link: LinkId, deliver: Deliver, max_block_tokens: int) -> None:
-        """A stream came up. `link` is never used again after `detach`."""
-        self._queue.put(Attach(link, deliver, max_block_tokens))
+    def attach(self, stream: Attach) -> None:
+        """A stream came up. Its link is never used again after `detach`."""
+        self._inbox.put(stream)
 
     def detach(self, link: LinkId) -> None:
         """A stream went down: its sessions are forgotten."""
-        self._queue.put(Detach(link))
+        self._inbox.put(Detach(link))
+
+    def send(self, link: LinkId, message: draft_pb2.DraftRequest) -> None:
+        """After what was drafted before; nothing happens if the stream went down."""
+        self._inbox.put(Tell(link, message))
 
     def post(self, link: LinkId, message: draft_pb2.SessionBatch, rows: list[bytes]) -> bool:
         """Hands over what a scorer sent, and the rows of each of its features.
 
         False if the queue is full (try again later).
         """
-        full = self._posted_bytes - self._taken_bytes > _MAX_FEATURE_BYTES
-        if full or self._queue.qsize() >= self._max_queued:
+        inbox = self._inbox
+        if inbox.num_bytes > _MAX_FEATURE_BYTES or inbox.num_items >= self._max_queued:
             return False
-        arrived = time.perf_counter()
-        self._posted_bytes += sum(map(len, rows))
-        self._queue.put(Batch(link, message, rows, arrived))
+        inbox.put(Batch(link, message, rows, time.perf_counter()))
         return True
 
     async def propose(
@@ -134,15 +132,19 @@ class DraftWorker:
 
         Raises `CapacityError`, `UnavailableError`, or `InternalError` if drafting fails.
         """
-        if self._queue.qsize() >= self._max_queued:
+        if self._inbox.num_items >= self._max_queued:
             raise CapacityError("the proposer's queue is full")
         answer: Future[Proposal] = Future()
-        self._queue.put(Propose(token_ids, num_draft_tokens, sampling, answer))
+        self._inbox.put(Propose(token_ids, num_draft_tokens, sampling, answer))
         return await asyncio.wrap_future(answer)
 
     # On the thread
 
     def _run(self) -> None:
+        with contextlib.closing(self._inbox):
+            self._build_and_draft()
+
+    def _build_and_draft(self) -> None:
         if not self._built.set_running_or_notify_cancel():
             return
         try:
@@ -155,18 +157,15 @@ class DraftWorker:
             projection = cast("FeatureProposer", proposer).projection
         self._method = MethodInfo(proposer.traits, tokenizer_hash, projection)
         self._built.set_result(self._method)
-        cycle = Cycle(proposer, self._loop, self._metrics, self._telemetry)
+        cycle = Cycle(proposer, self._metrics, self._telemetry)
         failures = 0
         try:
             while failures < _MAX_FAILURES:
-                items = self._take(wait=not cycle.has_work)
-                if not cycle.apply(items):
+                if not cycle.apply(self._inbox.take(wait=not cycle.has_work)):
                     return
-                batches = [item.rows for item in items if isinstance(item, Batch)]
-                self._taken_bytes += sum([len(rows) for batch in batches for rows in batch])
                 try:
                     cycle.draft()
-                    while self._queue.empty() and cycle.ahead():
+                    while self._inbox.is_empty and cycle.ahead():
                         pass
                     failures = 0
                 except Exception:  # a fault of the device or a bug: the sessions are given up
@@ -178,14 +177,3 @@ class DraftWorker:
             cycle.close()
             with contextlib.suppress(RuntimeError):  # `stop` gave up waiting, and the loop closed
                 self._loop.call_soon_threadsafe(self.ended.set)
-
-    def _take(self, *, wait: bool) -> list[Item]:
-        """All messages that have come; waits for one if asked, within a limit."""
-        items: list[Item] = []
-        try:
-            if wait:
-                items.append(self._queue.get(timeout=_POLL_S))
-            while True:
-                items.append(self._queue.get_nowait())
-        except queue.Empty:
-            return items

@@ -7,9 +7,10 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from outrider.errors import DeadlineError, InvalidRequestError, OutriderError
-from outrider.rpc.data_connection import DataPort
+from outrider.rpc.data_connection import DataPort, Offer
 from outrider.rpc.feature_codec import SessionMessage
 from outrider.rpc.row_ring import RingWriter, open_ring
 from outrider.rpc.versions import agreed_version
@@ -18,6 +19,8 @@ from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.hub import Hub
 from scorer_service.proposers import AttachedProposer
 from scorer_service.wire import Context, Wire, through_frames, through_stream
+
+_CONNECTED_TIMEOUT_S: Final = 10.0  # from Welcome, or the end of a projection
 
 
 async def serve_proposer(
@@ -51,50 +54,62 @@ async def serve_proposer(
             offer = cleanup.enter_context(data_port.offer())
             welcome.data_connection.CopyFrom(offer.message)
         await context.write(draft_pb2.DraftResponse(welcome=welcome))
-        wire = through_stream(requests, context)
-        if offer is not None and await _is_connected(requests, limits.hello_timeout_s):
-            wire = through_frames(requests, offer)
-        await _converse(proposer, wire, hub, ring)
-
-
-async def _converse(
-    proposer: AttachedProposer, wire: Wire, hub: Hub, ring: RingWriter | None
-) -> None:
-    reader = asyncio.create_task(_read(proposer, wire.requests, hub))
-    writer = asyncio.create_task(_write(proposer, wire, hub, ring))
-    tasks = (reader, writer, asyncio.create_task(wire.until_ended()))
-    try:
-        await asyncio.wait((*tasks, proposer.detached), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-    if proposer.detached.done():
-        error = proposer.detached.result()
-        if error is not None:
-            raise error
-    for result in results:
+        conversing = asyncio.create_task(_converse(proposer, requests, context, hub, ring, offer))
+        try:
+            tasks = (conversing, proposer.detached)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            conversing.cancel()
+            [result] = await asyncio.gather(conversing, return_exceptions=True)
+        if proposer.detached.done():
+            error = proposer.detached.result()
+            if error is not None:
+                raise error
         # A write to, or a read from, a stream that is gone fails in ways that gRPC chooses.
         if isinstance(result, OutriderError):
             raise result
 
 
-async def _read(
-    proposer: AttachedProposer, requests: AsyncIterator[draft_pb2.DraftRequest], hub: Hub
+async def _converse(
+    proposer: AttachedProposer,
+    requests: AsyncIterator[draft_pb2.DraftRequest],
+    context: Context,
+    hub: Hub,
+    ring: RingWriter | None,
+    offer: Offer | None,
 ) -> None:
-    """Until the proposer closes its side or goes away: grpc.aio cannot tell the two apart."""
+    """From Welcome until the proposer closes its side or goes away."""
     if not proposer.ready:
         await hub.roster.complete(proposer, requests)
-    async for request in requests:
-        match request.WhichOneof("message"):
-            case "blocks":
-                hub.on_blocks(proposer, request.blocks.blocks)
-            case "lost":
-                hub.roster.on_lost(proposer, request.lost)
-            case "goodbye":
-                hub.roster.on_goodbye(proposer)
-            case other:
-                hub.on_bad(proposer, f"{other or 'an empty message'} after Hello")
+    wire = through_stream(requests, context)
+    if offer is not None and await _is_connected(requests):
+        wire = through_frames(requests, offer)
+    reader = asyncio.create_task(_read(proposer, wire, hub))
+    writer = asyncio.create_task(_write(proposer, wire, hub, ring))
+    try:
+        await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        reader.cancel()
+        writer.cancel()
+        results = await asyncio.gather(reader, writer, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+async def _read(proposer: AttachedProposer, wire: Wire, hub: Hub) -> None:
+    """Until the proposer closes its side or goes away: grpc.aio cannot tell the two apart."""
+    async with contextlib.aclosing(wire.requests()) as requests:
+        async for request in requests:
+            match request.WhichOneof("message"):
+                case "blocks":
+                    hub.on_blocks(proposer, request.blocks.blocks)
+                case "lost":
+                    hub.roster.on_lost(proposer, request.lost)
+                case "goodbye":
+                    hub.roster.on_goodbye(proposer)
+                case other:
+                    hub.on_bad(proposer, f"{other or 'an empty message'} after Hello")
 
 
 async def _write(proposer: AttachedProposer, wire: Wire, hub: Hub, ring: RingWriter | None) -> None:
@@ -120,12 +135,12 @@ async def _read_hello(
     return request.hello
 
 
-async def _is_connected(requests: AsyncIterator[draft_pb2.DraftRequest], timeout_s: float) -> bool:
+async def _is_connected(requests: AsyncIterator[draft_pb2.DraftRequest]) -> bool:
     """Whether the proposer has taken up the data connection of Welcome."""
-    request = await _next(requests, "DataConnected", timeout_s)
+    request = await _next(requests, "DataConnected", _CONNECTED_TIMEOUT_S)
     if request is None or request.WhichOneof("message") != "data_connected":
         raise InvalidRequestError(
-            "DataConnected follows a Welcome that offers a data connection", param="data_connected"
+            "DataConnected answers a Welcome that offers a data connection", param="data_connected"
         )
     return request.data_connected.used
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from google.protobuf.message import DecodeError
 from outrider.errors import InvalidRequestError
 from outrider.rpc.data_connection import Offer
 from outrider.rpc.feature_codec import SessionMessage, response_to_bytes
-from outrider.rpc.frames import Frames
 from outrider.v1 import draft_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -25,21 +24,24 @@ _parse = draft_pb2.DraftRequest.FromString
 class Wire:
     """Both ways of one conversation."""
 
-    requests: Requests
-    """Ends when the proposer closes its side or goes away. Raises `InvalidRequestError`."""
+    requests: Callable[[], AsyncGenerator[draft_pb2.DraftRequest, None]]
+    """To be closed. Ends when the proposer closes its side or goes away; raises
+    `InvalidRequestError` for what is no request."""
     write: Callable[[SessionMessage], Awaitable[None]]
-    until_ended: Callable[[], Coroutine[Any, Any, None]]
-    """Returns when the conversation is over although `requests` may not know. Raises what it is to
-    end with."""
 
 
 def through_stream(requests: Requests, context: Context) -> Wire:
     """As gRPC messages of the stream."""
-    return Wire(requests, context.write, _never)
+
+    async def read() -> AsyncGenerator[draft_pb2.DraftRequest, None]:
+        async for request in requests:
+            yield request
+
+    return Wire(read, context.write)
 
 
-def through_frames(requests: Requests, offer: Offer) -> Wire:
-    """Over the data connection of `offer`; the stream, whose `requests` these are, tells its end.
+def through_frames(stream: Requests, offer: Offer) -> Wire:
+    """Over the data connection of `offer`; the stream, whose requests are given, tells its end.
 
     Raises `InvalidRequestError` if the proposer has not opened it.
     """
@@ -49,23 +51,27 @@ def through_frames(requests: Requests, offer: Offer) -> Wire:
         )
     frames = offer.connected.result()
 
+    async def watch() -> None:
+        try:
+            if await anext(stream, None) is not None:
+                raise InvalidRequestError("a message in the stream beside the data connection")
+        finally:
+            frames.close()
+
+    async def read() -> AsyncGenerator[draft_pb2.DraftRequest, None]:
+        watching = asyncio.create_task(watch())
+        try:
+            while (data := await frames.read()) is not None:
+                yield _parse(data)
+            if watching.done():
+                watching.result()
+        except DecodeError as error:
+            raise InvalidRequestError("this is no DraftRequest") from error
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
     async def write(message: SessionMessage) -> None:
         await frames.write(response_to_bytes(message))
 
-    async def until_ended() -> None:
-        if await anext(requests, None) is not None:
-            raise InvalidRequestError("messages come through the data connection, since it is used")
-
-    return Wire(_requests(frames), write, until_ended)
-
-
-async def _never() -> None:
-    await asyncio.Event().wait()
-
-
-async def _requests(frames: Frames) -> Requests:
-    while (data := await frames.read()) is not None:
-        try:
-            yield _parse(data)
-        except DecodeError as error:
-            raise InvalidRequestError("this is no DraftRequest") from error
+    return Wire(read, write)

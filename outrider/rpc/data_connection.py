@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import socket
 import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Final
 from outrider.errors import ConfigError
 from outrider.rpc.channel import MAX_MESSAGE_BYTES
 from outrider.rpc.deployment import TlsFiles
-from outrider.rpc.frames import READ_AHEAD_BYTES, Frames
+from outrider.rpc.frames import READ_AHEAD_BYTES, Frames, FrameSocket
 from outrider.rpc.targets import Target
 from outrider.rpc.tls import client_context, load_chain, server_context
 from outrider.v1 import draft_pb2
@@ -27,6 +28,8 @@ from outrider.v1 import draft_pb2
 _KEY_BYTES: Final = 32
 _WELCOME: Final = b"\x01"
 _KEY_TIMEOUT_S: Final = 5.0
+_MAX_UNSENT_BYTES: Final = 4 * 2**20
+"""Blocks that a scorer has not read, with some thousand sessions' in each."""
 _MAX_STRANGERS: Final = 64
 """Connections whose key has not come yet; more are hung up on."""
 
@@ -65,6 +68,7 @@ class DataPort:
                 self._host,
                 self._port,
                 ssl=self._context,
+                ssl_handshake_timeout=None if self._context is None else _KEY_TIMEOUT_S,
                 limit=READ_AHEAD_BYTES,
             )
         except OSError as error:
@@ -130,40 +134,47 @@ class DataPort:
         offer.connected.set_result(Frames(reader, writer, MAX_MESSAGE_BYTES))
 
 
-async def connect(
+def connect(
     target: Target, offer: draft_pb2.DataConnection, tls: TlsFiles | None, timeout_s: float
-) -> Frames:
+) -> FrameSocket:
     """The proposer's end: takes up what a scorer offers that was dialled as `target`.
 
-    Raises `OSError` (`TimeoutError` is one) if it cannot be reached or is not that scorer's.
+    Waits `timeout_s` at most for each of a few answers. Raises `OSError` if it cannot be reached or
+    is not that scorer's, and `ConfigError` for TLS files that cannot be read.
     """
-    async with asyncio.timeout(timeout_s):
-        reader, writer = await _open(target, offer, tls)
-        try:
-            writer.write(offer.key)
-            if await reader.readexactly(len(_WELCOME)) != _WELCOME:
-                raise ConnectionRefusedError("it does not answer like a scorer")
-        except BaseException as error:
-            writer.transport.abort()
-            if isinstance(error, asyncio.IncompleteReadError):
-                raise ConnectionRefusedError("the key is not known there") from error
-            raise
-    return Frames(reader, writer, MAX_MESSAGE_BYTES)
+    connected = _open(target, offer, tls, timeout_s)
+    try:
+        connected.sendall(offer.key)
+        if connected.recv(len(_WELCOME)) != _WELCOME:
+            raise ConnectionRefusedError("the key is not known there")
+    except BaseException:
+        connected.close()
+        raise
+    return FrameSocket(connected, MAX_MESSAGE_BYTES, _MAX_UNSENT_BYTES)
 
 
-async def _open(
-    target: Target, offer: draft_pb2.DataConnection, tls: TlsFiles | None
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+def _open(
+    target: Target, offer: draft_pb2.DataConnection, tls: TlsFiles | None, timeout_s: float
+) -> socket.socket:
     if target.socket_path is not None:
         # The scorer is not to choose the folder.
         path = Path(target.socket_path).parent / Path(offer.socket).name
-        return await asyncio.open_unix_connection(path, limit=READ_AHEAD_BYTES)
+        connected = socket.socket(socket.AF_UNIX)
+        connected.settimeout(timeout_s)
+        try:
+            connected.connect(str(path))
+        except OSError:
+            connected.close()
+            raise
+        return connected
     host = target.address.rpartition(":")[0].strip("[]")
-    name = target.server_name or host
-    return await asyncio.open_connection(
-        host,
-        offer.port,
-        ssl=None if tls is None else client_context(tls),
-        server_hostname=None if tls is None else name,
-        limit=READ_AHEAD_BYTES,
-    )
+    connected = socket.create_connection((host, offer.port), timeout_s)
+    try:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if tls is None:
+            return connected
+        name = target.server_name or host
+        return client_context(tls).wrap_socket(connected, server_hostname=name)
+    except BaseException:
+        connected.close()
+        raise

@@ -1,0 +1,213 @@
+"""A stream to a scorer after Welcome: how messages travel, and which sessions are open on it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final
+
+import grpc
+
+from outrider.errors import OutriderError, UnavailableError
+from outrider.rpc.frames import FrameSocket
+from outrider.v1 import draft_pb2
+from proposer_service.config import LinkConfig
+from proposer_service.connection import Connection
+from proposer_service.cycle import Attach
+from proposer_service.routes import LinkId
+from proposer_service.shared_rows import SharedRows
+from proposer_service.worker import DraftWorker
+
+Call = grpc.aio.StreamStreamCall[Any, Any]
+_QUEUE_FULL_WAIT_S: Final = 0.002
+_STATUS_TIMEOUT_S: Final = 1.0
+
+
+class Conversation(ABC):
+    """Lives on the event loop, but for what the drafting thread calls."""
+
+    def __init__(self, call: Call, link: LinkId, worker: DraftWorker, config: LinkConfig) -> None:
+        self._call = call
+        self._link = link
+        self._worker = worker
+        self._config = config
+        self._open: dict[int, int] = {}  # session -> epoch
+        self._all_closed = asyncio.Event()
+        self._all_closed.set()
+        self._ended = asyncio.Event()
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._open)
+
+    async def run(self, max_block_tokens: int) -> None:
+        """Drafts for the scorer until it ends the conversation, or the worker does.
+
+        Raises what it ended with, if not well.
+        """
+        try:
+            await self._run(max_block_tokens)
+        finally:
+            self._worker.detach(self._link)
+            self._ended.set()
+
+    async def until_unused(self) -> None:
+        """Returns when no session is open, or the conversation has ended."""
+        closed = asyncio.create_task(self._all_closed.wait())
+        ended = asyncio.create_task(self._ended.wait())
+        try:
+            await asyncio.wait([closed, ended], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            closed.cancel()
+            ended.cancel()
+
+    async def say_goodbye(self) -> None:
+        """Returns when every session was closed and the scorer has ended the stream."""
+        self._worker.send(self._link, draft_pb2.DraftRequest(goodbye=draft_pb2.Goodbye()))
+        await self.until_unused()
+        await self._done_writing()
+        await self._ended.wait()
+
+    def _note(self, batch: draft_pb2.SessionBatch) -> None:
+        """Keeps count of open sessions."""
+        for opened in batch.opens:
+            self._open[opened.session] = opened.epoch
+        for closed in batch.closes:
+            if self._open.get(closed.session) == closed.epoch:
+                del self._open[closed.session]
+        if self._open:
+            self._all_closed.clear()
+        else:
+            self._all_closed.set()
+
+    @abstractmethod
+    async def _run(self, max_block_tokens: int) -> None: ...
+
+    @abstractmethod
+    async def _done_writing(self) -> None: ...
+
+
+class Streamed(Conversation):
+    """Messages are gRPC's, read and written on the loop."""
+
+    def __init__(
+        self,
+        call: Call,
+        link: LinkId,
+        worker: DraftWorker,
+        config: LinkConfig,
+        rows: SharedRows,
+    ) -> None:
+        super().__init__(call, link, worker, config)
+        self._rows = rows
+        self._unsent: deque[draft_pb2.DraftRequest | None] = deque()  # None: nothing follows
+        self._wake = asyncio.Event()
+
+    async def _run(self, max_block_tokens: int) -> None:
+        loop = asyncio.get_running_loop()
+
+        def send(messages: Sequence[draft_pb2.DraftRequest]) -> None:
+            loop.call_soon_threadsafe(self._put, messages)
+
+        with contextlib.closing(self._rows):
+            self._worker.attach(Attach(self._link, send, max_block_tokens))
+            tasks = [asyncio.create_task(each) for each in (self._read_all(), self._write_all())]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    async def _done_writing(self) -> None:
+        self._put((None,))
+
+    def _put(self, messages: Sequence[draft_pb2.DraftRequest | None]) -> None:
+        self._unsent.extend(messages)
+        self._wake.set()
+
+    async def _read_all(self) -> None:
+        message: Any
+        while (message := await self._call.read()) is not grpc.aio.EOF:
+            if message.HasField("sessions"):
+                self._note(message.sessions)
+                rows = self._rows.of(message.sessions)
+                # A full queue holds back the reader, and gRPC's flow control the scorer.
+                while not self._worker.post(self._link, message.sessions, rows):  # noqa: ASYNC110
+                    await asyncio.sleep(_QUEUE_FULL_WAIT_S)
+
+    async def _write_all(self) -> None:
+        """Writes what is put, until cancelled. Raises for a scorer that does not read."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._unsent:
+                if len(self._unsent) > self._config.max_unsent:
+                    raise UnavailableError("the scorer does not read its blocks")
+                message = self._unsent.popleft()
+                if message is None:
+                    await self._call.done_writing()
+                    continue
+                async with asyncio.timeout(self._config.answer_timeout_s):
+                    await write(self._call, message)
+
+
+class Direct(Conversation):
+    """Messages are the drafting thread's, over a data connection; the stream tells the end."""
+
+    def __init__(
+        self,
+        call: Call,
+        link: LinkId,
+        worker: DraftWorker,
+        config: LinkConfig,
+        rows: SharedRows,
+        frames: FrameSocket,
+    ) -> None:
+        super().__init__(call, link, worker, config)
+        self._failed: asyncio.Future[OutriderError] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+
+        def on_sessions(batch: draft_pb2.SessionBatch) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody counts any more
+                loop.call_soon_threadsafe(self._note, batch)
+
+        def on_failure(error: OutriderError) -> None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._failed.set_result, error)
+
+        self._connection = Connection(frames, rows, on_sessions, on_failure)
+
+    async def _run(self, max_block_tokens: int) -> None:
+        connection = self._connection
+        self._worker.attach(Attach(self._link, connection.send, max_block_tokens, connection))
+        status = asyncio.ensure_future(self._call.read())
+        try:
+            await asyncio.wait((status, self._failed), return_when=asyncio.FIRST_COMPLETED)
+            if not status.done():  # what ends both comes through the stream a little later
+                await asyncio.wait((status,), timeout=_STATUS_TIMEOUT_S)
+            if not status.done():
+                raise self._failed.result()
+            status.result()
+        finally:
+            status.cancel()
+
+    async def _done_writing(self) -> None:
+        await self._call.done_writing()
+
+
+async def write(call: Call, message: draft_pb2.DraftRequest) -> None:
+    """Raises the status that the scorer has ended the stream with, if it has."""
+    try:
+        await call.write(message)
+    except asyncio.InvalidStateError as error:  # ended meanwhile: the status says why
+        if await call.code() is grpc.StatusCode.OK:
+            raise UnavailableError("the scorer ended the stream") from error
+        await call.read()  # raises the status
+        raise UnavailableError("the stream broke") from error
