@@ -44,9 +44,9 @@ ENV PATH=/opt/python/bin:$PATH \
 USER 10001:10001
 
 FROM engine AS proposer
-EXPOSE 7002
+EXPOSE 7003
 ENTRYPOINT ["python", "-P", "-m", "proposer_service"]
 
 FROM engine AS scorer
-EXPOSE 7001
+EXPOSE 7001 7002
 ENTRYPOINT ["python", "-P", "-m", "scorer_service"]

@@ -72,6 +72,9 @@ def test_leaders_alone_are_served_and_have_the_sidecars() -> None:
     assert not service["selector"].items() <= follower["metadata"]["labels"].items()
     names = [[c["name"] for c in pod["spec"]["containers"]] for pod in (leader, follower)]
     assert names == [["scorer", "proposer-draft"], ["scorer"]]
+    listening = {port["name"] for port in leader["spec"]["containers"][0]["ports"]}
+    assert {"grpc", "data"} <= listening
+    assert "ports" not in follower["spec"]["containers"][0]
     probed = [pod["spec"]["containers"][0]["readinessProbe"] for pod in (leader, follower)]
     assert probed[0] == probed[1]
     budget = helm.only(manifests, "PodDisruptionBudget", "outrider-scorer")["spec"]["selector"]

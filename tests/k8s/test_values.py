@@ -27,6 +27,7 @@ from tests.support import helm
             "at '/scorer/env/0/value': got number, want",
         ),
         ("scorer.flags.port=1", "scorer.flags.port: the chart sets --port itself"),
+        ("scorer.flags.data-port=1", "scorer.flags.data-port: the chart sets --data-port itself"),
         ("proposers.draft.flags.method=x", "proposers.draft.flags.method: the chart sets"),
         ("proposers.draft.method=suffix\\,suffix", "name each method once"),
         ("proposers.draft.method=suffix\\,hydra", 'is "suffix,hydra": known are deterministic,'),

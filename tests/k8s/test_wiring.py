@@ -105,14 +105,28 @@ def test_containers_of_a_pod_share_no_port(manifests: list[helm.Manifest]) -> No
         assert len(ports) == len(set(ports)) >= 3
 
 
+def test_containers_name_ports_that_their_flags_open(manifests: list[helm.Manifest]) -> None:
+    for pod in pods(manifests).values():
+        for container in pod["spec"]["containers"]:
+            flags = dict(arg.removeprefix("--").split("=", 1) for arg in container["args"])
+            opened = {int(value) for flag, value in flags.items() if flag.endswith("port")}
+            named = {port["containerPort"] for port in container["ports"]}
+            assert named == opened - {int(flags["health-port"])}  # the kubelet's alone
+
+
 def test_policies_let_pass_what_is_needed_and_no_more(manifests: list[helm.Manifest]) -> None:
     gateway, scorer = "outrider-gateway", "outrider-scorer"
     draft, lookup = "outrider-proposer-draft", "outrider-proposer-lookup"
     for caller in (gateway, draft, lookup):
         assert allows(manifests, caller, scorer, 7001)
         assert not allows(manifests, scorer, caller, 7001)
+    for proposer in (draft, lookup):
+        assert allows(manifests, proposer, scorer, 7002)
+        assert not allows(manifests, scorer, proposer, 7002)
+    assert not _rule(manifests, gateway, scorer, 7002, "egress", "to")
+    assert not _rule(manifests, scorer, gateway, 7002, "ingress", "from")
     assert not allows(manifests, draft, gateway, 50051)
-    assert not allows(manifests, gateway, draft, 7002)
+    assert not allows(manifests, gateway, draft, 7003)
     for target, ports in {gateway: [8000], scorer: [9101, 9102, 9103], draft: [9102]}.items():
         for port in ports:  # Prometheus', which has no policy of ours
             assert _rule(manifests, target, "prometheus", port, "ingress", "from")

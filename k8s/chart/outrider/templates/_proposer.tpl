@@ -2,7 +2,7 @@
      sidecars of a pod; their ports differ). */}}
 {{- define "outrider.proposerContainer" -}}
 {{- $sidecar := eq .values.placement "sidecar" -}}
-{{- $port := add 7002 (ternary .index 0 $sidecar) -}}
+{{- $port := add 7003 (ternary .index 0 $sidecar) -}}
 {{- $health := add 9202 (ternary .index 0 $sidecar) -}}
 {{- $metrics := add 9102 (ternary .index 0 $sidecar) -}}
 {{- $remote := include "outrider.poolFetches" . -}}

@@ -85,6 +85,7 @@ spec:
       args:
         - --host=0.0.0.0
         - --port=7001
+        - --data-port=7002
         - --metrics-port=9101
         - --health-port=9201
         - --scorer-id=$(POD_NAME)
@@ -108,6 +109,7 @@ spec:
       {{- if ne .rank "follower" }}
       ports:
         - {name: grpc, containerPort: 7001}
+        - {name: data, containerPort: 7002}
         - {name: metrics, containerPort: 9101}
       {{- end }}
       {{- include "outrider.grpcProbes" (dict "root" .root "port" 9201 "service" "outrider.v1.ScorerService") | nindent 6 }}
