@@ -241,9 +241,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Read when torch and NumPy are imported, which happens below.
             for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
                 os.environ[variable] = str(method.threads)
-    # How long the drafting thread, which goes on to guess ahead, may keep the event loop from
-    # reading a commit or writing a block. Python's default of 5 ms is as long as a step takes on a
-    # GPU; less than 0.1 ms brings no more, because the loop is then kept from going on.
+    # How long the drafting thread, which goes on to guess ahead, may keep the event loop, where
+    # messages pass gRPC, from reading a commit or writing a block. Python's default of 5 ms is as
+    # long as a step takes on a GPU; less than 0.1 ms brings no more, because the loop is then kept
+    # from going on.
     sys.setswitchinterval(0.0001)
     from outrider.rpc import runtime
 

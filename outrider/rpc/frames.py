@@ -10,7 +10,6 @@ import asyncio
 import socket
 import ssl
 import struct
-from collections.abc import Iterator
 from typing import Final
 
 from outrider.errors import InvalidRequestError, UnavailableError
@@ -104,7 +103,7 @@ class FrameSocket:
             # which a record comes at a time.
             if len(chunk) < _CHUNK_BYTES and not isinstance(self._socket, ssl.SSLSocket):
                 break
-        messages = list(self._whole())
+        messages = self._whole()
         if ended and not messages:
             raise UnavailableError("the data connection broke")
         return messages
@@ -134,20 +133,23 @@ class FrameSocket:
         """Ends the connection; what was not sent yet is lost."""
         self._socket.close()
 
-    def _whole(self) -> Iterator[bytes]:
+    def _whole(self) -> list[bytes]:
         """Takes the messages from what was received that are complete."""
+        messages: list[bytes] = []
         at = 0
-        while at + _HEAD.size <= len(self._received):
-            begins = at + _HEAD.size
-            ends = begins + _size(self._received[at:begins], self._max_bytes)
-            if ends > len(self._received):
-                break
-            yield bytes(self._received[begins:ends])
-            at = ends
+        with memoryview(self._received) as received:
+            while at + _HEAD.size <= len(received):
+                begins = at + _HEAD.size
+                ends = begins + _size(received[at:begins], self._max_bytes)
+                if ends > len(received):
+                    break
+                messages.append(bytes(received[begins:ends]))
+                at = ends
         del self._received[:at]
+        return messages
 
 
-def _size(head: bytes | bytearray, max_bytes: int) -> int:
+def _size(head: bytes | memoryview, max_bytes: int) -> int:
     size: int = _HEAD.unpack(head)[0]
     if size > max_bytes:
         raise InvalidRequestError(f"a message of {size} bytes; at most {max_bytes} are read")
