@@ -25,7 +25,12 @@ def fix() -> None:
     mock.patch.object(AdaptivePolicy, "may_wait", new=True).start()
     mock.patch.object(AdaptivePolicy, "way", new=Way.AHEAD).start()
     mock.patch.object(AdaptivePolicy, "choose_k", new=Policy.choose_k).start()
-    mock.patch.object(AdaptivePolicy, "patience", return_value=_PATIENCE_S).start()
+    mock.patch.object(AdaptivePolicy, "patience", new=_patience).start()
+
+
+def _patience(*_: object) -> float:
+    """No mock, which takes 8 us to call: each row asks before its commit is told."""
+    return _PATIENCE_S
 
 
 if __name__ == "__main__":
