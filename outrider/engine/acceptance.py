@@ -6,6 +6,7 @@ from outrider.engine.measured import remember
 from outrider.engine.rounds import Drafting, Round
 
 PRIOR_SUCCESSES, PRIOR_TRIALS = 4.0, 5.0  # of a proposer that nobody has seen: worth a try
+ALMOST_SURE = 1.0 - 1e-9  # the chance of a token that counts as sure; a series of 1 has no sum
 FADE = 0.9  # per round, of what is known about a row's acceptance
 PROPOSER_FADE = 0.98  # and about a proposer's, over all its rows or those of a kind
 FORGETTING = 1 / 16  # per round without a draft, of what tells a row from its proposer's others
@@ -13,9 +14,8 @@ FORGETTING = 1 / 16  # per round without a draft, of what tells a row from its p
 
 def accepted(acceptance: float, depth: float) -> float:
     """Draft tokens expected to be accepted of so many after one another: a + a^2 + ... + a^n."""
-    if acceptance > 1.0 - 1e-9:
-        return float(depth)
-    return float(acceptance * (1.0 - acceptance**depth) / (1.0 - acceptance))
+    a = min(acceptance, ALMOST_SURE)
+    return float(a * (1.0 - a**depth) / (1.0 - a))
 
 
 def expected_gain(d: Drafting) -> float:
@@ -31,7 +31,7 @@ class Acceptance:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, bool | None], tuple[float, float]] = {}
+        self._known: dict[tuple[str, bool | None], list[float]] = {}
         """Successes and trials by proposer and whether its rows are warm; None: all of them."""
 
     def __len__(self) -> int:
@@ -48,7 +48,10 @@ class Acceptance:
 
     def join(self, d: Drafting, proposer_id: str) -> None:
         """With a proposer that is known a row begins as its others of the kind on average."""
-        if (known := self._known.get((proposer_id, d.warm))) is not None:
+        for rows in ((proposer_id, None), (proposer_id, d.warm)):
+            if (known := self._known.get(rows)) is not None:
+                remember(self._known, rows, known)  # it is among the latest
+        if known is not None:
             successes, trials = known
             d.successes, d.trials = PRIOR_TRIALS * successes / trials, PRIOR_TRIALS
 
@@ -64,7 +67,9 @@ class Acceptance:
         d.trials = FADE * d.trials + round_.tried
         d.levels += (round_.depth / round_.drafted - d.levels) * (1 - FADE)
         for rows in ((name, None), (name, d.warm)):
-            successes, trials = self._known.get(rows, (PRIOR_SUCCESSES, PRIOR_TRIALS))
-            successes = PROPOSER_FADE * successes + round_.accepted
-            trials = PROPOSER_FADE * trials + round_.tried
-            remember(self._known, rows, (successes, trials))
+            known = self._known.get(rows)
+            if known is None:
+                known = [PRIOR_SUCCESSES, PRIOR_TRIALS]
+                remember(self._known, rows, known)
+            known[0] = PROPOSER_FADE * known[0] + round_.accepted
+            known[1] = PROPOSER_FADE * known[1] + round_.tried

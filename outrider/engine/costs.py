@@ -18,15 +18,15 @@ class Costs:
         self._steps = StepTimes()
         self._prompts = PromptTimes()
         self._drafts: dict[tuple[str, bool], DraftTimes] = {}  # by drafter, and if it runs ahead
-        # The same for all rows until the next step: by K, and all that are compared up to a limit.
-        self._rounds: dict[int, float] = {}
-        self._rounds_up_to: dict[int, list[tuple[int, float]]] = {}
+        # The same for all rows until something is measured: by K, and what `rounds` says.
+        self._round_s: dict[int, float] = {}
+        self._rounds: dict[tuple[str, bool, int], list[tuple[int, float, float]]] = {}
 
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """A step that only verified."""
         self.num_rows = num_rows
         self._steps.observe(num_tokens, seconds)
-        self._rounds, self._rounds_up_to = {}, {}
+        self._round_s, self._rounds = {}, {}
 
     def observe_prompts(self, num_tokens: int, num_others: int, seconds: float) -> None:
         """A step of so many tokens of prompts, and others beside them."""
@@ -37,11 +37,12 @@ class Costs:
         times = self.draft_times(d) or DraftTimes()
         remember(self._drafts, (d.drafter, d.runs_ahead), times)
         times.observe(delay)
+        self._rounds = {}
 
     def forget_drafts(self, *, ahead: bool | None = None) -> None:
         """What drafts take that are made ahead, or on demand; None: both."""
         kept = {key: times for key, times in self._drafts.items() if ahead not in (None, key[1])}
-        self._drafts = kept
+        self._drafts, self._rounds = kept, {}
 
     def step_s(self, num_tokens: int) -> float:
         """A step of so many tokens."""
@@ -49,17 +50,26 @@ class Costs:
 
     def round_s(self, k: int) -> float:
         """A step of as many rows as the last one, with `k` draft tokens each."""
-        known = self._rounds.get(k)
+        known = self._round_s.get(k)
         if known is None:
-            known = self._rounds[k] = self.step_s(self.num_rows * (1 + k))
+            known = self._round_s[k] = self.step_s(self.num_rows * (1 + k))
         return known
 
-    def rounds_up_to(self, limit: int) -> list[tuple[int, float]]:
-        """The K that are compared, each with `round_s`."""
-        known = self._rounds_up_to.get(limit)
+    def rounds(self, d: Drafting, limit: int) -> list[tuple[int, float, float]]:
+        """The K that are compared for a row, each with `round_s` and its draft's delay.
+
+        On demand a row waits for its batch's longest draft: alone it can do little about that.
+        """
+        key = d.drafter, d.runs_ahead, limit
+        known = self._rounds.get(key)
         if known is None:
-            sizes = (*takewhile(lambda k: k < limit, SIZES), limit)
-            known = self._rounds_up_to[limit] = [(k, self.round_s(k)) for k in sizes]
+            times, least = self._drafts.get(key[:2]), 0.0
+            if times is not None and not d.runs_ahead and self.num_rows > 1:
+                least = times.longest - 1.0
+            known = self._rounds[key] = [
+                (k, self.round_s(k), 0.0 if times is None else times.mean_s(max(k, least)))
+                for k in (*takewhile(lambda k: k < limit, SIZES), limit)
+            ]
         return known
 
     def prompt_tokens_in(self, seconds: float) -> int:
@@ -70,10 +80,10 @@ class Costs:
         """What a row's drafts take, made as they are now; None if none of them was measured."""
         return self._drafts.get((d.drafter, d.runs_ahead))
 
-    def delay_s(self, d: Drafting) -> float:
-        """From a row's commit to the arrival of its next draft."""
-        times = self.draft_times(d)
-        return 0.0 if times is None else times.mean_s(d.num_draft_tokens)
+    def delay_s(self, d: Drafting, num_tokens: int | None = None) -> float:
+        """From a row's commit to the arrival of its next draft, or of one of so many tokens."""
+        times, k = self.draft_times(d), d.num_draft_tokens if num_tokens is None else num_tokens
+        return 0.0 if times is None else times.mean_s(k)
 
     def stall_s(self, d: Drafting) -> float:
         """By so much a step beside it makes a row's draft late; nothing if made ahead."""

@@ -27,7 +27,7 @@ rows share a batch, one that wants less waits no shorter; l - 1, so that all tog
 
 from __future__ import annotations
 
-from outrider.engine.acceptance import Acceptance, accepted
+from outrider.engine.acceptance import ALMOST_SURE, Acceptance
 from outrider.engine.costs import Costs
 from outrider.engine.rounds import Drafting
 
@@ -53,24 +53,18 @@ class Goodput:
         plain = self._costs.round_s(0)
         if not plain:
             return limit
-        num_rows, times = self._costs.num_rows, self._costs.draft_times(d)
-        missed = 1.0 - d.hit_share
-        token_s = 0.0 if times is None else missed * times.token_s
+        # Gone through for each row before its commit is told: a call per K would be half the time.
+        rounds, missed, ahead_s = self._costs.rounds(d, limit), 1.0 - d.hit_share, 0.0
         if d.runs_ahead:
-            wait_s = d.wait_s - token_s * d.num_draft_tokens
-        else:
-            wait_s = 0.0 if times is None else missed * times.mean_s(0)
-        # On demand a row waits for its batch's longest draft: alone it can do little about that.
-        least = 0.0
-        if times is not None and not d.runs_ahead and num_rows > 1:
-            least = times.longest - 1.0
-        sizes = self._costs.rounds_up_to(limit)
+            ahead_s = d.wait_s - missed * self._costs.delay_s(d)
 
         def rates(acceptance: float) -> list[float]:
+            a = min(acceptance, ALMOST_SURE)
+            a_l, gain = a**d.levels, a / (1.0 - a)  # accepted(k) = gain * (1 - a_l^k)
             return [
-                (1.0 + accepted(acceptance, k * d.levels))
-                / (step_s + max(0.0, wait_s + token_s * (k if k > least else least)))
-                for k, step_s in sizes
+                (1.0 + gain * (1.0 - a_l**k))
+                / (step_s + wait_s if (wait_s := ahead_s + missed * delay_s) > 0.0 else step_s)
+                for k, step_s, delay_s in rounds
             ]
 
         mine = rates(d.successes / d.trials)
@@ -78,11 +72,13 @@ class Goodput:
         if best <= without and self._in_company(d):
             others = self._acceptance.of_proposer(d)
             if others is not None and max(rates(others)) > without:
-                without = 1.0 / (plain + wait_s)
+                without = 1.0 / (plain + missed * self._costs.delay_s(d, 0))
+        num_rows = self._costs.num_rows
         self._company += ((best > without) - self._company) / (COMPANY_ROUNDS * num_rows)
         if best <= without:
             return 0
-        return max([k for (k, _), rate in zip(sizes, mine, strict=True) if rate >= NEARLY * best])
+        least = NEARLY * best
+        return max([k for (k, _, _), rate in zip(rounds, mine, strict=True) if rate >= least])
 
     def _in_company(self, d: Drafting) -> bool:
         """Whether most rows wait for drafts on demand, and this one with them in any case."""

@@ -194,7 +194,7 @@ class DraftTimes:
         """Mean seconds per drafted token."""
         return self._token_s.mean
 
-    def mean_s(self, num_tokens: int) -> float:
+    def mean_s(self, num_tokens: float) -> float:
         """Mean seconds from a commit to the arrival of so many tokens; 0 tokens: what any takes."""
         return self.delay.mean + self.token_s * (num_tokens - self.longest)
 
