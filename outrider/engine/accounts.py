@@ -119,7 +119,8 @@ def _settle_row(
     if not first:
         counters.score_s += committed.seconds
         counts.score_s += committed.seconds
-    policy.learn(seq)
+    if finish_reason:
+        policy.learn(seq)  # from others when they go on
     return Commit(
         session_id=seq.session_id,
         base_len=base_len,

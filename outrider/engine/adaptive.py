@@ -220,7 +220,8 @@ class AdaptivePolicy(Policy):
     def observe_round(self, drafting: Drafting, round_: Round) -> None:
         d = drafting
         self._acceptance.observe(d, round_)
-        most = d.probing or d.num_draft_tokens >= min(d.limit, d.proposer_limit)
+        tries_most = d.probing or d.num_draft_tokens >= min(d.limit, d.proposer_limit)
+        most, d.tries_most = d.tries_most, tries_most  # of the round before, and of this one
         self._probe(d.proposer_id).observe(self._num_steps, most=most, drafted=round_.drafted > 0)
 
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:

@@ -157,6 +157,7 @@ class Policy:
                 self.expect(d, proposer_id)
         d.proposer_id, d.proposer_limit = proposer_id, limit
         self._choose(d, asked=asked)
+        d.asked = d.num_draft_tokens > 0
 
     def block_arrived(
         self,
@@ -203,8 +204,6 @@ class Policy:
         may_wait = self.may_wait
         for seq in rows:
             d = seq.drafting
-            if d.unlearned is not None and seq.draft is None and d.proposer_id is not None:
-                self.learn(seq)  # whether to wait, and how long, follows from it
             lacks_draft = seq.draft is None and owed(seq)
             if d.looked_at is None:
                 d.looked_at, d.at_hand = now, seq.draft is not None
@@ -229,7 +228,9 @@ class Policy:
     def launch(self, seq: Sequence, drafted: int, now: float) -> bool:
         """A row goes into a step with `drafted` tokens. True if its proposer is set aside by it."""
         self._launched_at = now
-        return count_launch(seq, drafted, self.counts, now)
+        aside = count_launch(seq, drafted, self.counts, now)
+        self.learn(seq)
+        return aside
 
     def preempted(self, seq: Sequence) -> None:
         """A row lost its pages. It waits for nothing and misses nothing until it has them again."""
@@ -243,17 +244,18 @@ class Policy:
         if d.looked_at is not None:
             free = round_.accepted if d.hit else 0
             d.free_tokens += (free - d.free_tokens) * (1 - HIT_FADE)
-        if d.looked_at is None or not d.num_draft_tokens:  # no draft was to come before
+        if d.looked_at is None or not d.asked:  # no draft was to come before
             d.awaited_since = now
+        d.asked = d.num_draft_tokens > 0
         d.looked_at, d.wrong, d.committed_at = None, wrong, now
         d.commits.append((len(seq.token_ids), now, seq.draft is None))
         d.unlearned = round_
 
     def learn(self, seq: Sequence) -> None:
-        """Takes in what a row's last round showed, and chooses K for the next; once per round.
+        """Takes in what a row's last round showed, and chooses K; once per round.
 
-        Not at once, because the device would have to wait for it: a row that has its draft goes on
-        by the K of the round before.
+        When the row goes into its next step, and for the round after that: before, the device, or
+        else the proposer, would have to wait for it.
         """
         d = seq.drafting
         if d.unlearned is not None:

@@ -115,6 +115,7 @@ class Drafting:
     deadline: float = 0.0  # the present round waits no longer than this
     wrong: bool = False  # a guess for the present round did not lie on the committed path
     unlearned: Round | None = None  # the last round, until the policy has learned from it
+    asked: bool = False  # who drafts knows that the next round is to have a draft
     no_guess_at: int = -1  # committed length for which the proposer said it has no guess
     misses: int = 0  # rounds in a row without a draft, waited for in vain
     rest: int = 0  # rounds until a proposer that was set aside is waited for again
@@ -125,6 +126,7 @@ class Drafting:
     trials: float = 0.0  # draft tokens accepted or rejected, fading
     levels: float = 1.0  # depth of a draft per token of it, fading; a chain's is 1
     probing: bool = False  # the next round drafts more than seems best, to find out
+    tries_most: bool = False  # the round that is under way does, or drafts the most it may
     wait_s: float = 0.0  # moving average of a round's wait
     hit: bool | None = None  # whether the last round that wanted a draft had one at once
     hit_share: float = 0.0  # of such rounds, fading

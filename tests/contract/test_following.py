@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Tokens
 
 import pytest
 
@@ -10,6 +10,7 @@ from outrider.draft_tree import DraftTree
 from outrider.drafting.proposer import SessionKey
 from outrider.engine.policy import Policy
 from outrider.engine.rounds import Drafting
+from outrider.engine.sequence import Sequence
 from tests.support.features import CAPTURED, RowReader
 from tests.support.reader_service import serving
 from tests.support.scorer import MAX_LEN, VOCAB, running_scorer
@@ -20,9 +21,14 @@ SPELL = 70  # tokens without drafts, and as many with them: more than are held b
 class Spells(Policy):
     """Drafts in every second spell of a text."""
 
-    def choose_k(self, drafting: Drafting, limit: int) -> int:
-        length, _, _ = drafting.commits[-1]
-        return limit if length // SPELL % 2 else 0
+    length = 0  # at most, when the step that is launched has ended: K is chosen for the next one
+
+    def launch(self, seq: Sequence, drafted: int, now: float) -> bool:
+        self.length = len(seq.token_ids) + 1 + drafted
+        return super().launch(seq, drafted, now)
+
+    def choose_k(self, drafting: Drafting, limit: int) -> int:  # noqa: ARG002
+        return limit if self.length // SPELL % 2 else 0
 
     @property
     def undrafted_sizes(self) -> frozenset[int]:
@@ -35,7 +41,7 @@ class Counting(RowReader):
     commits = 0
 
     def commit(
-        self, session: SessionKey, base_len: int, tokens: Sequence[int], num_draft_tokens: int
+        self, session: SessionKey, base_len: int, tokens: Tokens[int], num_draft_tokens: int
     ) -> None:
         self.commits += 1
         super().commit(session, base_len, tokens, num_draft_tokens)
@@ -47,7 +53,7 @@ async def test_a_proposer_that_rested_has_every_token_and_every_state(temperatur
     length = MAX_LEN - len(prompt)  # no drafts, drafts, and none at the end
     async with running_scorer(features=CAPTURED, policy=Spells) as scorer:
 
-        def guess(tokens: Sequence[int], k: int) -> DraftTree:
+        def guess(tokens: Tokens[int], k: int) -> DraftTree:
             text = list(tokens)
             for _ in range(k):
                 text.append(int(scorer.model.logits_of(text).argmax()))
