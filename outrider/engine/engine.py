@@ -105,6 +105,9 @@ class Engine:
         """
         assert self._in_flight is None
         began = self._clock()
+        lacking = [seq for seq in self._scheduler.running if seq.draft is None]
+        if any(not seq.drafting.runs_ahead for seq in lacking):
+            self._note_blocks()  # how long drafts on demand take says who waits for the others
         step = self._scheduler.schedule(began)
         if step is None:
             self._result_at = None
@@ -244,8 +247,7 @@ class Engine:
         fate = seq.take_block(block, method)
         at = self._clock() if arrived_at is None else arrived_at
         arrived = seq, block, fate, proposer_id, method, draft_us * 1e-6, at
-        # How long drafts on demand take says which rows wait now; else the row has what it needs.
-        if fate is USEFUL and seq.drafting.runs_ahead:
+        if fate is USEFUL:  # the row has what it needs
             self._arrived.append(arrived)
         elif fate is BlockFate.INVALID:
             self._dropped_blocks += 1
