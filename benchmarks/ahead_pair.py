@@ -15,7 +15,6 @@ from pathlib import Path
 
 from benchmarks.processes import Child, ProcessError, python_path
 from benchmarks.records import TokenIds
-from outrider.cli.stack import free_port
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, scorer_pb2
 from outrider.v1.scorer_pb2_grpc import ScorerServiceStub
@@ -96,13 +95,11 @@ class Pair:
 
     async def __aenter__(self) -> Pair:
         timeout_s = self._config.timeout_s
-        self._scorer_at = f"{_HOST}:{free_port()}"
-        port = self._scorer_at.rpartition(":")[2]
-        scorer = self._start("scorer", [*self._config.scorer, "--port", port], "scorer_gpu")
-        proxy = ["-m", "benchmarks.delay_proxy", "--target", self._scorer_at]
-        self._proxy = self._start("proxy", proxy, None)
+        ready = self._start("scorer", [*self._config.scorer], "scorer_gpu").ready(timeout_s)
+        self._scorer_at = ready["grpc"]
+        targets = ("--target", ready["grpc"], "--target", ready["data"])
+        self._proxy = self._start("proxy", ["-m", "benchmarks.delay_proxy", *targets], None)
         self._proxy_at = self._proxy.ready(timeout_s)["address"]
-        scorer.ready(timeout_s)
         self._channel = open_channel(self._scorer_at)
         self._stub = ScorerServiceStub(self._channel)
         return self

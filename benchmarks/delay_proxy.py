@@ -1,10 +1,12 @@
 """A TCP proxy that makes a network out of loopback: delay, jitter, stalls, broken connections.
 
-For benchmarks and tests. Bytes keep their order. Each direction of each connection holds at most
-`max_buffered` bytes on their way; then it stops reading, as a full link does.
+For benchmarks and tests. It listens on another loopback address at the ports of its targets:
+where a service names a second port of the host that was dialled, as Welcome does, that port is
+reached through the proxy, too. Bytes keep their order. Each direction of each connection holds at
+most `max_buffered` bytes on their way; then it stops reading, as a full link does.
 
-    async with DelayProxy("127.0.0.1:7001", delay_s=0.0005) as proxy:
-        ... dial proxy.address instead ...
+    async with DelayProxy("127.0.0.1:7001", "127.0.0.1:7002", delay_s=0.0005) as proxy:
+        ... dial proxy.address, which is 127.0.0.2:7001, instead ...
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import random
 import sys
@@ -23,7 +26,9 @@ _MAX_CONNECTIONS = 256
 
 
 class DelayProxy:
-    """Forwards connections to `target` ("host:port"), each byte at least `delay_s` later.
+    """Forwards connections to `targets` ("host:port"), each byte at least `delay_s` later.
+
+    It listens at their ports on `host`, which must not be theirs; Linux has all of 127.0.0.0/8.
 
     `delay_s` counts one way: a round trip takes twice as long. `jitter_s` is the largest extra
     delay of a chunk; a chunk stalls by `stall_s` with `stall_chance`. The fields may be changed
@@ -32,8 +37,8 @@ class DelayProxy:
 
     def __init__(
         self,
-        target: str,
-        *,
+        *targets: str,
+        host: str = "127.0.0.2",
         delay_s: float = 0.0,
         jitter_s: float = 0.0,
         stall_chance: float = 0.0,
@@ -45,29 +50,31 @@ class DelayProxy:
         self.jitter_s = jitter_s
         self.stall_chance = stall_chance
         self.stall_s = stall_s
-        self.address = ""
+        self.address = f"{host}:{_port(targets[0])}"
+        """Where the first target is reached."""
         self.num_bytes = {"to": 0, "from": 0}
-        """Bytes forwarded to the target, and from it."""
-        self._host, _, port = target.rpartition(":")
-        self._port = int(port)
+        """Bytes forwarded to the targets, and from them."""
+        self._targets = targets
+        self._host = host
         self._rng = random.Random(seed)
         self._max_buffered = max_buffered
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._connections: set[asyncio.Task[None]] = set()
 
-    async def start(self, port: int = 0) -> str:
-        """Listens on loopback; returns "host:port"."""
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", port)
-        host, bound = self._server.sockets[0].getsockname()[:2]
-        self.address = f"{host}:{bound}"
-        return self.address
+    async def start(self) -> None:
+        """Listens."""
+        for target in self._targets:
+            accept = functools.partial(self._accept, target)
+            server = await asyncio.start_server(accept, self._host, _port(target))
+            self._servers.append(server)
 
     async def stop(self) -> None:
         """Stops listening and breaks what is open."""
-        if self._server is not None:
-            self._server.close()
-            await self.disconnect()
-            await self._server.wait_closed()
+        for server in self._servers:
+            server.close()
+        await self.disconnect()
+        for server in self._servers:
+            await server.wait_closed()
 
     async def disconnect(self) -> None:
         """Breaks every connection; what is on its way is lost. New ones are accepted."""
@@ -88,7 +95,9 @@ class DelayProxy:
     ) -> None:
         await self.stop()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(
+        self, target: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         task = asyncio.current_task()
         assert task is not None
         if len(self._connections) >= _MAX_CONNECTIONS:
@@ -98,7 +107,8 @@ class DelayProxy:
         writers = [writer]
         try:
             with contextlib.suppress(OSError, asyncio.CancelledError):
-                theirs, ours = await asyncio.open_connection(self._host, self._port)
+                host = target.rpartition(":")[0]
+                theirs, ours = await asyncio.open_connection(host, _port(target))
                 writers.append(ours)
                 ways = [
                     asyncio.create_task(self._forward(reader, ours, "to")),
@@ -165,21 +175,25 @@ class DelayProxy:
         return delay
 
 
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
 def main() -> None:
     """A proxy as a process: prints `ready {"address": ...}`; its stdin's lines are commands.
 
     A line is JSON: {"delay_s": 0.001} changes fields; the answer is the bytes so far.
     """
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--target", required=True, metavar="HOST:PORT")
-    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--target", required=True, action="append", metavar="HOST:PORT")
+    parser.add_argument("--host", default="127.0.0.2", help="the loopback address to listen on")
     args = parser.parse_args()
-    asyncio.run(_serve(args.target, args.port))
+    asyncio.run(_serve(DelayProxy(*args.target, host=args.host)))
 
 
-async def _serve(target: str, port: int) -> None:
-    proxy = DelayProxy(target)
-    print("ready " + json.dumps({"address": await proxy.start(port)}), flush=True)
+async def _serve(proxy: DelayProxy) -> None:
+    await proxy.start()
+    print("ready " + json.dumps({"address": proxy.address}), flush=True)
     lines = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)

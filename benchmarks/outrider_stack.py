@@ -96,24 +96,30 @@ class Stack:
         self._children = children
         self._log_dir = log_dir
         self._runner = asyncio.Runner()
-        scorer_grpc = f"{HOST}:{free_port()}"
+        # Fixed: others are told them before the scorer is ready.
+        scorer_grpc, scorer_data = (f"{HOST}:{free_port()}" for _ in range(2))
         scorer = self._start(
             "scorer",
             config.scorer_module,
-            *("--port", scorer_grpc.rpartition(":")[2], *scorer_flags(config)),
+            *("--port", scorer_grpc.rpartition(":")[2]),
+            *("--data-port", scorer_data.rpartition(":")[2], *scorer_flags(config)),
             *(("--listen-unix", log_dir / _SOCKET) if any(r.unix for r in config.routes) else ()),
         )
         if not config.start_together:
             self.metrics_url = scorer.ready(config.start_timeout_s)["metrics"]
+        dialled_by = {
+            route: self._dialled(route, f"127.0.0.{number}", scorer_grpc, scorer_data)
+            for number, route in enumerate(config.routes, start=2)
+        }
         proposers = [
             self._start(
                 f"proposer-{route.pool}-{method}",
                 "proposer_service",
-                *("--scorer", self._dialled(route, scorer_grpc), "--pool", route.pool),
+                *("--scorer", dialled, "--pool", route.pool),
                 *("--method", method, "--port", 0, "--threads", config.proposer_threads),
                 *model_flags(config, method),
             )
-            for route in config.routes
+            for route, dialled in dialled_by.items()
             for method in config.methods
         ]
         gateway = self._start(
@@ -248,13 +254,14 @@ class Stack:
         self._children.append(child)
         return child
 
-    def _dialled(self, route: Route, target: str) -> str:
+    def _dialled(self, route: Route, proxy_host: str, grpc: str, data: str) -> str:
         """What proposers dial; for a round trip to add it is a proxy."""
         if route.unix:
             return f"unix:{self._log_dir / _SOCKET}"
         if not route.round_trip_ms:
-            return target
-        command = [sys.executable, "-P", "-m", "benchmarks.delay_proxy", "--target", target]
+            return grpc
+        command = [sys.executable, "-P", "-m", "benchmarks.delay_proxy", "--host", proxy_host]
+        command += ["--target", grpc, "--target", data]
         proxy = Child(f"proxy-{route.pool}", command, self._log_dir, env=self.config.process_env)
         self._children.append(proxy)
         address = proxy.ready(self.config.start_timeout_s)["address"]

@@ -51,6 +51,19 @@ async def test_a_round_trip_takes_twice_the_delay() -> None:
         writer.close()
 
 
+async def test_every_target_is_reached_at_its_own_port_and_counted() -> None:
+    async with echo() as first, echo() as second, DelayProxy(first, second) as proxy:
+        host = proxy.address.rpartition(":")[0]
+        assert proxy.address == f"{host}:{first.rpartition(':')[2]}"
+        assert host != first.rpartition(":")[0]
+        for target, sent in ((first, b"one"), (second, b"and two")):
+            reader, writer = await dial(f"{host}:{target.rpartition(':')[2]}")
+            writer.write(sent)
+            assert await reader.readexactly(len(sent)) == sent
+            writer.close()
+        assert proxy.num_bytes == {"to": 10, "from": 10}
+
+
 async def test_order_is_kept_through_jitter_and_stalls() -> None:
     async with (
         echo() as target,
