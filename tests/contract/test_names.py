@@ -127,4 +127,4 @@ async def test_a_proposer_in_the_same_pod_dials_a_socket(tmp_path: Path) -> None
 async def test_a_socket_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     path = str(tmp_path / "missing" / "scorer.sock")
     with pytest.raises(ConfigError, match=f"unix:{path}: its folder must exist"):
-        await DraftScorer().start(unix_path=path)
+        await DraftScorer(data_connections=False).start(unix_path=path)

@@ -71,9 +71,9 @@ async def running(
         await service.stop()
 
 
-@pytest.fixture
-async def scorer() -> AsyncIterator[DraftScorer]:
-    scorer = DraftScorer()
+@pytest.fixture(params=[True, False], ids=["data connection", "stream"])
+async def scorer(request: pytest.FixtureRequest) -> AsyncIterator[DraftScorer]:
+    scorer = DraftScorer(data_connections=request.param)
     yield scorer
     await scorer.stop()
 

@@ -91,13 +91,15 @@ SCRIPTS: dict[str, Script] = {
 }
 
 
+@pytest.mark.parametrize("data_connections", [True, False], ids=["data connection", "stream"])
 @pytest.mark.parametrize("name", SCRIPTS)
-async def test_text_does_not_depend_on_the_drafts(name: str) -> None:
-    async with running_scorer() as scorer:
+async def test_text_does_not_depend_on_the_drafts(name: str, data_connections: bool) -> None:
+    async with running_scorer(data_connections=data_connections) as scorer:
         async with proposing(ScriptedProposer(scorer.stub, SCRIPTS[name])) as proposer:
             output = await scorer.generate(PROMPT)
             await scorer.until(lambda: not proposer.sessions, "Close")
             assert (await scorer.info()).proposers[0].proposer_id == "proposer-0"
+            assert (proposer.data is not None) == data_connections
         assert output.token_ids == greedy_text(PROMPT, 40)
         assert len(output.kinds) == 40
         aux = output.aux_info

@@ -18,6 +18,11 @@ from tests.support.scorer import VOCAB, Output, RunningScorer, running_scorer
 PROMPT = [i % VOCAB for i in range(40)]
 
 
+@pytest.fixture(params=[True, False], ids=["data connection", "stream"])
+def data_connections(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """Where each message's rows went."""
@@ -46,10 +51,18 @@ def names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
 
 
+def sockets(data_connections: bool) -> list[str]:
+    return ["scorer.sock", *(["scorer.sock.data"] if data_connections else [])]
+
+
 @asynccontextmanager
-async def attached(socket: Path, shared: Path) -> AsyncIterator[tuple[RunningScorer, RowReader]]:
+async def attached(
+    socket: Path, shared: Path, data_connections: bool
+) -> AsyncIterator[tuple[RunningScorer, RowReader]]:
     """A scorer on a Unix socket, and a proposer that dials it there."""
-    async with running_scorer(features=CAPTURED, unix_path=socket, shared=shared) as scorer:
+    async with running_scorer(
+        features=CAPTURED, unix_path=socket, shared=shared, data_connections=data_connections
+    ) as scorer:
         method = RowReader(CAPTURED, right(scorer), vocab_size=VOCAB)
         async with serving(f"unix:{socket}", method):
             await scorer.until(lambda: bool(scorer.hub.roster.proposers), "a proposer is attached")
@@ -67,29 +80,33 @@ async def generate(scorer: RunningScorer, method: RowReader, max_tokens: int = 6
 
 
 async def test_rows_go_through_memory_that_has_no_name(
-    tmp_path: Path, written: list[int | None]
+    tmp_path: Path, written: list[int | None], data_connections: bool
 ) -> None:
     socket = tmp_path / "scorer.sock"
-    async with attached(socket, tmp_path) as (scorer, method):
+    async with attached(socket, tmp_path, data_connections) as (scorer, method):
         await generate(scorer, method)
         assert written
         assert None not in written
-        assert names(tmp_path) == ["scorer.sock"]  # nothing is left, whoever is killed
+        # Nothing is left, whoever is killed.
+        assert names(tmp_path) == sockets(data_connections)
 
 
 async def test_without_a_common_folder_rows_travel_in_messages(
-    tmp_path: Path, written: list[int | None]
+    tmp_path: Path, written: list[int | None], data_connections: bool
 ) -> None:
     socket, other = tmp_path / "scorer.sock", tmp_path / "other"
     other.mkdir()
-    async with attached(socket, other) as (scorer, method):
+    async with attached(socket, other, data_connections) as (scorer, method):
         await generate(scorer, method)
         assert not written
-        assert names(tmp_path) == ["other", "scorer.sock"]
+        assert names(tmp_path) == ["other", *sockets(data_connections)]
 
 
 async def test_a_proposer_that_never_says_what_it_read_is_sent_rows_in_messages(
-    tmp_path: Path, written: list[int | None], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    written: list[int | None],
+    monkeypatch: pytest.MonkeyPatch,
+    data_connections: bool,
 ) -> None:
     make, size = RingReader.__init__, 60 * CAPTURED.row_bytes
     monkeypatch.setattr(RingReader, "__init__", lambda self, folder: make(self, folder, size))
@@ -101,14 +118,17 @@ async def test_a_proposer_that_never_says_what_it_read_is_sent_rows_in_messages(
         return rows
 
     monkeypatch.setattr(RingReader, "read", silently)
-    async with attached(tmp_path / "scorer.sock", tmp_path) as (scorer, method):
+    async with attached(tmp_path / "scorer.sock", tmp_path, data_connections) as (scorer, method):
         await generate(scorer, method)
         assert written[0] == 0
         assert written[-1] is None
 
 
 async def test_a_file_that_is_shortened_costs_a_stream_and_no_request(
-    tmp_path: Path, written: list[int | None], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    written: list[int | None],
+    monkeypatch: pytest.MonkeyPatch,
+    data_connections: bool,
 ) -> None:
     read = RingReader.read
     shortened: list[RingReader] = []
@@ -120,7 +140,7 @@ async def test_a_file_that_is_shortened_costs_a_stream_and_no_request(
         return read(self, position, sizes)
 
     monkeypatch.setattr(RingReader, "read", short)
-    async with attached(tmp_path / "scorer.sock", tmp_path) as (scorer, method):
+    async with attached(tmp_path / "scorer.sock", tmp_path, data_connections) as (scorer, method):
         plain = await scorer.generate(PROMPT, enabled=False)
         assert (await scorer.generate(PROMPT)).token_ids == plain.token_ids
         await scorer.until(lambda: bool(scorer.hub.roster.proposers), "it has dialled anew")

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 
 from outrider.errors import OutriderError
 from outrider.rpc import status
+from outrider.rpc.data_connection import DataPort, Offer
+from outrider.rpc.frames import Frames
 from outrider.rpc.server import GrpcServer
 from outrider.v1 import common_pb2, draft_pb2, scorer_pb2_grpc
 
 WAIT_S = 10.0
+Requests = AsyncIterator[draft_pb2.DraftRequest]
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Conversation:
@@ -66,32 +71,71 @@ class Conversation:
         await asyncio.sleep(seconds)
         assert self.received.empty(), self.received.get_nowait()
 
-    async def outgoing(self) -> AsyncIterator[draft_pb2.DraftResponse]:
-        while (batch := await self._outgoing.get()) is not None:
-            yield draft_pb2.DraftResponse(sessions=batch)
+    async def hold(self, requests: Requests, context: Context, offer: Offer | None) -> None:
+        """Until either side ends it; over the data connection of `offer`, if there is one."""
+        if offer is None:
+            return await _first_of(self._read(requests), self._write(context.write))
+        answer = await anext(requests, None)
+        if answer is None:
+            return None
+        assert answer.data_connected.used, answer
+        frames = offer.connected.result()
 
-    async def read_from(self, requests: AsyncIterator[draft_pb2.DraftRequest]) -> None:
+        async def write(response: draft_pb2.DraftResponse) -> None:
+            await frames.write(response.SerializeToString())
+
+        return await _first_of(
+            self._read(_messages(frames)), self._write(write), anext(requests, None)
+        )
+
+    async def _read(self, requests: Requests) -> None:
         async for request in requests:
             await self.received.put(request)
-        self.ended.set()
+
+    async def _write(self, write: Callable[[draft_pb2.DraftResponse], Awaitable[None]]) -> None:
+        while (batch := await self._outgoing.get()) is not None:
+            await write(draft_pb2.DraftResponse(sessions=batch))
+
+
+async def _messages(frames: Frames) -> Requests:
+    while (data := await frames.read()) is not None:
+        yield draft_pb2.DraftRequest.FromString(data)
+
+
+async def _first_of(*ways: Awaitable[object]) -> None:
+    tasks = [asyncio.ensure_future(way) for way in ways]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class DraftScorer(scorer_pb2_grpc.ScorerServiceServicer):
-    """Welcomes proposers, or refuses them with `refusal`; tests hold the conversations."""
+    """Welcomes proposers, or refuses them with `refusal`; tests hold the conversations.
 
-    def __init__(self) -> None:
+    They go over data connections, or without `data_connections` through gRPC.
+    """
+
+    def __init__(self, *, data_connections: bool = True) -> None:
         self.refusal: OutriderError | None = None
         self.refused = 0
         self.max_block_tokens = 512
         self.version = 1  # in Welcome
         self.wants_projection = False
         self.conversations: asyncio.Queue[Conversation] = asyncio.Queue(100)
+        self._data_connections = data_connections
+        self._data_port: DataPort | None = None
         self._server: GrpcServer | None = None
 
     async def start(
         self, port: int = 0, host: str = "127.0.0.1", unix_path: str | None = None
     ) -> str:
         """Serves; returns "host:port"."""
+        if self._data_connections:
+            self._data_port = DataPort(host, 0, unix_path=unix_path)
+            await self._data_port.start()
         self._server = GrpcServer(
             f"{host}:{port}",
             lambda server: scorer_pb2_grpc.add_ScorerServiceServicer_to_server(self, server),
@@ -105,49 +149,38 @@ class DraftScorer(scorer_pb2_grpc.ScorerServiceServicer):
         if self._server is not None:
             await self._server.stop(0)
             self._server = None
+        if self._data_port is not None:
+            await self._data_port.stop()
+            self._data_port = None
 
     async def attached(self) -> Conversation:
         """The next proposer that said Hello."""
         async with asyncio.timeout(WAIT_S):
             return await self.conversations.get()
 
-    async def Draft(  # noqa: N802
-        self,
-        request_iterator: AsyncIterator[draft_pb2.DraftRequest],
-        context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[draft_pb2.DraftResponse]:
+    async def Draft(self, request_iterator: Requests, context: Context) -> None:  # noqa: N802
         first = await anext(request_iterator)
         assert first.HasField("hello")
         if self.refusal is not None:
             self.refused += 1
             await status.abort(context, self.refusal)
         conversation = Conversation(first.hello)
-        yield draft_pb2.DraftResponse(
-            welcome=draft_pb2.Welcome(
-                protocol_version=self.version,
-                scorer_id="fake",
-                max_block_tokens=self.max_block_tokens,
-                wants_projection=self.wants_projection,
-            )
+        welcome = draft_pb2.Welcome(
+            protocol_version=self.version,
+            scorer_id="fake",
+            max_block_tokens=self.max_block_tokens,
+            wants_projection=self.wants_projection,
         )
-        self.conversations.put_nowait(conversation)
-        reading = asyncio.create_task(conversation.read_from(request_iterator))
-        outgoing = conversation.outgoing()
-        try:
-            while True:
-                sending = asyncio.ensure_future(anext(outgoing, None))
-                await asyncio.wait([sending, reading], return_when=asyncio.FIRST_COMPLETED)
-                if not sending.done():  # the proposer closed its side
-                    sending.cancel()
-                    return
-                message = sending.result()
-                if message is None:
-                    return
-                yield message
-        finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-            conversation.ended.set()
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(conversation.ended.set)
+            offer = None
+            if self._data_port is not None:
+                assert first.hello.data_connection
+                offer = cleanup.enter_context(self._data_port.offer())
+                welcome.data_connection.CopyFrom(offer.message)
+            await context.write(draft_pb2.DraftResponse(welcome=welcome))
+            self.conversations.put_nowait(conversation)
+            await conversation.hold(request_iterator, context, offer)
 
 
 def open_(

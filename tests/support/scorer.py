@@ -20,6 +20,8 @@ from outrider.engine.policy import Policy
 from outrider.engine.worker import EngineWorker
 from outrider.features import FeatureSpec
 from outrider.rpc.channel import open_channel
+from outrider.rpc.data_connection import DataPort
+from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.telemetry import Telemetry, configure
 from outrider.types import StepEvents
@@ -74,6 +76,8 @@ class RunningScorer:
     """Handles of a scorer under test."""
 
     address: str
+    data_address: str
+    """Of its data connections; empty without."""
     stub: scorer_pb2_grpc.ScorerServiceAsyncStub
     model: PacedModel
     servicer: ScorerServicer
@@ -157,6 +161,8 @@ async def running_scorer(
     policy: type[Policy] = Policy,
     unix_path: Path | None = None,
     shared: Path | None = None,
+    data_connections: bool = True,
+    tls: TlsFiles | None = None,
 ) -> AsyncIterator[RunningScorer]:
     """Afterwards every page is free and the engine's books agree.
 
@@ -204,20 +210,31 @@ async def running_scorer(
     hubs.append(hub)
     servicer = ScorerServicer(telemetry)
     constraints = Constraints(compiler)
-    servicer.begin(Serving(worker, hub, served, limits, constraints, shared))
+    unix = None if unix_path is None else str(unix_path)
+    data_port = DataPort("127.0.0.1", 0, unix_path=unix, tls=tls) if data_connections else None
+    data_address = "" if data_port is None else f"127.0.0.1:{await data_port.start()}"
+    servicer.begin(Serving(worker, hub, served, limits, constraints, shared, data_port))
     server = GrpcServer(
         "127.0.0.1:0",
         lambda grpc_server: add_to_server(servicer, grpc_server),
         [SERVICE_NAME],
-        unix_path=None if unix_path is None else str(unix_path),
+        unix_path=unix,
+        tls=tls,
     )
-    port = await server.start()
+    address = f"127.0.0.1:{await server.start()}"
     await server.set_serving(True)
-    address = f"127.0.0.1:{port}"
     try:
-        async with open_channel(address) as channel:
-            stub = scorer_pb2_grpc.ScorerServiceStub(channel)
-            scorer = RunningScorer(address, stub, model, servicer, hub, worker, telemetry)
+        async with open_channel(address, tls) as channel:
+            scorer = RunningScorer(
+                address,
+                data_address,
+                scorer_pb2_grpc.ScorerServiceStub(channel),
+                model,
+                servicer,
+                hub,
+                worker,
+                telemetry,
+            )
             yield scorer
             assert await hub.wait_idle(10), "a session outlived its request"
             await scorer.until(
@@ -225,6 +242,8 @@ async def running_scorer(
             )
     finally:
         await server.stop(0)
+        if data_port is not None:
+            await data_port.stop()
         await asyncio.to_thread(worker.stop, 10)
         constraints.close()
         telemetry.shutdown()

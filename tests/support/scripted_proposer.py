@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from outrider.v1 import draft_pb2, scorer_pb2_grpc
+from tests.support.data_wire import DataWire
 from tests.support.scorer import TOKENIZER_HASH, VOCAB
 
 
@@ -61,6 +62,7 @@ def hello(**fields: object) -> draft_pb2.Hello:
         "max_draft_tokens": 8,
         "max_model_len": 4096,
         "pool": "test",
+        "data_connection": True,
         **fields,
     }
     return draft_pb2.Hello(**values)  # type: ignore[arg-type]
@@ -68,7 +70,10 @@ def hello(**fields: object) -> draft_pb2.Hello:
 
 @dataclass
 class ScriptedProposer:
-    """Follows its sessions and answers every Open and Commit with the script's blocks."""
+    """Follows its sessions and answers every Open and Commit with the script's blocks.
+
+    It takes up a data connection that it is offered.
+    """
 
     stub: scorer_pb2_grpc.ScorerServiceAsyncStub
     script: Script
@@ -77,6 +82,7 @@ class ScriptedProposer:
     closes: list[draft_pb2.Close] = field(default_factory=list)
     sessions: dict[int, Drafted] = field(default_factory=dict)
     welcome: draft_pb2.Welcome | None = None
+    data: DataWire | None = None
     error: grpc.aio.AioRpcError | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -90,15 +96,21 @@ class ScriptedProposer:
             await self.call  # raises the status
             raise AssertionError("ended without Welcome")
         self.welcome = answer.welcome
+        if self.welcome.HasField("data_connection"):
+            data = await DataWire.take_up(self.welcome.data_connection)
+            await self.send(data_connected=draft_pb2.DataConnected(used=True))
+            self.data = data
+            self.call.add_done_callback(lambda _: data.close())
 
     async def send(self, **message: object) -> None:
+        request = draft_pb2.DraftRequest(**message)  # type: ignore[arg-type]
         async with self._writing:  # gRPC takes one write at a time
-            await self.call.write(draft_pb2.DraftRequest(**message))  # type: ignore[arg-type]
+            await (self.call.write(request) if self.data is None else self.data.send(request))
 
     async def run(self) -> None:
         """Until the stream ends."""
         try:
-            while isinstance(answer := await self.call.read(), draft_pb2.DraftResponse):
+            while (answer := await self._read()) is not None:
                 blocks = [
                     b for session in self._take(answer.sessions) for b in self.script(session)
                 ]
@@ -106,13 +118,20 @@ class ScriptedProposer:
                     await self.send(blocks=draft_pb2.BlockBatch(blocks=blocks))
         except grpc.aio.AioRpcError as error:
             self.error = error
-        except asyncio.InvalidStateError:  # a write after the stream's end
-            pass
+        except (asyncio.InvalidStateError, ConnectionError):  # a write after the end
+            if self.data is not None:
+                await self._keep_status()
         finally:
             if self.call.done() and await self.call.code() is not grpc.StatusCode.OK:
                 with suppress(asyncio.CancelledError):
                     await self._keep_status()
             self.ended.set()
+
+    async def _read(self) -> draft_pb2.DraftResponse | None:
+        if self.data is not None and (message := await self.data.read()) is not None:
+            return message
+        answer = await self.call.read()  # of a data connection that has ended, it tells how
+        return answer if isinstance(answer, draft_pb2.DraftResponse) else None
 
     async def _keep_status(self) -> None:
         try:
