@@ -91,7 +91,12 @@ SCRIPTS: dict[str, Script] = {
 }
 
 
-@pytest.mark.parametrize("data_connections", [True, False], ids=["data connection", "stream"])
+@pytest.fixture(params=[True, False], ids=["data connection", "stream"])
+def data_connections(request: pytest.FixtureRequest) -> bool:
+    """How what proposers say travels."""
+    return bool(request.param)
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 async def test_text_does_not_depend_on_the_drafts(name: str, data_connections: bool) -> None:
     async with running_scorer(data_connections=data_connections) as scorer:
@@ -245,7 +250,7 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", BAD_FIELDS)
-async def test_bad_blocks_are_counted_and_end_the_stream(what: str) -> None:
+async def test_bad_blocks_are_counted_and_end_the_stream(what: str, data_connections: bool) -> None:
     # Not one more than it takes: a write that meets the stream's end hides the server's status.
     left = itertools.repeat(None, 3)
 
@@ -255,7 +260,9 @@ async def test_bad_blocks_are_counted_and_end_the_stream(what: str) -> None:
             for _ in itertools.islice(left, 1)
         ]
 
-    async with running_scorer(limits=DraftLimits(max_bad_blocks=3), pause_s=SLOW_S) as scorer:
+    async with running_scorer(
+        limits=DraftLimits(max_bad_blocks=3), pause_s=SLOW_S, data_connections=data_connections
+    ) as scorer:
         proposer = ScriptedProposer(scorer.stub, bad)
         async with proposing(proposer):
             async with asyncio.timeout(20):
@@ -334,8 +341,8 @@ async def test_a_lost_session_is_opened_anew_a_few_times_at_most() -> None:
             assert prefix == [*PROMPT, *output.token_ids][: len(prefix)]
 
 
-async def test_a_proposer_dies_in_the_middle_and_comes_back() -> None:
-    async with running_scorer(pause_s=SLOW_S) as scorer:
+async def test_a_proposer_dies_in_the_middle_and_comes_back(data_connections: bool) -> None:
+    async with running_scorer(pause_s=SLOW_S, data_connections=data_connections) as scorer:
         first = ScriptedProposer(scorer.stub, follow(greedy_truth))
         await first.dial()
         following = asyncio.create_task(first.run())
@@ -358,8 +365,8 @@ async def test_a_proposer_dies_in_the_middle_and_comes_back() -> None:
         assert kinds.count(common_pb2.TOKEN_KIND_ACCEPTED) > 0, "speculation resumed"
 
 
-async def test_sessions_move_to_another_proposer_on_goodbye() -> None:
-    async with running_scorer(pause_s=SLOW_S) as scorer:
+async def test_sessions_move_to_another_proposer_on_goodbye(data_connections: bool) -> None:
+    async with running_scorer(pause_s=SLOW_S, data_connections=data_connections) as scorer:
         leaving = ScriptedProposer(scorer.stub, follow(greedy_truth), hello(proposer_id="a"))
         staying = ScriptedProposer(
             scorer.stub, follow(greedy_truth), hello(proposer_id="b", method="ngram")
@@ -424,8 +431,8 @@ async def test_a_copying_proposer_needs_no_tokenizer() -> None:
             assert proposer.welcome.scorer_id == "scorer-0"
 
 
-async def test_the_same_proposer_dialling_anew_replaces_itself() -> None:
-    async with running_scorer() as scorer:
+async def test_the_same_proposer_dialling_anew_replaces_itself(data_connections: bool) -> None:
+    async with running_scorer(data_connections=data_connections) as scorer:
         first = ScriptedProposer(scorer.stub, follow(greedy_truth))
         async with proposing(first):
             second = ScriptedProposer(scorer.stub, follow(greedy_truth), hello(incarnation=2))
@@ -537,8 +544,8 @@ async def test_a_failed_forward_ends_its_requests_and_no_other() -> None:
         assert (await scorer.generate(PROMPT)).token_ids == greedy_text(PROMPT, 40)
 
 
-async def test_draining_ends_late_requests_and_refuses_new_ones() -> None:
-    async with running_scorer(pause_s=0.01) as scorer:
+async def test_draining_ends_late_requests_and_refuses_new_ones(data_connections: bool) -> None:
+    async with running_scorer(pause_s=0.01, data_connections=data_connections) as scorer:
         proposer = ScriptedProposer(scorer.stub, lambda _session: [])
         async with proposing(proposer):
             quick = asyncio.create_task(scorer.generate(PROMPT, max_tokens=5))

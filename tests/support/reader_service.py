@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from outrider.drafting.proposer import Proposer
-from outrider.rpc.deployment import Deployment
+from outrider.rpc.deployment import Deployment, TlsFiles
 from outrider.rpc.telemetry import configure
 from proposer_service.config import LinkConfig, NgramConfig, ProposerConfig
 from proposer_service.service import ProposerService
@@ -14,14 +14,16 @@ from tests.support.scorer import TOKENIZER_HASH
 
 
 @asynccontextmanager
-async def serving(scorer: str, method: Proposer) -> AsyncIterator[dict[str, str]]:
+async def serving(
+    scorer: str, method: Proposer, tls: TlsFiles | None = None
+) -> AsyncIterator[dict[str, str]]:
     """Dials `scorer` all the while; yields its own addresses."""
     config = ProposerConfig(
         scorers=(scorer,),
         methods=(NgramConfig(),),  # `method` is built instead
         proposer_id="reader",
         link=LinkConfig(backoff_first_s=0.01, backoff_max_s=0.1, refused_retry_s=0.2),
-        deployment=Deployment(drain_grace_s=0.1),
+        deployment=Deployment(drain_grace_s=0.1, tls=tls),
     )
     service = ProposerService(config, lambda _: (method, TOKENIZER_HASH), configure("proposer"))
     try:

@@ -87,7 +87,15 @@ class ScriptedProposer:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def dial(self) -> None:
-        """Hello and Welcome; raises the refusal."""
+        """From Hello to the first session; raises the refusal."""
+        welcome = await self.say_hello()
+        if welcome.HasField("data_connection"):
+            data = await DataWire.take_up(welcome.data_connection)
+            await self.send(data_connected=draft_pb2.DataConnected(used=True))
+            self.data = data
+            self.call.add_done_callback(lambda _: data.close())
+
+    async def say_hello(self) -> draft_pb2.Welcome:
         self._writing = asyncio.Lock()
         self.call = self.stub.Draft(timeout=60)
         await self.send(hello=self.hello)
@@ -96,11 +104,7 @@ class ScriptedProposer:
             await self.call  # raises the status
             raise AssertionError("ended without Welcome")
         self.welcome = answer.welcome
-        if self.welcome.HasField("data_connection"):
-            data = await DataWire.take_up(self.welcome.data_connection)
-            await self.send(data_connected=draft_pb2.DataConnected(used=True))
-            self.data = data
-            self.call.add_done_callback(lambda _: data.close())
+        return answer.welcome
 
     async def send(self, **message: object) -> None:
         request = draft_pb2.DraftRequest(**message)  # type: ignore[arg-type]

@@ -1,0 +1,207 @@
+"""The scorer's data port: who is let in, who is hung up on, and that nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from outrider.rpc import data_connection
+from outrider.rpc.channel import open_channel
+from outrider.rpc.deployment import TlsFiles
+from outrider.v1 import draft_pb2, scorer_pb2_grpc
+from scorer_service.config import DraftLimits
+from tests.support.certificates import Issuer
+from tests.support.data_wire import DataWire
+from tests.support.guessing import guessing
+from tests.support.scorer import RunningScorer, running_scorer
+from tests.support.scripted_proposer import ScriptedProposer, hello, proposing
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+MAX_STRANGERS = 64
+
+
+@asynccontextmanager
+async def serves(scorer: RunningScorer) -> AsyncIterator[ScriptedProposer]:
+    """A proposer is attached whose drafts come through its data connection all along."""
+    plain = await scorer.generate(PROMPT, enabled=False)
+    async with proposing(guessing(scorer)) as proposer:
+        yield proposer
+        output = await scorer.generate(PROMPT)
+        assert not proposer.ended.is_set()
+    assert output.token_ids == plain.token_ids
+    assert output.aux_info.accepted > 0
+
+
+def port_of(scorer: RunningScorer) -> int:
+    return int(scorer.data_address.rpartition(":")[2])
+
+
+async def ending(call: grpc.aio.StreamStreamCall) -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    return caught.value.code()
+
+
+INTRUDERS: dict[str, Callable[[bytes], bytes]] = {
+    "a wrong key": lambda _: bytes(32),
+    "a key that was used": lambda used: used,
+    "half a key": lambda used: used[:16],
+    "nothing": lambda _: b"",
+    "another protocol": lambda _: b"GET / HTTP/1.1\r\nHost: scorer\r\nAccept: */*\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("what", INTRUDERS)
+async def test_who_shows_no_good_key_is_hung_up_on(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_connection, "_KEY_TIMEOUT_S", 0.1)
+    async with running_scorer() as scorer, serves(scorer) as proposer:
+        assert proposer.welcome is not None
+        intruder = await DataWire.dial(port_of(scorer))
+        assert not await intruder.show(INTRUDERS[what](proposer.welcome.data_connection.key))
+        intruder.close()
+
+
+async def test_a_stranger_that_leaves_with_half_a_key_is_forgotten() -> None:
+    async with running_scorer() as scorer, serves(scorer):
+        for _ in range(MAX_STRANGERS + 1):
+            stranger = await DataWire.dial(port_of(scorer))
+            await stranger.send_bytes(bytes(16))
+            stranger.close_writing()
+            await stranger.until_closed()
+            stranger.close()
+        async with proposing(guessing(scorer, "another")) as another:
+            assert another.data is not None
+
+
+async def test_the_key_of_a_conversation_that_has_ended_is_not_good() -> None:
+    async with running_scorer() as scorer, serves(scorer):
+        left = guessing(scorer, "another")
+        welcome = await left.say_hello()
+        left.call.cancel()
+        await scorer.until(lambda: len(scorer.hub.roster.proposers) == 1, "it is gone")
+        late = await DataWire.dial(port_of(scorer))
+        assert not await late.show(welcome.data_connection.key)
+        late.close()
+
+
+async def test_many_strangers_keep_nobody_from_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_connection, "_KEY_TIMEOUT_S", 2.0)
+    async with running_scorer() as scorer, AsyncExitStack() as cleanup:
+        strangers = []
+        async with serves(scorer):
+            for _ in range(MAX_STRANGERS):
+                strangers.append(await DataWire.dial(port_of(scorer)))
+                cleanup.callback(strangers[-1].close)
+            late = guessing(scorer, "late")
+            offer = (await late.say_hello()).data_connection
+            wire = await DataWire.dial(port_of(scorer))
+            assert not await wire.show(offer.key), "one more than there may be"
+            wire.close()
+            await late.send(data_connected=draft_pb2.DataConnected(used=False))
+            late.call.cancel()
+        for stranger in strangers:
+            await stranger.until_closed()
+        async with serves(scorer):
+            pass  # there is room again
+
+
+async def test_a_proposer_that_cannot_connect_goes_on_through_the_stream() -> None:
+    async with running_scorer() as scorer:
+        plain = await scorer.generate(PROMPT, enabled=False)
+        proposer = guessing(scorer)
+        await proposer.say_hello()
+        await proposer.send(data_connected=draft_pb2.DataConnected(used=False))
+        running = asyncio.create_task(proposer.run())
+        output = await scorer.generate(PROMPT)
+        proposer.call.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert output.token_ids == plain.token_ids
+    assert output.aux_info.accepted > 0
+
+
+async def test_a_proposer_that_does_not_ask_is_offered_none() -> None:
+    async with running_scorer() as scorer:
+        proposer = ScriptedProposer(scorer.stub, lambda _: [], hello(data_connection=False))
+        assert not (await proposer.say_hello()).HasField("data_connection")
+        proposer.call.cancel()
+
+
+NOT_CONNECTED = {
+    "used, and is not": draft_pb2.DraftRequest(data_connected=draft_pb2.DataConnected(used=True)),
+    "something else": draft_pb2.DraftRequest(blocks=draft_pb2.BlockBatch()),
+}
+
+
+@pytest.mark.parametrize("what", NOT_CONNECTED)
+async def test_after_welcome_comes_what_became_of_the_connection(what: str) -> None:
+    async with running_scorer() as scorer, serves(scorer):
+        proposer = guessing(scorer, "another")
+        await proposer.say_hello()
+        await proposer.call.write(NOT_CONNECTED[what])
+        assert await ending(proposer.call) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_what_became_of_the_connection_is_said_in_time() -> None:
+    async with running_scorer(limits=DraftLimits(hello_timeout_s=0.5)) as scorer, serves(scorer):
+        proposer = guessing(scorer, "another")
+        await proposer.say_hello()
+        assert await ending(proposer.call) is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def trusting(files: TlsFiles, *, certificate: TlsFiles | None) -> ssl.SSLContext:
+    """What a client of `files`' authority has, with a certificate to show or without."""
+    context = ssl.create_default_context(cafile=files.ca)
+    if certificate is not None:
+        context.load_cert_chain(certificate.cert, certificate.key)
+    return context
+
+
+async def test_only_peers_of_the_same_authority_reach_the_key(tmp_path: Path) -> None:
+    issuer = Issuer()
+    server, client = (issuer.write(tmp_path / name, "127.0.0.1") for name in ("server", "client"))
+    stranger = Issuer().write(tmp_path / "stranger", "127.0.0.1")
+    async with running_scorer(tls=server) as scorer, open_channel(scorer.address, client) as way:
+        proposer = ScriptedProposer(scorer_pb2_grpc.ScorerServiceStub(way), lambda _: [])
+        key = (await proposer.say_hello()).data_connection.key
+
+        async def let_in(context: ssl.SSLContext | None) -> bool:
+            wire = await DataWire.dial(port_of(scorer), context)
+            try:
+                return await wire.show(key)
+            finally:
+                wire.close()
+
+        assert not await let_in(None), "no TLS"
+        assert not await let_in(trusting(client, certificate=None)), "no certificate"
+        assert not await let_in(trusting(client, certificate=stranger)), "of another authority"
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await let_in(trusting(stranger, certificate=client))
+        assert await let_in(trusting(client, certificate=client)), "the key was not used up"
+        proposer.call.cancel()
+
+
+async def test_replaced_certificates_count_from_the_next_connection(tmp_path: Path) -> None:
+    old, new = Issuer(), Issuer()
+    server = old.write(tmp_path / "server", "127.0.0.1")
+    former = old.write(tmp_path / "former", "127.0.0.1")
+    renewed = new.write(tmp_path / "renewed", "127.0.0.1")
+    async with running_scorer(tls=server) as scorer:
+        for client in (former, renewed):
+            async with open_channel(scorer.address, client) as way:
+                stub = scorer_pb2_grpc.ScorerServiceStub(way)
+                proposer = ScriptedProposer(stub, lambda _: [])
+                key = (await proposer.say_hello()).data_connection.key
+                context = trusting(client, certificate=client)
+                wire = await DataWire.dial(port_of(scorer), context)
+                assert await wire.show(key)
+                wire.close()
+                proposer.call.cancel()
+            new.write(tmp_path / "server", "127.0.0.1")
