@@ -68,9 +68,18 @@ async def stall(proxy: DelayProxy) -> None:
     proxy.delay_s = 0.0
 
 
+async def break_beside_a_stall(stream: DelayProxy, data: DelayProxy) -> None:
+    """The proposer hears of it from the stream alone."""
+    data.delay_s = 60.0
+    await asyncio.sleep(0.1)  # what is sent now keeps all that follows on that connection
+    data.delay_s = 0.0
+    await stream.disconnect()
+
+
 BREAKS: dict[str, Callable[[DelayProxy, DelayProxy], Awaitable[object]]] = {
     "the data connection": lambda _, data: data.disconnect(),
     "the stream": lambda stream, _: stream.disconnect(),
+    "the stream, where the data connection is stalled": break_beside_a_stall,
     "both": lambda *ways: asyncio.gather(*(way.disconnect() for way in ways)),
 }
 
