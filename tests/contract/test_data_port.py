@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 
 import grpc
@@ -205,3 +205,30 @@ async def test_replaced_certificates_count_from_the_next_connection(tmp_path: Pa
                 wire.close()
                 proposer.call.cancel()
             new.write(tmp_path / "server", "127.0.0.1")
+
+
+async def test_a_former_authority_is_forgotten(tmp_path: Path) -> None:
+    old, new = Issuer(), Issuer()
+    server = old.write(tmp_path / "server", "127.0.0.1")
+    former = old.write(tmp_path / "former", "127.0.0.1")
+    renewed = new.write(tmp_path / "renewed", "127.0.0.1")
+    async with running_scorer(tls=server) as scorer:
+        new.write(tmp_path / "server", "127.0.0.1")
+        async with open_channel(scorer.address, renewed) as way:
+            proposer = ScriptedProposer(scorer_pb2_grpc.ScorerServiceStub(way), lambda _: [])
+            key = (await proposer.say_hello()).data_connection.key
+            context = trusting(renewed, certificate=former)
+            with closing(await DataWire.dial(port_of(scorer), context)) as wire:
+                assert not await wire.show(key)
+            proposer.call.cancel()
+
+
+async def test_who_shakes_no_hands_is_hung_up_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_connection, "_KEY_TIMEOUT_S", 0.1)
+    files = Issuer().write(tmp_path, "127.0.0.1")
+    async with running_scorer(tls=files) as scorer:
+        with closing(await DataWire.dial(port_of(scorer))) as stranger:
+            async with asyncio.timeout(5):
+                await stranger.until_closed()
