@@ -109,6 +109,11 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
         Returns None when the path falls off the tree (a miss); an empty tree when it ends on a
         leaf. The result is rooted at base_len + len(committed).
         """
+        if self.is_chain:
+            n = len(committed)
+            if self.token_ids[:n] != tuple(committed):
+                return None
+            return DraftTree.chain(self.base_len + n, self.token_ids[n:], self.probs[n:])
         node = self.descend(committed)
         if node is None:
             return None
