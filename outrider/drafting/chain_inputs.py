@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from struct import pack
 
 import numpy as np
 import torch
@@ -29,7 +30,6 @@ _START, _COUNT, _SOURCE, _TARGET, _SAMPLING = range(5)
 _TEMPERATURE, _TOP_P, _MIN_P, _TOP_K, _KEYS = range(_SAMPLING, _SAMPLING + 5)
 _TOKENS = _KEYS + 2
 
-_ZERO = array("i", [0])
 _MAX_COLUMNS = 4096  # sessions whose sampling is remembered
 
 
@@ -167,17 +167,18 @@ class ChainInputs:
         num_pages = -(-(longest + shape.num_fed) // self._page_size)
         num_inert = shape.rows - len(slices)
         pairs = [*copies, *[(self._scratch_page,) * 2] * (shape.rows - len(copies))]
-        # Appended to one after the other: to write into a part of an array takes longer.
-        ints = array("i", [num_pages])
+        rows = [num_pages]
+        padding = [(0,) * (shape.query_len - count) for count in range(shape.query_len + 1)]
         for row, params, pair in zip(slices, sampling, pairs, strict=False):
+            tokens = row.token_ids
+            count = len(tokens)
             columns = self._sampling_columns(params)
-            count = len(row.token_ids)
-            ints.fromlist([row.start, count, *pair, *columns, *row.token_ids])
-            ints.extend(_ZERO * (shape.query_len - count))
-        inert = _ZERO * (_TOKENS - _SAMPLING + shape.query_len)
+            rows += (row.start, count, *pair, *columns, *tokens, *padding[count])
+        inert = (0,) * (_TOKENS - _SAMPLING + shape.query_len)
         for pair in pairs[len(slices) :]:
-            ints.fromlist([0, 1, *pair])
-            ints.extend(inert)
+            rows += (0, 1, *pair, *inert)
+        # Packed, then appended to: to write into a part of an array takes longer.
+        ints = array("i", pack(f"{len(rows)}i", *rows))
         for row in slices:
             pages = row.block_table[:num_pages]
             ints.extend(pages)

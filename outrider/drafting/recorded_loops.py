@@ -126,8 +126,7 @@ class RecordedLoops:
         told which rows run next, and brings what they need besides the slices. `eager` drafts for
         the rows that no loop holds, by number.
         """
-        # A mask looks at every token before the next: no loop is that long.
-        wanted = [row.wanted if row.mask is None else sys.maxsize for row in ready]
+        wanted = recorded_lengths(ready)
         pieces, others = self.divide(slices, wanted, 0)
         drafts: dict[int, Draft] = {}
         for rows in pieces:
@@ -168,7 +167,7 @@ class RecordedLoops:
         copies: Sequence[tuple[int, int]] = (),
     ) -> NDArray[np.int32] | None:
         """What a loop left for these rows: int32 [rows, ...]; None if no loop holds them."""
-        longest = max(len(row.token_ids) for row in slices)
+        longest = max([len(row.token_ids) for row in slices])
         cut = any(params.top_k or params.top_p < 1.0 or params.min_p for params in sampling)
         shape = self._find(len(slices), longest, num_tokens, fanout, cut)
         if shape is None:
@@ -206,6 +205,12 @@ class RecordedLoops:
         return work
 
 
+def recorded_lengths(ready: Sequence[ReadyRow]) -> list[int]:
+    """How many tokens a loop would have to draft for each row."""
+    # A mask looks at every token before the next: no loop is that long.
+    return [row.wanted if row.mask is None else sys.maxsize for row in ready]
+
+
 def chains(drafted: NDArray[np.int32], wanted: Sequence[int]) -> list[list[int]]:
     """Of what a loop of chains left, int32 [rows, tokens, 1], each row's first tokens."""
     tokens: list[list[int]] = drafted[:, :, 0].tolist()
@@ -218,6 +223,7 @@ class _Output:
     def __init__(self, size: int, device: torch.device) -> None:
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._numbers: NDArray[np.int32] = self._host.numpy()
         self._done: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -232,7 +238,7 @@ class _Output:
         if self._done is not None:
             self._done.record()
             self._done.synchronize()
-        return self._host[:size].numpy().reshape(shape).copy()
+        return self._numbers[:size].reshape(shape).copy()
 
 
 def _cost(shape: LoopShape) -> tuple[int, int, int, bool]:
