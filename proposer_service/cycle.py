@@ -131,7 +131,7 @@ class Cycle:
         pace = self._routes.pace.pace
         round_ = self._proposer.draft([*self._routes.wanting, *self._asked], pace)
         draft_us = self._elapsed_us()
-        blocks = _Blocks(draft_us, round_.methods)
+        blocks = _Blocks(self._links, draft_us, round_.methods)
         answered: list[SessionKey] = []
         for key, tree in round_.drafts:
             proposal = self._asked.pop(key, None)
@@ -140,19 +140,20 @@ class Cycle:
                 proposal.answer.set_result(Proposal(tree, draft_us))
             else:
                 answered.append(key)
-                self._add(blocks, self._routes.answered(key), tree)
+                blocks.add(self._routes.route(key), tree)
+        for key, tree in round_.trees:
+            blocks.add(self._routes.route(key), tree)
+        outgoing = blocks.messages()
+        self._lose(round_.lost, outgoing)
+        self._hand_over(outgoing)
+        # What is noted only now delays no draft.
+        now = time.perf_counter()
+        for key in answered:
+            self._routes.handed_over(key, now)
         for key in round_.at_hand:
             self._routes.answered(key)
         for key in round_.unfinished:
             self._routes.unfinished(key)
-        for key, tree in round_.trees:
-            self._add(blocks, self._routes.route(key), tree)
-        outgoing = blocks.messages()
-        self._lose(round_.lost, outgoing)
-        self._hand_over(outgoing)
-        now = time.perf_counter()
-        for key in answered:
-            self._routes.pace.handed_over(key, now)
         if round_.drafts or round_.unfinished:
             self._metrics.draft_tokens.inc(sum([len(tree.token_ids) for _, tree in round_.drafts]))
             self._metrics.cycle.observe(time.perf_counter() - self._started)
@@ -174,9 +175,9 @@ class Cycle:
         round_ = self._proposer.ahead(keys, self._routes.pace.pace)
         if not round_.trees:
             self._routes.drafted.clear()
-        blocks = _Blocks(self._elapsed_us(), round_.methods)
+        blocks = _Blocks(self._links, self._elapsed_us(), round_.methods)
         for key, tree in round_.trees:
-            self._add(blocks, self._routes.route(key), tree)
+            blocks.add(self._routes.route(key), tree)
         outgoing = blocks.messages()
         self._lose(round_.lost, outgoing)
         self._hand_over(outgoing)
@@ -233,41 +234,44 @@ class Cycle:
     def _elapsed_us(self) -> int:
         return round((time.perf_counter() - self._started) * 1e6)
 
-    def _add(self, blocks: _Blocks, route: Route, tree: DraftTree) -> None:
-        blocks.add(route, tree.at_most(self._links[route.link].max_block_tokens))
-
     def _hand_over(self, outgoing: Outgoing) -> None:
         for link, messages in outgoing.items():
             self._links[link].send(messages)
 
 
 class _Blocks:
-    """One BlockBatch a link."""
+    """One message of blocks a link, filled where it is sent: protobuf copies what it is given."""
 
-    def __init__(self, draft_us: int, methods: Mapping[SessionKey, int]) -> None:
+    def __init__(
+        self, links: Mapping[LinkId, Attach], draft_us: int, methods: Mapping[SessionKey, int]
+    ) -> None:
+        self._links = links
         self._draft_us = draft_us
         self._methods = methods
-        self._batches: dict[LinkId, draft_pb2.BlockBatch] = {}
+        self._messages: dict[LinkId, draft_pb2.DraftRequest] = {}
+        self._adding: dict[LinkId, Callable[..., draft_pb2.Block]] = {}  # a block to its message
 
     def add(self, route: Route, tree: DraftTree) -> None:
-        batch = self._batches.get(route.link)
-        if batch is None:
-            batch = self._batches[route.link] = draft_pb2.BlockBatch()
-        block = batch.blocks.add(
+        link = route.link
+        adding = self._adding.get(link)
+        if adding is None:
+            message = self._messages[link] = draft_pb2.DraftRequest()
+            adding = self._adding[link] = message.blocks.blocks.add
+        tree = tree.at_most(self._links[link].max_block_tokens)
+        block = adding(
             session=route.session,
             epoch=route.epoch,
             base_len=tree.base_len,
             token_ids=tree.token_ids,
             draft_us=self._draft_us,
-            method_index=self._methods.get(route.key, 0),
         )
-        # Most have neither, and to say so takes time, too.
+        # Most have none of these, and to say so takes time, too.
         if not tree.is_chain:
             block.parents.extend(tree.parents)
         if tree.probs:
             block.draft_probs.extend([codec.draft_probs_to_proto(probs) for probs in tree.probs])
+        if self._methods:
+            block.method_index = self._methods.get(route.key, 0)
 
     def messages(self) -> Outgoing:
-        return {
-            link: [draft_pb2.DraftRequest(blocks=batch)] for link, batch in self._batches.items()
-        }
+        return {link: [message] for link, message in self._messages.items()}

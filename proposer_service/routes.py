@@ -62,6 +62,7 @@ class Routes:
         self._starved: set[SessionKey] = set()  # want a draft, but features of theirs are to come
         needed = proposer.traits.features
         self._features = None if needed is None else cast("FeatureProposer", proposer)
+        self._paced = proposer.traits.runs_ahead  # else nobody asks for the pace
         self._row_bytes = 0 if needed is None else needed.row_bytes
 
     def new_key(self) -> SessionKey:
@@ -93,27 +94,32 @@ class Routes:
         for commit in batch.commits:
             route = self._by_name.get((link, commit.session))
             if route is not None and route.epoch == commit.epoch:
-                base_len, wanted = commit.base_len, commit.num_draft_tokens
-                tokens = [*commit.tokens]
+                key, base_len, wanted = route.key, commit.base_len, commit.num_draft_tokens
+                tokens = commit.tokens[:]
                 route.length = max(route.length, base_len + len(tokens))
-                # Of tokens that only a draft can have brought.
-                verified = len(tokens) > 1
-                self.pace.committed(route.key, arrived, step_s, verified=verified)
-                self._proposer.commit(route.key, base_len, tokens, wanted)
-                self._want(route.key, wanted)
+                if self._paced:
+                    # More than one: of tokens that only a draft can have brought.
+                    self.pace.committed(key, arrived, step_s, verified=len(tokens) > 1)
+                self._proposer.commit(key, base_len, tokens, wanted)
+                self._want(key, wanted)
         for closed in batch.closes:
             route = self._by_name.get((link, closed.session))
             if route is not None and route.epoch == closed.epoch:
                 self._close(route)
 
-    def answered(self, key: SessionKey) -> Route:
-        """The session of `key`, which has its draft now."""
+    def answered(self, key: SessionKey) -> None:
+        """The session of `key` has its draft now, or had it at hand."""
         del self.wanting[key]
         route = self._by_key[key]
         if route.link not in self._on_demand:
             self.drafted[key] = None
         route.rounds += 1
-        return route
+
+    def handed_over(self, key: SessionKey, now: float) -> None:
+        """The session of `key` had no draft at hand: it is on its way now."""
+        self.answered(key)
+        if self._paced:
+            self.pace.handed_over(key, now)
 
     def unfinished(self, key: SessionKey) -> None:
         """The session of `key` has no draft yet. If features are to come, it waits for them."""
