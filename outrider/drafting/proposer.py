@@ -176,22 +176,30 @@ class Follower:
         self.num_draft_tokens = min(start.num_draft_tokens, traits.max_draft_tokens)
         self._append(start.prefix)
 
-    def commit(self, base_len: int, tokens: Sequence[int], num_draft_tokens: int) -> bool:
-        """Appends what is new in `tokens`; False if they do not fit what is known."""
+    def commit(
+        self, base_len: int, tokens: Sequence[int], num_draft_tokens: int
+    ) -> Sequence[int] | None:
+        """Appends what is new in `tokens`, and returns it; None if they do not fit what is known.
+
+        Nothing is new to a session that is silent, or falls silent with it.
+        """
         self.num_draft_tokens = min(num_draft_tokens, self.max_draft_tokens)
-        known = len(self.tokens)
-        if self.silent:
-            return True
-        if base_len > known:
-            return False
-        overlap = min(known - base_len, len(tokens))
-        if overlap and self.tokens[base_len : base_len + overlap] != list(tokens[:overlap]):
-            return False
-        fresh = tokens[overlap:]
-        self._append(fresh)
+        if self.max_len == 0:  # silent
+            return ()
+        overlap = len(self.tokens) - base_len
+        if overlap < 0:
+            return None
+        if overlap:
+            if self.tokens[base_len : base_len + len(tokens)] != list(tokens[:overlap]):
+                return None
+            tokens = tokens[overlap:]
+        self._append(tokens)
+        if self.max_len == 0:
+            self.pushed = None
+            return ()
         if self.pushed is not None:
-            self.pushed = None if self.silent else self.pushed.walk(fresh)
-        return True
+            self.pushed = self.pushed.walk(tokens)
+        return tokens
 
     @property
     def silent(self) -> bool:
@@ -205,9 +213,8 @@ class Follower:
         One less than what is left to commit: the target's own token after an accepted draft
         always comes for free.
         """
-        if not self.tokens:
-            return 0
-        return max(0, min(self.num_draft_tokens, self.max_len - len(self.tokens) - 1))
+        length = len(self.tokens)
+        return max(0, min(self.num_draft_tokens, self.max_len - length - 1)) if length else 0
 
     @property
     def at_hand(self) -> TokenIds:

@@ -48,11 +48,11 @@ class SessionMethod(Generic[S]):
         state = self._sessions.get(session)
         if state is None:
             return
-        known = len(state.follower.tokens)
-        if state.follower.commit(base_len, tokens, num_draft_tokens):
-            self._follow(state, state.follower.tokens[known:])
-        else:
+        fresh = state.follower.commit(base_len, tokens, num_draft_tokens)
+        if fresh is None:
             self._lose(session)
+        else:
+            self._follow(state, fresh)
 
     def close(self, session: SessionKey) -> None:
         self._forget(session)
