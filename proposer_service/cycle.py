@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from outrider.draft_tree import DraftTree
+from outrider.drafting.branch_plan import NO_PACE
 from outrider.drafting.proposer import Proposer, SessionKey, SessionStart
 from outrider.errors import CapacityError, InternalError, UnavailableError
 from outrider.params import SamplingParams, TokenIds
@@ -170,6 +171,7 @@ class Cycle:
         """
         keys = list(self._routes.drafted)
         if not keys or not self._proposer.traits.runs_ahead:
+            self._proposer.ahead((), NO_PACE)
             return False
         self._started = time.perf_counter()
         round_ = self._proposer.ahead(keys, self._routes.pace.pace)

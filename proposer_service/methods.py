@@ -85,7 +85,8 @@ def _build_draft_model(method: DraftModelConfig, max_sessions: int) -> tuple[Pro
     import torch
 
     from outrider.drafting.branches import EagerForks, ForkDrafter
-    from outrider.drafting.draft_model import ChainDrafter, DraftModelProposer
+    from outrider.drafting.draft_model import DraftModelProposer
+    from outrider.drafting.draft_steps import ChainDrafter
     from outrider.drafting.llama_chains import LlamaChains
     from outrider.engine.loader import count_pages, kv_bytes_per_page, load_model
     from outrider.models.resolve import resolve_model

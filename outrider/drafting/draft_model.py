@@ -23,7 +23,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.drafting.branch_plan import NO_PACE, Outcomes, Pace
@@ -31,7 +30,7 @@ from outrider.drafting.brancher import Brancher
 from outrider.drafting.branches import ForkDrafter
 from outrider.drafting.draft_mask import DraftMasks, open_mask
 from outrider.drafting.draft_state import DraftRow, DraftState
-from outrider.drafting.draft_steps import ReadyRow, draft_chains, sample_chains
+from outrider.drafting.draft_steps import ChainDrafter, draft_chains, sample_chains
 from outrider.drafting.proposer import (
     DraftRound,
     Follower,
@@ -40,29 +39,12 @@ from outrider.drafting.proposer import (
     SessionStart,
 )
 from outrider.drafting.sessions import SessionMethod
-from outrider.engine.batch import Model, RowSlice
+from outrider.engine.batch import Model
 from outrider.engine.block_pool import BlockPool
 from outrider.errors import ConfigError
 
 _SHORT = 16
 """Tokens to catch up that never wait for the prefill budget: what a round or two committed."""
-
-
-class ChainDrafter(Protocol):
-    """A faster way to do `draft_chains` for few tokens, over the model's own cache."""
-
-    @property
-    def max_tokens(self) -> int:
-        """Up to so many tokens to catch up, of all rows together, it is faster."""
-        ...
-
-    def draft(self, slices: Sequence[RowSlice], ready: Sequence[ReadyRow]) -> list[list[int]]:
-        """Feeds `slices`, then drafts a chain for each; `ready` are as many."""
-        ...
-
-    def feed(self, slices: Sequence[RowSlice]) -> bool:
-        """Feeds rows that no draft is wanted for; False if there is no faster way."""
-        ...
 
 
 class DraftModelProposer(SessionMethod[DraftState]):
@@ -106,12 +88,14 @@ class DraftModelProposer(SessionMethod[DraftState]):
             )
         )
         self._model = model
+        self._page_size = model.page_size
         self._pool = BlockPool(model.num_pages)
         self._prefill_budget = prefill_budget
         self._chain_drafter = chain_drafter
         self._masks = masks
         self._clock = clock
         self._outcomes = Outcomes()
+        self._unpublished: dict[DraftState, None] = {}  # drafted for since there was time
         self._put_off = False  # prompts, in the last round
         self._brancher: Brancher | None = None
         if fork_drafter is not None and max_branches > 0:
@@ -134,12 +118,14 @@ class DraftModelProposer(SessionMethod[DraftState]):
 
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:
         if self._brancher is None:
+            self._publish()
             return DraftRound()
         started = self._clock()
         states = [self._sessions[session] for session in sessions if session in self._sessions]
         branched = self._brancher.branch(states, pace)
         if not branched:
             self._brancher.lengthen(states)
+            self._publish()
         trees = [(state.key, state.push_tree()) for state in branched]
         return DraftRound(trees=trees, forward_s=self._clock() - started)
 
@@ -149,31 +135,41 @@ class DraftModelProposer(SessionMethod[DraftState]):
         branches = [branch.pages for state in states for branch in state.ahead.branches]
         self._pool.check_invariants([*(state.block_table for state in states), *branches])
         for state in states:
-            room = len(state.block_table) * self._model.page_size
+            room = len(state.block_table) * self._page_size
             assert state.computed + len(state.ahead.line) <= room
             assert state.computed <= len(state.follower.tokens)
 
     def _begin(self, key: SessionKey, follower: Follower, start: SessionStart) -> DraftState:
+        self._publish()
         mask = open_mask(self._masks, start)
         state = DraftState(key, follower, mask, samples=start.samples, once=start.once)
-        state.adopt_cached_prefix(self._pool, self._model.page_size)
+        state.adopt_cached_prefix(self._pool, self._page_size)
         return state
 
     def _follow(self, state: DraftState, fresh: Sequence[int]) -> None:
-        if state.follower.silent:
-            self._release(state)
-        elif fresh:
+        if fresh:
             state.follow(self._pool, fresh, self._outcomes)
+        elif state.follower.silent:
+            self._release(state)
 
     def _release(self, state: DraftState) -> None:
+        state.publish(self._pool, self._page_size)
         state.drop(self._pool)
+
+    def _publish(self) -> None:
+        """Shares what was drafted for since: in spare time, or before somebody looks for it."""
+        for state in self._unpublished:
+            state.publish(self._pool, self._page_size)
+        self._unpublished.clear()
 
     def _run(self, rows: list[DraftRow], done: DraftRound, pace: Pace) -> float:
         """Feeds and drafts; returns how long it took."""
         started = self._clock()
-        forked = [row for row in rows if row.num_forked]
-        sampled = [row for row in rows if row.sampled]
-        others = [row for row in rows if not row.num_forked and not row.sampled]
+        forked: list[DraftRow] = []
+        sampled: list[DraftRow] = []
+        others: list[DraftRow] = []
+        for row in rows:
+            (forked if row.num_forked else sampled if row.sampled else others).append(row)
         if forked:
             assert self._brancher is not None
             at_hand = [self._sessions[session] for session in done.at_hand]
@@ -182,19 +178,19 @@ class DraftModelProposer(SessionMethod[DraftState]):
         chains = [row.state.ahead.guess[: row.wanted] for row in forked] + self._run_chains(others)
         drawn = self._sample_chains(sampled)
         forward_s = self._clock() - started
+        drafts = iter([*[(chain, ()) for chain in chains], *drawn])
         for row in (*forked, *others, *sampled):
-            state = row.state
-            state.computed += row.num_tokens
-            state.publish(self._pool, self._model.page_size)
-            if state.computed < len(state.follower.tokens):
+            state, end = row.state, row.end
+            state.computed = end
+            if end < len(state.follower.tokens):
                 done.unfinished.append(state.key)
                 continue
             state.patient = False
             if row.wanted == 0:
-                done.drafts.append((state.key, DraftTree.chain(len(state.follower.tokens), ())))
+                done.drafts.append((state.key, DraftTree.chain(end, ())))
                 continue
-            chain, probs = (chains.pop(0), []) if chains else drawn.pop(0)
-            tree = DraftTree.chain(len(state.follower.tokens), chain, probs)
+            chain, probs = next(drafts)
+            tree = DraftTree.chain(end, chain, probs)
             state.hit, state.follower.pushed = False, tree
             done.drafts.append((state.key, tree))
         return forward_s
@@ -204,11 +200,12 @@ class DraftModelProposer(SessionMethod[DraftState]):
         budget = self._prefill_budget
         asked = set(sessions)
         rows: list[DraftRow] = []
-        for state in self._asked(sessions):
+        states = self._asked(sessions)
+        self._unpublished.update(dict.fromkeys(states))
+        for state in states:
             wanted = state.follower.wanted
             if state.at_hand:
                 state.hit = True
-                state.publish(self._pool, self._model.page_size)
                 done.at_hand.append(state.key)
                 continue
             if wanted == 0:
@@ -224,14 +221,14 @@ class DraftModelProposer(SessionMethod[DraftState]):
             if missing == 0:
                 done.unfinished.append(state.key)
             else:
-                rows.append(DraftRow(state, missing, wanted))
+                rows.append(DraftRow(state, state.computed, state.computed + missing, wanted))
         rows = self._put_off_prompts(rows, done)
         rows.sort(key=lambda row: -row.wanted)
         if self._brancher is not None and rows:
             # All chains with candidates are drafted together, to one length.
             longest, limit = rows[0].wanted, self.traits.max_model_len
             rows = [
-                row._replace(num_forked=longest)
+                DraftRow(row.state, row.start, row.end, row.wanted, longest)
                 if row.wanted
                 and row.num_tokens <= _SHORT
                 and row.end + longest <= limit
@@ -240,7 +237,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
                 else row
                 for row in rows
             ]
-        return [row for row in rows if self._reserve_row(row, asked)]
+        return [row for row in rows if self._reserve(row, asked)]
 
     def _put_off_prompts(self, rows: list[DraftRow], done: DraftRound) -> list[DraftRow]:
         """Without the prompts, if others only wait for a draft: these have it sooner, and while it
@@ -252,23 +249,23 @@ class DraftModelProposer(SessionMethod[DraftState]):
         done.unfinished.extend([row.state.key for row in rows if row.num_tokens > _SHORT])
         return short
 
-    def _reserve_row(self, row: DraftRow, asked: set[SessionKey]) -> bool:
-        """Pages for what a row's round writes; without them the session is lost."""
-        if self._reserve(row.state, row.end + max((row.num_forked or row.wanted) - 1, 0), asked):
-            return True
-        self._lose(row.state.key)
-        return False
+    def _reserve(self, row: DraftRow, asked: set[SessionKey]) -> bool:
+        """Pages for what a row's round writes, at the cost of sessions not asked for.
 
-    def _reserve(self, state: DraftState, num_tokens: int, asked: set[SessionKey]) -> bool:
-        """Extends the block table to `num_tokens`, at the cost of sessions not asked for."""
-        needed = -(-num_tokens // self._model.page_size) - len(state.block_table)
+        Without them the session is lost.
+        """
+        num_tokens = row.end + max((row.num_forked or row.wanted) - 1, 0)
+        block_table = row.state.block_table
+        needed = -(-num_tokens // self._page_size) - len(block_table)
+        if needed <= 0:
+            return True
         while needed > self._pool.num_free:
             idle = next((s for s in self._sessions if s not in asked), None)
             if idle is None:
+                self._lose(row.state.key)
                 return False
             self._lose(idle)
-        for _ in range(needed):
-            state.block_table.append(self._pool.allocate())
+        block_table.extend([self._pool.allocate() for _ in range(needed)])
         return True
 
     def _run_chains(self, rows: list[DraftRow]) -> list[list[int]]:
@@ -276,7 +273,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
         ready = [row.ready() for row in rows if row.wanted]
         fast = self._chain_drafter
         chains: list[list[int]] = []
-        num_tokens = sum(row.num_tokens for row in rows[: len(ready)])
+        num_tokens = sum([len(row.token_ids) for row in slices[: len(ready)]])
         masked = any(row.mask is not None for row in ready)
         if fast and ready and num_tokens <= fast.max_tokens and not masked:
             chains = fast.draft(slices[: len(ready)], ready)

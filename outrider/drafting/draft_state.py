@@ -96,9 +96,10 @@ class Lookahead:
 
     def drop(self, pool: BlockPool) -> None:
         """Forgets all; the pages of the branches are free."""
-        drop(pool, self.branches)
         self.line, self.candidates, self.gaps = [], None, None
-        self.branches, self.beyond = [], None
+        if self.branches:
+            drop(pool, self.branches)
+            self.branches, self.beyond = [], None
 
 
 class DraftState:
@@ -140,6 +141,8 @@ class DraftState:
     @property
     def at_hand(self) -> bool:
         """The scorer holds the next draft already, and so does the cache."""
+        if self.follower.pushed is None:
+            return False
         path = self.follower.at_hand if self.ahead.candidates is None else self.held
         return bool(path) and tuple(self.ahead.guess[: len(path)]) == path
 
@@ -232,11 +235,12 @@ class DraftState:
 
     def publish(self, pool: BlockPool, page_size: int) -> None:
         """Shares the full pages; not the one of the last token, which may be fed again."""
-        end = min(self.computed, len(self.follower.tokens) - 1) // page_size
-        for i in range(len(self.hashes), end):
-            tokens = self.follower.tokens[i * page_size : (i + 1) * page_size]
-            self.hashes.append(page_hash(self.hashes[-1] if self.hashes else ROOT_HASH, tokens))
-            pool.publish(self.block_table[i], self.hashes[-1])
+        tokens, hashes = self.follower.tokens, self.hashes
+        end = min(self.computed, len(tokens) - 1) // page_size
+        while (i := len(hashes)) < end:
+            page = tokens[i * page_size : (i + 1) * page_size]
+            hashes.append(page_hash(hashes[-1] if hashes else ROOT_HASH, page))
+            pool.publish(self.block_table[i], hashes[-1])
 
     def drop(self, pool: BlockPool) -> None:
         """Gives up all that is held beside the text."""
@@ -252,7 +256,8 @@ class DraftRow(NamedTuple):
     """A session's part in one round."""
 
     state: DraftState
-    num_tokens: int  # committed tokens fed by the catch-up forward
+    start: int  # committed tokens in the cache
+    end: int  # the same, after the catch-up forward
     wanted: int  # draft tokens; 0: only the prompt is fed
     num_forked: int = 0  # tokens guessed with candidates; 0: without
 
@@ -262,14 +267,13 @@ class DraftRow(NamedTuple):
         return self.state.samples and self.wanted > 0
 
     @property
-    def end(self) -> int:
-        """Committed tokens in the cache after the catch-up."""
-        return self.state.computed + self.num_tokens
+    def num_tokens(self) -> int:
+        """Committed tokens that the catch-up forward is fed."""
+        return self.end - self.start
 
     def slice(self) -> RowSlice:
-        start = self.state.computed
-        tokens = self.state.follower.tokens[start : self.end]
-        return RowSlice(tokens, start, self.state.block_table, 1)
+        state, start, end, _, _ = self
+        return RowSlice(state.follower.tokens[start:end], start, state.block_table, 1)
 
     def ready(self) -> ReadyRow:
         """For a row that drafts."""

@@ -40,6 +40,23 @@ class DraftForward(Protocol):
     def forward(self, batch: PackedBatch) -> Tensor: ...
 
 
+class ChainDrafter(Protocol):
+    """A faster way to do `draft_chains` for few tokens, over the model's own cache."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Up to so many tokens to catch up, of all rows together, it is faster."""
+        ...
+
+    def draft(self, slices: Sequence[RowSlice], ready: Sequence[ReadyRow]) -> list[list[int]]:
+        """Feeds `slices`, then drafts a chain for each; `ready` are as many."""
+        ...
+
+    def feed(self, slices: Sequence[RowSlice]) -> bool:
+        """Feeds rows that no draft is wanted for; False if there is no faster way."""
+        ...
+
+
 def draft_chains(
     model: DraftForward, slices: Sequence[RowSlice], ready: Sequence[ReadyRow], lead: int = 1
 ) -> list[list[int]]:

@@ -131,8 +131,7 @@ class HybridProposer(SessionMethod[_Session]):
                 for key in sessions
                 if key in self._sessions and self._sessions[key].drafted_by == i
             ]
-            if keys and child.traits.runs_ahead:
-                self._take_trees(i, child.ahead(keys, pace), done)
+            self._take_trees(i, child.ahead(keys if child.traits.runs_ahead else (), pace), done)
         return done
 
     def _begin(self, key: SessionKey, follower: Follower, start: SessionStart) -> _Session:

@@ -125,7 +125,8 @@ class Proposer(Protocol):
 
         Called while the scorer verifies and no message waits, and again, when its trees are on
         their way, until it returns none; sessions that have no draft are left out, and only `trees`
-        of the result is filled. `pace` says how much time there is.
+        of the result is filled. `pace` says how much time there is. With no sessions, of any
+        method: there is time for whatever must not hold up a draft.
         """
         ...
 

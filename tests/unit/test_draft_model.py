@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.branch_plan import Pace
+from outrider.drafting.branch_plan import NO_PACE, Pace
 from outrider.drafting.branches import EagerForks
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.proposer import DraftRound, SessionStart
+from outrider.engine.block_pool import BlockPool
 from outrider.engine.loader import build_paged_model
 from outrider.engine.sampling import Lane, SamplingBatch, process_logits, sample
 from outrider.errors import ConfigError
@@ -330,6 +331,32 @@ def test_a_reopened_session_finds_its_prefix_in_the_cache() -> None:
     proposer.close(1)
     proposer.open(2, SessionStart(prefix, GREEDY, 2, 60))
     assert len(proposer.draft([2]).drafts) == 1  # within one prefill budget
+    proposer.check_invariants()
+
+
+def test_pages_are_shared_in_spare_time_or_when_a_session_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shared: list[int] = []
+    publish = BlockPool.publish
+
+    def counted(pool: BlockPool, page: int, key: bytes) -> None:
+        shared.append(page)
+        publish(pool, page, key)
+
+    monkeypatch.setattr(BlockPool, "publish", counted)
+    model = HashModel()
+    proposer = DraftModelProposer(model, name="hash")
+    prefix = [i % 32 for i in range(2 * model.page_size + 1)]
+    for key in (1, 2):  # the second one finds what the first one has
+        proposer.open(key, SessionStart(prefix, GREEDY, 2, 60))
+        assert len(shared) == 2 * (key - 1)
+        assert len(proposer.draft([key]).drafts) == 1
+    proposer.commit(1, len(prefix), [1] * model.page_size, 2)
+    assert len(proposer.draft([1]).drafts) == 1
+    assert len(shared) == 2
+    proposer.ahead((), NO_PACE)
+    assert len(shared) == 3
     proposer.check_invariants()
 
 

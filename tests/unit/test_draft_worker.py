@@ -1,16 +1,22 @@
-"""The drafting thread at its end."""
+"""The drafting thread at its end, and in spare time."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from outrider.drafting.branch_plan import Pace
+from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.ngram import NgramProposer
-from outrider.drafting.proposer import Proposer
+from outrider.drafting.proposer import DraftRound, Proposer, SessionKey
+from outrider.drafting.suffix import SuffixProposer
 from outrider.errors import DeadlineError
 from outrider.rpc.telemetry import configure
+from proposer_service.cycle import Cycle
 from proposer_service.metrics import ProposerMetrics
 from proposer_service.worker import DraftWorker
 
@@ -39,3 +45,26 @@ def test_a_thread_that_outlives_its_loop_ends_quietly(monkeypatch: pytest.Monkey
     thread.join(30)
     assert not thread.is_alive()
     assert not failed
+
+
+class Watched(NgramProposer):
+    """It does not run ahead."""
+
+    def __init__(self) -> None:
+        super().__init__(max_branches=0)
+        self.calls: list[list[SessionKey]] = []
+
+    def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:
+        self.calls.append(list(sessions))
+        return super().ahead(sessions, pace)
+
+
+def test_spare_time_is_any_methods() -> None:
+    alone, joined = Watched(), Watched()
+    telemetry = configure("outrider-proposer")
+    for method in (alone, HybridProposer([joined, SuffixProposer()])):
+        loop = asyncio.new_event_loop()
+        cycle = Cycle(method, loop, ProposerMetrics(CollectorRegistry()), telemetry)
+        assert not cycle.ahead()
+        loop.close()
+    assert alone.calls == joined.calls == [[]]
