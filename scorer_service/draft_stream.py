@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 from outrider.errors import DeadlineError, InvalidRequestError, OutriderError
 from outrider.rpc.data_connection import DataPort, Offer
@@ -19,8 +18,6 @@ from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.hub import Hub
 from scorer_service.proposers import AttachedProposer
 from scorer_service.wire import Context, Wire, through_frames, through_stream
-
-_CONNECTED_TIMEOUT_S: Final = 10.0  # from Welcome, or the end of a projection
 
 
 async def serve_proposer(
@@ -54,7 +51,9 @@ async def serve_proposer(
             offer = cleanup.enter_context(data_port.offer())
             welcome.data_connection.CopyFrom(offer.message)
         await context.write(draft_pb2.DraftResponse(welcome=welcome))
-        conversing = asyncio.create_task(_converse(proposer, requests, context, hub, ring, offer))
+        conversing = asyncio.create_task(
+            _converse(proposer, requests, context, hub, limits, ring, offer)
+        )
         try:
             tasks = (conversing, proposer.detached)
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -75,6 +74,7 @@ async def _converse(
     requests: AsyncIterator[draft_pb2.DraftRequest],
     context: Context,
     hub: Hub,
+    limits: DraftLimits,
     ring: RingWriter | None,
     offer: Offer | None,
 ) -> None:
@@ -82,7 +82,7 @@ async def _converse(
     if not proposer.ready:
         await hub.roster.complete(proposer, requests)
     wire = through_stream(requests, context)
-    if offer is not None and await _is_connected(requests):
+    if offer is not None and await _is_connected(requests, limits.hello_timeout_s):
         wire = through_frames(requests, offer)
     reader = asyncio.create_task(_read(proposer, wire, hub))
     writer = asyncio.create_task(_write(proposer, wire, hub, ring))
@@ -135,9 +135,9 @@ async def _read_hello(
     return request.hello
 
 
-async def _is_connected(requests: AsyncIterator[draft_pb2.DraftRequest]) -> bool:
+async def _is_connected(requests: AsyncIterator[draft_pb2.DraftRequest], timeout_s: float) -> bool:
     """Whether the proposer has taken up the data connection of Welcome."""
-    request = await _next(requests, "DataConnected", _CONNECTED_TIMEOUT_S)
+    request = await _next(requests, "DataConnected", timeout_s)
     if request is None or request.WhichOneof("message") != "data_connected":
         raise InvalidRequestError(
             "DataConnected answers a Welcome that offers a data connection", param="data_connected"

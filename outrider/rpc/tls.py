@@ -52,7 +52,7 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
         context = ssl.create_default_context()
     else:  # that authority and no other
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    load_chain(context, files)
+    _load_chain(context, files)
     return context
 
 
@@ -63,11 +63,11 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_NONE if files.ca is None else ssl.CERT_REQUIRED
-    load_chain(context, files)
+    _load_chain(context, files)
     return context
 
 
-def load_chain(context: ssl.SSLContext, files: TlsFiles) -> None:
+def _load_chain(context: ssl.SSLContext, files: TlsFiles) -> None:
     """Handshakes that begin from now on use what the files hold. Raises `ConfigError`."""
     try:
         context.load_cert_chain(files.cert, files.key, password="")  # asks no terminal for one
@@ -116,7 +116,7 @@ def _configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
 
 def _read(files: TlsFiles) -> tuple[bytes, bytes, bytes | None]:
     """Key, certificate, authority, if they are that: gRPC fails later and does not say why."""
-    load_chain(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), files)
+    _load_chain(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), files)
     try:
         ca = None if files.ca is None else Path(files.ca).read_bytes()
         return Path(files.key).read_bytes(), Path(files.cert).read_bytes(), ca
