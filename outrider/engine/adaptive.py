@@ -164,7 +164,9 @@ class AdaptivePolicy(Policy):
         if times is None:
             return 0.0
         step_s = self._costs.step_s(turns.half(len(rows)) * (1 + k))
-        return step_s if turns.pay(step_s, times.mean_s(k), k * times.token_s) else 0.0
+        together_s = self._costs.step_s(len(rows) * (1 + k)) + times.calm_s(k)
+        pays = turns.pay(step_s, together_s, times.mean_s(k), k * times.token_s)
+        return step_s if pays else 0.0
 
     def goes_along(self, d: Drafting, num_ready: int) -> bool:
         """Its draft could be verified only after that step, however soon it comes."""

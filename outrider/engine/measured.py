@@ -144,6 +144,7 @@ class Delay(NamedTuple):
     draft_s: float  # of these by drafting, as its proposer says
     num_tokens: int
     calm: bool  # no step was launched meanwhile
+    apart: bool = False  # nor would one have made it late: it was made on a device of its own
 
 
 class DraftTimes:
@@ -155,12 +156,16 @@ class DraftTimes:
     once went ahead would never wait again: going ahead is what makes their drafts late.) What the
     others take longer says how much of the device a step takes away.
 
+    Made apart, on demand and on another device, all of them count: a row that went without its
+    draft waited for too short a time, and would again, as long as calm ones were awaited.
+
     Drafts that come at the same moment were made in one batch, which takes as long as its longest.
     """
 
     def __init__(self) -> None:
         self._at = -math.inf  # of the last batch
         self._stall = Average()
+        self._calm = Average()  # seconds
         self.calm = False  # what counts was made with no step beside it
         self._others = 0  # since the last calm one
         self._begin()
@@ -172,11 +177,16 @@ class DraftTimes:
 
     def observe(self, delay: Delay) -> None:
         """A draft came. Of a batch the first one tells: proposers send the longest first."""
-        at, seconds, draft_s, num_tokens, calm = delay
+        at, seconds, draft_s, num_tokens, calm, apart = delay
         if at == self._at:
             return
         self._at = at
         self._others = 0 if calm else self._others + 1
+        if calm:
+            self._calm.add(seconds)
+        elif self._others == CALM_LASTS:
+            self._calm = Average()
+        calm |= apart
         if self.calm and not calm:
             self._stall.add(max(0.0, seconds - self.mean_s(num_tokens)))
         if not calm and self.calm and self._others < CALM_LASTS:
@@ -197,6 +207,10 @@ class DraftTimes:
     def mean_s(self, num_tokens: float) -> float:
         """Mean seconds from a commit to the arrival of so many tokens; 0 tokens: what any takes."""
         return self.delay.mean + self.token_s * (num_tokens - self.longest)
+
+    def calm_s(self, num_tokens: int) -> float:
+        """The same of calm drafts, for which all rows waited together; at least what any take."""
+        return max(self._calm.mean, self.mean_s(num_tokens))
 
     @property
     def stall_s(self) -> float:

@@ -188,7 +188,8 @@ class Policy:
                 # The first one also took the prompt's processing; an empty one took no drafting.
                 if wanted and d.blocks > 1 and block.token_ids:
                     calm = self._launched_at < when
-                    delay = Delay(now, now - when, draft_s, len(block.token_ids), calm)
+                    apart = d.own_device and not d.runs_ahead
+                    delay = Delay(now, now - when, draft_s, len(block.token_ids), calm, apart)
                     self.observe_delay(d, delay)
                 return max(0.0, now - when)
         return 0.0

@@ -2,9 +2,9 @@
 
 With t(n) the seconds of a step of n rows and D(n) those until they have their drafts, all rows
 together have a round in t(n) + D(n), and each device stands still while the other works. Halves
-have one in t(n / 2) + max(t(n / 2), D(n / 2)), which is less wherever drafts take longer than the
-step of a half: fewer rows are verified sooner, and drafted for sooner. But no round is shorter than
-the drafts of both halves, which are made one after the other.
+have one in t(n / 2) + max(t(n / 2), D(n / 2)): fewer rows are verified sooner, and drafted for
+sooner. But no round is shorter than the drafts of both halves, which are made one after the other,
+or than the steps of both.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from collections.abc import Sequence as Rows
 from outrider.engine.sequence import Sequence
 
 
-def pay(step_s: float, delay_s: float, drafting_s: float) -> bool:
+def pay(step_s: float, together_s: float, delay_s: float, drafting_s: float) -> bool:
     """Whether turns do, with a half's step, and of `delay_s` until drafts come so much drafting.
 
-    With the way w they do if drafting_s <= step_s + w. What drafts do not take of the delay is w,
-    and once the proposer is never idle, drafting_s - step_s: so only half of it counts.
+    `together_s`: a round of all rows, with drafts for all, which come later than a half's: by those
+    turns would end as soon as they begin, and begin again.
+
+    With the way w the proposer keeps up if drafting_s <= step_s + w. What drafts do not take of the
+    delay is w, and once it is never idle, drafting_s - step_s: so only half of it counts.
     """
-    return step_s <= delay_s and drafting_s <= step_s + (delay_s - drafting_s) / 2
+    return 2 * step_s <= together_s and drafting_s <= step_s + (delay_s - drafting_s) / 2
 
 
 def half(num_rows: int) -> int:

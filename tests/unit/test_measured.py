@@ -51,6 +51,27 @@ def test_drafts_beside_steps_do_not_count_where_there_are_calm_ones() -> None:
     assert times.delay.mean == pytest.approx(0.012), "there are no calm ones any more"
 
 
+def test_drafts_of_another_device_count_beside_steps_too() -> None:
+    """One row's came in 4 ms, calm; those of 64 take 9, beside steps begun without them."""
+    times = DraftTimes()
+    times.observe(Delay(0.0, 0.004, 0.003, 4, calm=True, apart=True))
+    for at in range(1, 17):
+        times.observe(Delay(float(at), 0.009, 0.006, 4, calm=False, apart=True))
+    assert times.mean_s(4) == pytest.approx(0.009, rel=0.1)
+    assert times.calm_s(4) >= times.mean_s(4)
+    assert times.stall_s == 0.0
+
+
+def test_how_long_all_waited_together_is_known_for_a_while() -> None:
+    times = DraftTimes()
+    times.observe(Delay(0.0, 0.008, 0.005, 4, calm=True, apart=True))
+    for at in range(1, CALM_LASTS):
+        times.observe(Delay(float(at), 0.006, 0.004, 4, calm=False, apart=True))
+    assert times.calm_s(4) == pytest.approx(0.008)
+    times.observe(Delay(float(CALM_LASTS), 0.006, 0.004, 4, calm=False, apart=True))
+    assert times.calm_s(4) == pytest.approx(0.006, rel=0.01)
+
+
 def test_a_batch_takes_as_long_as_its_longest_draft() -> None:
     times = DraftTimes()
     for at in (1.0, 2.0, 3.0):

@@ -88,15 +88,29 @@ def test_a_step_waits_for_what_a_half_lacks_while_that_costs_less_than_to_miss_i
 
 
 def test_turns_pay_while_the_proposer_keeps_up_with_both_halves() -> None:
-    assert pay(0.006, delay_s=0.008, drafting_s=0.005)
-    assert not pay(0.009, delay_s=0.008, drafting_s=0.005), "drafts are there before the step ends"
-    assert pay(0.005, delay_s=0.009, drafting_s=0.006), "it rests while drafts are on their way"
+    assert pay(0.006, 0.014, delay_s=0.008, drafting_s=0.005)
+    assert not pay(0.009, 0.017, delay_s=0.008, drafting_s=0.005), "two steps take longer"
+    assert pay(0.006, 0.0125, delay_s=0.0055, drafting_s=0.004), "drafts are there a bit sooner"
+    assert pay(0.005, 0.014, delay_s=0.009, drafting_s=0.006), "it rests while drafts are under way"
     for way_s in (0.001, 0.004):
         step_s, drafting_s = 0.005, 0.012
         together_s, in_turns_s = step_s + drafting_s + way_s, 2 * drafting_s
         assert in_turns_s > together_s
-        assert not pay(step_s, drafting_s + way_s, drafting_s)
-        assert not pay(step_s, in_turns_s - step_s, drafting_s), "nor once they were begun"
+        assert not pay(step_s, together_s, drafting_s + way_s, drafting_s)
+        assert not pay(step_s, together_s, in_turns_s - step_s, drafting_s), (
+            "nor once they were begun"
+        )
+
+
+def test_turns_go_on_although_the_drafts_of_a_half_come_sooner() -> None:
+    """Than those of all, and than two steps of a half take longer than one of all."""
+    policy, rows = rows_of_a_policy(step_s=0.0055, drafts_s=0.006)
+    for at in range(16):
+        half = Delay(10.0 + at, 0.005, 0.003, 4, calm=False, apart=True)
+        policy.observe_delay(rows[0].drafting, half)
+    for seq in rows:
+        has_draft(seq)
+    assert len(going(policy, rows, now=0.01)) == 4
 
 
 def test_halves_in_turns_are_faster_and_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,3 +129,15 @@ def test_halves_in_turns_are_faster_and_say_the_same(monkeypatch: pytest.MonkeyP
     assert rates[1] > 1.1 * rates[0]
     assert len(texts[0]) > 50
     assert all(texts[1][i] == text for i, text in texts[0].items() if i in texts[1])
+
+
+def test_many_rows_after_one_do_not_go_without_drafts() -> None:
+    """What one row's drafts took is too short a time to wait for those of 32."""
+    world = TwoDevices(32, 0.0, max_branches=0)
+    world.rate(2.0)
+    world.set_rows(1)
+    world.rate(1.5)
+    world.set_rows(32)
+    rate = world.rate(1.0)
+    world.rate(1.0)
+    assert rate > 0.85 * world.rate(2.0)
