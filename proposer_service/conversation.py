@@ -12,7 +12,7 @@ from typing import Any, Final
 import grpc
 
 from outrider.errors import OutriderError, UnavailableError
-from outrider.rpc.frames import FrameSocket
+from outrider.rpc.frames import ENDED, FrameSocket
 from outrider.v1 import draft_pb2
 from proposer_service.config import LinkConfig
 from proposer_service.connection import Connection
@@ -190,10 +190,12 @@ class Direct(Conversation):
         status = asyncio.ensure_future(self._call.read())
         try:
             await asyncio.wait((status, self._failed), return_when=asyncio.FIRST_COMPLETED)
-            if not status.done():  # what ends both comes through the stream a little later
-                await asyncio.wait((status,), timeout=_STATUS_TIMEOUT_S)
             if not status.done():
-                raise self._failed.result()
+                error = self._failed.result()
+                if error.reason == ENDED:  # why comes through the stream a little later
+                    await asyncio.wait((status,), timeout=_STATUS_TIMEOUT_S)
+                if not status.done():
+                    raise error
             status.result()
         finally:
             status.cancel()

@@ -163,8 +163,6 @@ class ScorerLink:
                 await write(call, draft_pb2.DraftRequest(hello=hello))
                 welcome = await self._read_welcome(call)
             rows.welcomed(welcome)
-            if welcome.wants_projection:
-                await self._send_projection(call)
             frames = await self._connect(welcome)
             if frames is not None:
                 cleanup.callback(frames.close)
@@ -172,6 +170,8 @@ class ScorerLink:
                 connected = draft_pb2.DataConnected(used=frames is not None)
                 async with asyncio.timeout(self._config.answer_timeout_s):
                     await write(call, draft_pb2.DraftRequest(data_connected=connected))
+            if welcome.wants_projection:
+                await self._send_projection(call)
             cleanup.pop_all()
         link, worker, config = next(_link_ids), self._worker, self._config
         conversation: Conversation

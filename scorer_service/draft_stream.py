@@ -79,11 +79,11 @@ async def _converse(
     offer: Offer | None,
 ) -> None:
     """From Welcome until the proposer closes its side or goes away."""
-    if not proposer.ready:
-        await hub.roster.complete(proposer, requests)
     wire = through_stream(requests, context)
     if offer is not None and await _is_connected(requests, limits.hello_timeout_s):
         wire = through_frames(requests, offer)
+    if not proposer.ready:
+        await hub.roster.complete(proposer, requests)
     reader = asyncio.create_task(_read(proposer, wire, hub))
     writer = asyncio.create_task(_write(proposer, wire, hub, ring))
     try:

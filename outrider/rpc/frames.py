@@ -17,6 +17,9 @@ from outrider.errors import InvalidRequestError, UnavailableError
 READ_AHEAD_BYTES: Final = 2**18
 """Twice as much of a connection is kept unread by `Frames`; then the peer has to wait."""
 
+ENDED: Final = "CONNECTION_ENDED"
+"""The reason of errors that say that, and not why."""
+
 _HEAD: Final = struct.Struct("<I")  # the length
 _CHUNK_BYTES: Final = 2**18  # read at a time by `FrameSocket`
 _WOULD_WAIT: Final = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -105,7 +108,7 @@ class FrameSocket:
                 break
         messages = self._whole()
         if ended and not messages:
-            raise UnavailableError("the data connection broke")
+            raise UnavailableError("the data connection broke", reason=ENDED)
         return messages
 
     def send(self, message: bytes) -> None:
@@ -127,7 +130,7 @@ class FrameSocket:
         except _WOULD_WAIT:
             pass
         except OSError as error:
-            raise UnavailableError("the data connection broke") from error
+            raise UnavailableError("the data connection broke", reason=ENDED) from error
 
     def close(self) -> None:
         """Ends the connection; what was not sent yet is lost."""

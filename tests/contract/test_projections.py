@@ -86,7 +86,7 @@ async def test_a_projection_that_is_not_what_was_announced_ends_the_stream(what:
         proposer = await dialled(scorer)
         for part in BAD[what]:
             if part is None:
-                await proposer.send(blocks=draft_pb2.BlockBatch())
+                await proposer.call.write(draft_pb2.DraftRequest(blocks=draft_pb2.BlockBatch()))
             else:
                 await proposer.send(projection=part)
         error = await ending(proposer)

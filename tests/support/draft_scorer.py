@@ -84,8 +84,9 @@ class Conversation:
         async def write(response: draft_pb2.DraftResponse) -> None:
             await frames.write(response.SerializeToString())
 
+        # What is left to the stream is a projection, and its end.
         return await _first_of(
-            self._read(_messages(frames)), self._write(write), anext(requests, None)
+            self._read(_messages(frames)), self._write(write), self._read(requests)
         )
 
     async def _read(self, requests: Requests) -> None:

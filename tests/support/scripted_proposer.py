@@ -109,7 +109,10 @@ class ScriptedProposer:
     async def send(self, **message: object) -> None:
         request = draft_pb2.DraftRequest(**message)  # type: ignore[arg-type]
         async with self._writing:  # gRPC takes one write at a time
-            await (self.call.write(request) if self.data is None else self.data.send(request))
+            if self.data is None or "projection" in message:
+                await self.call.write(request)
+            else:
+                await self.data.send(request)
 
     async def run(self) -> None:
         """Until the stream ends."""
