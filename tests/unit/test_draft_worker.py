@@ -63,8 +63,6 @@ def test_spare_time_is_any_methods() -> None:
     alone, joined = Watched(), Watched()
     telemetry = configure("outrider-proposer")
     for method in (alone, HybridProposer([joined, SuffixProposer()])):
-        loop = asyncio.new_event_loop()
-        cycle = Cycle(method, loop, ProposerMetrics(CollectorRegistry()), telemetry)
+        cycle = Cycle(method, ProposerMetrics(CollectorRegistry()), telemetry)
         assert not cycle.ahead()
-        loop.close()
     assert alone.calls == joined.calls == [[]]
