@@ -40,6 +40,8 @@ class Load:
 
     gateways: list[Pod]  # the service's endpoints
     done: list[Completion] = field(default_factory=list)
+    retries: int = 0
+    """Of all requests, also those for plain decoding: whichever a scorer has when it ends."""
     _expected: dict[GenerateOptions, asyncio.Task[Completion]] = field(default_factory=dict)
     _stopping: bool = False
 
@@ -57,7 +59,9 @@ class Load:
         return await self.ask(next(r for r in REQUESTS if r.methods == ("draft_model",)))
 
     async def _complete(self, options: GenerateOptions) -> Completion:
-        return await complete(f"{self.gateways[-1].ip}:50051", options, timeout_s=120)
+        answer = await complete(f"{self.gateways[-1].ip}:50051", options, timeout_s=120)
+        self.retries += answer.aux.retries
+        return answer
 
     async def client(self, first: int) -> None:
         for number in itertools.count(first):
@@ -166,7 +170,7 @@ async def test_pods_that_leave_under_load_take_no_request_with_them(
             await running.stop_scorer(1, load)
             await running.pods.pods[-1].terminate()
             assert (await load.ask_draft()).aux.drafted == 0
-    assert sum(done.aux.retries for done in load.done) > 0, "a request moved to another scorer"
+    assert load.retries > 0, "a request moved to another scorer"
 
 
 @pytest.mark.slow
@@ -183,7 +187,7 @@ async def test_rolling_restarts_lose_no_request_and_change_no_text(
             for pod in (draft, lookup):
                 await running.restart_pool(pod, load)
             await running.restart_gateway(load)
-    assert sum(done.aux.retries for done in load.done) > 0, "a request moved to another scorer"
+    assert load.retries > 0, "a request moved to another scorer"
     assert sum(done.aux.accepted for done in load.done) > 0
 
 
