@@ -23,6 +23,7 @@ from types import TracebackType
 
 _CHUNK = 65536
 _MAX_CONNECTIONS = 256
+_COARSE_S = 0.002
 
 
 class DelayProxy:
@@ -141,7 +142,10 @@ class DelayProxy:
                     changed.clear()
                     await changed.wait()
                 due, chunk = on_their_way[0]
-                await asyncio.sleep(max(0.0, due - loop.time()))
+                # An event loop sleeps for whole milliseconds, rounded up: the last ones pass in
+                # looking at the clock.
+                while (left := due - loop.time()) > 0.0:  # noqa: ASYNC110
+                    await asyncio.sleep(max(0.0, left - _COARSE_S))
                 if not chunk:
                     return
                 writer.write(chunk)
