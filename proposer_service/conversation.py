@@ -13,6 +13,7 @@ import grpc
 
 from outrider.errors import OutriderError, UnavailableError
 from outrider.rpc.frames import ENDED, FrameSocket
+from outrider.rpc.tasks import first_of
 from outrider.v1 import draft_pb2
 from proposer_service.config import LinkConfig
 from proposer_service.connection import Connection
@@ -114,16 +115,7 @@ class Streamed(Conversation):
 
         with contextlib.closing(self._rows):
             self._worker.attach(Attach(self._link, send, max_block_tokens))
-            tasks = [asyncio.create_task(each) for each in (self._read_all(), self._write_all())]
-            try:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                results = await asyncio.gather(*tasks, return_exceptions=True)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
+            await first_of(self._read_all(), self._write_all())
 
     async def _done_writing(self) -> None:
         self._put((None,))
@@ -171,8 +163,8 @@ class Direct(Conversation):
         frames: FrameSocket,
     ) -> None:
         super().__init__(call, link, worker, config)
-        self._failed: asyncio.Future[OutriderError] = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
+        self._failed: asyncio.Future[OutriderError] = loop.create_future()
 
         def on_sessions(batch: draft_pb2.SessionBatch) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody counts any more

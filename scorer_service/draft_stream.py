@@ -12,6 +12,7 @@ from outrider.errors import DeadlineError, InvalidRequestError, OutriderError
 from outrider.rpc.data_connection import DataPort, Offer
 from outrider.rpc.feature_codec import SessionMessage
 from outrider.rpc.row_ring import RingWriter, open_ring
+from outrider.rpc.tasks import first_of
 from outrider.rpc.versions import agreed_version
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
@@ -84,17 +85,7 @@ async def _converse(
         wire = through_frames(requests, offer)
     if not proposer.ready:
         await hub.roster.complete(proposer, requests)
-    reader = asyncio.create_task(_read(proposer, wire, hub))
-    writer = asyncio.create_task(_write(proposer, wire, hub, ring))
-    try:
-        await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        reader.cancel()
-        writer.cancel()
-        results = await asyncio.gather(reader, writer, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+    await first_of(_read(proposer, wire, hub), _write(proposer, wire, hub, ring))
 
 
 async def _read(proposer: AttachedProposer, wire: Wire, hub: Hub) -> None:
