@@ -47,6 +47,7 @@ from benchmarks.processes import Child, ProcessError, Worker, python_path, stopp
 from benchmarks.program import guarded, say
 from benchmarks.records import Completion, Run, TokenIds
 from outrider.aux_layers import aux_layers
+from outrider.cli.stack import memory_folder
 from outrider.errors import ConfigError
 from outrider.methods import HIDDEN_STATE_METHODS
 from outrider.models.resolve import resolve_model
@@ -54,9 +55,6 @@ from outrider.models.resolve import resolve_model
 _SENT: Final = ("bytes", "rows", "seconds")
 _SHAPE: Final = "llama-3.1-8b"
 _INFLATING_S: Final = 600.0
-# For the Unix socket, beside which rows go through a file, as in the chart's pods: while gigabytes
-# of a model are written back, whoever writes a file on that disk is held up.
-_MEMORY: Final = "/dev/shm" if Path("/dev/shm").is_dir() else None
 _SPARE_TOKENS: Final = 128  # behind a text: steps with trees near the end are not recorded
 
 
@@ -126,7 +124,7 @@ def ways(args: argparse.Namespace) -> Iterator[dict[str, Way]]:
     """
     with contextlib.ExitStack() as cleanup:
         folder = Path(
-            cleanup.enter_context(tempfile.TemporaryDirectory(prefix="path-", dir=_MEMORY))
+            cleanup.enter_context(tempfile.TemporaryDirectory(prefix="path-", dir=memory_folder()))
         )
         children = cleanup.enter_context(stopping([]))
         config = _config(args)

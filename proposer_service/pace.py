@@ -49,13 +49,10 @@ class PaceMeter:
 
     def committed(self, key: SessionKey, arrived: float, step_s: float, *, verified: bool) -> None:
         """The session's commit arrived, from a step that took `step_s` and `verified` a draft."""
-        draft = self._drafts.pop(key, None)
-        begun = draft
-        if self._chosen or self._branches:  # none as long as drafts are made on demand
-            chosen = self._chosen.pop(key, None)
-            if key in self._branches:
-                self._chosen[key] = self._branches.pop(key)
-            begun = chosen if draft is None else draft
+        draft, chosen = self._drafts.pop(key, None), self._chosen.pop(key, None)
+        if key in self._branches:
+            self._chosen[key] = self._branches.pop(key)
+        begun = chosen if draft is None else draft
         if begun is None or step_s == 0.0 or not verified:
             return
         seen = max(0.0, arrived - begun - step_s)

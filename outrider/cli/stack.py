@@ -35,7 +35,6 @@ _RESTART_BACKOFF_S = 0.2
 _RESTART_BACKOFF_MAX_S = 10.0
 # A proposer that lived this long starts over with the shortest backoff.
 _HEALTHY_AFTER_S = 30.0
-# For the socket between scorer and proposer, beside which hidden states go through files.
 _IN_MEMORY = "/dev/shm"
 
 
@@ -150,8 +149,7 @@ class Stack:
         check_tokenizers(config)
         # Chosen here, so that all three can load at the same time.
         scorer_port = free_port()
-        in_memory = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
-        self._folder = tempfile.TemporaryDirectory(prefix="outrider-", dir=in_memory)
+        self._folder = tempfile.TemporaryDirectory(prefix="outrider-", dir=memory_folder())
         socket_path = f"{self._folder.name}/scorer.sock"
         self._scorer_address = f"unix:{socket_path}"
         scorer = ServiceProcess(scorer_spec(config, scorer_port, socket_path), self._relay)
@@ -205,6 +203,15 @@ def check_port(port: int, flag: str) -> None:
 def prefer_port(port: int) -> int:
     """`port` if it is free, else 0 (any)."""
     return port if _port_is_free(port) else 0
+
+
+def memory_folder() -> str | None:
+    """For the socket between scorer and proposer, beside which hidden states go through files.
+
+    None where there is none in memory: while gigabytes of a model are written back to a disk,
+    whoever writes a file there is held up.
+    """
+    return _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
 
 
 def free_port() -> int:

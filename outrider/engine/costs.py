@@ -63,11 +63,11 @@ class Costs:
         key = d.drafter, d.runs_ahead, limit
         known = self._rounds.get(key)
         if known is None:
-            times, least = self._drafts.get(key[:2]), 0.0
+            times, least = self.draft_times(d), 0.0
             if times is not None and not d.runs_ahead and self.num_rows > 1:
                 least = times.longest - 1.0
             known = self._rounds[key] = [
-                (k, self.round_s(k), 0.0 if times is None else times.mean_s(max(k, least)))
+                (k, self.round_s(k), self.delay_s(d, max(k, least)))
                 for k in (*takewhile(lambda k: k < limit, SIZES), limit)
             ]
         return known
@@ -80,7 +80,7 @@ class Costs:
         """What a row's drafts take, made as they are now; None if none of them was measured."""
         return self._drafts.get((d.drafter, d.runs_ahead))
 
-    def delay_s(self, d: Drafting, num_tokens: int | None = None) -> float:
+    def delay_s(self, d: Drafting, num_tokens: float | None = None) -> float:
         """From a row's commit to the arrival of its next draft, or of one of so many tokens."""
         times, k = self.draft_times(d), d.num_draft_tokens if num_tokens is None else num_tokens
         return 0.0 if times is None else times.mean_s(k)

@@ -33,7 +33,6 @@ _MAX_UNSENT_BYTES: Final = 4 * 2**20
 _MAX_STRANGERS: Final = 64
 """Connections whose key has not come yet; more are hung up on."""
 
-
 _OPTIONS: Final = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     # A peer that vanishes from this connection alone is noticed within 20 s, as from gRPC's.

@@ -54,8 +54,7 @@ class Frames:
 
         Raises `OSError` if the connection has ended. A longer message than the peer reads is a bug.
         """
-        assert len(message) <= self._max_bytes, "no peer reads this"
-        self._writer.write(_HEAD.pack(len(message)) + message)
+        self._writer.write(_framed(message, self._max_bytes))
         await self._writer.drain()
 
     def close(self) -> None:
@@ -116,10 +115,10 @@ class FrameSocket:
 
         Raises `UnavailableError` if the connection has ended, or the peer does not read.
         """
-        assert len(message) <= self._max_bytes, "no peer reads this"
+        framed = _framed(message, self._max_bytes)
         if len(self._unsent) > self._max_unsent:
             raise UnavailableError("the scorer does not read its blocks")
-        self._unsent += _HEAD.pack(len(message)) + message
+        self._unsent += framed
         self.flush()
 
     def flush(self) -> None:
@@ -150,6 +149,11 @@ class FrameSocket:
                 at = ends
         del self._received[:at]
         return messages
+
+
+def _framed(message: bytes, max_bytes: int) -> bytes:
+    assert len(message) <= max_bytes, "no peer reads this"
+    return _HEAD.pack(len(message)) + message
 
 
 def _size(head: bytes | memoryview, max_bytes: int) -> int:

@@ -68,7 +68,7 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def _load_chain(context: ssl.SSLContext, files: TlsFiles) -> None:
-    """Handshakes that begin from now on use what the files hold. Raises `ConfigError`."""
+    """Gives a new context what the files hold. Raises `ConfigError`."""
     try:
         context.load_cert_chain(files.cert, files.key, password="")  # asks no terminal for one
         if files.ca is not None:

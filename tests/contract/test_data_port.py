@@ -188,11 +188,15 @@ async def test_only_peers_of_the_same_authority_reach_the_key(tmp_path: Path) ->
         proposer.call.cancel()
 
 
-async def test_replaced_certificates_count_from_the_next_connection(tmp_path: Path) -> None:
+def two_authorities(folder: Path) -> tuple[Issuer, TlsFiles, TlsFiles, TlsFiles]:
+    """The new one; the files of a server and of a client by the old one, of a client by the new."""
     old, new = Issuer(), Issuer()
-    server = old.write(tmp_path / "server", "127.0.0.1")
-    former = old.write(tmp_path / "former", "127.0.0.1")
-    renewed = new.write(tmp_path / "renewed", "127.0.0.1")
+    server, former = (old.write(folder / name, "127.0.0.1") for name in ("server", "former"))
+    return new, server, former, new.write(folder / "renewed", "127.0.0.1")
+
+
+async def test_replaced_certificates_count_from_the_next_connection(tmp_path: Path) -> None:
+    new, server, former, renewed = two_authorities(tmp_path)
     async with running_scorer(tls=server) as scorer:
         for client in (former, renewed):
             async with open_channel(scorer.address, client) as way:
@@ -208,10 +212,7 @@ async def test_replaced_certificates_count_from_the_next_connection(tmp_path: Pa
 
 
 async def test_a_former_authority_is_forgotten(tmp_path: Path) -> None:
-    old, new = Issuer(), Issuer()
-    server = old.write(tmp_path / "server", "127.0.0.1")
-    former = old.write(tmp_path / "former", "127.0.0.1")
-    renewed = new.write(tmp_path / "renewed", "127.0.0.1")
+    new, server, former, renewed = two_authorities(tmp_path)
     async with running_scorer(tls=server) as scorer:
         new.write(tmp_path / "server", "127.0.0.1")
         async with open_channel(scorer.address, renewed) as way:
