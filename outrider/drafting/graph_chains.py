@@ -22,7 +22,7 @@ from outrider.drafting.branches import BranchingModel, EagerForks
 from outrider.drafting.chain_inputs import ChainInputs, LoopShape
 from outrider.drafting.draft_steps import Forks, ReadyRow, draft_chains
 from outrider.drafting.draws import Draws
-from outrider.drafting.recorded_loops import RecordedLoops, Recording, chains, recorded_lengths
+from outrider.drafting.recorded_loops import Numbered, RecordedLoops, Recording, chains
 from outrider.engine.batch import PackedBatch, RowSlice
 from outrider.engine.cuda.graphs import Record
 from outrider.engine.cuda.ragged_forwards import RaggedForwards
@@ -78,23 +78,16 @@ class GraphChains:
 
     def draft(self, slices: Sequence[RowSlice], ready: Sequence[ReadyRow]) -> list[list[int]]:
         """What `draft_chains` returns, by recorded loops as far as they hold the rows."""
-        if len(slices) == len(ready):
-            wanted = recorded_lengths(ready)
-            drafted = self._loops.run(slices, [row.sampling for row in ready], max(wanted), 0)
-            if drafted is not None:
-                return chains(drafted, wanted)  # as nearly always: one loop holds all
 
-        def feed(long: dict[int, RowSlice]) -> None:
-            rows = list(long.values())
+        def feed(long: Numbered) -> None:
+            rows = [*long.values()]
             if not self.feed(rows):
                 draft_chains(self._model, rows, ())
 
-        left = self._loops.feed_long(slices, ready, feed)
+        def eager(rows: Numbered) -> list[list[int]]:
+            return draft_chains(self._model, [*rows.values()], [ready[i] for i in rows])
 
-        def eager(rows: list[int]) -> list[list[int]]:
-            return draft_chains(self._model, [left[i] for i in rows], [ready[i] for i in rows])
-
-        return self._loops.drafts(left, ready, chains, eager)
+        return self._loops.drafts(slices, ready, chains, feed, eager)
 
     def forks(
         self,

@@ -22,7 +22,7 @@ from outrider.drafting.draft_steps import ReadyRow, draft_chains
 from outrider.drafting.guess_trees import Nodes, TargetDraws
 from outrider.drafting.head_forward import LEAD, HeadForward
 from outrider.drafting.heads.base import RecurrentHead
-from outrider.drafting.recorded_loops import Draft, RecordedLoops, Recording, chains
+from outrider.drafting.recorded_loops import Draft, Numbered, RecordedLoops, Recording, chains
 from outrider.drafting.tree_steps import draft_trees
 from outrider.engine.attention import AttentionBackend
 from outrider.engine.batch import PackedBatch, RowSlice
@@ -125,23 +125,20 @@ class HeadLoops:
         read: Callable[[NDArray[np.int32], Sequence[int]], list[Draft]],
         draft: Callable[[HeadForward, list[RowSlice], list[ReadyRow]], list[Draft]],
     ) -> list[Draft]:
-        def feed(long: dict[int, RowSlice]) -> None:
+        def feed(long: Numbered) -> None:
             states = [features[i][: len(row.token_ids)] for i, row in long.items()]
-            draft_chains(self._forward(states), list(long.values()), (), LEAD)
+            draft_chains(self._forward(states), [*long.values()], (), LEAD)
 
-        left = self._loops.feed_long(slices, ready, feed)
+        def states(rows: Numbered) -> list[Tensor]:
+            return [features[i][-len(row.token_ids) :] for i, row in rows.items()]
 
-        def states(rows: list[int]) -> list[Tensor]:
-            return [features[i][-len(left[i].token_ids) :] for i in rows]
-
-        def load(rows: list[int]) -> None:
+        def load(rows: Numbered) -> None:
             self._features.fill(states(rows))
 
-        def eager(rows: list[int]) -> list[Draft]:
-            forward = self._forward(states(rows))
-            return draft(forward, [left[i] for i in rows], [ready[i] for i in rows])
+        def eager(rows: Numbered) -> list[Draft]:
+            return draft(self._forward(states(rows)), [*rows.values()], [ready[i] for i in rows])
 
-        return self._loops.drafts(left, ready, read, eager, load)
+        return self._loops.drafts(slices, ready, read, feed, eager, load)
 
     def _forward(self, states: list[Tensor]) -> HeadForward:
         return HeadForward.of_host(self._head, self._backend, self._page_size, states)

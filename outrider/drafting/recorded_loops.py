@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
@@ -28,6 +28,8 @@ from outrider.engine.cuda.graphs import Record, Work
 from outrider.params import SamplingParams
 
 Draft = TypeVar("Draft")
+Numbered = Mapping[int, RowSlice]
+"""Rows of a batch, by their place in it."""
 
 
 def make_shapes(
@@ -85,70 +87,48 @@ class RecordedLoops:
             self._loops[shape] = recording.record(self._work(shape, body))
             recording.on_progress(done, len(ordered))
 
-    def feed_long(
-        self,
-        slices: Sequence[RowSlice],
-        ready: Sequence[ReadyRow],
-        feed: Callable[[dict[int, RowSlice]], None],
-    ) -> list[RowSlice]:
-        """What is left to catch up of the rows that are ready, the first of `slices`.
-
-        `feed` is told before, by number, what no loop catches up: of ready rows all but the last
-        token, whose logits the draft begins with, and whatever is not ready. A drafting of its own
-        for these would be many launches, and kernels that nobody compiled at the start.
-        """
-        left = list(slices[: len(ready)])
-        lengths, wanted = [len(row.token_ids) for row in left], [row.wanted for row in ready]
-        if len(left) == len(slices) and self._holds(max(lengths), max(wanted)):
-            return left
-        long = dict(enumerate(slices[len(ready) :], start=len(ready)))
-        for i, row in enumerate(ready):
-            tokens, start = left[i].token_ids, left[i].start
-            too_long = row.mask is None and not self._holds(len(tokens), row.wanted)
-            if too_long and self._holds(1, row.wanted):
-                long[i] = left[i]._replace(token_ids=tokens[:-1])
-                left[i] = left[i]._replace(token_ids=tokens[-1:], start=start + len(tokens) - 1)
-        if long:
-            feed(long)
-        return left
-
     def drafts(
         self,
         slices: Sequence[RowSlice],
         ready: Sequence[ReadyRow],
         read: Callable[[NDArray[np.int32], Sequence[int]], list[Draft]],
-        eager: Callable[[list[int]], list[Draft]],
-        load: Callable[[list[int]], None] = lambda rows: None,  # noqa: ARG005
+        feed: Callable[[Numbered], None],
+        eager: Callable[[Numbered], list[Draft]],
+        load: Callable[[Numbered], None] | None = None,
     ) -> list[Draft]:
-        """A draft for each of `ready`, whose catch-ups are `slices`.
+        """Feeds `slices`, then makes a draft for each of `ready`, which are the first of them.
 
-        `read` makes them of what a loop left, and of how many tokens each row wanted; `load` is
-        told which rows run next, and brings what they need besides the slices. `eager` drafts for
-        the rows that no loop holds, by number.
+        `read` makes them of what a loop left, and of how many tokens each row wanted. `feed` is
+        told before what no loop catches up; `load`, which rows run next: it brings what they need
+        besides their slices. `eager` drafts for the rows that no loop holds.
         """
-        wanted = recorded_lengths(ready)
-        pieces, others = self.divide(slices, wanted, 0)
+        # A mask looks at every token before the next: no loop is that long.
+        wanted = [row.wanted if row.mask is None else sys.maxsize for row in ready]
+        if len(slices) == len(ready) and self._one_holds(slices, wanted, 0):  # as nearly always
+            if load is not None:
+                load(dict(enumerate(slices)))
+            return read(self._drafted(slices, ready, wanted), wanted)
+        left = self._feed_long(slices, ready, feed)
+        pieces, others = self.divide(left, wanted, 0)
         drafts: dict[int, Draft] = {}
-        for rows in pieces:
-            load(rows)
-            theirs = [wanted[i] for i in rows]
-            left = self.run(
-                [slices[i] for i in rows], [ready[i].sampling for i in rows], max(theirs), 0
-            )
-            assert left is not None
-            drafts.update(zip(rows, read(left, theirs), strict=True))
+        for piece in pieces:
+            rows, theirs = {i: left[i] for i in piece}, [wanted[i] for i in piece]
+            if load is not None:
+                load(rows)
+            drafted = self._drafted([*rows.values()], [ready[i] for i in piece], theirs)
+            drafts.update(zip(piece, read(drafted, theirs), strict=True))
         if others:
-            drafts.update(zip(others, eager(others), strict=True))
+            drafts.update(zip(others, eager({i: left[i] for i in others}), strict=True))
         return [drafts[i] for i in range(len(ready))]
 
     def divide(
         self, slices: Sequence[RowSlice], wanted: Sequence[int], fanout: int
     ) -> tuple[list[list[int]], list[int]]:
         """The rows that recorded loops hold, by loop, and those that none holds; in order."""
-        lengths = [len(row.token_ids) for row in slices]
         rows = range(len(slices))
-        if rows and self._find(len(rows), max(lengths), max(wanted), fanout, False):
-            return [list(rows)], []  # as nearly always: one loop holds all
+        if rows and self._one_holds(slices, wanted, fanout):
+            return [list(rows)], []
+        lengths = [len(row.token_ids) for row in slices]
         held = [i for i in rows if self._find(1, lengths[i], wanted[i], fanout, False)]
         longest = max((lengths[i] for i in held), default=0)
         most = max((wanted[i] for i in held), default=0)
@@ -177,6 +157,42 @@ class RecordedLoops:
             self._loops[shape]()
             return self._output.read(self._output_shapes[shape])[: len(slices)]
 
+    def _feed_long(
+        self,
+        slices: Sequence[RowSlice],
+        ready: Sequence[ReadyRow],
+        feed: Callable[[Numbered], None],
+    ) -> list[RowSlice]:
+        """What is left to catch up of the rows that are ready.
+
+        `feed` gets what no loop catches up: of ready rows all but the last token, whose logits the
+        draft begins with, and whatever is not ready. A drafting of its own for these would be many
+        launches, and kernels that nobody compiled at the start.
+        """
+        left = list(slices[: len(ready)])
+        long = dict(enumerate(slices[len(ready) :], start=len(ready)))
+        for i, row in enumerate(ready):
+            tokens, start = left[i].token_ids, left[i].start
+            too_long = row.mask is None and not self._holds(len(tokens), row.wanted)
+            if too_long and self._holds(1, row.wanted):
+                long[i] = left[i]._replace(token_ids=tokens[:-1])
+                left[i] = left[i]._replace(token_ids=tokens[-1:], start=start + len(tokens) - 1)
+        if long:
+            feed(long)
+        return left
+
+    def _drafted(
+        self, slices: Sequence[RowSlice], ready: Sequence[ReadyRow], wanted: Sequence[int]
+    ) -> NDArray[np.int32]:
+        """What `run` returns for rows that one loop holds."""
+        drafted = self.run(slices, [row.sampling for row in ready], max(wanted), 0)
+        assert drafted is not None
+        return drafted
+
+    def _one_holds(self, slices: Sequence[RowSlice], wanted: Sequence[int], fanout: int) -> bool:
+        longest = max([len(row.token_ids) for row in slices])
+        return self._find(len(slices), longest, max(wanted), fanout, False) is not None
+
     def _holds(self, query_len: int, num_tokens: int) -> bool:
         return self._find(1, query_len, num_tokens, 0, False) is not None
 
@@ -203,12 +219,6 @@ class RecordedLoops:
             self._output.write(body(shape))
 
         return work
-
-
-def recorded_lengths(ready: Sequence[ReadyRow]) -> list[int]:
-    """How many tokens a loop would have to draft for each row."""
-    # A mask looks at every token before the next: no loop is that long.
-    return [row.wanted if row.mask is None else sys.maxsize for row in ready]
 
 
 def chains(drafted: NDArray[np.int32], wanted: Sequence[int]) -> list[list[int]]:
