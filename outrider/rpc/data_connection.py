@@ -22,7 +22,7 @@ from outrider.rpc.channel import MAX_MESSAGE_BYTES
 from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.frames import READ_AHEAD_BYTES, Frames, FrameSocket
 from outrider.rpc.targets import Target
-from outrider.rpc.tls import client_context, server_context
+from outrider.rpc.tls import Follower, client_context, server_context
 from outrider.v1 import draft_pb2
 
 _KEY_BYTES: Final = 32
@@ -64,23 +64,25 @@ class DataPort:
         self._port = port
         self._socket = None if unix_path is None else Path(f"{unix_path}.data")
         self._tls = tls
-        self._newest: ssl.SSLContext | None = None  # with what the files held at the last offer
+        self._contexts: Follower[ssl.SSLContext] | None = None
         self._offers: dict[bytes, Offer] = {}
         self._strangers = 0
         self._servers: list[asyncio.Server] = []
 
     async def start(self) -> int:
         """Listens; returns the port. Raises `ConfigError` if it cannot."""
+        context = None
         if self._tls is not None:
-            self._newest = server_context(self._tls)
-            self._newest.sni_callback = self._take_newest
+            self._contexts = Follower(self._tls, server_context)
+            context = self._contexts.latest
+            context.sni_callback = self._take_latest
         try:
             server = await asyncio.start_server(
                 self._accept,
                 self._host,
                 self._port,
-                ssl=self._newest,
-                ssl_handshake_timeout=None if self._newest is None else _KEY_TIMEOUT_S,
+                ssl=context,
+                ssl_handshake_timeout=None if context is None else _KEY_TIMEOUT_S,
                 limit=READ_AHEAD_BYTES,
             )
         except OSError as error:
@@ -114,9 +116,6 @@ class DataPort:
     @contextlib.contextmanager
     def offer(self) -> Iterator[Offer]:
         """What Welcome offers; at the end the connection is closed, if it was taken up."""
-        if self._tls is not None:
-            with contextlib.suppress(ConfigError):  # being replaced: the former still serves
-                self._newest = server_context(self._tls)
         message = draft_pb2.DataConnection(
             port=self._port,
             socket="" if self._socket is None else self._socket.name,
@@ -131,10 +130,11 @@ class DataPort:
             if offer.connected.done():
                 offer.connected.result().close()
 
-    def _take_newest(self, handshake: ssl.SSLObject, _name: str, _first: ssl.SSLContext) -> None:
+    def _take_latest(self, handshake: ssl.SSLObject, _name: str, _first: ssl.SSLContext) -> None:
         # Called also for who names no server. The listener's own would trust for ever whom it did.
-        assert self._newest is not None
-        handshake.context = self._newest
+        assert self._contexts is not None
+        self._contexts.fetch()
+        handshake.context = self._contexts.latest
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         offer = None

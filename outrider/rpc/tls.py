@@ -6,7 +6,9 @@ import logging
 import os
 import ssl
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import grpc
 
@@ -15,6 +17,7 @@ from outrider.rpc.deployment import TlsFiles
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Stamp = tuple[tuple[int, int, int], ...]
 
 
@@ -38,9 +41,9 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
 
     With `files.ca`, clients must show a certificate that it signed. Raises `ConfigError`.
     """
-    follower = _Follower(files)
+    follower = Follower(files, _configuration)
     return grpc.dynamic_ssl_server_credentials(
-        follower.first,
+        follower.latest,
         follower.fetch,  # type: ignore[arg-type]  # None is allowed, and usual
         require_client_authentication=files.ca is not None,
     )
@@ -82,31 +85,35 @@ def _load_chain(context: ssl.SSLContext, files: TlsFiles) -> None:
         raise ConfigError(f"cannot read {error.filename}: {error.strerror}.") from error
 
 
-class _Follower:
-    """Called by gRPC at the start of every handshake, on a thread of its own choice."""
+class Follower(Generic[T]):
+    """What `load` makes of the files, asked at the start of every handshake, on any thread.
 
-    def __init__(self, files: TlsFiles) -> None:
+    Building it raises `ConfigError`.
+    """
+
+    def __init__(self, files: TlsFiles, load: Callable[[TlsFiles], T]) -> None:
         self._files = files
+        self._load = load
         self._lock = threading.Lock()
         self._stamp = stamp(files)
-        self.first = _configuration(files)
+        self.latest = load(files)
 
-    def fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """The new certificate, or None to go on with the last one."""
+    def fetch(self) -> T | None:
+        """What is the latest now, or None if that has not changed."""
         with self._lock:
             try:
                 now = stamp(self._files)
                 if now == self._stamp:
                     return None
-                configuration = _configuration(self._files)
+                loaded = self._load(self._files)
                 if stamp(self._files) != now:  # being replaced: whole at the next handshake
                     return None
             except (OSError, ConfigError) as error:
                 _log.warning("keeping the former certificate: %s", error)
                 return None
-            self._stamp = now
+            self._stamp, self.latest = now, loaded
         _log.info("using the certificate that was put into %s", self._files.cert)
-        return configuration
+        return loaded
 
 
 def _configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
@@ -14,6 +15,7 @@ import pytest
 from outrider.rpc import data_connection
 from outrider.rpc.channel import open_channel
 from outrider.rpc.deployment import TlsFiles
+from outrider.rpc.tls import server_context
 from outrider.v1 import draft_pb2, scorer_pb2_grpc
 from scorer_service.config import DraftLimits
 from tests.support.certificates import Issuer
@@ -222,6 +224,41 @@ async def test_a_former_authority_is_forgotten(tmp_path: Path) -> None:
             with closing(await DataWire.dial(port_of(scorer), context)) as wire:
                 assert not await wire.show(key)
             proposer.call.cancel()
+
+
+async def test_certificates_are_read_when_they_change_and_then_only_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[TlsFiles] = []
+
+    def counted(files: TlsFiles) -> ssl.SSLContext:
+        read.append(files)
+        return server_context(files)
+
+    monkeypatch.setattr(data_connection, "server_context", counted)
+    new, server, former, renewed = two_authorities(tmp_path)
+    port = data_connection.DataPort("127.0.0.1", 0, tls=server)
+
+    async def lets_in(client: TlsFiles) -> bool:
+        with port.offer() as offer:
+            context = trusting(client, certificate=client)
+            with closing(await DataWire.dial(offer.message.port, context)) as wire:
+                return await wire.show(offer.message.key)
+
+    await port.start()
+    try:
+        for _ in range(3):
+            assert await lets_in(former)
+        assert len(read) == 1, "at the start"
+        await asyncio.to_thread(os.truncate, server.cert, 200)
+        assert await lets_in(former), "half written"
+        new.write(tmp_path / "server", "127.0.0.1")
+        read.clear()
+        for _ in range(3):
+            assert await lets_in(renewed)
+        assert len(read) == 1
+    finally:
+        await port.stop()
 
 
 async def test_who_shakes_no_hands_is_hung_up_on(
