@@ -31,7 +31,7 @@ _KEY_TIMEOUT_S: Final = 5.0
 _MAX_UNSENT_BYTES: Final = 4 * 2**20
 """Blocks that a scorer has not read, with some thousand sessions' in each."""
 _MAX_STRANGERS: Final = 64
-"""Connections whose key has not come yet; more are hung up on."""
+"""Connections whose key has not come yet; of more the first is hung up on."""
 
 _OPTIONS: Final = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -66,7 +66,7 @@ class DataPort:
         self._tls = tls
         self._contexts: Follower[ssl.SSLContext] | None = None
         self._offers: dict[bytes, Offer] = {}
-        self._strangers = 0
+        self._strangers: dict[asyncio.WriteTransport, None] = {}  # in the order of coming
         self._servers: list[asyncio.Server] = []
 
     async def start(self) -> int:
@@ -138,12 +138,15 @@ class DataPort:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         offer = None
-        if self._strangers < _MAX_STRANGERS:
-            self._strangers += 1
-            with contextlib.suppress(TimeoutError, asyncio.IncompleteReadError, OSError):
-                async with asyncio.timeout(_KEY_TIMEOUT_S):
-                    offer = self._offers.pop(await reader.readexactly(_KEY_BYTES), None)
-            self._strangers -= 1
+        self._strangers[writer.transport] = None
+        if len(self._strangers) > _MAX_STRANGERS:
+            first = next(iter(self._strangers))
+            del self._strangers[first]
+            first.abort()
+        with contextlib.suppress(TimeoutError, asyncio.IncompleteReadError, OSError):
+            async with asyncio.timeout(_KEY_TIMEOUT_S):
+                offer = self._offers.pop(await reader.readexactly(_KEY_BYTES), None)
+        self._strangers.pop(writer.transport, None)
         if offer is None:
             writer.transport.abort()
             return
