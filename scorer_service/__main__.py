@@ -17,6 +17,8 @@ _DEFAULTS: dict[str, dict[str, int | None]] = {
     "cpu": {"max_num_batched_tokens": 512, "kv_cache_memory": 512, "page_size": 16},
     "cuda": {"max_num_batched_tokens": 2048, "kv_cache_memory": None, "page_size": 64},
 }
+_MAX_SOCKET_PATH = 102
+"""Bytes: the system allows 107, and the data connections' socket beside it adds ".data"."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -103,6 +105,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--listen-unix",
+        type=_socket_path,
         metavar="PATH",
         help="serve gRPC on this Unix socket, too: for proposers on the same machine",
     )
@@ -176,6 +179,15 @@ def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def _socket_path(text: str) -> str:
+    if len(os.fsencode(text)) > _MAX_SOCKET_PATH:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is longer than {_MAX_SOCKET_PATH} bytes: the system allows 107, and the "
+            "socket for data connections, which lies beside it, adds .data"
+        )
+    return text
 
 
 def _part(text: str) -> float:

@@ -1,7 +1,9 @@
 """A scorer that cannot start says why."""
 
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from outrider.errors import ConfigError
 from scorer_service.__main__ import resolve
 from scorer_service.app import Options
 from scorer_service.loading import load
+from tests.support.scorer import running_scorer
 
 
 def test_a_start_takes_no_longer_than_it_may() -> None:
@@ -30,3 +33,17 @@ def test_a_device_that_is_not_there_is_refused_by_name(device: str) -> None:
     del flags["exit_with_parent"]
     with pytest.raises(ConfigError, match=f"--device {device}"):
         load(Path(), Options(**flags, ranks=None), None)
+
+
+async def test_as_long_a_socket_path_as_may_be_is_listened_on() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        path = resolve(["--listen-unix", f"{folder}/".ljust(102, "s")])["listen_unix"]
+        async with running_scorer(unix_path=Path(path)):
+            assert sorted(os.listdir(folder)) == [Path(path).name, f"{Path(path).name}.data"]
+
+
+def test_a_longer_socket_path_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        resolve(["--listen-unix", "/run/".ljust(103, "s")])
+    assert "--listen-unix: '/run/s" in (told := capsys.readouterr().err)
+    assert "is longer than 102 bytes" in told
