@@ -7,6 +7,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
@@ -27,14 +28,25 @@ _QUEUE_FULL_WAIT_S: Final = 0.002
 _STATUS_TIMEOUT_S: Final = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Welcomed:
+    """A stream after Welcome, and who drafts for it."""
+
+    call: Call
+    link: LinkId
+    worker: DraftWorker
+    config: LinkConfig
+    rows: SharedRows
+    """To be closed with the conversation."""
+    max_block_tokens: int
+
+
 class Conversation(ABC):
     """Lives on the event loop, but for what the drafting thread calls."""
 
-    def __init__(self, call: Call, link: LinkId, worker: DraftWorker, config: LinkConfig) -> None:
-        self._call = call
-        self._link = link
-        self._worker = worker
-        self._config = config
+    def __init__(self, stream: Welcomed) -> None:
+        self._stream = stream
+        self._call = stream.call
         self._open: dict[int, int] = {}  # session -> epoch
         self._all_closed = asyncio.Event()
         self._all_closed.set()
@@ -44,15 +56,15 @@ class Conversation(ABC):
     def num_sessions(self) -> int:
         return len(self._open)
 
-    async def run(self, max_block_tokens: int) -> None:
+    async def run(self) -> None:
         """Drafts for the scorer until it ends the conversation, or the worker does.
 
         Raises what it ended with, if not well.
         """
         try:
-            await self._run(max_block_tokens)
+            await self._run()
         finally:
-            self._worker.detach(self._link)
+            self._stream.worker.detach(self._stream.link)
             self._ended.set()
 
     async def until_unused(self) -> None:
@@ -67,7 +79,8 @@ class Conversation(ABC):
 
     async def say_goodbye(self) -> None:
         """Returns when every session was closed and the scorer has ended the stream."""
-        self._worker.send(self._link, draft_pb2.DraftRequest(goodbye=draft_pb2.Goodbye()))
+        goodbye = draft_pb2.DraftRequest(goodbye=draft_pb2.Goodbye())
+        self._stream.worker.send(self._stream.link, goodbye)
         await self.until_unused()
         await self._done_writing()
         await self._ended.wait()
@@ -85,7 +98,7 @@ class Conversation(ABC):
             self._all_closed.set()
 
     @abstractmethod
-    async def _run(self, max_block_tokens: int) -> None: ...
+    async def _run(self) -> None: ...
 
     @abstractmethod
     async def _done_writing(self) -> None: ...
@@ -94,27 +107,20 @@ class Conversation(ABC):
 class Streamed(Conversation):
     """Messages are gRPC's, read and written on the loop."""
 
-    def __init__(
-        self,
-        call: Call,
-        link: LinkId,
-        worker: DraftWorker,
-        config: LinkConfig,
-        rows: SharedRows,
-    ) -> None:
-        super().__init__(call, link, worker, config)
-        self._rows = rows
+    def __init__(self, stream: Welcomed) -> None:
+        super().__init__(stream)
         self._unsent: deque[draft_pb2.DraftRequest | None] = deque()  # None: nothing follows
         self._wake = asyncio.Event()
 
-    async def _run(self, max_block_tokens: int) -> None:
+    async def _run(self) -> None:
         loop = asyncio.get_running_loop()
 
         def send(messages: Sequence[draft_pb2.DraftRequest]) -> None:
             loop.call_soon_threadsafe(self._put, messages)
 
-        with contextlib.closing(self._rows):
-            self._worker.attach(Attach(self._link, send, max_block_tokens))
+        stream = self._stream
+        with contextlib.closing(stream.rows):
+            stream.worker.attach(Attach(stream.link, send, stream.max_block_tokens))
             await first_of(self._read_all(), self._write_all())
 
     async def _done_writing(self) -> None:
@@ -125,13 +131,14 @@ class Streamed(Conversation):
         self._wake.set()
 
     async def _read_all(self) -> None:
+        stream = self._stream
         message: Any
         while (message := await self._call.read()) is not grpc.aio.EOF:
             if message.HasField("sessions"):
                 self._note(message.sessions)
-                rows = self._rows.of(message.sessions)
+                rows = stream.rows.of(message.sessions)
                 # A full queue holds back the reader, and gRPC's flow control the scorer.
-                while not self._worker.post(self._link, message.sessions, rows):  # noqa: ASYNC110
+                while not stream.worker.post(stream.link, message.sessions, rows):  # noqa: ASYNC110
                     await asyncio.sleep(_QUEUE_FULL_WAIT_S)
 
     async def _write_all(self) -> None:
@@ -140,29 +147,21 @@ class Streamed(Conversation):
             await self._wake.wait()
             self._wake.clear()
             while self._unsent:
-                if len(self._unsent) > self._config.max_unsent:
+                if len(self._unsent) > self._stream.config.max_unsent:
                     raise UnavailableError("the scorer does not read its blocks")
                 message = self._unsent.popleft()
                 if message is None:
                     await self._call.done_writing()
                     continue
-                async with asyncio.timeout(self._config.answer_timeout_s):
+                async with asyncio.timeout(self._stream.config.answer_timeout_s):
                     await write(self._call, message)
 
 
 class Direct(Conversation):
     """Messages are the drafting thread's, over a data connection; the stream tells the end."""
 
-    def __init__(
-        self,
-        call: Call,
-        link: LinkId,
-        worker: DraftWorker,
-        config: LinkConfig,
-        rows: SharedRows,
-        frames: FrameSocket,
-    ) -> None:
-        super().__init__(call, link, worker, config)
+    def __init__(self, stream: Welcomed, frames: FrameSocket) -> None:
+        super().__init__(stream)
         loop = asyncio.get_running_loop()
         self._failed: asyncio.Future[OutriderError] = loop.create_future()
 
@@ -174,11 +173,13 @@ class Direct(Conversation):
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._failed.set_result, error)
 
-        self._connection = Connection(frames, rows, on_sessions, on_failure)
+        self._connection = Connection(frames, stream.rows, on_sessions, on_failure)
 
-    async def _run(self, max_block_tokens: int) -> None:
-        connection = self._connection
-        self._worker.attach(Attach(self._link, connection.send, max_block_tokens, connection))
+    async def _run(self) -> None:
+        stream, connection = self._stream, self._connection
+        stream.worker.attach(
+            Attach(stream.link, connection.send, stream.max_block_tokens, connection)
+        )
         status = asyncio.ensure_future(self._call.read())
         try:
             await asyncio.wait((status, self._failed), return_when=asyncio.FIRST_COMPLETED)

@@ -30,7 +30,7 @@ from outrider.rpc.targets import Target
 from outrider.rpc.versions import PROTOCOL_VERSION, agreed_version
 from outrider.v1 import draft_pb2, proposer_pb2, scorer_pb2_grpc
 from proposer_service.config import LinkConfig
-from proposer_service.conversation import Call, Conversation, Direct, Streamed, write
+from proposer_service.conversation import Call, Conversation, Direct, Streamed, Welcomed, write
 from proposer_service.metrics import ProposerMetrics
 from proposer_service.shared_rows import SharedRows
 from proposer_service.worker import DraftWorker
@@ -173,13 +173,9 @@ class ScorerLink:
             if welcome.wants_projection:
                 await self._send_projection(call)
             cleanup.pop_all()
-        link, worker, config = next(_link_ids), self._worker, self._config
-        conversation: Conversation
-        if frames is None:
-            conversation = Streamed(call, link, worker, config, rows)
-        else:
-            conversation = Direct(call, link, worker, config, rows, frames)
-        await self._serve(conversation, welcome.max_block_tokens)
+        link, most = next(_link_ids), welcome.max_block_tokens
+        stream = Welcomed(call, link, self._worker, self._config, rows, most)
+        await self._serve(Streamed(stream) if frames is None else Direct(stream, frames))
 
     async def _read_welcome(self, call: Call) -> draft_pb2.Welcome:
         message: Any = await call.read()
@@ -221,12 +217,12 @@ class ScorerLink:
             connecting.add_done_callback(_close)
             raise
 
-    async def _serve(self, conversation: Conversation, max_block_tokens: int) -> None:
+    async def _serve(self, conversation: Conversation) -> None:
         self._conversation, self._last_error = conversation, None
         self._metrics.links.inc()
         _log.info("scorer %s connected", self.target)
         try:
-            await conversation.run(max_block_tokens)
+            await conversation.run()
         finally:
             self._conversation = None
             self._metrics.links.dec()
