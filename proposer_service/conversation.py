@@ -25,7 +25,7 @@ from proposer_service.worker import DraftWorker
 
 Call = grpc.aio.StreamStreamCall[Any, Any]
 _QUEUE_FULL_WAIT_S: Final = 0.002
-_STATUS_TIMEOUT_S: Final = 1.0
+_STATUS_TIMEOUT_S: Final = 1.0  # where the stream is dead, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +183,18 @@ class Direct(Conversation):
         status = asyncio.ensure_future(self._call.read())
         try:
             await asyncio.wait((status, self._failed), return_when=asyncio.FIRST_COMPLETED)
-            if not status.done():
-                error = self._failed.result()
-                if error.reason == ENDED:  # why comes through the stream a little later
-                    await asyncio.wait((status,), timeout=_STATUS_TIMEOUT_S)
-                if not status.done():
-                    raise error
-            status.result()
+            if status.done():
+                status.result()
+                return
+            error = self._failed.result()
+            if error.reason == ENDED:
+                # Why comes through the stream. Our side is closed, so that it ends at once also
+                # where the scorer knows of nothing.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_STATUS_TIMEOUT_S):
+                        await self._call.done_writing()
+                        await status
+            raise error
         finally:
             status.cancel()
 

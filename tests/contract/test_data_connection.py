@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.delay_proxy import DelayProxy
+from outrider.rpc import data_connection
 from outrider.rpc.deployment import TlsFiles
+from outrider.rpc.frames import FrameSocket
+from proposer_service import conversation, link
 from tests.support.certificates import Issuer
 from tests.support.guessing import draft_model, greedy_text
 from tests.support.reader_service import serving
@@ -102,6 +107,29 @@ async def test_what_breaks_is_dialled_anew_and_drafted_for_again(what: str) -> N
             await is_drafted_for(scorer)
 
 
+async def test_what_breaks_for_the_proposer_alone_is_dialled_anew_at_once(
+    monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    monkeypatch.setattr(conversation, "_STATUS_TIMEOUT_S", 60.0)
+    dialled: list[FrameSocket] = []
+
+    def kept(*args: Any) -> FrameSocket:
+        dialled.append(data_connection.connect(*args))
+        return dialled[-1]
+
+    monkeypatch.setattr(link, "connect", kept)
+    async with running_scorer() as scorer, drafting(scorer, scorer.address):
+        await is_drafted_for(scorer)
+        [first] = scorer.hub.roster.proposers
+        [frames] = dialled
+        with socket.socket(fileno=os.dup(frames.fileno())) as its:
+            its.shutdown(socket.SHUT_RD)  # the scorer is not told
+        await scorer.until(lambda: len(dialled) == 2, "it dials anew")
+        assert any("the data connection broke" in warning for warning in warnings())
+        await scorer.until(lambda: first not in scorer.hub.roster.proposers, "it has left")
+        await is_drafted_for(scorer)
+
+
 async def test_a_stalled_connection_costs_drafts_and_no_token() -> None:
     async with (
         running_scorer(pause_s=SLOW_S) as scorer,
@@ -179,9 +207,9 @@ async def test_a_scorer_without_a_port_is_drafted_for_through_the_stream(
 
 
 async def test_over_a_unix_socket(tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
-    socket = tmp_path / "scorer.sock"
-    async with running_scorer(unix_path=socket) as scorer:
-        async with drafting(scorer, f"unix:{socket}"):
+    path = tmp_path / "scorer.sock"
+    async with running_scorer(unix_path=path) as scorer:
+        async with drafting(scorer, f"unix:{path}"):
             await is_drafted_for(scorer)
             assert not any(NO_CONNECTION in warning for warning in warnings())
             # Without the second socket there is only the stream.
