@@ -41,6 +41,7 @@ from proposer_service.routes import LinkId
 _log = logging.getLogger(__name__)
 
 _MAX_FEATURE_BYTES: Final = 64 * 2**20  # that wait for the thread; beyond, no more are read
+_MAX_QUEUED: Final = 4096  # messages that wait for it
 _MAX_FAILURES: Final = 3  # drafting cycles that fail in a row until the process gives up
 
 
@@ -65,14 +66,11 @@ class DraftWorker:
         loop: asyncio.AbstractEventLoop,
         metrics: ProposerMetrics,
         telemetry: Telemetry,
-        *,
-        max_queued: int = 4096,
     ) -> None:
         self._build = build
         self._loop = loop
         self._metrics = metrics
         self._telemetry = telemetry
-        self._max_queued = max_queued
         self._inbox = Inbox()
         self._thread = threading.Thread(target=self._run, name="drafting", daemon=True)
         self._built: Future[MethodInfo] = Future()
@@ -120,7 +118,7 @@ class DraftWorker:
         False if the queue is full (try again later).
         """
         inbox = self._inbox
-        if inbox.num_bytes > _MAX_FEATURE_BYTES or inbox.num_items >= self._max_queued:
+        if inbox.num_bytes > _MAX_FEATURE_BYTES or inbox.num_items >= _MAX_QUEUED:
             return False
         inbox.put(Batch(link, message, rows, time.perf_counter()))
         return True
@@ -132,7 +130,7 @@ class DraftWorker:
 
         Raises `CapacityError`, `UnavailableError`, or `InternalError` if drafting fails.
         """
-        if self._inbox.num_items >= self._max_queued:
+        if self._inbox.num_items >= _MAX_QUEUED:
             raise CapacityError("the proposer's queue is full")
         answer: Future[Proposal] = Future()
         self._inbox.put(Propose(token_ids, num_draft_tokens, sampling, answer))

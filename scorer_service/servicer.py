@@ -130,7 +130,7 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
         if rounds is not None:
             rounds.submitted()
             session.rounds = rounds
-        call = _Call(self._telemetry, serving.served, request, span, started)
+        call = _Call(self._telemetry, serving.served, span, started)
         try:
             async with asyncio.timeout(context.time_remaining()):
                 await self._stream(session, call, context)
@@ -185,16 +185,10 @@ class _Call:
     """Turns one request's commits into response messages and metrics."""
 
     def __init__(
-        self,
-        telemetry: Telemetry,
-        served: ServedModel,
-        request: Request,
-        span: Span,
-        started: float,
+        self, telemetry: Telemetry, served: ServedModel, span: Span, started: float
     ) -> None:
         self._telemetry = telemetry
         self._served = served
-        self._request = request
         self._span = span
         self._started = started
         self._first_token_s: float | None = None

@@ -8,7 +8,7 @@ costs nothing, and a session that is opened anew can be drafted for at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -69,7 +69,6 @@ class OneShotProposer(FeatureMethod):
         tree_width: int = TREE_WIDTH,
         masks: DraftMasks | None = None,
         recording: Recording | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if max_sessions < 1 or max_draft_tokens < 1 or tree_width < 1:
             raise ConfigError("max_sessions, max_draft_tokens and tree_width are at least 1.")
@@ -90,7 +89,6 @@ class OneShotProposer(FeatureMethod):
         )
         self._head = head
         self._width = tree_width
-        self._clock = clock
         self._at_once = max_trees(tree_width, head.vocab_size)
         self._loops: GuessLoops | None = None
         if recording is not None:
@@ -113,14 +111,14 @@ class OneShotProposer(FeatureMethod):
                 chains.setdefault(Lane.SHARED, []).append(row)
             else:
                 trees.append(row)
-        started = self._clock()
+        started = time.perf_counter()
         with torch.inference_mode():
             for i in range(0, len(trees), self._at_once):
                 done.drafts.extend(self._grow(trees[i : i + self._at_once]))
             for lane, rows in chains.items():
                 for i in range(0, len(rows), self._at_once):
                     done.drafts.extend(self._chain(rows[i : i + self._at_once], lane))
-        forward_s = self._clock() - started if trees or chains else 0.0
+        forward_s = time.perf_counter() - started if trees or chains else 0.0
         done.lost.extend(self._take_lost())  # at last: if the head fails, the next round says it
         return replace(done, forward_s=forward_s)
 

@@ -15,7 +15,7 @@ It does not run ahead: what it would draft from are states that the target has n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -114,7 +114,6 @@ class RecurrentProposer(FeatureMethod):
         tree_width: int = TREE_WIDTH,
         masks: DraftMasks | None = None,
         recording: Recording | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if min(max_sessions, max_draft_tokens, prefill_budget, tree_width) < 1:
             raise ConfigError(
@@ -150,7 +149,6 @@ class RecurrentProposer(FeatureMethod):
         self._prefill_budget = prefill_budget
         self._tree_width = tree_width
         self._at_once = max_trees(tree_width, head.vocab_size)
-        self._clock = clock
         self._caches: dict[SessionKey, RowCache] = {}
         self._loops: HeadLoops | None = None
         if recording is not None:
@@ -187,7 +185,7 @@ class RecurrentProposer(FeatureMethod):
 
     def _run(self, rows: list[_Row], done: DraftRound) -> float:
         """Feeds and drafts; returns how long it took."""
-        started = self._clock()
+        started = time.perf_counter()
         trees = [row for row in rows if not row.chain]
         chains = [row for row in rows if row.chain and not row.sampled]
         sampled = [row for row in rows if row.sampled]
@@ -197,7 +195,7 @@ class RecurrentProposer(FeatureMethod):
             done.drafts.extend(self._chains(chains))
         if sampled:
             done.drafts.extend(self._sampled_chains(sampled))
-        forward_s = self._clock() - started
+        forward_s = time.perf_counter() - started
         for row in rows:
             tokens = row.state.follower.tokens
             row.cache.computed = row.end

@@ -35,8 +35,8 @@ class FlashInferBackend:
 class FlashInferAttention:
     """Implements `StepAttention`. A kind of layer (window, softcap, shape) is planned when met.
 
-    With `graph=True` the plan lives in buffers of its own, made for as many rows, query tokens and
-    pages as `batch` has: run once, capture, and before every replay call `plan_for`.
+    With `graph=True` the plan lives in buffers of its own: run once, then capture. A replay is of
+    the same step.
     """
 
     def __init__(
@@ -46,38 +46,32 @@ class FlashInferAttention:
         self._backend = backend
         self._wrappers: dict[tuple[Any, ...], Any] = {} if graph else backend.wrappers
         self._graph = graph
-        self._planned: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._planned: set[tuple[Any, ...]] = set()
         self._layout = _ragged(batch)
 
     @property
     def batch(self) -> PackedBatch:
         return self._batch
 
-    def plan_for(self, batch: PackedBatch) -> None:
-        """Plans again, for the step that is about to be replayed."""
-        self._layout = _ragged(batch)
-        for key, how in self._planned.items():
-            self._wrappers[key].plan(*self._layout, **how)
-
     def attend(self, query: Tensor, pool: LayerPool, params: AttentionParams) -> Tensor:
         window, kind = params.sliding_window, (params.scaling, params.softcap)
         key = (*query.shape[1:], query.dtype, self._batch.page_size, window, *kind)
         if key not in self._planned:
-            how: dict[str, Any] = {
-                "num_qo_heads": query.shape[1] * query.shape[2],
-                "num_kv_heads": query.shape[1],
-                "head_dim_qk": query.shape[3],
-                "page_size": self._batch.page_size,
-                "causal": True,
-                "sm_scale": params.scaling,
-                "window_left": -1 if window is None else window - 1,
-                "logits_soft_cap": params.softcap,
-                "q_data_type": query.dtype,
-            }
             if key not in self._wrappers:
                 self._wrappers[key] = self._wrapper()
-            self._wrappers[key].plan(*self._layout, **how)
-            self._planned[key] = how
+            self._wrappers[key].plan(
+                *self._layout,
+                num_qo_heads=query.shape[1] * query.shape[2],
+                num_kv_heads=query.shape[1],
+                head_dim_qk=query.shape[3],
+                page_size=self._batch.page_size,
+                causal=True,
+                sm_scale=params.scaling,
+                window_left=-1 if window is None else window - 1,
+                logits_soft_cap=params.softcap,
+                q_data_type=query.dtype,
+            )
+            self._planned.add(key)
         out: Tensor = self._wrappers[key].run(query.flatten(1, 2), (pool.keys, pool.values))
         return out.view(query.shape)
 
