@@ -9,7 +9,7 @@ import sys
 
 from gateway.config import GatewayConfig
 from outrider.errors import ConfigError
-from outrider.rpc.deployment import add_deployment_flags, port, take_deployment
+from outrider.rpc.deployment import Help, add_deployment_flags, port, take_deployment
 from outrider.rpc.runtime import EXIT_CONFIG, run
 from outrider.rpc.targets import parse_entries
 
@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="outrider serve gateway",
         description="Serves clients over OpenAI-compatible HTTP and gRPC.",
+        formatter_class=Help,
     )
     parser.add_argument(
         "--scorer",
@@ -64,12 +65,8 @@ def _parser() -> argparse.ArgumentParser:
         ("default_max_tokens", int, "for requests that set none"),
         ("seed", int, "for requests that give none; unset: a new one for each"),
     ):
-        default = _DEFAULTS[name]
         parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=kind,
-            default=default,
-            help=text if default is None else f"{text} (default: %(default)s)",
+            f"--{name.replace('_', '-')}", type=kind, default=_DEFAULTS[name], help=text
         )
     for name, text in (
         ("request_timeout", "every request is answered within this time"),
@@ -84,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
             type=float,
             metavar="SECONDS",
             default=_DEFAULTS[field],
-            help=f"{text} (default: %(default)s)",
+            help=text,
         )
     add_deployment_flags(parser)
     parser.add_argument(
