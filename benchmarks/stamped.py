@@ -209,7 +209,6 @@ def _rounds(what: Any) -> list[Round]:
 
     Found at once: a message must not be kept for the end, it may have megabytes of states.
     """
-    from outrider.engine.worker import Block
     from outrider.rpc.feature_codec import SessionMessage
     from outrider.types import StepEvents
     from outrider.v1 import draft_pb2
@@ -228,9 +227,7 @@ def _rounds(what: Any) -> list[Round]:
         return _rounds(what.batch)
     if isinstance(what, Batch):
         return _rounds(what.message)
-    if isinstance(what, Block):
-        return [(what.session_id, what.tree.base_len)]
-    if isinstance(what, tuple):  # arguments of Engine.post_block
+    if isinstance(what, tuple):  # a block, or arguments of Engine.post_block
         return [(what[0], what[1].base_len)]
     return [each for one in what for each in _rounds(one)] if isinstance(what, list) else []
 

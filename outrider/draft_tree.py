@@ -66,23 +66,25 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
         base_len: int,
         token_ids: Sequence[int],
         parents: Sequence[int],
-        *,
         vocab_size: int,
         max_nodes: int,
         probs: Sequence[DraftProbs] = (),
     ) -> DraftTree:
         """A tree from untrusted parts; empty `parents` means a chain, empty `probs` point masses.
 
-        An entry of `probs` without tokens is a point mass, too. Raises `InvalidRequestError` for
-        too many nodes, a token outside the vocabulary, a parent that does not come before its
-        child, or `probs` that are no distribution from which the node's token can be drawn.
+        An entry of `probs` without tokens is a point mass, too. `token_ids` are not negative: in a
+        message they cannot be. Raises `InvalidRequestError` for too many nodes, a token outside
+        the vocabulary, a parent that does not come before its child, or `probs` that are no
+        distribution from which the node's token can be drawn.
         """
         num_nodes = len(token_ids)
         if num_nodes > max_nodes:
             raise InvalidRequestError(f"a block holds at most {max_nodes} nodes", param="token_ids")
         token_ids = tuple(token_ids[:])  # of a message's field a slice is taken faster than items
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        if token_ids and max(token_ids) >= vocab_size:
             raise InvalidRequestError(f"token ids must be below {vocab_size}", param="token_ids")
+        if not (parents or probs):  # most are; the constructor would take twice as long
+            return tuple.__new__(DraftTree, (base_len, token_ids, chain_parents(num_nodes), ()))
         drawn_from: tuple[DraftProbs | None, ...] = ()
         if probs:
             if len(probs) != num_nodes:

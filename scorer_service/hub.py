@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Collection
 
-from outrider.draft_tree import DraftTree
+from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.worker import MAX_BLOCKS_AT_ONCE, Block, EngineWorker
 from outrider.errors import InvalidRequestError, OutriderError
@@ -41,6 +41,7 @@ class Hub:
         self._worker = worker
         self._served = served
         self._limits = limits
+        self._vocab_size, self._max_nodes = served.vocab_size, limits.max_block_tokens
         self._metrics = metrics
         self._ids = itertools.count(1)
         self._last_id = 0
@@ -192,6 +193,8 @@ class Hub:
 
         After several bad ones the proposer is detached.
         """
+        if proposer.detached.done():
+            return
         if len(blocks) > _MAX_BLOCKS:
             self.on_bad(proposer, f"{len(blocks)} blocks in a message")
             return
@@ -200,21 +203,27 @@ class Hub:
         if len(blocks) > MAX_BLOCKS_AT_ONCE * len(proposer.sessions):  # than the engine takes
             blocks = _newest(blocks)
         for block in blocks:
-            if proposer.detached.done():
-                break
             session_id = block.session
             session = proposer.sessions.get(session_id)
             if session is None and not 0 < session_id <= self._last_id:
                 self.on_bad(proposer, f"session {session_id} was never opened")
             elif session is None or block.epoch != session.epoch:
                 self._metrics.stale_blocks.inc()
-            elif (checked := self._checked(proposer, session, block, now)) is not None:
+            elif (checked := self._checked(proposer, session_id, session, block, now)) is not None:
                 good.append(checked)
+                continue
+            if proposer.detached.done():
+                break
         if good:
             self._worker.post_blocks(good)
 
     def _checked(
-        self, proposer: AttachedProposer, session: Session, block: draft_pb2.Block, now: float
+        self,
+        proposer: AttachedProposer,
+        session_id: int,
+        session: Session,
+        block: draft_pb2.Block,
+        now: float,
     ) -> Block | None:
         """None for a bad one, which is counted."""
         # Reading a field of a message takes longer than what is done with it.
@@ -230,25 +239,22 @@ class Hub:
                     f"method_index {method_index} is none of Hello.methods",
                     param="method_index",
                 )
-            if len(draft_probs) > self._limits.max_block_tokens:  # not worth converting
-                raise InvalidRequestError(
-                    "one distribution per token, or none", param="draft_probs"
-                )
+            probs: list[DraftProbs] = []
+            if draft_probs:
+                if len(draft_probs) > self._max_nodes:  # not worth converting
+                    raise InvalidRequestError(
+                        "one distribution per token, or none", param="draft_probs"
+                    )
+                probs = [*map(codec.draft_probs_from_proto, draft_probs)]
             tree = DraftTree.validated(
-                base_len,
-                block.token_ids,
-                block.parents,
-                vocab_size=self._served.vocab_size,
-                max_nodes=self._limits.max_block_tokens,
-                probs=[*map(codec.draft_probs_from_proto, draft_probs)] if draft_probs else (),
+                base_len, block.token_ids, block.parents, self._vocab_size, self._max_nodes, probs
             )
         except InvalidRequestError as error:
             self.on_bad(proposer, error.message)
             return None
         if session.rounds is not None and base_len == length:
             session.rounds.block(draft_us)
-        method = proposer.methods[method_index]
-        return Block(session.id, tree, proposer.id, draft_us, now, method)
+        return session_id, tree, proposer.id, draft_us, now, proposer.methods[method_index]
 
     def on_bad(self, proposer: AttachedProposer, what: str) -> None:
         """Counts a malformed message; too many end the stream."""

@@ -32,15 +32,9 @@ MAX_SLEEP_S = 60.0
 _Work = Callable[[Engine], None]
 
 
-class Block(NamedTuple):
-    """A validated draft for a session."""
-
-    session_id: int
-    tree: DraftTree
-    proposer_id: str
-    draft_us: int
-    arrived_at: float  # perf_counter
-    method: str = ""
+Block = tuple[int, DraftTree, str, int, float, str]
+"""A validated draft: session, tree, proposer, microseconds that it took, when it came (on
+`perf_counter`'s clock), method. Named tuples take five times as long."""
 
 
 class _Command(NamedTuple):
@@ -159,9 +153,14 @@ class EngineWorker:
     def post_blocks(self, blocks: Iterable[Block]) -> None:
         """Hands over what came together; wakes a step that waits for it, which takes all of it."""
         with self._wakeup:
+            waiting = self._blocks
             for block in blocks:
-                if block.session_id in self._sessions:
-                    queue = self._blocks.setdefault(block.session_id, [])
+                session_id = block[0]
+                if session_id not in self._sessions:
+                    continue
+                if (queue := waiting.get(session_id)) is None:
+                    waiting[session_id] = [block]
+                else:
                     queue.append(block)
                     del queue[:-MAX_BLOCKS_AT_ONCE]
             self._wakeup.notify()

@@ -95,9 +95,9 @@ class RecordingWorker:
         self.orders[session_id] = features
 
     def post_blocks(self, blocks: Iterable[Block]) -> None:
-        for block in blocks:
-            self.blocks.append((block.session_id, block.tree, block.proposer_id))
-            self.methods.append(block.method)
+        for session_id, tree, proposer_id, _, _, method in blocks:
+            self.blocks.append((session_id, tree, proposer_id))
+            self.methods.append(method)
 
 
 class Bench:

@@ -418,7 +418,8 @@ def test_stop_gives_up_on_a_forward_that_hangs() -> None:
 
 def draft(session_id: int, base_len: int, token_ids: TokenIds) -> Block:
     """A chain of proposer "a" that has just come."""
-    return Block(session_id, DraftTree.chain(base_len, token_ids), "a", 100, time.perf_counter())
+    tree = DraftTree.chain(base_len, token_ids)
+    return session_id, tree, "a", 100, time.perf_counter(), "ngram"
 
 
 def test_a_block_wakes_the_row_that_waits_for_it() -> None:
