@@ -124,6 +124,11 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
     def descend(self, tokens: Sequence[int], node: int = -1) -> int | None:
         """The node that `tokens` lead to, starting below `node`; None if they fall off the tree."""
         token_ids, parents = self.token_ids, self.parents
+        if not tokens:
+            return node
+        if parents == chain_parents(len(parents)):  # off which most fall: no exception for each
+            end = node + 1 + len(tokens)
+            return end - 1 if token_ids[node + 1 : end] == tuple(tokens) else None
         try:
             for token in tokens:
                 child = node + 1  # the first one, as a rule

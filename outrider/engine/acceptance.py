@@ -14,8 +14,9 @@ FORGETTING = 1 / 16  # per round without a draft, of what tells a row from its p
 
 def accepted(acceptance: float, depth: float) -> float:
     """Draft tokens expected to be accepted of so many after one another: a + a^2 + ... + a^n."""
-    a = min(acceptance, ALMOST_SURE)
-    return float(a * (1.0 - a**depth) / (1.0 - a))
+    a = acceptance if acceptance < ALMOST_SURE else ALMOST_SURE
+    gain: float = a * (1.0 - a**depth) / (1.0 - a)
+    return gain
 
 
 def expected_gain(d: Drafting) -> float:

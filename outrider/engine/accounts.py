@@ -51,12 +51,12 @@ def note_block(
 ) -> None:
     """Lets the policy learn from a block that came at `at`, and counts the time that it took."""
     delay = policy.block_arrived(seq, block, fate, draft_s, at, method)
-    network_s = max(0.0, delay - draft_s)
     counters, counts = seq.counters, policy.counts
     counters.propose_s += draft_s
-    counters.network_s += network_s
     counts.propose_s += draft_s
-    counts.network_s += network_s
+    if delay > draft_s:
+        counters.network_s += delay - draft_s
+        counts.network_s += delay - draft_s
     if proposer_id not in counters.proposer_ids:
         counters.proposer_ids.append(proposer_id)
 
@@ -64,7 +64,10 @@ def note_block(
 def settle(policy: Policy, committed: Committed) -> tuple[Commit, ...]:
     """Counts a step's rounds, and lets the policy learn from them; for each row once."""
     commits = tuple([_settle_row(policy, committed, *row) for row in committed.emitted])
+    tokens = sum([len(commit.token_ids) for commit in commits])
     rows, counts = committed.step.rows, policy.counts
+    drafting = [row.seq.drafting for row in rows]
+    counts.output_tokens += tokens
     if committed.decoding:
         plain_s = policy.plain_step_s(len(rows))
         counts.plain_s += plain_s * counts.output_tokens / len(rows)
@@ -76,17 +79,16 @@ def settle(policy: Policy, committed: Committed) -> tuple[Commit, ...]:
     done = StepDone(
         num_running=committed.num_running,
         num_rows=len(rows),
-        tokens=sum([len(commit.token_ids) for commit in commits]),
+        tokens=tokens,
         at=committed.now,
         drafted=sum([bool(row.draft) for row in rows]),
         # Rows' first steps, however short, may follow on any time without work.
-        comparable=len(prompts) < len(rows)
-        and any(row.seq.drafting.proposer_id is not None for row in rows),
+        comparable=len(prompts) < len(rows) and any(d.proposer_id is not None for d in drafting),
         prompt_tokens=prompt_tokens,
         in_shade=committed.step.in_shade,
         temperature=committed.temperature,
-        followed=sum([row.seq.drafting.blocks > 0 for row in rows]),
-        may_run_ahead=any(row.seq.drafting.can_run_ahead for row in rows),
+        followed=sum([d.blocks > 0 for d in drafting]),
+        may_run_ahead=any(d.can_run_ahead for d in drafting),
     )
     counts.way = policy.way.value
     policy.step_done(done)
@@ -107,10 +109,11 @@ def _settle_row(
 ) -> Commit:
     counters, counts = seq.counters, policy.counts
     first = base_len == seq.num_prompt_tokens
-    drafted, accepted = round_.drafted, min(round_.accepted, len(output))  # after trimming
+    drafted, accepted = round_.drafted, round_.accepted
+    if accepted > len(output):  # after trimming
+        accepted = len(output)
     if output:
         counters.count_round(drafted, accepted, method)
-        counts.output_tokens += len(output)
         if drafted or not first:
             counts.rounds[drafted, accepted] += 1
         if drafted:

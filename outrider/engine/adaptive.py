@@ -53,7 +53,6 @@ LARGEST_PROBE = 16  # or twice the present K: one round of 128 costs as much as 
 MIN_PROMPT_TOKENS = 32  # of a step: fewer are not worth one
 MIN_PATIENCE_S, MAX_PATIENCE_S = 0.002, 0.1
 STEPS_OF_PATIENCE = 3.0
-SLACK = 0.25  # of a mean delay: drafts that took the same for a while may yet be late once
 
 
 class AdaptivePolicy(Policy):
@@ -88,30 +87,29 @@ class AdaptivePolicy(Policy):
         a proposer that is busy with many prompts must not hold a row back round after round.
         """
         d = seq.drafting
-        step = self._costs.round_s(d.num_draft_tokens)
+        step, mean, usual = self._costs.usual(d)
         if not d.blocks:
             prefill_s = seq.counters.prefill_s / self._num_running  # it took all prompts, too
             allowed = min(FIRST_PATIENCE_S, STEPS_OF_PATIENCE * step + prefill_s)
             return max(0.0, d.awaited_since + allowed - d.committed_at)
         worth = max(MIN_PATIENCE_S, self._worth(d, step))
-        times = self._costs.draft_times(d)
-        if times is None:
-            return min(MAX_PATIENCE_S, worth)
-        mean = times.mean_s(d.num_draft_tokens)
-        if d.probing:  # what comes too late tells nothing
-            worth = max(worth, STEPS_OF_PATIENCE * step)
-        if d.probing and not times.calm:  # with no step beside it a draft may come sooner
-            return min(MAX_PATIENCE_S, worth)
-        if mean > worth:
-            return 0.0
-        return min(MAX_PATIENCE_S, worth, mean + max(4 * times.delay.deviation, SLACK * mean))
+        if d.probing and (times := self._costs.draft_times(d)) is not None:
+            worth = max(worth, STEPS_OF_PATIENCE * step)  # what comes too late tells nothing
+            if not times.calm:  # with no step beside it a draft may come sooner
+                return min(MAX_PATIENCE_S, worth)
+        return 0.0 if mean > worth else min(MAX_PATIENCE_S, worth, usual)
 
     def _worth(self, d: Drafting, step: float) -> float:
         """Seconds that it pays to wait for a draft at most."""
         return expected_gain(d) * step / (1.0 + d.free_tokens)
 
     def hold(
-        self, ready: Rows[Sequence], others_ready: int, waiting: Rows[Sequence], now: float
+        self,
+        ready: Rows[Sequence],
+        others_ready: int,
+        waiting: Rows[Sequence],
+        now: float,
+        turn_s: float = 0.0,
     ) -> float:
         """Waits for drafts that are due soon if all rows together have their round earlier then.
 
@@ -123,14 +121,15 @@ class AdaptivePolicy(Policy):
         there is no second step. Rows on demand of which most draft wait for one another, or halves
         of them take turns.
         """
-        arrivals = sorted([self._due(seq, now) for seq in waiting])
-        if turn_s := self._turn_s((*ready, *waiting)):
+        dues = [self._due(seq, now) for seq in waiting]
+        arrivals = sorted(dues)
+        if turn_s:
             return turns.begins_at(len(ready), arrivals, turn_s, now)
         # Nobody waits for a first block, with its prompt's processing, but its own row.
-        known = [seq for seq in waiting if seq.drafting.blocks]
+        known = [due for seq, due in zip(waiting, dues, strict=True) if seq.drafting.blocks]
         together = known and not others_ready and self._goodput.most_draft
         if together and all(_on_demand(seq) for seq in (*ready, *waiting)):
-            return max(self._due(seq, now) for seq in known)
+            return max(known)
         per_row = 1 + max([seq.drafting.num_draft_tokens for seq in waiting])
         going, num_waiting = len(ready) + others_ready, len(waiting)
         stall = max([self._costs.stall_s(seq.drafting) for seq in waiting])
@@ -148,19 +147,18 @@ class AdaptivePolicy(Policy):
                 go_at, shortest = due, round_s
         return go_at
 
-    def in_turn(self, ready: list[Sequence], waiting: Rows[Sequence]) -> list[Sequence]:
-        """Half of all rows at most, where halves take turns."""
-        return turns.next_half(ready, len(waiting)) if self._turn_s((*ready, *waiting)) else ready
-
-    def _turn_s(self, rows: Rows[Sequence]) -> float:
-        """Seconds of a step of half the rows, where halves take turns; else 0."""
+    def turn_s(self, rows: Rows[Sequence]) -> float:
         if not (self._goodput.most_draft and self.may_wait):
             return 0.0
-        drafted = [seq.drafting for seq in rows if seq.drafting.waits]
-        if not drafted or any(d.runs_ahead or not d.own_device for d in drafted):
-            return 0.0
-        longest = max(drafted, key=lambda d: d.num_draft_tokens)
-        k, times = longest.num_draft_tokens, self._costs.draft_times(longest)
+        longest, k = None, 0
+        for seq in rows:
+            d = seq.drafting
+            if d.waits:
+                if d.runs_ahead or not d.own_device:
+                    return 0.0
+                if d.num_draft_tokens > k:
+                    longest, k = d, d.num_draft_tokens
+        times = None if longest is None else self._costs.draft_times(longest)
         if times is None:
             return 0.0
         step_s = self._costs.step_s(turns.half(len(rows)) * (1 + k))
@@ -175,13 +173,13 @@ class AdaptivePolicy(Policy):
         step = self._costs.round_s(d.num_draft_tokens)
         return self._worth(d, step) < self._costs.step_s(num_ready * (1 + d.num_draft_tokens))
 
-    def shade(self, waiting: Rows[Sequence], now: float) -> int:
+    def shade(self, waiting: Rows[Sequence], now: float, turn_s: float) -> int:
         """None beside drafts of the same device, which would be later by as much."""
         # On demand all go on when the last draft of theirs, or of a half, comes (see `hold`).
         if not all(_on_demand(seq) and seq.drafting.own_device for seq in waiting):
             return 0
         dues = sorted([self._expected(seq) for seq in waiting if seq.drafting.blocks]) or [now]
-        due = dues[turns.half(len(dues)) - 1] if self._turn_s(waiting) else dues[-1]
+        due = dues[turns.half(len(dues)) - 1] if turn_s else dues[-1]
         num_tokens = self._costs.prompt_tokens_in(due - now - self._costs.step_s(1))
         return num_tokens if num_tokens >= MIN_PROMPT_TOKENS else 0
 
@@ -202,7 +200,7 @@ class AdaptivePolicy(Policy):
 
     def _expected(self, seq: Sequence) -> float:
         """When a row's draft usually comes; in the past if that is unknown."""
-        return seq.drafting.committed_at + self._costs.delay_s(seq.drafting)
+        return seq.drafting.committed_at + self._costs.usual(seq.drafting)[1]
 
     def drafting(self, request: Request) -> Drafting:
         d = super().drafting(request)

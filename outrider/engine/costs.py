@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from itertools import takewhile
 
 from outrider.engine.measured import Delay, DraftTimes, PromptTimes, StepTimes, remember
 from outrider.engine.rounds import Drafting
 
+SLACK = 0.25  # of a mean delay: drafts that took the same for a while may yet be late once
 SIZES = (*range(1, 17), 20, 24, 32, 48, 64, 96)  # of K that are compared, beside the limit
 
 
@@ -18,15 +20,16 @@ class Costs:
         self._steps = StepTimes()
         self._prompts = PromptTimes()
         self._drafts: dict[tuple[str, bool], DraftTimes] = {}  # by drafter, and if it runs ahead
-        # The same for all rows until something is measured: by K, and what `rounds` says.
+        # The same for all rows until something is measured: by K, and what `rounds`, `usual` say.
         self._round_s: dict[int, float] = {}
         self._rounds: dict[tuple[str, bool, int], list[tuple[int, float, float]]] = {}
+        self._usual: dict[tuple[str, bool, int], tuple[float, float, float]] = {}
 
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """A step that only verified."""
         self.num_rows = num_rows
         self._steps.observe(num_tokens, seconds)
-        self._round_s, self._rounds = {}, {}
+        self._round_s, self._rounds, self._usual = {}, {}, {}
 
     def observe_prompts(self, num_tokens: int, num_others: int, seconds: float) -> None:
         """A step of so many tokens of prompts, and others beside them."""
@@ -37,12 +40,12 @@ class Costs:
         times = self.draft_times(d) or DraftTimes()
         remember(self._drafts, (d.drafter, d.runs_ahead), times)
         times.observe(delay)
-        self._rounds = {}
+        self._rounds, self._usual = {}, {}
 
     def forget_drafts(self, *, ahead: bool | None = None) -> None:
         """What drafts take that are made ahead, or on demand; None: both."""
         kept = {key: times for key, times in self._drafts.items() if ahead not in (None, key[1])}
-        self._drafts, self._rounds = kept, {}
+        self._drafts, self._rounds, self._usual = kept, {}, {}
 
     def step_s(self, num_tokens: int) -> float:
         """A step of so many tokens."""
@@ -84,6 +87,20 @@ class Costs:
         """From a row's commit to the arrival of its next draft, or of one of so many tokens."""
         times, k = self.draft_times(d), d.num_draft_tokens if num_tokens is None else num_tokens
         return 0.0 if times is None else times.mean_s(k)
+
+    def usual(self, d: Drafting) -> tuple[float, float, float]:
+        """Of a row: `round_s`, `delay_s`, and by when its draft has come, if it is as most.
+
+        The last is infinite as long as none was measured.
+        """
+        key = d.drafter, d.runs_ahead, d.num_draft_tokens
+        known = self._usual.get(key)
+        if known is None:
+            times, delay_s, by_s = self.draft_times(d), self.delay_s(d), math.inf
+            if times is not None:
+                by_s = delay_s + max(4 * times.delay.deviation, SLACK * delay_s)
+            known = self._usual[key] = self.round_s(d.num_draft_tokens), delay_s, by_s
+        return known
 
     def stall_s(self, d: Drafting) -> float:
         """By so much a step beside it makes a row's draft late; nothing if made ahead."""

@@ -30,12 +30,16 @@ def choose_draft(seq: Sequence, max_nodes: int) -> ChosenDraft:
     max_depth = seq.max_len - len(seq.token_ids) - 1
     if max_nodes <= 0 or max_depth <= 0:
         return NO_DRAFT
-    one_path = seq.drafting.can_run_ahead or seq.edits_logits or draft.is_chain
-    if not one_path and is_coupled(seq.request):
-        tree = draft.below(node, min(max_nodes, MAX_TREE_NODES), max_depth)
-        if not tree.is_chain:
-            return tree.token_ids, tree.parents, ()
-    path = draft.first_path(max_nodes if max_nodes < max_depth else max_depth, node)
+    max_len = max_nodes if max_nodes < max_depth else max_depth
+    if draft.is_chain:
+        path = draft.token_ids[node + 1 : node + 1 + max_len]
+    else:
+        one_path = seq.drafting.can_run_ahead or seq.edits_logits
+        if not one_path and is_coupled(seq.request):
+            tree = draft.below(node, min(max_nodes, MAX_TREE_NODES), max_depth)
+            if not tree.is_chain:
+                return tree.token_ids, tree.parents, ()
+        path = draft.first_path(max_len, node)
     if seq.constraint is not None:
         # A token that was drawn is rejected, not left out: what follows depends on it.
         drawn = bool(draft.probs)

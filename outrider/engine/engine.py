@@ -105,8 +105,9 @@ class Engine:
         """
         assert self._in_flight is None
         began = self._clock()
-        lacking = [seq for seq in self._scheduler.running if seq.draft is None]
-        if any(not seq.drafting.runs_ahead for seq in lacking):
+        if self._arrived and any(
+            seq.draft is None and not seq.drafting.runs_ahead for seq in self._scheduler.running
+        ):
             self._note_blocks()  # how long drafts on demand take says who waits for the others
         step = self._scheduler.schedule(began)
         if step is None:

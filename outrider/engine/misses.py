@@ -20,7 +20,8 @@ HIT_FADE = 0.9  # per round, of the share of hits
 
 def owed(seq: Sequence) -> bool:
     """Whether the row waits for drafts, and its proposer has not said that it has none."""
-    return seq.drafting.waits and seq.drafting.no_guess_at != len(seq.token_ids)
+    d = seq.drafting
+    return d.waits and d.no_guess_at != len(seq.token_ids)
 
 
 def count_launch(seq: Sequence, drafted: int, counts: StepCounts, now: float) -> bool:

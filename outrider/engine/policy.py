@@ -18,6 +18,7 @@ from outrider.engine.measured import WARM, Delay, StepDone, remember
 from outrider.engine.misses import HIT_FADE, count_launch, owed
 from outrider.engine.rounds import USEFUL, BlockFate, Drafting, Round
 from outrider.engine.sequence import Sequence
+from outrider.engine.turns import next_half
 from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.types import Request
 
@@ -39,6 +40,7 @@ class Policy:
         self.counts = StepCounts()  # since the last step's events; the engine adds to it too
         self._drafters: dict[str, str] = {}  # by proposer: what drafted for it last
         self._launched_at = 0.0
+        self._batch = ("", False, 0.0)  # of drafts that came last: by whom, whether ahead, when
 
     # What a subclass may decide otherwise.
 
@@ -50,12 +52,17 @@ class Policy:
         """Seconds after its last commit that a row waits for a draft at most."""
         return self.max_wait_s
 
+    def turn_s(self, rows: Rows[Sequence]) -> float:  # noqa: ARG002
+        """Seconds of a step of half the rows, where halves of them take turns; else 0."""
+        return 0.0
+
     def hold(
         self,
         ready: Rows[Sequence],  # noqa: ARG002
         others_ready: int,  # noqa: ARG002
         waiting: Rows[Sequence],  # noqa: ARG002
         now: float,
+        turn_s: float = 0.0,  # noqa: ARG002
     ) -> float:
         """Until when rows that are ready hold back so that `waiting` ones can join them.
 
@@ -63,19 +70,11 @@ class Policy:
         """
         return now
 
-    def in_turn(
-        self,
-        ready: list[Sequence],
-        waiting: Rows[Sequence],  # noqa: ARG002
-    ) -> list[Sequence]:
-        """Of rows that are ready, those that the next step takes."""
-        return ready
-
     def goes_along(self, d: Drafting, num_ready: int) -> bool:  # noqa: ARG002
         """Whether a row that could wait takes part in a step that others begin now."""
         return False
 
-    def shade(self, waiting: Rows[Sequence], now: float) -> int:  # noqa: ARG002
+    def shade(self, waiting: Rows[Sequence], now: float, turn_s: float) -> int:  # noqa: ARG002
         """Prompt tokens that a step of nothing else processes before all of `waiting` can go on."""
         return 0
 
@@ -171,9 +170,10 @@ class Policy:
         """A block came. Returns the seconds since the commit it answers; 0 if it answers none."""
         d, base_len = seq.drafting, block.base_len
         d.blocks += 1
-        if block.token_ids and d.proposer_id is not None:
-            d.drafter = f"{d.proposer_id} {method}"
-            remember(self._drafters, d.proposer_id, d.drafter)
+        if block.token_ids and (name := d.proposer_id) is not None:
+            d.drafter = f"{name} {method}"
+            if self._drafters.get(name) != d.drafter:
+                remember(self._drafters, name, d.drafter)
         if fate is USEFUL:
             d.misses = d.rest = 0
             if base_len < len(seq.token_ids):  # the guess was right, and late
@@ -186,12 +186,14 @@ class Policy:
             if length == base_len:
                 del d.commits[i]  # a second block for the same commit measures nothing
                 # The first one also took the prompt's processing; an empty one took no drafting.
-                if wanted and d.blocks > 1 and block.token_ids:
+                batch = d.drafter, d.runs_ahead, now
+                if wanted and d.blocks > 1 and block.token_ids and batch != self._batch:
+                    self._batch = batch  # of which the first draft tells
                     calm = self._launched_at < when
                     apart = d.own_device and not d.runs_ahead
                     delay = Delay(now, now - when, draft_s, len(block.token_ids), calm, apart)
                     self.observe_delay(d, delay)
-                return max(0.0, now - when)
+                return now - when if now > when else 0.0
         return 0.0
 
     def split(self, rows: Rows[Sequence], others_ready: int, now: float) -> Ready:
@@ -212,14 +214,15 @@ class Policy:
             if not may_wait:
                 d.deadline = min(d.deadline, d.committed_at)  # and nothing is missed
             (waiting if lacks_draft and now < d.deadline else ready).append(seq)
-        ready = self.in_turn(ready, waiting)
+        if turn_s := self.turn_s(rows):
+            ready = next_half(ready, len(waiting))
         if not waiting:
             return Ready(ready, now)
-        wake_at = min(seq.drafting.deadline for seq in waiting)
-        if not ready and others_ready and (max_tokens := self.shade(waiting, now)):
+        wake_at = min([seq.drafting.deadline for seq in waiting])
+        if not ready and others_ready and (max_tokens := self.shade(waiting, now, turn_s)):
             return Ready([], now, max_tokens)
         if ready or others_ready:
-            go_at = self.hold(ready, others_ready, waiting, now)
+            go_at = self.hold(ready, others_ready, waiting, now, turn_s)
             if go_at > now:
                 return Ready([], min(go_at, wake_at))
             along = [seq for seq in waiting if self.goes_along(seq.drafting, len(ready))]

@@ -69,7 +69,10 @@ class Scheduler:
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
         for seq in self.running:
-            (decoding if seq.caught_up else prefilling).append(seq)
+            length = len(seq.token_ids)
+            # Only the last token, which the previous step emitted, lacks KV.
+            caught_up = seq.num_computed == length - 1 and length > seq.num_prompt_tokens
+            (decoding if caught_up else prefilling).append(seq)
         ready = Ready(decoding, self.wake_at)
         if decoding:
             ready = self.policy.split(decoding, len(prefilling), now)

@@ -60,12 +60,6 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     @property
-    def caught_up(self) -> bool:
-        """Only the last token, which the previous step emitted, lacks KV."""
-        length = len(self.token_ids)
-        return self.num_computed == length - 1 and length > self.num_prompt_tokens
-
-    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 

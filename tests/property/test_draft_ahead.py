@@ -18,7 +18,6 @@ from outrider.engine.contest import Way
 from outrider.engine.measured import StepDone
 from outrider.engine.policy import Policy
 from outrider.engine.sequence import Sequence as Row
-from outrider.engine.turns import next_half
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
 from outrider.types import Request
 from tests.support.hash_model import HashModel, Sequential
@@ -95,11 +94,11 @@ class Changing(Policy):
     def way(self) -> Way:
         return Way.ON_DEMAND if self.steps // 3 % 2 else Way.AHEAD
 
-    def shade(self, waiting: Sequence[object], now: float) -> int:  # noqa: ARG002
+    def shade(self, waiting: Sequence[object], now: float, turn_s: float) -> int:  # noqa: ARG002
         return 3
 
-    def in_turn(self, ready: list[Row], waiting: Sequence[Row]) -> list[Row]:
-        return next_half(ready, len(waiting))
+    def turn_s(self, rows: Sequence[Row]) -> float:  # noqa: ARG002
+        return 0.001
 
 
 def draw_request(session: int, rng: random.Random) -> Request:

@@ -121,7 +121,7 @@ def test_halves_in_turns_are_faster_and_say_the_same(monkeypatch: pytest.MonkeyP
     for turns in (False, True):
         with monkeypatch.context() as patched:
             if not turns:
-                patched.setattr(AdaptivePolicy, "_turn_s", lambda *_: 0.0)
+                patched.setattr(AdaptivePolicy, "turn_s", lambda *_: 0.0)
             world = TwoDevices(64, 0.0, max_branches=0)
             world.rate(1.5)
             rates.append(world.rate(2.0))
