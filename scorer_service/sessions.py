@@ -91,10 +91,10 @@ class Session:
     losses: Counter[str] = field(default_factory=Counter)  # Lost messages by proposer
     stats: RequestStats | None = None  # the latest that the engine told
     rounds: RoundSpans | None = None  # only of a request whose trace is sampled
+    id: int = field(init=False)
 
-    @property
-    def id(self) -> int:
-        return self.request.session_id
+    def __post_init__(self) -> None:
+        self.id = self.request.session_id
 
     @property
     def num_given_tokens(self) -> int:
