@@ -59,12 +59,22 @@ _NEARLY = 0.95  # of the most tokens per second
 _SLACK = 0.1  # of a step, by which drafting takes longer now and then
 
 
-class Outcome(NamedTuple):
-    """`accepted` guesses come true, and then the candidate ranked `rank` there."""
+class Plans(NamedTuple):
+    """The outcomes of sessions that are worth a branch, each session's likeliest first."""
 
-    accepted: int
-    rank: int
-    chance: float
+    chances: NDArray[np.float64]  # [sessions, B]; 0: no outcome, which come last
+    outcomes: NDArray[np.int64]  # [sessions, B]: place a * F + r is outcome (a, r)
+
+    def best(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The sessions and outcomes of each session's `count` likeliest, the likeliest first.
+
+        Of equally likely ones it is the first session's.
+        """
+        chances = self.chances[:, :count]
+        sessions, columns = chances.nonzero()
+        order = (-chances[sessions, columns]).argsort(kind="stable")
+        sessions = sessions[order]
+        return sessions, self.outcomes[sessions, columns[order]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,34 +96,40 @@ class Budget(NamedTuple):
 
 
 def plan_branches(
-    chances: NDArray[np.float64], verified: int, budget: int, undrafted: float = 0.0
-) -> tuple[Outcome, ...]:
-    """At most `budget` outcomes, the likeliest first. chances [n, F], of which `verified` matter.
+    chances: NDArray[np.float64],
+    sizes: NDArray[np.int64],
+    verified: NDArray[np.int64],
+    budget: int,
+    undrafted: NDArray[np.float64],
+) -> Plans:
+    """At most `budget` outcomes of each session.
 
-    (n - 1, 0) stands for the guess that goes on.
+    chances [places, F] are of the sessions' places, one session's `sizes` after the other's; its
+    first `verified` matter, and (size - 1, 0) stands for the guess that goes on.
     """
-    reached = np.ones((len(chances), 1))
-    chances[:-1, :1].cumprod(axis=0, out=reached[1:])
-    outcomes = (1.0 - undrafted) * reached * chances
-    outcomes[0] += undrafted * chances[0]
-    last = min(verified, len(chances) - 1)
-    goes_on = outcomes[last, 0]
-    outcomes[last + 1 :] = 0.0
-    outcomes[:, 0] = 0.0
-    outcomes[-1, 0] = goes_on
-    num_ranks = chances.shape[1]
-    best = (-outcomes.ravel()).argsort(kind="stable")[: max(0, budget)]
-    return tuple(
-        [
-            Outcome(place // num_ranks, place % num_ranks, chance)
-            for place, chance in zip(best.tolist(), outcomes.take(best).tolist(), strict=True)
-            if chance > 0.0
-        ]
-    )
+    sessions, place = np.arange(len(sizes)), np.arange(sizes.max())
+    ends = sizes - 1
+    outcomes = np.zeros((len(sizes), len(place), chances.shape[1]))
+    outcomes[place <= ends[:, None]] = chances
+    first = undrafted[:, None] * outcomes[:, 0]
+    reached = np.empty(outcomes.shape[:2])
+    reached[:, 0] = 1.0 - undrafted
+    outcomes[:, :-1, 0].cumprod(axis=1, out=reached[:, 1:])
+    reached[:, 1:] *= reached[:, :1]
+    outcomes *= reached[:, :, None]
+    outcomes[:, 0] += first
+    last = np.minimum(verified, ends)
+    goes_on = outcomes[sessions, last, 0]
+    outcomes[place > last[:, None]] = 0.0
+    outcomes[:, :, 0] = 0.0
+    outcomes[sessions, ends, 0] = goes_on
+    flat = outcomes.reshape(len(sizes), -1)
+    best = (-flat).argsort(axis=1, kind="stable")[:, :budget]
+    return Plans(flat[sessions[:, None], best], best)
 
 
 def choose_budget(
-    plans: Sequence[Sequence[Outcome]],
+    plans: Plans,
     forward_s: Callable[[int], float],
     draft_s: float,
     pace: Pace,
@@ -123,19 +139,17 @@ def choose_budget(
 ) -> Budget:
     """What brings most tokens per second; no branches: better drafted on demand.
 
-    `plans` are the sessions' outcomes, the likeliest first; `forward_s(n)` is what a forward of n
-    branches takes, `draft_s` what a draft of `wanted` tokens on demand does.
+    `forward_s(n)` is what a forward of n branches takes, `draft_s` what a draft of `wanted` tokens
+    on demand does.
     """
-    most = max(map(len, plans), default=0)
+    rows = (plans.chances > 0.0).sum(axis=0)
+    most = int(np.count_nonzero(rows))
     if not forward_s(1):
         return Budget(most, wanted)  # nothing was measured yet
-    chances = np.zeros((most, len(plans)))
-    for i, plan in enumerate(plans):
-        chances[: len(plan), i] = [outcome.chance for outcome in plan]
     # By the number of branches M, 0 .. most, and of tokens k, 1 .. wanted.
-    hits = chances.sum(axis=1).cumsum()[:, None] / len(plans)
-    rows = (chances > 0.0).sum(axis=1).cumsum()
-    forward = np.array([forward_s(n) for n in rows.tolist()])[:, None]
+    chances = np.ascontiguousarray(plans.chances.T[:most])
+    hits = chances.sum(axis=1).cumsum()[:, None] / len(plans.chances)
+    forward = np.array([forward_s(n) for n in rows[:most].cumsum().tolist()])[:, None]
     tokens = (acceptance ** np.arange(wanted + 1)).cumsum()  # E(0), E(1), ...
     k = np.arange(1, wanted + 1)
     on_demand = draft_s + pace.network_s
@@ -147,8 +161,9 @@ def choose_budget(
     rates = np.zeros((most + 1, wanted))
     rates[0, -1] = tokens[-1] / (pace.step_s + on_demand)
     rates[1:] = (hits * tokens[1:] + misses * tokens[-1]) / (round_s + misses * on_demand)
-    good = rates >= _NEARLY * rates.max()
-    shortest = int(good.any(axis=0).argmax())
+    best: list[float] = rates.max(axis=0).tolist()
+    enough = _NEARLY * max(best)
+    shortest = next(i for i, rate in enumerate(best) if rate >= enough)
     return Budget(int(rates[:, shortest].argmax()), shortest + 1)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from outrider.drafting.branch_plan import NUM_RANKS, Outcomes, Pace, choose_budget
+from outrider.drafting.branch_plan import NUM_RANKS, Outcomes, Pace, choose_budget, plan_branches
 from outrider.drafting.branches import (
     Branch,
     DraftedBranch,
@@ -117,28 +117,30 @@ class Brancher:
         if not states:
             return [], 0
         outcomes = self._outcomes
-        places = [state.places for state in states]
-        chances = outcomes.chances(np.concatenate(places))
         undrafted = {hit: outcomes.undrafted(hit=hit) for hit in (False, True)}
-        plans = []
-        for state, theirs in zip(states, places, strict=True):
-            mine, chances = chances[: len(theirs)], chances[len(theirs) :]
-            plans.append(state.plan(mine, self._max_branches, undrafted[state.hit]))
+        sizes = np.array([len(state.places) for state in states])
+        plans = plan_branches(
+            outcomes.chances(np.concatenate([state.places for state in states])),
+            sizes,
+            np.array([len(state.held) for state in states]),
+            self._max_branches,
+            np.array([undrafted[state.hit] for state in states]),
+        )
         count, num_tokens = choose_budget(
             plans,
             self._rows_s.estimate,
             self._draft_s.mean,
             pace,
-            wanted=max(state.follower.wanted for state in states),
+            wanted=max([state.follower.wanted for state in states]),
             acceptance=outcomes.acceptance,
         )
-        wanted = [
-            (outcome.chance, Branch(i, outcome.accepted, states[i].token(outcome)))
-            for i, plan in enumerate(plans)
-            for outcome in plan[:count]
-        ]
-        wanted.sort(key=lambda item: -item[0])
-        return [branch for _, branch in wanted], num_tokens
+        trunks, chosen = plans.best(count)
+        candidates = np.concatenate([state.candidates for state in states])
+        firsts = (sizes.cumsum() - sizes) * NUM_RANKS  # of the sessions' candidates
+        tokens = candidates.take(firsts[trunks] + chosen)
+        accepted = chosen // NUM_RANKS
+        branches = map(Branch, trunks.tolist(), accepted.tolist(), tokens.tolist())
+        return list(branches), num_tokens
 
     def _run(
         self,

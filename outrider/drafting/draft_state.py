@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.branch_plan import Outcome, Outcomes, plan_branches
+from outrider.drafting.branch_plan import Outcomes
 from outrider.drafting.branches import DraftedBranch, Trunk, adopt, drop
 from outrider.drafting.draft_mask import DraftMask
 from outrider.drafting.draft_steps import Forks, ReadyRow
@@ -193,16 +193,11 @@ class DraftState:
         assert self.ahead.gaps is not None
         return self.ahead.gaps
 
-    def plan(
-        self, chances: NDArray[np.float64], max_branches: int, undrafted: float
-    ) -> tuple[Outcome, ...]:
-        """The likeliest outcomes of the draft's verification; the chances are of `places`."""
-        return plan_branches(chances, len(self.held), max_branches, undrafted)
-
-    def token(self, outcome: Outcome) -> int:
-        """The token that comes after what `outcome` accepts."""
+    @property
+    def candidates(self) -> NDArray[np.int32]:
+        """These candidates [n, F]."""
         assert self.ahead.candidates is not None
-        return int(self.ahead.candidates[outcome.accepted, outcome.rank])
+        return self.ahead.candidates
 
     def trunk(self) -> Trunk:
         return Trunk(len(self.follower.tokens), self.block_table, self.follower.sampling)

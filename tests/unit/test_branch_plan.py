@@ -7,11 +7,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from outrider.drafting.branch_plan import (
     Budget,
     Outcomes,
     Pace,
+    Plans,
     choose_budget,
     plan_branches,
 )
@@ -22,9 +24,37 @@ PLACE = (0.54, 0.15, 0.07, 0.033, 0.033, 0.015, 0.015, 0.015)
 CHANCES = np.array([PLACE] * 5)
 K = 4
 
+Chances = NDArray[np.float64]
+Outcome = tuple[int, int, float]  # accepted, rank, chance
+
+
+def plan_all(sessions: list[tuple[Chances, int, float]], budget: int) -> Plans:
+    """Of sessions' chances, tokens that are verified, and shares of undrafted rounds."""
+    chances, verified, undrafted = zip(*sessions, strict=True)
+    sizes = np.array([len(each) for each in chances])
+    return plan_branches(
+        np.concatenate(chances), sizes, np.array(verified), budget, np.array(undrafted)
+    )
+
+
+def listed(plans: Plans, num_ranks: int) -> list[list[Outcome]]:
+    return [
+        [(*divmod(outcome, num_ranks), chance) for outcome, chance in plan if chance > 0.0]
+        for plan in (
+            zip(outcomes, chances, strict=True)
+            for outcomes, chances in zip(
+                plans.outcomes.tolist(), plans.chances.tolist(), strict=True
+            )
+        )
+    ]
+
+
+def plan_one(chances: Chances, verified: int, budget: int, undrafted: float = 0.0) -> list[Outcome]:
+    return listed(plan_all([(chances, verified, undrafted)], budget), chances.shape[1])[0]
+
 
 def test_chances_are_the_formula() -> None:
-    chances = {(a, r): chance for a, r, chance in plan_branches(CHANCES, K, 99)}
+    chances = {(a, r): chance for a, r, chance in plan_one(CHANCES, K, 99)}
     assert chances[0, 1] == pytest.approx(0.15)
     assert chances[2, 2] == pytest.approx(0.54**2 * 0.07)
     assert chances[4, 0] == pytest.approx(0.54**5)
@@ -34,12 +64,33 @@ def test_chances_are_the_formula() -> None:
 
 
 def test_the_budget_goes_to_the_likeliest() -> None:
-    plan = plan_branches(CHANCES, K, 5)
+    plan = plan_one(CHANCES, K, 5)
     assert [(a, r) for a, r, _ in plan] == [(0, 1), (1, 1), (0, 2), (4, 0), (2, 1)]
-    every = plan_branches(CHANCES, K, 99)
-    best = max(sum(o.chance for o in chosen) for chosen in itertools.combinations(every, 3))
-    assert sum(o.chance for o in plan[:3]) == pytest.approx(best)
-    assert plan_branches(CHANCES, K, 0) == ()
+    every = plan_one(CHANCES, K, 99)
+    best = max(sum(p for _, _, p in chosen) for chosen in itertools.combinations(every, 3))
+    assert sum(p for _, _, p in plan[:3]) == pytest.approx(best)
+    assert plan_one(CHANCES, K, 0) == []
+
+
+def test_sessions_that_are_planned_together_get_what_each_gets_alone() -> None:
+    rng = np.random.default_rng(7)
+    for _ in range(50):
+        sessions = []
+        for _ in range(rng.integers(1, 6)):
+            chances = rng.dirichlet(np.ones(9), rng.integers(1, 7))[:, :8].copy()
+            chances[rng.random(chances.shape) < 0.1] = 0.0
+            sessions.append((chances, int(rng.integers(1, 6)), float(rng.random())))
+        together = listed(plan_all(sessions, 5), 8)
+        assert together == [plan_one(chances, v, 5, u) for chances, v, u in sessions]
+
+
+def test_the_best_of_all_sessions_come_first() -> None:
+    chances = np.array([[0.5, 0.4, 0.1, 0.0], [0.3, 0.2, 0.2, 0.0], [0.5, 0.4, 0.0, 0.0]])
+    outcomes = np.array([[1, 2, 3, 0], [4, 5, 6, 0], [7, 8, 0, 0]])
+    sessions, best = Plans(chances, outcomes).best(3)
+    assert sessions.tolist() == [0, 2, 0, 2, 1, 1, 1, 0], "of equals the first session's"
+    assert best.tolist() == [1, 7, 2, 8, 4, 5, 6, 3]
+    assert Plans(chances, outcomes).best(1)[1].tolist() == [1, 7, 4]
 
 
 @pytest.mark.parametrize("known", [1, 2, 4, 5, 8])
@@ -47,7 +98,7 @@ def test_the_budget_goes_to_the_likeliest() -> None:
 def test_the_guess_goes_on_where_all_of_it_comes_true(known: int, verified: int) -> None:
     """From its end, which may be what is verified, what follows that, or beyond."""
     verified = min(verified, known)
-    chances = {(a, r): p for a, r, p in plan_branches(CHANCES[[0] * known], verified, 99)}
+    chances = {(a, r): p for a, r, p in plan_one(CHANCES[[0] * known], verified, 99)}
     assert chances.pop((known - 1, 0)) == pytest.approx(0.54 ** min(verified + 1, known))
     assert all(r > 0 for _, r in chances)
     assert {a for a, _ in chances} == set(range(min(verified + 1, known)))
@@ -56,12 +107,12 @@ def test_the_guess_goes_on_where_all_of_it_comes_true(known: int, verified: int)
 def test_a_place_without_doubt_gets_no_branch() -> None:
     chances = CHANCES.copy()
     chances[1] = (0.999, 0.001, 0, 0, 0, 0, 0, 0)
-    assert 1 not in {a for a, _, _ in plan_branches(chances, K, 8)}
+    assert 1 not in {a for a, _, _ in plan_one(chances, K, 8)}
 
 
 def test_rows_that_go_on_undrafted_move_it_to_the_first_place() -> None:
-    assert [a for a, _, _ in plan_branches(CHANCES, K, 3, undrafted=0.9)] == [0, 0, 0]
-    assert {a for a, _, _ in plan_branches(CHANCES, K, 99, undrafted=1.0)} == {0}
+    assert [a for a, _, _ in plan_one(CHANCES, K, 3, undrafted=0.9)] == [0, 0, 0]
+    assert {a for a, _, _ in plan_one(CHANCES, K, 99, undrafted=1.0)} == {0}
 
 
 GAPS = np.array([[0, 0.05, 1.2, 4], [0, 7, 9, np.inf], [0, 0.6, 1.2, 4]], np.float32)
@@ -120,7 +171,7 @@ def budget(
     acceptance: float = 0.86,
 ) -> Budget:
     place = (acceptance, 0.7 * (1 - acceptance), 0.2 * (1 - acceptance), 0.05 * (1 - acceptance))
-    plans = [plan_branches(np.array([place] * 5), K, 16)] * sessions
+    plans = plan_all([(np.array([place] * 5), K, 0.0)] * sessions, 16)
     return choose_budget(plans, forward_s, K * forward_s(1), pace, wanted=K, acceptance=acceptance)
 
 
