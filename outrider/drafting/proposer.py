@@ -153,6 +153,8 @@ class Follower:
     """The committed tokens of one session, moved by committed offset.
 
     `pushed` is what the scorer holds to go on from them: the latest tree, as far as it came true.
+    `wanted` are the draft tokens worth making now. One less than what is left to commit: the
+    target's own token after an accepted draft always comes for free.
     """
 
     __slots__ = (
@@ -164,6 +166,7 @@ class Follower:
         "sampling",
         "tokens",
         "vocab_size",
+        "wanted",
     )
 
     def __init__(self, start: SessionStart, traits: ProposerTraits) -> None:
@@ -208,16 +211,6 @@ class Follower:
         return self.max_len == 0
 
     @property
-    def wanted(self) -> int:
-        """Draft tokens worth making now.
-
-        One less than what is left to commit: the target's own token after an accepted draft
-        always comes for free.
-        """
-        length = len(self.tokens)
-        return max(0, min(self.num_draft_tokens, self.max_len - length - 1)) if length else 0
-
-    @property
     def at_hand(self) -> TokenIds:
         """The draft that the scorer holds already; empty if it lacks some of what is wanted."""
         if self.pushed is None:
@@ -233,3 +226,6 @@ class Follower:
             self.tokens.clear()
         else:
             self.tokens.extend(tokens)
+        length = len(self.tokens)
+        left = self.max_len - length - 1
+        self.wanted = max(0, min(self.num_draft_tokens, left)) if length else 0
