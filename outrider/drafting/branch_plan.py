@@ -38,9 +38,8 @@ equal choices it is the shortest: what comes late may be waited for in vain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,26 +54,6 @@ _FIRST_CELLS = np.minimum(np.arange(NUM_RANKS), _KINDS - 1) * _BUCKETS  # by ran
 _KEPT = 0.998  # per round, of what was measured
 _PRIOR_WEIGHT = 4.0  # candidates of each kind and gap
 _PRIOR_UNDRAFTED = 0.1
-_NEARLY = 0.95  # of the most tokens per second
-_SLACK = 0.1  # of a step, by which drafting takes longer now and then
-
-
-class Plans(NamedTuple):
-    """The outcomes of sessions that are worth a branch, each session's likeliest first."""
-
-    chances: NDArray[np.float64]  # [sessions, B]; 0: no outcome, which come last
-    outcomes: NDArray[np.int64]  # [sessions, B]: place a * F + r is outcome (a, r)
-
-    def best(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The sessions and outcomes of each session's `count` likeliest, the likeliest first.
-
-        Of equally likely ones it is the first session's.
-        """
-        chances = self.chances[:, :count]
-        sessions, columns = chances.nonzero()
-        order = (-chances[sessions, columns]).argsort(kind="stable")
-        sessions = sessions[order]
-        return sessions, self.outcomes[sessions, columns[order]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,85 +65,6 @@ class Pace:
 
 
 NO_PACE = Pace()
-
-
-class Budget(NamedTuple):
-    """What to draft ahead: so many branches per session, of so many tokens."""
-
-    branches: int
-    tokens: int
-
-
-def plan_branches(
-    chances: NDArray[np.float64],
-    sizes: NDArray[np.int64],
-    verified: NDArray[np.int64],
-    budget: int,
-    undrafted: NDArray[np.float64],
-) -> Plans:
-    """At most `budget` outcomes of each session.
-
-    chances [places, F] are of the sessions' places, one session's `sizes` after the other's; its
-    first `verified` matter, and (size - 1, 0) stands for the guess that goes on.
-    """
-    sessions, place = np.arange(len(sizes)), np.arange(sizes.max())
-    ends = sizes - 1
-    outcomes = np.zeros((len(sizes), len(place), chances.shape[1]))
-    outcomes[place <= ends[:, None]] = chances
-    first = undrafted[:, None] * outcomes[:, 0]
-    reached = np.empty(outcomes.shape[:2])
-    reached[:, 0] = 1.0 - undrafted
-    outcomes[:, :-1, 0].cumprod(axis=1, out=reached[:, 1:])
-    reached[:, 1:] *= reached[:, :1]
-    outcomes *= reached[:, :, None]
-    outcomes[:, 0] += first
-    last = np.minimum(verified, ends)
-    goes_on = outcomes[sessions, last, 0]
-    outcomes[place > last[:, None]] = 0.0
-    outcomes[:, :, 0] = 0.0
-    outcomes[sessions, ends, 0] = goes_on
-    flat = outcomes.reshape(len(sizes), -1)
-    best = (-flat).argsort(axis=1, kind="stable")[:, :budget]
-    return Plans(flat[sessions[:, None], best], best)
-
-
-def choose_budget(
-    plans: Plans,
-    forward_s: Callable[[int], float],
-    draft_s: float,
-    pace: Pace,
-    *,
-    wanted: int,
-    acceptance: float,
-) -> Budget:
-    """What brings most tokens per second; no branches: better drafted on demand.
-
-    `forward_s(n)` is what a forward of n branches takes, `draft_s` what a draft of `wanted` tokens
-    on demand does.
-    """
-    rows = (plans.chances > 0.0).sum(axis=0)
-    most = int(np.count_nonzero(rows))
-    if not forward_s(1):
-        return Budget(most, wanted)  # nothing was measured yet
-    # By the number of branches M, 0 .. most, and of tokens k, 1 .. wanted.
-    chances = np.ascontiguousarray(plans.chances.T[:most])
-    hits = chances.sum(axis=1).cumsum()[:, None] / len(plans.chances)
-    forward = np.array([forward_s(n) for n in rows[:most].cumsum().tolist()])[:, None]
-    tokens = (acceptance ** np.arange(wanted + 1)).cumsum()  # E(0), E(1), ...
-    k = np.arange(1, wanted + 1)
-    on_demand = draft_s + pace.network_s
-    slack = _SLACK * pace.step_s
-    ahead = k * forward + (pace.network_s + slack)
-    busy = (k + 1) * forward + slack
-    round_s = np.maximum(np.maximum((pace.step_s + ahead) / 2, pace.step_s), busy)
-    misses = 1.0 - hits
-    rates = np.zeros((most + 1, wanted))
-    rates[0, -1] = tokens[-1] / (pace.step_s + on_demand)
-    rates[1:] = (hits * tokens[1:] + misses * tokens[-1]) / (round_s + misses * on_demand)
-    best: list[float] = rates.max(axis=0).tolist()
-    enough = _NEARLY * max(best)
-    shortest = next(i for i, rate in enumerate(best) if rate >= enough)
-    return Budget(int(rates[:, shortest].argmax()), shortest + 1)
 
 
 class Outcomes:

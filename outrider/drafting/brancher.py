@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from outrider.drafting.branch_plan import NUM_RANKS, Outcomes, Pace, choose_budget, plan_branches
+from outrider.drafting.branch_choice import choose_budget, plan_branches
+from outrider.drafting.branch_plan import NUM_RANKS, Outcomes, Pace
 from outrider.drafting.branches import (
     Branch,
     DraftedBranch,

@@ -9,14 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from outrider.drafting.branch_plan import (
-    Budget,
-    Outcomes,
-    Pace,
-    Plans,
-    choose_budget,
-    plan_branches,
-)
+from outrider.drafting.branch_choice import Budget, Plans, choose_budget, plan_branches
+from outrider.drafting.branch_plan import Outcomes, Pace
 
 # The embedded pair at temperature 1, shared noise (benchmarks/shared_noise.py): acceptance .54, the
 # rest by rank. Four tokens are verified, and what may follow them is known.
