@@ -9,7 +9,8 @@ are tried again in turn for a few steps, at distances that double as long as not
 and at which all trials together lose no more than `MOST_LOST` of the time. The first trial may not
 lose much; after one that could not be ended for that, the next may lose more. Where drafts bring
 much less than after the last trial, the texts are others: what drafts brought is forgotten, and
-once it is known anew, compared with what none brought, which hardly depends on texts.
+once it is known anew, compared with what none brought, which hardly depends on texts. What steps
+bring beside newcomers is kept apart (rate.py), or a trial would be lost to a wave of them.
 
 Steps are counted by rounds, the share of all rows that take part: a step of 4 rows of 32 is an
 eighth of one. A proposer that was not asked for a while first processes the rows' prompts: they go
@@ -21,8 +22,9 @@ that takes many times as long as others (a kernel is compiled, memory is mapped)
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
-from copy import copy
+from copy import deepcopy
 from dataclasses import dataclass
 
 from outrider.engine.rate import Rate
@@ -40,8 +42,9 @@ MOST_LOST = 0.01  # of the time, by trials of the worse way
 FIRST_LOSS, LARGEST_LOSS = 32, 256  # steps' worth that one trial may lose; doubles in between
 FELL_BEHIND = 1.05  # times as much: what the other way brought when it was last tried
 FALLEN = 0.85  # of what drafts brought after the last trial: the texts are others
-HOPELESS = 0.8  # of the other way's rate: a trial that goes so badly ends early
-HOPELESS_AFTER = 3  # steps
+HOPELESS = 0.8  # of the rate that a trial needs: one that goes so badly ends early
+HOPELESS_AFTER = 3  # steps, of `TRIAL_STEPS` to compare; see `_hopeless`
+LOAD_STEPS = 2048  # over which the share of tokens beside newcomers is taken: of many waves
 FADED = 0.1  # what counts of a rate once another trial, or part of one, begins
 
 
@@ -68,6 +71,7 @@ class Trial:
     num_steps: int  # to compare
     following: int = 0  # steps at the most until a proposer has caught up
     compared: float = 0.0  # steps
+    calm: float = 0.0  # of these without newcomers
     rate_before: float | None = None  # when so many were compared before
 
 
@@ -90,8 +94,9 @@ class Contest:
         self.decided = False  # by a trial
         self._ways = tuple(ways)  # in the order in which they are tried
         self._trial_steps = trial_steps
-        self._rates = {way: self._unknown() for way in ways}
-        self._level = 0.0  # the champion's rate when it was first known since a trial or a fall
+        self._rates = {way: self._unknown(way) for way in ways}
+        self._came = [0.0, 0.0]  # tokens where rows draft: without newcomers, and beside them
+        self._level: Rate | None = None  # the champion's, first known since a trial or a fall
         self._trial: Trial | None = None
         self._rival = champion  # what was on trial last
         self._has_drafted = False  # in the last trial
@@ -107,7 +112,7 @@ class Contest:
         What drafted is tried first if nothing is drafted now: its proposer has to catch up.
         """
         self.decided |= before.decided
-        none = self._rates[Way.NONE] = copy(before._rates[Way.NONE])
+        none = self._rates[Way.NONE] = deepcopy(before._rates[Way.NONE])
         none.missed_steps = 0.0
         if self._trial is not None:
             self._trial, self._since_trial = None, 0.0
@@ -166,8 +171,9 @@ class Contest:
         drafted: float,
         rounds: float = 1.0,
         followed: float = 1.0,
+        prompts: bool = False,
     ) -> None:
-        """A step: tokens per row, and the time since the step before, less that for prompts.
+        """A step: tokens per row, and the time since the step before, less that for `prompts`.
 
         Of all rows the share `rounds` took part, and the share `drafted` verified a draft; a
         proposer has answered the share `followed`.
@@ -182,11 +188,13 @@ class Contest:
         typical_s = max(current.step_s, best.step_s)
         if typical_s and rounds:
             seconds = min(seconds, LONGEST_STEP * typical_s)
+        newcomers = prompts or followed < FOLLOWED * rounds
+        share = float(newcomers) if self.drafting else self._busy
         if best.value and (trial is not None or not self.settled):
-            self._lost_steps += (seconds - tokens / best.value) / best.step_s
+            self._lost_steps += (seconds - best.seconds_for(tokens, share)) / best.step_s
         if trial is None:
             for rate in self._others():
-                rate.missed_steps += (seconds - tokens / rate.value) / rate.step_s
+                rate.missed_steps += (seconds - rate.seconds_for(tokens, share)) / rate.step_s
         if trial is not None and self._lost_steps > self._may_lose:
             self._may_lose = min(2 * self._may_lose, LARGEST_LOSS)
             self._end(trial, won=False)
@@ -200,13 +208,22 @@ class Contest:
             if self._unsettled_steps == LONGEST_SETTLING:
                 self._settling = 0.0
         else:
-            current.add(tokens, seconds, counts)
+            current.add(tokens, seconds, counts, newcomers=newcomers)
+            if self.drafting:
+                self._came = [n * (1.0 - counts / LOAD_STEPS) for n in self._came]
+                self._came[newcomers] += tokens
             if trial is not None:
                 trial.compared += counts
+                trial.calm += counts * (not newcomers)
                 self._judge(trial)
             else:
                 self._since_trial += counts
                 self._go_on()
+
+    @property
+    def _busy(self) -> float:
+        """The share of tokens that come beside newcomers where rows draft."""
+        return self._came[True] / (sum(self._came) or 1.0)
 
     def _others(self) -> list[Rate]:
         """What is known of the ways that are not the champion."""
@@ -223,12 +240,12 @@ class Contest:
         if not known and 4 * best.steps < self._trial_steps:
             return
         # Drafts of other ways fall with the texts, too: only none's rate still says something.
-        falling = self.champion.drafts and FELL_BEHIND * best.value < self._level
+        falling = self._fell_below(1 / FELL_BEHIND)
         others = [way for way in self._ways if way is not self.champion]
         rivals = [way for way in others if not (falling and way.drafts)]
-        likely = max(rivals, key=lambda way: rates[way].value)
+        likely = max(rivals, key=lambda way: rates[way].over(best, self._busy))
         margin = FELL_BEHIND if known else 1 / HOPELESS
-        if rates[likely].value > margin * best.value > 0.0:
+        if best.value and rates[likely].over(best, self._busy) > margin:
             self._begin(likely)
         elif known and self._since_trial >= max(self._stretch, self._lost_steps / MOST_LOST):
             last = self._ways.index(self._rival)
@@ -237,21 +254,27 @@ class Contest:
 
     def _has_fallen(self) -> bool:
         """Whether drafts bring much less than they did: none's rate hardly depends on texts."""
-        if not self._level and self.decided:
-            self._level = self._best.value
-        return self.champion.drafts and self._best.value < FALLEN * self._level
+        if self._level is None and self.decided:
+            self._level = deepcopy(self._best)
+        return self._fell_below(FALLEN)
+
+    def _fell_below(self, share: float) -> bool:
+        """Whether drafts bring less than so much of what they did."""
+        if self._level is None or not self.champion.drafts:
+            return False
+        return self._best.over(self._level, self._busy) < share
 
     def _forget_drafts(self) -> None:
         """What they brought was of other texts. How long a step takes is kept."""
         for way in self._ways:
             if way.drafts and way is not self.champion:
-                self._rates[way] = self._unknown()
+                self._rates[way] = self._unknown(way)
         self._best.fade(1.0 / STRETCH)
-        self._level = self._since_trial = 0.0
+        self._level, self._since_trial = None, 0.0
 
-    def _unknown(self) -> Rate:
+    def _unknown(self, way: Way) -> Rate:
         # The more rows, the fewer steps say as much, and the longer each takes.
-        return Rate(min(STRETCH, 3 * self._trial_steps))
+        return Rate(min(STRETCH, 3 * self._trial_steps), drafts=way.drafts)
 
     def _begin(self, way: Way) -> None:
         catches_up = not self.champion.drafts
@@ -265,26 +288,28 @@ class Contest:
         self.settle()
 
     def _judge(self, trial: Trial) -> None:
-        # No quotients: where all that ends a step is a stop, no token comes at all.
         rate = self._rates[trial.way]
-        tried, best = rate.value, self._best.value
-        hopeless = tried < HOPELESS * best and (
-            not trial.catches_up or trial.rate_before is not None
-        )
-        enough = HOPELESS_AFTER if hopeless else trial.num_steps
-        if trial.compared < enough:
+        tried, ratio = rate.value, rate.over(self._best, self._busy)
+        needed = WORTH if self.drafting else 1 / WORTH
+        if trial.compared < trial.num_steps and not self._hopeless(trial, ratio / needed):
             return
         # Drafts shorten no step: where they bring no tokens, less time was luck.
-        lucky = self.drafting and rate.length < WORTH
-        won = not lucky and tried > best * (WORTH if self.drafting else 1 / WORTH)
+        won = ratio > needed and not (self.drafting and rate.length < WORTH)
         if trial.catches_up and not won and tried > WORTH * (trial.rate_before or 0.0):
-            trial.rate_before, trial.compared = tried, 0.0
+            trial.rate_before, trial.compared, trial.calm = tried, 0.0, 0.0
             rate.fade(FADED)
         else:
             self._end(trial, won=won)
 
+    def _hopeless(self, trial: Trial, ratio: float) -> bool:
+        """Whether what is missing is more than luck, which fades as the root of the steps does."""
+        if trial.catches_up and trial.rate_before is None:
+            return False
+        luck = (1 - HOPELESS) * math.sqrt(HOPELESS_AFTER * self._trial_steps / TRIAL_STEPS)
+        return trial.calm >= HOPELESS_AFTER and ratio < 1 - luck / math.sqrt(trial.calm)
+
     def _end(self, trial: Trial, *, won: bool) -> None:
-        self._trial, self._since_trial, self.decided, self._level = None, 0.0, True, 0.0
+        self._trial, self._since_trial, self.decided, self._level = None, 0.0, True, None
         if won:
             before, self.champion = self.champion, trial.way
             # What a verdict cost that did not hold counts as if its trial had gone on.
@@ -295,6 +320,6 @@ class Contest:
             self._stretch = self._first_stretch  # it may have been luck
         else:
             self._stretch = min(max(STRETCH, 2 * self._stretch), LONGEST_STRETCH)
-            if self._rates[trial.way].value > self._best.value:
-                self._rates[trial.way] = self._unknown()  # it was luck, or is of long ago
+            if self._rates[trial.way].over(self._best, self._busy) > 1.0:
+                self._rates[trial.way] = self._unknown(trial.way)  # it was luck, or is of long ago
             self.settle()

@@ -60,6 +60,7 @@ class Contests:
                 drafted=step.drafted / step.num_running,
                 rounds=step.num_rows / step.num_running,
                 followed=step.followed / step.num_running,
+                prompts=prompt_tokens > 0,
             )
 
     def _price(self, num_tokens: int, seconds: float) -> float:
