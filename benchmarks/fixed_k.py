@@ -18,8 +18,9 @@ _PATIENCE_S: Final = 60.0
 def fix() -> None:
     """From now on every policy of this process does so. Imports torch."""
     from outrider.engine.adaptive import AdaptivePolicy
-    from outrider.engine.contest import Contest, Way
+    from outrider.engine.contest import Contest
     from outrider.engine.policy import Policy
+    from outrider.engine.trial import Way
 
     mock.patch.object(Contest, "drafting", new=True).start()
     mock.patch.object(AdaptivePolicy, "may_wait", new=True).start()

@@ -37,7 +37,7 @@ from itertools import accumulate
 
 from outrider.engine import turns
 from outrider.engine.acceptance import Acceptance, expected_gain
-from outrider.engine.contest import STRETCH, Way
+from outrider.engine.contest import STRETCH
 from outrider.engine.contests import Contests
 from outrider.engine.costs import Costs
 from outrider.engine.goodput import Goodput
@@ -47,6 +47,7 @@ from outrider.engine.policy import Policy
 from outrider.engine.probe import Probe
 from outrider.engine.rounds import Drafting, Round
 from outrider.engine.sequence import Sequence
+from outrider.engine.trial import Way
 from outrider.types import Request
 
 LARGEST_PROBE = 16  # or twice the present K: one round of 128 costs as much as several

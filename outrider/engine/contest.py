@@ -21,16 +21,13 @@ that takes many times as long as others (a kernel is compiled, memory is mapped)
 
 from __future__ import annotations
 
-import enum
-import math
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 
 from outrider.engine.rate import Rate
+from outrider.engine.trial import HOPELESS, TRIAL_STEPS, Trial, Way
 
 WORTH = 1.03  # times the rate without drafts: for less none are made; or of another way to draft
-TRIAL_STEPS = 16  # and up to `STRETCH` of few rows, whose luck differs more
 SETTLING_STEPS = 3  # after a change: drafts of before are used up
 SETTLING_DRAFTS = 8  # of each row: until then it is not known what drafts take
 LONGEST_SETTLING = 128  # steps until so many drafts a row have come at the latest
@@ -42,37 +39,8 @@ MOST_LOST = 0.01  # of the time, by trials of the worse way
 FIRST_LOSS, LARGEST_LOSS = 32, 256  # steps' worth that one trial may lose; doubles in between
 FELL_BEHIND = 1.05  # times as much: what the other way brought when it was last tried
 FALLEN = 0.85  # of what drafts brought after the last trial: the texts are others
-HOPELESS = 0.8  # of the rate that a trial needs: one that goes so badly ends early
-HOPELESS_AFTER = 3  # steps, of `TRIAL_STEPS` to compare; see `_hopeless`
 LOAD_STEPS = 2048  # over which the share of tokens beside newcomers is taken: of many waves
 FADED = 0.1  # what counts of a rate once another trial, or part of one, begins
-
-
-class Way(enum.Enum):
-    """In which rows come to their drafts."""
-
-    NONE = "none"
-    ON_DEMAND = "on demand"  # each round's draft is made when the round before has ended
-    AHEAD = "ahead"  # and guessed while that is verified, by proposers that can
-
-    @property
-    def drafts(self) -> bool:
-        return self is not Way.NONE
-
-
-@dataclass(slots=True)
-class Trial:
-    """Of a way that is not the champion."""
-
-    way: Way
-    catches_up: bool
-    """Nothing was drafted before: at first rows wait for nothing, and it goes on as long as drafts
-    get better, which come to be at hand one after the other."""
-    num_steps: int  # to compare
-    following: int = 0  # steps at the most until a proposer has caught up
-    compared: float = 0.0  # steps
-    calm: float = 0.0  # of these without newcomers
-    rate_before: float | None = None  # when so many were compared before
 
 
 class Contest:
@@ -213,8 +181,7 @@ class Contest:
                 self._came = [n * (1.0 - counts / LOAD_STEPS) for n in self._came]
                 self._came[newcomers] += tokens
             if trial is not None:
-                trial.compared += counts
-                trial.calm += counts * (not newcomers)
+                trial.count(counts, newcomers=newcomers)
                 self._judge(trial)
             else:
                 self._since_trial += counts
@@ -280,9 +247,14 @@ class Contest:
         catches_up = not self.champion.drafts
         # Two ways to draft differ by little, and by the luck of their texts as drafts and none do.
         close = way.drafts and self.champion.drafts
-        num_steps = STRETCH if close else self._trial_steps
-        following = LONGEST_FOLLOWING if catches_up else 0
-        self._trial, self._rival = Trial(way, catches_up, num_steps, following), way
+        self._trial = Trial(
+            way,
+            catches_up,
+            num_steps=STRETCH if close else self._trial_steps,
+            usual_steps=self._trial_steps,
+            following=LONGEST_FOLLOWING if catches_up else 0,
+        )
+        self._rival = way
         self._has_drafted, self._lost_steps = False, 0.0
         self._rates[way].fade(FADED)
         self.settle()
@@ -291,22 +263,15 @@ class Contest:
         rate = self._rates[trial.way]
         tried, ratio = rate.value, rate.over(self._best, self._busy)
         needed = WORTH if self.drafting else 1 / WORTH
-        if trial.compared < trial.num_steps and not self._hopeless(trial, ratio / needed):
+        if trial.compared < trial.num_steps and not trial.hopeless(ratio / needed):
             return
         # Drafts shorten no step: where they bring no tokens, less time was luck.
         won = ratio > needed and not (self.drafting and rate.length < WORTH)
         if trial.catches_up and not won and tried > WORTH * (trial.rate_before or 0.0):
-            trial.rate_before, trial.compared, trial.calm = tried, 0.0, 0.0
+            trial.go_on(tried)
             rate.fade(FADED)
         else:
             self._end(trial, won=won)
-
-    def _hopeless(self, trial: Trial, ratio: float) -> bool:
-        """Whether what is missing is more than luck, which fades as the root of the steps does."""
-        if trial.catches_up and trial.rate_before is None:
-            return False
-        luck = (1 - HOPELESS) * math.sqrt(HOPELESS_AFTER * self._trial_steps / TRIAL_STEPS)
-        return trial.calm >= HOPELESS_AFTER and ratio < 1 - luck / math.sqrt(trial.calm)
 
     def _end(self, trial: Trial, *, won: bool) -> None:
         self._trial, self._since_trial, self.decided, self._level = None, 0.0, True, None

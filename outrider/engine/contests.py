@@ -6,8 +6,9 @@ or at the proposer, is left.
 
 from __future__ import annotations
 
-from outrider.engine.contest import STRETCH, TRIAL_STEPS, Contest, Way
+from outrider.engine.contest import STRETCH, Contest
 from outrider.engine.measured import WARM, PromptTimes, StepDone
+from outrider.engine.trial import TRIAL_STEPS, Way
 
 WAYS, WAYS_AHEAD = (Way.NONE, Way.ON_DEMAND), (Way.NONE, Way.ON_DEMAND, Way.AHEAD)
 MANY = 16  # rows, which begin without drafts where nothing is known of them

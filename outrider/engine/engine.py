@@ -15,13 +15,13 @@ from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.batch import Model
 from outrider.engine.block_pool import BlockPool
 from outrider.engine.constraint import ConstraintEditor
-from outrider.engine.contest import Way
 from outrider.engine.feature_streams import FeatureStreams
 from outrider.engine.policy import Policy
 from outrider.engine.rounds import USEFUL, BlockFate
 from outrider.engine.runner import Pending, Runner, StepRunner
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import Step, StepResult
+from outrider.engine.trial import Way
 from outrider.errors import ConfigError, InternalError
 from outrider.features import FeatureOrder
 from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEvents, StepTimings

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from outrider.counts import StepCounts
 from outrider.draft_tree import DraftTree
-from outrider.engine.contest import Way
 from outrider.engine.measured import WARM, Delay, StepDone, remember
 from outrider.engine.misses import HIT_FADE, count_launch, owed
 from outrider.engine.rounds import USEFUL, BlockFate, Drafting, Round
 from outrider.engine.sequence import Sequence
+from outrider.engine.trial import Way
 from outrider.engine.turns import next_half
 from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.types import Request

@@ -21,8 +21,8 @@ from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.proposer import DraftRound
 from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.batch import PackedBatch
-from outrider.engine.contest import Way
 from outrider.engine.step import Step
+from outrider.engine.trial import Way
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Request
 from tests.support.hash_model import HashModel

@@ -14,8 +14,9 @@ from benchmarks.records import Completion, Run, first_divergence
 from benchmarks.report import Bar, Equality
 from benchmarks.to_gguf import gguf_name
 from outrider.engine.adaptive import AdaptivePolicy
-from outrider.engine.contest import Contest, Way
+from outrider.engine.contest import Contest
 from outrider.engine.rounds import Drafting
+from outrider.engine.trial import Way
 
 
 def run(num_tokens: int, wall_s: float) -> Run:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from outrider.engine.contest import MOST_LOST, STRETCH, Contest, Way
+from outrider.engine.contest import MOST_LOST, STRETCH, Contest
 from outrider.engine.contests import WAYS_AHEAD
+from outrider.engine.trial import Way
 
 NONE, ON_DEMAND, AHEAD = WAYS_AHEAD
 STEP_S = {NONE: 0.010, ON_DEMAND: 0.020, AHEAD: 0.020}

@@ -17,12 +17,11 @@ from outrider.engine.contest import (
     SETTLING_DRAFTS,
     SETTLING_STEPS,
     STRETCH,
-    TRIAL_STEPS,
     Contest,
-    Way,
 )
 from outrider.engine.contests import MANY, Contests
 from outrider.engine.measured import StepDone
+from outrider.engine.trial import TRIAL_STEPS, Way
 
 
 def play(contest: Contest, steps: int, *, with_s: float, without_s: float, tokens: int = 3) -> int:

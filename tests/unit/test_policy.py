@@ -13,7 +13,7 @@ from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine import contests, measured
 from outrider.engine.adaptive import AdaptivePolicy
-from outrider.engine.contest import STRETCH, Way
+from outrider.engine.contest import STRETCH
 from outrider.engine.engine import Engine
 from outrider.engine.measured import Delay, StepDone, StepTimes
 from outrider.engine.misses import FIRST_PATIENCE_S, FIRST_REST
@@ -21,6 +21,7 @@ from outrider.engine.policy import Policy, Ready
 from outrider.engine.probe import PROBE_EVERY, Probe
 from outrider.engine.rounds import Drafting, Round
 from outrider.engine.sequence import Sequence
+from outrider.engine.trial import Way
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Commit, Request, RequestStats
 from tests.support.hash_model import HashModel, Sequential

@@ -6,8 +6,9 @@ import math
 
 import pytest
 
-from outrider.engine.contest import TRIAL_STEPS, Contest, Way
+from outrider.engine.contest import Contest
 from outrider.engine.rate import FEW, Rate
+from outrider.engine.trial import TRIAL_STEPS, Way
 
 WINDOW = 64
 CALM_S, BUSY_S = 0.010, 0.030

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from outrider.engine.adaptive import AdaptivePolicy
-from outrider.engine.contest import Way
 from outrider.engine.measured import Delay
 from outrider.engine.sequence import Sequence
+from outrider.engine.trial import Way
 from outrider.engine.turns import begins_at, pay
 from outrider.params import SamplingParams
 from outrider.types import Request

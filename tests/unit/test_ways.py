@@ -7,17 +7,10 @@ from collections.abc import Mapping
 import pytest
 
 from outrider.engine.adaptive import AdaptivePolicy
-from outrider.engine.contest import (
-    HOPELESS_AFTER,
-    MOST_LOST,
-    SETTLING_DRAFTS,
-    STRETCH,
-    TRIAL_STEPS,
-    Contest,
-    Way,
-)
+from outrider.engine.contest import MOST_LOST, SETTLING_DRAFTS, STRETCH, Contest
 from outrider.engine.contests import WAYS_AHEAD
 from outrider.engine.measured import Delay, StepDone
+from outrider.engine.trial import HOPELESS_AFTER, TRIAL_STEPS, Way
 from outrider.params import SamplingParams
 from outrider.types import Request
 from tests.support.two_devices import TwoDevices
