@@ -37,7 +37,7 @@ class Costs:
 
     def observe_delay(self, d: Drafting, delay: Delay) -> None:
         """A draft came for a row."""
-        times = self.draft_times(d) or DraftTimes()
+        times = self.draft_times(d) or DraftTimes(on_demand=not d.runs_ahead)
         remember(self._drafts, (d.drafter, d.runs_ahead), times)
         times.observe(delay)
         self._rounds, self._usual = {}, {}

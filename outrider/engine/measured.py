@@ -154,7 +154,8 @@ class DraftTimes:
     Whether waiting pays is asked for a row that would wait instead: so calm drafts, with no step
     beside them, are what counts, and others only as long as there are none. (Otherwise rows that
     once went ahead would never wait again: going ahead is what makes their drafts late.) What the
-    others take longer says how much of the device a step takes away.
+    others take longer says how much of the device a step takes away. On demand one that takes less
+    than half as long counts, too: then the calm ones that are known waited for something else.
 
     Made apart, on demand and on another device, all of them count: a row that went without its
     draft waited for too short a time, and would again, as long as calm ones were awaited.
@@ -162,7 +163,8 @@ class DraftTimes:
     Drafts that come at the same moment were made in one batch, which takes as long as its longest.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_demand: bool = True) -> None:
+        self._on_demand = on_demand  # not ahead, where what is drafted is sometimes there already
         self._at = -math.inf  # of the last batch
         self._stall = Average()
         self._calm = Average()  # seconds
@@ -188,9 +190,11 @@ class DraftTimes:
             self._calm = Average()
         calm |= apart
         if self.calm and not calm:
-            self._stall.add(max(0.0, seconds - self.mean_s(num_tokens)))
-        if not calm and self.calm and self._others < CALM_LASTS:
-            return
+            usual_s = self.mean_s(num_tokens)
+            self._stall.add(max(0.0, seconds - usual_s))
+            calm = self._on_demand and seconds < usual_s / 2
+            if not calm and self._others < CALM_LASTS:
+                return
         if calm != self.calm:
             self.calm = calm
             self._begin()

@@ -51,6 +51,21 @@ def test_drafts_beside_steps_do_not_count_where_there_are_calm_ones() -> None:
     assert times.delay.mean == pytest.approx(0.012), "there are no calm ones any more"
 
 
+def test_a_calm_draft_that_waited_for_something_else_is_left_although_none_is_calm_since() -> None:
+    """The first one came after 20 ms: for as long as it counts no row waits, so none is calm."""
+    times = DraftTimes()
+    hear(times, 0.020, 0.004, 4, calm=True)
+    for _ in range(16):
+        hear(times, 0.0065, 0.004, 4, calm=False)
+    assert times.mean_s(4) < 0.0131
+    for _ in range(40):
+        hear(times, 0.004, 0.003, 4, calm=True)
+    mean_s = times.mean_s(4)
+    for seconds in (0.0065, 0.0025, 0.0030):
+        hear(times, seconds, 0.002, 4, calm=False)
+        assert times.mean_s(4) == mean_s, "others say nothing of calm ones"
+
+
 def test_drafts_of_another_device_count_beside_steps_too() -> None:
     """One row's came in 4 ms, calm; those of 64 take 9, beside steps begun without them."""
     times = DraftTimes()

@@ -236,6 +236,32 @@ def test_rows_come_back_together_to_drafts_that_were_slow_beside_their_steps() -
     assert bench.now < 0.85 * plain
 
 
+class Misled(AdaptivePolicy):
+    """The first draft that it hears of had waited for a prompt."""
+
+    def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        super().observe_step(num_rows, num_tokens, seconds)
+        if self._num_steps == 1:
+            row = self.drafting(Request(0, (1,), SamplingParams(temperature=0.0)))
+            row.drafter = "a "
+            self.observe_delay(row, Delay(0.0, 0.020, 0.001, 4, calm=True))
+
+
+def test_a_row_comes_to_wait_for_its_drafts_although_the_first_was_slow() -> None:
+    """It had gone on beside them for 400 steps: only drafts with no step beside them counted."""
+    bench = Bench(
+        Misled(4),
+        delay_s=0.0041,
+        agreement=0.85,
+        max_tokens=600,
+        steps=GPU_STEP_S,
+        contention_s=0.0025,
+        busy=True,
+    )
+    (stats,) = bench.run()
+    assert bench.now < 0.55 * stats.output_tokens * GPU_STEP_S[0][1]
+
+
 def test_rows_of_poor_acceptance_wait_in_company(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone they had better go on without drafts; beside those of others that brings little."""
     monkeypatch.setattr(contests, "MANY", 100)  # a trial of drafts would be most of it
