@@ -199,37 +199,36 @@ class Contest:
 
     def _go_on(self) -> None:
         # What was better may be so no more: other texts, or another load beside.
-        rates, best = self._rates, self._best
-        known = not self.decided or best.steps >= self._trial_steps  # but after a fall
-        if known and self._has_fallen():
+        best, busy = self._best, self._busy
+        num_steps = best.steps
+        known = not self.decided or num_steps >= self._trial_steps  # but after a fall
+        left = self._left_of_level(busy) if self.champion.drafts else 1.0
+        if known and left < FALLEN:
             self._forget_drafts()
             return
-        if not known and 4 * best.steps < self._trial_steps:
+        if not known and 4 * num_steps < self._trial_steps:
             return
         # Drafts of other ways fall with the texts, too: only none's rate still says something.
-        falling = self._fell_below(1 / FELL_BEHIND)
-        others = [way for way in self._ways if way is not self.champion]
-        rivals = [way for way in others if not (falling and way.drafts)]
-        likely = max(rivals, key=lambda way: rates[way].over(best, self._busy))
+        falling = left < 1 / FELL_BEHIND
+        ratio, likely = 0.0, self.champion
+        for way, rate in self._rates.items():
+            if way is self.champion or (falling and way.drafts):
+                continue
+            if (theirs := rate.over(best, busy)) > ratio:
+                ratio, likely = theirs, way
         margin = FELL_BEHIND if known else 1 / HOPELESS
-        if best.value and rates[likely].over(best, self._busy) > margin:
+        if ratio > margin and best.value:
             self._begin(likely)
         elif known and self._since_trial >= max(self._stretch, self._lost_steps / MOST_LOST):
             last = self._ways.index(self._rival)
             turns = (*self._ways[last + 1 :], *self._ways)
             self._begin(next(way for way in turns if way is not self.champion))
 
-    def _has_fallen(self) -> bool:
-        """Whether drafts bring much less than they did: none's rate hardly depends on texts."""
-        if self._level is None and self.decided:
+    def _left_of_level(self, busy: float) -> float:
+        """How many times as much drafts bring as they did when that was first known."""
+        if self._level is None and self.decided and self._best.steps >= self._trial_steps:
             self._level = deepcopy(self._best)
-        return self._fell_below(FALLEN)
-
-    def _fell_below(self, share: float) -> bool:
-        """Whether drafts bring less than so much of what they did."""
-        if self._level is None or not self.champion.drafts:
-            return False
-        return self._best.over(self._level, self._busy) < share
+        return 1.0 if self._level is None else self._best.over(self._level, busy)
 
     def _forget_drafts(self) -> None:
         """What they brought was of other texts. How long a step takes is kept."""

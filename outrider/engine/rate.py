@@ -16,41 +16,73 @@ FEW = 4  # steps of a kind, which are not yet what such steps take
 
 @dataclass(slots=True)
 class _Steps:
+    """Of one kind, and what they brought."""
+
     window: int
     tokens: float = 0.0
     seconds: float = 0.0
     num: float = 0.0
+    token_s: float | None = None
+    """Seconds of a token; None as long as few steps say it."""
+
+    def add(self, tokens: float, seconds: float, counts: float) -> None:
+        if self.num >= self.window:
+            self.fade(1.0 - 1.0 / self.window)
+        self.tokens += tokens
+        self.seconds += seconds
+        self.num += counts
+        self._judge()
 
     def fade(self, kept: float) -> None:
         self.tokens *= kept
         self.seconds *= kept
         self.num *= kept
+        self._judge()
 
-    @property
-    def known(self) -> bool:
-        return self.num >= FEW and self.tokens > 0.0 < self.seconds
+    def _judge(self) -> None:
+        known = self.num >= FEW and self.tokens and self.seconds
+        self.token_s = self.seconds / self.tokens if known else None
 
 
 class Rate:
-    """A row's tokens per second over about the last `window` steps, in one way."""
+    """A row's tokens per second over about the last `window` steps, in one way.
+
+    Asked several times for each step, so what there is to ask for is worked out when one is added.
+    """
 
     def __init__(self, window: int, *, drafts: bool) -> None:
         self.missed_steps = 0.0  # worth of them that the champion lost to this way in its reign
-        self._kinds = (_Steps(window), _Steps(BUSY_STEPS)) if drafts else (_Steps(window),)
+        self.value = 0.0
+        """Tokens per second of all that is known; 0 if nothing is."""
+        self.steps = 0.0
+        """So many are known."""
+        self.step_s = 0.0
+        """Mean seconds of a step."""
+        self.length = 0.0
+        """Mean tokens of a step."""
+        self._calm = _Steps(window)
+        self._busy = _Steps(BUSY_STEPS) if drafts else self._calm
+        self._kinds = (self._calm, self._busy) if drafts else (self._calm,)
 
     def add(self, tokens: float, seconds: float, counts: float, *, newcomers: bool) -> None:
         """One step's tokens, all the time since the step before, how much of a step it was."""
-        steps = self._kinds[-1 if newcomers else 0]
-        if steps.num >= steps.window:
-            steps.fade(1.0 - 1.0 / steps.window)
-        steps.tokens += tokens
-        steps.seconds += seconds
-        steps.num += counts
+        (self._busy if newcomers else self._calm).add(tokens, seconds, counts)
+        self._sum_up()
 
     def fade(self, kept: float) -> None:
         """What is known counts less than what will be."""
         for steps in self._kinds:
             steps.fade(kept)
+        self._sum_up()
+
+    def _sum_up(self) -> None:
+        tokens = seconds = self.steps = 0.0
+        for steps in self._kinds:
+            tokens += steps.tokens
+            seconds += steps.seconds
+            self.steps += steps.num
+        self.value = tokens / seconds if seconds else 0.0
+        self.step_s, self.length = (n / max(1.0, self.steps) for n in (seconds, tokens))
 
     def over(self, other: Rate, share: float) -> float:
         """How many times as much as the other, for a share of tokens that come beside newcomers.
@@ -59,44 +91,17 @@ class Rate:
         """
         if not other.value:
             return math.inf if self.value else 0.0
-        kinds = [i for i in (0, -1) if self._kinds[i].known and other._kinds[i].known]
-        if len(kinds) == 1:
-            share = float(kinds[0] == -1)
+        if self._calm.token_s is None or other._calm.token_s is None:
+            share = 1.0 if self._busy.token_s and other._busy.token_s else share
+        elif self._busy.token_s is None or other._busy.token_s is None:
+            share = 0.0
         mine = self.seconds_for(1.0, share)
         return other.seconds_for(1.0, share) / mine if mine else 0.0
 
     def seconds_for(self, tokens: float, share: float) -> float:
         """What so many tokens take of which that share come beside newcomers."""
-        calm, busy = [
-            steps.seconds / steps.tokens if steps.known else 1.0 / self.value if self.value else 0.0
-            for steps in (self._kinds[0], self._kinds[-1])
-        ]
-        return tokens * ((1.0 - share) * calm + share * busy)
-
-    @property
-    def value(self) -> float:
-        """Tokens per second of all that is known; 0 if nothing is."""
-        return self._tokens / self._seconds if self._seconds else 0.0
-
-    @property
-    def steps(self) -> float:
-        """So many are known."""
-        return sum([steps.num for steps in self._kinds])
-
-    @property
-    def step_s(self) -> float:
-        """Mean seconds of a step."""
-        return self._seconds / max(1.0, self.steps)
-
-    @property
-    def length(self) -> float:
-        """Mean tokens of a step."""
-        return self._tokens / max(1.0, self.steps)
-
-    @property
-    def _tokens(self) -> float:
-        return sum([steps.tokens for steps in self._kinds])
-
-    @property
-    def _seconds(self) -> float:
-        return sum([steps.seconds for steps in self._kinds])
+        calm, busy = self._calm.token_s, self._busy.token_s
+        if calm is None or busy is None:
+            any_s = 1.0 / self.value if self.value else 0.0
+            calm, busy = (any_s if token_s is None else token_s for token_s in (calm, busy))
+        return tokens * (calm + share * (busy - calm))
