@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.drafting.branch_plan import Pace
-from outrider.drafting.suffix_kernels import compiled
+from outrider.drafting.compiled import compiled
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 from numpy.typing import NDArray
 
+from outrider.drafting import compiled as base
 from outrider.drafting.llama_weights import Floats, Matrix, Weights
 
 Ints = NDArray[np.int64]
@@ -49,16 +50,8 @@ class Draws(NamedTuple):
 
 def compiled(function: _Kernel) -> _Kernel:
     # Sums may be reordered, else nothing vectorises; NaN and infinity keep their meaning.
-    options: dict[str, Any] = {
-        "nogil": True,
-        "fastmath": {"reassoc", "contract", "arcp", "nsz"},
-        "error_model": "numpy",
-    }
-    try:
-        kernel: _Kernel = njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder can be written: compiled anew in every process
-        kernel = njit(**options)(function)
-    return kernel
+    fast = {"reassoc", "contract", "arcp", "nsz"}
+    return base.compiled(function, fastmath=fast, error_model="numpy")
 
 
 def _widen(weight: Any) -> Any:

@@ -12,12 +12,12 @@ All kernels are in this one file: Numba notices a changed file, not a changed ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from outrider.drafting.compiled import compiled
 
 Ints = NDArray[np.int32]
 
@@ -25,15 +25,6 @@ ORDERS = 4  # n-grams of 1, 2, 4 and 8 tokens
 END = -1  # of a document; no token
 RECENT = 64  # places that a context is looked for at, per n-gram length
 _VISITED = 256  # links that are followed for them at most
-_Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
-
-
-def compiled(function: _Kernel) -> _Kernel:
-    try:
-        kernel: _Kernel = njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # no folder can be written: compiled anew in every process
-        kernel = njit(nogil=True)(function)
-    return kernel
 
 
 @compiled

@@ -1,0 +1,19 @@
+"""Functions compiled by Numba, kept between processes where a folder can be written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from numba import njit
+
+_Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
+
+
+def compiled(function: _Kernel, **options: Any) -> _Kernel:
+    """Compiles it when it is called first, with Numba's `options`; others run meanwhile."""
+    try:
+        kernel: _Kernel = njit(cache=True, nogil=True, **options)(function)
+    except RuntimeError:  # no folder can be written: compiled anew in every process
+        kernel = njit(nogil=True, **options)(function)
+    return kernel
