@@ -14,6 +14,7 @@ from outrider.rpc import status
 from outrider.rpc.data_connection import DataPort, Offer
 from outrider.rpc.frames import Frames
 from outrider.rpc.server import GrpcServer
+from outrider.rpc.tasks import first_of
 from outrider.v1 import common_pb2, draft_pb2, scorer_pb2_grpc
 
 WAIT_S = 10.0
@@ -74,7 +75,7 @@ class Conversation:
     async def hold(self, requests: Requests, context: Context, offer: Offer | None) -> None:
         """Until either side ends it; over the data connection of `offer`, if there is one."""
         if offer is None:
-            return await _first_of(self._read(requests), self._write(context.write))
+            return await first_of(self._read(requests), self._write(context.write))
         answer = await anext(requests, None)
         if answer is None:
             return None
@@ -85,7 +86,7 @@ class Conversation:
             await frames.write(response.SerializeToString())
 
         # What is left to the stream is a projection, and its end.
-        return await _first_of(
+        return await first_of(
             self._read(_messages(frames)), self._write(write), self._read(requests)
         )
 
@@ -101,16 +102,6 @@ class Conversation:
 async def _messages(frames: Frames) -> Requests:
     while (data := await frames.read()) is not None:
         yield draft_pb2.DraftRequest.FromString(data)
-
-
-async def _first_of(*ways: Awaitable[object]) -> None:
-    tasks = [asyncio.ensure_future(way) for way in ways]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class DraftScorer(scorer_pb2_grpc.ScorerServiceServicer):

@@ -206,22 +206,27 @@ def test_a_draft_slower_than_a_step_is_waited_for_where_that_pays(
     assert bench.now < 0.7 * plain
 
 
-class Rushed(AdaptivePolicy):
-    """At its 60th step it hears of a hundred rounds of drafts that took long beside other steps."""
+class Told(AdaptivePolicy):
+    """After so many steps it hears of other drafts of its proposer, too."""
+
+    def __init__(self, after: int, *delays: Delay) -> None:
+        super().__init__(4)
+        self._after, self._delays = after, delays
 
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         super().observe_step(num_rows, num_tokens, seconds)
-        if self._num_steps == 60:
+        if self._num_steps == self._after:
             row = self.drafting(Request(0, (1,), SamplingParams(temperature=0.0)))
             row.drafter = "a "
-            for i in range(100):
-                self.observe_delay(row, Delay(1.0 + i, 0.030, 0.013, 4, calm=False))
+            for delay in self._delays:
+                self.observe_delay(row, delay)
 
 
 def test_rows_come_back_together_to_drafts_that_were_slow_beside_their_steps() -> None:
     """One row that tried again beside the others' steps would find them as slow as before."""
+    slow = [Delay(1.0 + i, 0.030, 0.013, 4, calm=False) for i in range(100)]
     bench = Bench(
-        Rushed(4),
+        Told(60, *slow),
         requests=32,
         delay_s=0.009,
         agreement=0.85,
@@ -236,21 +241,10 @@ def test_rows_come_back_together_to_drafts_that_were_slow_beside_their_steps() -
     assert bench.now < 0.85 * plain
 
 
-class Misled(AdaptivePolicy):
-    """The first draft that it hears of had waited for a prompt."""
-
-    def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        super().observe_step(num_rows, num_tokens, seconds)
-        if self._num_steps == 1:
-            row = self.drafting(Request(0, (1,), SamplingParams(temperature=0.0)))
-            row.drafter = "a "
-            self.observe_delay(row, Delay(0.0, 0.020, 0.001, 4, calm=True))
-
-
 def test_a_row_comes_to_wait_for_its_drafts_although_the_first_was_slow() -> None:
     """It had gone on beside them for 400 steps: only drafts with no step beside them counted."""
     bench = Bench(
-        Misled(4),
+        Told(1, Delay(0.0, 0.020, 0.001, 4, calm=True)),
         delay_s=0.0041,
         agreement=0.85,
         max_tokens=600,
