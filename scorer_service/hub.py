@@ -41,7 +41,6 @@ class Hub:
         self._worker = worker
         self._served = served
         self._limits = limits
-        self._vocab_size, self._max_nodes = served.vocab_size, limits.max_block_tokens
         self._metrics = metrics
         self._ids = itertools.count(1)
         self._last_id = 0
@@ -209,7 +208,7 @@ class Hub:
                 self.on_bad(proposer, f"session {session_id} was never opened")
             elif session is None or block.epoch != session.epoch:
                 self._metrics.stale_blocks.inc()
-            elif (checked := self._checked(proposer, session_id, session, block, now)) is not None:
+            elif (checked := self._checked(proposer, session, block, now)) is not None:
                 good.append(checked)
                 continue
             if proposer.detached.done():
@@ -218,17 +217,13 @@ class Hub:
             self._worker.post_blocks(good)
 
     def _checked(
-        self,
-        proposer: AttachedProposer,
-        session_id: int,
-        session: Session,
-        block: draft_pb2.Block,
-        now: float,
+        self, proposer: AttachedProposer, session: Session, block: draft_pb2.Block, now: float
     ) -> Block | None:
         """None for a bad one, which is counted."""
         # Reading a field of a message takes longer than what is done with it.
         base_len, method_index, draft_us = block.base_len, block.method_index, block.draft_us
         draft_probs, length = block.draft_probs, len(session.committed)
+        max_nodes = self._limits.max_block_tokens
         try:
             if base_len > length:
                 raise InvalidRequestError(
@@ -241,20 +236,20 @@ class Hub:
                 )
             probs: list[DraftProbs] = []
             if draft_probs:
-                if len(draft_probs) > self._max_nodes:  # not worth converting
+                if len(draft_probs) > max_nodes:  # not worth converting
                     raise InvalidRequestError(
                         "one distribution per token, or none", param="draft_probs"
                     )
                 probs = [*map(codec.draft_probs_from_proto, draft_probs)]
             tree = DraftTree.validated(
-                base_len, block.token_ids, block.parents, self._vocab_size, self._max_nodes, probs
+                base_len, block.token_ids, block.parents, self._served.vocab_size, max_nodes, probs
             )
         except InvalidRequestError as error:
             self.on_bad(proposer, error.message)
             return None
         if session.rounds is not None and base_len == length:
             session.rounds.block(draft_us)
-        return session_id, tree, proposer.id, draft_us, now, proposer.methods[method_index]
+        return session.id, tree, proposer.id, draft_us, now, proposer.methods[method_index]
 
     def on_bad(self, proposer: AttachedProposer, what: str) -> None:
         """Counts a malformed message; too many end the stream."""

@@ -200,13 +200,12 @@ class Contest:
     def _go_on(self) -> None:
         # What was better may be so no more: other texts, or another load beside.
         best, busy = self._best, self._busy
-        num_steps = best.steps
-        known = not self.decided or num_steps >= self._trial_steps  # but after a fall
-        left = self._left_of_level(busy) if self.champion.drafts else 1.0
-        if known and left < FALLEN:
+        known = not self.decided or best.steps >= self._trial_steps  # but after a fall
+        left = self._left_of_level(busy) if known and self.champion.drafts else 1.0
+        if left < FALLEN:
             self._forget_drafts()
             return
-        if not known and 4 * num_steps < self._trial_steps:
+        if not known and 4 * best.steps < self._trial_steps:
             return
         # Drafts of other ways fall with the texts, too: only none's rate still says something.
         falling = left < 1 / FELL_BEHIND
@@ -226,7 +225,7 @@ class Contest:
 
     def _left_of_level(self, busy: float) -> float:
         """How many times as much drafts bring as they did when that was first known."""
-        if self._level is None and self.decided and self._best.steps >= self._trial_steps:
+        if self._level is None and self.decided:
             self._level = deepcopy(self._best)
         return 1.0 if self._level is None else self._best.over(self._level, busy)
 
