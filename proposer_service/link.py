@@ -8,6 +8,7 @@ import itertools
 import logging
 import random
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 import grpc
@@ -204,16 +205,17 @@ class ScorerLink:
         if not welcome.HasField("data_connection"):
             return None
         offer, timeout_s = welcome.data_connection, self._config.connect_timeout_s
-        connecting = asyncio.create_task(
-            asyncio.to_thread(connect, self.target, offer, self._tls, timeout_s)
-        )
+        thread = ThreadPoolExecutor(1, "connecting")
+        connecting = thread.submit(connect, self.target, offer, self._tls, timeout_s)
+        thread.shutdown(wait=False)
         try:
-            return await asyncio.shield(connecting)
+            return await asyncio.wrap_future(connecting)
         except (OSError, ConfigError) as error:
             why = str(error) or "it does not answer"
             _log.warning("scorer %s: no data connection, which is slower: %s", self.target, why)
             return None
         except asyncio.CancelledError:
+            # On the thread: the loop may be closed by then.
             connecting.add_done_callback(_close)
             raise
 
@@ -228,7 +230,7 @@ class ScorerLink:
             self._metrics.links.dec()
 
 
-def _close(connecting: asyncio.Task[FrameSocket]) -> None:
+def _close(connecting: Future[FrameSocket]) -> None:
     """Of a link that is not wanted any more."""
     if not connecting.cancelled() and connecting.exception() is None:
         connecting.result().close()

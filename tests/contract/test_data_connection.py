@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import queue
 import socket
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -128,6 +131,31 @@ async def test_what_breaks_for_the_proposer_alone_is_dialled_anew_at_once(
         assert any("the data connection broke" in warning for warning in warnings())
         await scorer.until(lambda: first not in scorer.hub.roster.proposers, "it has left")
         await is_drafted_for(scorer)
+
+
+def test_a_connection_that_comes_when_all_has_ended_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connected: queue.SimpleQueue[FrameSocket] = queue.SimpleQueue()
+    ended = threading.Event()
+
+    def late(*args: Any) -> FrameSocket:
+        frames = data_connection.connect(*args)
+        connected.put(frames)
+        ended.wait(1)  # what waits for this thread does not set it
+        return frames
+
+    async def end_meanwhile() -> FrameSocket:
+        async with running_scorer() as scorer, serving(scorer.address, draft_model()):
+            return await asyncio.to_thread(connected.get, timeout=10)
+
+    monkeypatch.setattr(link, "connect", late)
+    frames = asyncio.run(end_meanwhile())
+    ended.set()
+    deadline = time.monotonic() + 10
+    while frames.fileno() >= 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 async def test_a_stalled_connection_costs_drafts_and_no_token() -> None:
