@@ -54,6 +54,7 @@ class Stack:
     proposer: Child
     address: str
     files: tuple[Path, Path]
+    stream_interval: int
     turns: list[Turn] = field(default_factory=list)
 
     def cpu(self) -> tuple[float, ...]:
@@ -78,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--ahead-ms", type=float, default=0.0, help="of Python between its messages")
     p.add_argument("--wire", choices=("tcp", "unix"), nargs="+", default=["tcp", "unix"])
     p.add_argument("--against", type=Path, nargs="*", default=[], help="other checkouts")
+    p.add_argument("--stream-interval", type=int, nargs="+", default=[0], help="of clients")
     p.add_argument("--turns", type=int, default=12)
     p.add_argument("--rounds", type=int, default=60, help="of a request")
     p.add_argument("--requests", type=int, default=1, help="of a client")
@@ -91,9 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder, stopping([]) as children:
         stacks = [
-            start(tree.resolve(), wire, Path(folder), children, args)
+            start(tree.resolve(), wire, interval, Path(folder), children, args)
             for tree in (REPO, *args.against)
             for wire in args.wire
+            for interval in args.stream_interval
         ]
         asyncio.run(measure(stacks, args))
         for child in children:
@@ -110,10 +113,15 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def start(
-    tree: Path, wire: str, folder: Path, children: list[Child], args: argparse.Namespace
+    tree: Path,
+    wire: str,
+    interval: int,
+    folder: Path,
+    children: list[Child],
+    args: argparse.Namespace,
 ) -> Stack:
     """Returns when both serve."""
-    name = f"{tree.name}-{wire}"
+    name = f"{tree.name}-{wire}" + (f"-{interval}" if interval else "")
     files = folder / f"{name}-scorer.json", folder / f"{name}-proposer.json"
 
     def run(service: str, stamps: Path, sleep_ms: float, *flags: object) -> Child:
@@ -143,7 +151,7 @@ def start(
         *("--scorer", dialled, "--port", 0, *method),
     )
     proposer.ready(_TIMEOUT_S)
-    return Stack(name, scorer, proposer, address, files)
+    return Stack(name, scorer, proposer, address, files, interval)
 
 
 async def measure(stacks: Sequence[Stack], args: argparse.Namespace) -> None:
@@ -170,6 +178,7 @@ async def take_turn(stack: Stack, sessions: int, args: argparse.Namespace) -> Tu
                 sampling=common_pb2.SamplingParams(temperature=0.0),
                 stop=common_pb2.StopParams(max_tokens=1 + rounds * (_K + 1), ignore_eos=True),
                 speculation=common_pb2.SpeculationParams(enabled=True),
+                stream_interval=stack.stream_interval,
             )
             async for _ in stub.Generate(request, timeout=_TIMEOUT_S):
                 pass

@@ -90,6 +90,8 @@ class Generator:
             constraint=request.constraint,
             top_logprobs=request.top_logprobs,
             tenant=request.tenant,
+            # What is decoded behind a stop string is for nothing.
+            stream_interval=0 if request.stop_strings else request.stream_interval,
         )
         model = self.config.served_model_name
         with (

@@ -112,6 +112,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             constraint=constraint_from_proto(request.constraint),
             top_logprobs=request.top_logprobs if request.HasField("top_logprobs") else None,
             tenant=tenant,
+            stream_interval=request.stream_interval,
         )
 
 

@@ -57,6 +57,7 @@ class GenerationRequest:
     constraint: Constraint | None = None
     top_logprobs: int | None = None  # None: no logprobs
     tenant: str = ""
+    stream_interval: int = 0  # tokens wanted at a time, but for the first; 0: each round's
 
     def choice(self, index: int, request_id: str) -> GenerationRequest:
         """The same request again, for choice `index` of several: with a seed of its own.
@@ -135,6 +136,7 @@ class Intake:
         constraint: Constraint | None = None,
         top_logprobs: int | None = None,
         tenant: str = "",
+        stream_interval: int = 0,
     ) -> GenerationRequest:
         """A request that a scorer will take. `param` is the prompt's name in the client's request.
 
@@ -174,6 +176,7 @@ class Intake:
             constraint=constraint,
             top_logprobs=top_logprobs,
             tenant=tenant,
+            stream_interval=stream_interval,
         )
 
     def _max_tokens(self, prompt_len: int, limits: Limits, param: str) -> int:

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
@@ -31,6 +31,9 @@ from gateway.openai_responses import Shaper
 from outrider.errors import InvalidRequestError
 
 B = TypeVar("B", bound=OpenAIRequest)
+
+_WHOLE_INTERVAL: Final = 64
+"""Tokens at a time of an answer that is sent whole: what is lost at most if its scorer dies."""
 
 
 def create_app(generator: Generator, api_keys: ApiKeys) -> Starlette:
@@ -147,6 +150,7 @@ class _OpenAI:
                 # The best of several are known by their logprobs.
                 top_logprobs=0 if per_prompt > n and top_logprobs is None else top_logprobs,
                 tenant=tenant,
+                stream_interval=0 if body.stream else _WHOLE_INTERVAL,
             )
             for prompt in prompts
         ]

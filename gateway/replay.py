@@ -53,6 +53,7 @@ class ScorerRequest:
     constraint: Constraint | None = None
     top_logprobs: int | None = None
     tenant: str = ""
+    stream_interval: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +182,7 @@ def _continuation(
         top_logprobs=request.top_logprobs,
         num_resumed_tokens=done,
         tenant=request.tenant,
+        stream_interval=request.stream_interval,
     )
 
 

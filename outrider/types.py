@@ -36,6 +36,7 @@ class Request:
     top_logprobs: int | None = None  # likeliest tokens to tell with each token's; None: no logprobs
     num_resumed_tokens: int = 0  # the prompt's last tokens that are output of an earlier run
     tenant: str = ""
+    stream_interval: int = 0  # tokens that the client is sent at a time, but for the first
 
     def __post_init__(self) -> None:
         require(len(self.prompt_token_ids) > 0, "prompt", "at least one token long")

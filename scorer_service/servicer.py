@@ -244,6 +244,7 @@ def _request_from_proto(
         top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
         num_resumed_tokens=message.num_resumed_tokens,
         tenant=message.tenant,
+        stream_interval=message.stream_interval,
     )
 
 

@@ -18,16 +18,24 @@ _DELIVERED_AT_ONCE: Final = 8
 
 
 class Mailbox:
-    """From the engine's events to one client's stream. Holds a request's output at most."""
+    """From the engine's events to one client's stream. Holds a request's output at most.
 
-    def __init__(self) -> None:
+    After the first it gives out `interval` tokens at a time, but for the last.
+    """
+
+    def __init__(self, interval: int = 0) -> None:
+        self._interval = interval
+        self._held = 0  # tokens
+        self._wanted = 0  # for the next message
         self._commits: list[Commit] = []
         self._error: Exception | None = None
         self._wake = asyncio.Event()
 
     def put(self, commit: Commit) -> None:
         self._commits.append(commit)
-        self._wake.set()
+        self._held += len(commit.token_ids)
+        if self._held >= self._wanted or commit.finish_reason is not None:
+            self._wake.set()
 
     def fail(self, error: Exception) -> None:
         """Ends the stream with `error`, after the commits that came before."""
@@ -35,13 +43,14 @@ class Mailbox:
         self._wake.set()
 
     async def take(self) -> list[Commit]:
-        """All commits since the last call, at least one; raises what `fail` was given."""
+        """All commits since the last call, when they are enough; raises what `fail` was given."""
         await self._wake.wait()
         if not self._commits and self._error is not None:
             raise self._error
         if self._error is None:
             self._wake.clear()
         commits, self._commits = self._commits, []
+        self._held, self._wanted = 0, self._interval
         return commits
 
 
@@ -85,7 +94,7 @@ class Session:
     num_speculative_tokens: int  # K of this request; 0: not drafted for
     committed: list[int]
     num_draft_tokens: int  # the policy's latest advice
-    mailbox: Mailbox = field(default_factory=Mailbox)
+    mailbox: Mailbox = field(init=False)
     epoch: int = 0  # of the latest Open
     proposer: AttachedProposer | None = None
     losses: Counter[str] = field(default_factory=Counter)  # Lost messages by proposer
@@ -95,6 +104,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.id = self.request.session_id
+        self.mailbox = Mailbox(self.request.stream_interval)
 
     @property
     def num_given_tokens(self) -> int:

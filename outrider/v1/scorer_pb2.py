@@ -26,7 +26,7 @@ from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 from outrider.v1 import draft_pb2 as outrider_dot_v1_dot_draft__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/scorer.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\x1a\x17outrider/v1/draft.proto\"\xf3\x02\n\x1cScorerServiceGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12%\n\x04stop\x18\x04 \x01(\x0b\x32\x17.outrider.v1.StopParams\x12\x33\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\x12\x15\n\rrunning_stats\x18\x06 \x01(\x08\x12+\n\nconstraint\x18\x07 \x01(\x0b\x32\x17.outrider.v1.Constraint\x12\x19\n\x0ctop_logprobs\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\x12num_resumed_tokens\x18\t \x01(\r\x12\x0e\n\x06tenant\x18\n \x01(\tB\x0f\n\r_top_logprobs\"\x84\x02\n\x1dScorerServiceGenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12%\n\x05kinds\x18\x02 \x03(\x0e\x32\x16.outrider.v1.TokenKind\x12\x30\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.outrider.v1.Usage\x12&\n\x08\x61ux_info\x18\x05 \x01(\x0b\x32\x14.outrider.v1.AuxInfo\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\"\x16\n\x14GetScorerInfoRequest\"\xe6\x02\n\x15GetScorerInfoResponse\x12\x11\n\tscorer_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x19\n\x11served_model_name\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x05 \x01(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x18\n\x10protocol_version\x18\x07 \x01(\r\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x18\n\x10running_requests\x18\n \x01(\r\x12\x18\n\x10waiting_requests\x18\x0b \x01(\r\x12\x13\n\x0btotal_pages\x18\x0c \x01(\r\x12\x12\n\nfree_pages\x18\r \x01(\r\x12\x30\n\tproposers\x18\x0e \x03(\x0b\x32\x1d.outrider.v1.AttachedProposer\"k\n\x10\x41ttachedProposer\x12\x13\n\x0bproposer_id\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x10\n\x08sessions\x18\x04 \x01(\r\x12\x11\n\tset_aside\x18\x05 \x01(\x08\x32\x90\x02\n\rScorerService\x12\x63\n\x08Generate\x12).outrider.v1.ScorerServiceGenerateRequest\x1a*.outrider.v1.ScorerServiceGenerateResponse0\x01\x12\x42\n\x05\x44raft\x12\x19.outrider.v1.DraftRequest\x1a\x1a.outrider.v1.DraftResponse(\x01\x30\x01\x12V\n\rGetScorerInfo\x12!.outrider.v1.GetScorerInfoRequest\x1a\".outrider.v1.GetScorerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/scorer.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\x1a\x17outrider/v1/draft.proto\"\x8c\x03\n\x1cScorerServiceGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12%\n\x04stop\x18\x04 \x01(\x0b\x32\x17.outrider.v1.StopParams\x12\x33\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\x12\x15\n\rrunning_stats\x18\x06 \x01(\x08\x12+\n\nconstraint\x18\x07 \x01(\x0b\x32\x17.outrider.v1.Constraint\x12\x19\n\x0ctop_logprobs\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\x12num_resumed_tokens\x18\t \x01(\r\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x17\n\x0fstream_interval\x18\x0b \x01(\rB\x0f\n\r_top_logprobs\"\x84\x02\n\x1dScorerServiceGenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12%\n\x05kinds\x18\x02 \x03(\x0e\x32\x16.outrider.v1.TokenKind\x12\x30\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.outrider.v1.Usage\x12&\n\x08\x61ux_info\x18\x05 \x01(\x0b\x32\x14.outrider.v1.AuxInfo\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\"\x16\n\x14GetScorerInfoRequest\"\xe6\x02\n\x15GetScorerInfoResponse\x12\x11\n\tscorer_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x19\n\x11served_model_name\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x05 \x01(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x18\n\x10protocol_version\x18\x07 \x01(\r\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x18\n\x10running_requests\x18\n \x01(\r\x12\x18\n\x10waiting_requests\x18\x0b \x01(\r\x12\x13\n\x0btotal_pages\x18\x0c \x01(\r\x12\x12\n\nfree_pages\x18\r \x01(\r\x12\x30\n\tproposers\x18\x0e \x03(\x0b\x32\x1d.outrider.v1.AttachedProposer\"k\n\x10\x41ttachedProposer\x12\x13\n\x0bproposer_id\x18\x01 \x01(\t\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x10\n\x08sessions\x18\x04 \x01(\r\x12\x11\n\tset_aside\x18\x05 \x01(\x08\x32\x90\x02\n\rScorerService\x12\x63\n\x08Generate\x12).outrider.v1.ScorerServiceGenerateRequest\x1a*.outrider.v1.ScorerServiceGenerateResponse0\x01\x12\x42\n\x05\x44raft\x12\x19.outrider.v1.DraftRequest\x1a\x1a.outrider.v1.DraftResponse(\x01\x30\x01\x12V\n\rGetScorerInfo\x12!.outrider.v1.GetScorerInfoRequest\x1a\".outrider.v1.GetScorerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,15 +34,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.scorer_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SCORERSERVICEGENERATEREQUEST']._serialized_start=93
-  _globals['_SCORERSERVICEGENERATEREQUEST']._serialized_end=464
-  _globals['_SCORERSERVICEGENERATERESPONSE']._serialized_start=467
-  _globals['_SCORERSERVICEGENERATERESPONSE']._serialized_end=727
-  _globals['_GETSCORERINFOREQUEST']._serialized_start=729
-  _globals['_GETSCORERINFOREQUEST']._serialized_end=751
-  _globals['_GETSCORERINFORESPONSE']._serialized_start=754
-  _globals['_GETSCORERINFORESPONSE']._serialized_end=1112
-  _globals['_ATTACHEDPROPOSER']._serialized_start=1114
-  _globals['_ATTACHEDPROPOSER']._serialized_end=1221
-  _globals['_SCORERSERVICE']._serialized_start=1224
-  _globals['_SCORERSERVICE']._serialized_end=1496
+  _globals['_SCORERSERVICEGENERATEREQUEST']._serialized_end=489
+  _globals['_SCORERSERVICEGENERATERESPONSE']._serialized_start=492
+  _globals['_SCORERSERVICEGENERATERESPONSE']._serialized_end=752
+  _globals['_GETSCORERINFOREQUEST']._serialized_start=754
+  _globals['_GETSCORERINFOREQUEST']._serialized_end=776
+  _globals['_GETSCORERINFORESPONSE']._serialized_start=779
+  _globals['_GETSCORERINFORESPONSE']._serialized_end=1137
+  _globals['_ATTACHEDPROPOSER']._serialized_start=1139
+  _globals['_ATTACHEDPROPOSER']._serialized_end=1246
+  _globals['_SCORERSERVICE']._serialized_start=1249
+  _globals['_SCORERSERVICE']._serialized_end=1521
 # @@protoc_insertion_point(module_scope)

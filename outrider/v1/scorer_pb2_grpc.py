@@ -78,7 +78,8 @@ class ScorerServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Decodes one request. A message per verification round. Cancelling aborts.
+        """Decodes one request. A message per verification round, or fewer (stream_interval).
+        Cancelling aborts.
         To continue a request on another scorer, send prompt + tokens so far as the
         prompt with the same seed: the text goes on unchanged.
         """

@@ -46,7 +46,8 @@ class ScorerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ScorerServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_scorer_pb2.ScorerServiceGenerateRequest, _scorer_pb2.ScorerServiceGenerateResponse]
-    """Decodes one request. A message per verification round. Cancelling aborts.
+    """Decodes one request. A message per verification round, or fewer (stream_interval).
+    Cancelling aborts.
     To continue a request on another scorer, send prompt + tokens so far as the
     prompt with the same seed: the text goes on unchanged.
     """
@@ -72,7 +73,8 @@ class ScorerServiceAsyncStub(ScorerServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_scorer_pb2.ScorerServiceGenerateRequest, _scorer_pb2.ScorerServiceGenerateResponse]  # type: ignore[assignment]
-    """Decodes one request. A message per verification round. Cancelling aborts.
+    """Decodes one request. A message per verification round, or fewer (stream_interval).
+    Cancelling aborts.
     To continue a request on another scorer, send prompt + tokens so far as the
     prompt with the same seed: the text goes on unchanged.
     """
@@ -101,7 +103,8 @@ class ScorerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scorer_pb2.ScorerServiceGenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scorer_pb2.ScorerServiceGenerateResponse], _abc.AsyncIterator[_scorer_pb2.ScorerServiceGenerateResponse]]:
-        """Decodes one request. A message per verification round. Cancelling aborts.
+        """Decodes one request. A message per verification round, or fewer (stream_interval).
+        Cancelling aborts.
         To continue a request on another scorer, send prompt + tokens so far as the
         prompt with the same seed: the text goes on unchanged.
         """

@@ -133,6 +133,7 @@ async def test_everything_else_reaches_the_scorer() -> None:
             verification=common_pb2.Verification(rule=common_pb2.VERIFICATION_RULE_REJECTION),
             advice=common_pb2.Advice(token_ids=[5, 6], edit=True),
         ),
+        stream_interval=16,
     )
     async with running_gateway(Script(tokens(TEXT))) as gateway:
         await generate(gateway, request)
@@ -144,6 +145,7 @@ async def test_everything_else_reaches_the_scorer() -> None:
     assert sent.speculation.verification.rule == common_pb2.VERIFICATION_RULE_REJECTION
     assert list(sent.speculation.advice.token_ids) == [5, 6]
     assert sent.speculation.advice.edit
+    assert sent.stream_interval == 16
 
 
 @pytest.mark.parametrize(

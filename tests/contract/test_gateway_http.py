@@ -184,6 +184,21 @@ async def test_every_parameter_reaches_the_scorer(gateway: Running) -> None:
     assert sent.tenant == ""
 
 
+async def test_only_who_shows_tokens_as_they_come_costs_a_message_per_round(
+    gateway: Running,
+) -> None:
+    async def sent(**options: Any) -> int:
+        answer = await gateway.client.completions.create(model="default", prompt="x", **options)
+        if options.get("stream"):
+            assert [event async for event in answer]
+        return gateway.scorer.requests[-1].stream_interval
+
+    assert await sent() == 64
+    assert await sent(stream=True) == 0
+    # What is decoded behind it would be for nothing.
+    assert await sent(stop="never there") == 0
+
+
 async def test_max_completion_tokens_and_length(gateway: Running) -> None:
     answer = await gateway.client.chat.completions.create(
         model="default", messages=[{"role": "user", "content": "x"}], max_completion_tokens=3

@@ -122,6 +122,20 @@ async def test_text_does_not_depend_on_the_drafts(name: str, data_connections: b
         assert scorer.metric("draft_blocks_total", fate="malformed") == 0
 
 
+async def test_tokens_are_held_back_for_who_wants_many_at_a_time() -> None:
+    request = generate_request(PROMPT, max_tokens=100)
+    request.stream_interval = 16
+    async with (
+        running_scorer() as scorer,
+        proposing(ScriptedProposer(scorer.stub, SCRIPTS["right"])),
+    ):
+        messages = [list(message.token_ids) async for message in scorer.stub.Generate(request)]
+    first, *between, _ = map(len, messages)
+    assert 0 < first < 16
+    assert all(size >= 16 for size in between)
+    assert [token for message in messages for token in message] == greedy_text(PROMPT, 100)
+
+
 async def test_sampled_text_does_not_depend_on_the_drafts() -> None:
     async with running_scorer() as scorer:
         plain = await scorer.generate(PROMPT, temperature=0.9, enabled=False)

@@ -639,3 +639,40 @@ async def test_a_mailbox_gives_commits_first_and_then_the_error() -> None:
     for _ in range(2):
         with pytest.raises(UnavailableError):
             await mailbox.take()
+
+
+async def taken(mailbox: Mailbox) -> list[Commit] | None:
+    """What it gives out without another commit."""
+    try:
+        async with asyncio.timeout(0.01):
+            return await mailbox.take()
+    except TimeoutError:
+        return None
+
+
+async def test_a_mailbox_holds_tokens_back_but_the_first_and_the_last() -> None:
+    bench = Bench()
+    session, mailbox = bench.submit(), Mailbox(interval=4)
+    first, second, third = (commit(session, *tokens) for tokens in ((1,), (2, 3), (4, 5)))
+    mailbox.put(first)
+    assert await taken(mailbox) == [first]
+    mailbox.put(second)
+    assert await taken(mailbox) is None
+    mailbox.put(third)
+    assert await taken(mailbox) == [second, third]
+    mailbox.put(second)
+    last = commit(session, 6, finish=FinishReason.LENGTH)
+    mailbox.put(last)
+    assert await taken(mailbox) == [second, last]
+
+
+async def test_what_a_mailbox_holds_back_comes_before_the_error() -> None:
+    bench = Bench()
+    session, mailbox = bench.submit(), Mailbox(interval=100)
+    mailbox.put(commit(session, 1))
+    await mailbox.take()
+    mailbox.put(held := commit(session, 2))
+    mailbox.fail(UnavailableError("drain"))
+    assert await taken(mailbox) == [held]
+    with pytest.raises(UnavailableError):
+        await mailbox.take()
