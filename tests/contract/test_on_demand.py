@@ -26,9 +26,12 @@ def ahead_at(length: int) -> bool:
 
 
 class Spells(Policy):
-    """Has drafts made ahead in every second spell of a text."""
+    """Has drafts made ahead in every second spell of a text, and waits for them."""
 
     ahead = True
+
+    def patience(self, seq: Row) -> float:  # noqa: ARG002
+        return 1.0
 
     def round_done(self, seq: Row, round_: Round, wrong: bool, now: float) -> None:
         super().round_done(seq, round_, wrong, now)
