@@ -29,6 +29,7 @@ class Conversation:
         self.hello = hello
         self.received: asyncio.Queue[draft_pb2.DraftRequest] = asyncio.Queue(10_000)
         self.ended = asyncio.Event()  # the proposer closed its side, or is gone
+        self._said_goodbye = asyncio.Event()
         self._outgoing: asyncio.Queue[draft_pb2.SessionBatch | None] = asyncio.Queue(10_000)
 
     def send(
@@ -85,14 +86,21 @@ class Conversation:
         async def write(response: draft_pb2.DraftResponse) -> None:
             await frames.write(response.SerializeToString())
 
-        # What is left to the stream is a projection, and its end.
         return await first_of(
-            self._read(_messages(frames)), self._write(write), self._read(requests)
+            self._read(_messages(frames)), self._write(write), self._read_stream(requests)
         )
 
     async def _read(self, requests: Requests) -> None:
         async for request in requests:
             await self.received.put(request)
+            if request.HasField("goodbye"):
+                self._said_goodbye.set()
+
+    async def _read_stream(self, requests: Requests) -> None:
+        """Beside a data connection: what is left to the stream is a projection, and its end."""
+        await self._read(requests)
+        # Closed after Goodbye, but that came another way.
+        await self._said_goodbye.wait()
 
     async def _write(self, write: Callable[[draft_pb2.DraftResponse], Awaitable[None]]) -> None:
         while (batch := await self._outgoing.get()) is not None:
