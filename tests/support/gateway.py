@@ -19,8 +19,8 @@ from opentelemetry.sdk.trace.export import SpanExporter
 from gateway.config import GatewayConfig
 from gateway.service import Gateway
 from outrider.models.tokenizer import Tokenizer
-from outrider.rpc import telemetry
 from outrider.rpc.deployment import Deployment
+from outrider.rpc.telemetry import Telemetry, configure
 from outrider.v1 import scorer_pb2
 from tests.support.fake_scorer import FakeScorer, Script, serving
 from tests.support.tokenizers import byte_level_bpe, save
@@ -86,10 +86,15 @@ class Running:
     grpc: str
     scorers: list[FakeScorer]
     client: openai.AsyncOpenAI
+    telemetry: Telemetry
 
     @property
     def scorer(self) -> FakeScorer:
         return self.scorers[0]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Without a connection, which the gateway may end."""
+        return self.telemetry.registry.get_sample_value(f"outrider:{name}", labels) or 0.0
 
 
 @asynccontextmanager
@@ -104,6 +109,7 @@ async def running_gateway(
         for fake in fakes:
             if not fake.target:
                 await stack.enter_async_context(serving(fake))
+        telemetry = configure("test", exporter=exporter)
         gateway = Gateway(
             GatewayConfig(
                 **{
@@ -116,14 +122,14 @@ async def running_gateway(
                     **config,
                 }
             ),
-            telemetry.configure("test", exporter=exporter),
+            telemetry,
         )
         stack.push_async_callback(gateway.stop)
         addresses = await gateway.start()
         client = await stack.enter_async_context(
             openai.AsyncOpenAI(base_url=f"{addresses['http']}/v1", api_key=api_key, max_retries=0)
         )
-        yield Running(addresses["http"], addresses["grpc"], fakes, client)
+        yield Running(addresses["http"], addresses["grpc"], fakes, client, telemetry)
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
