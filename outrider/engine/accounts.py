@@ -73,9 +73,6 @@ def settle(policy: Policy, committed: Committed) -> tuple[Commit, ...]:
         counts.plain_s += plain_s * counts.output_tokens / len(rows)
     prompts = [len(r.slice.token_ids) for r in rows if r.slice.start < r.seq.num_prompt_tokens]
     prompt_tokens = sum(prompts)
-    if prompts:
-        num_others = committed.step.num_tokens - prompt_tokens
-        policy.observe_prompts(prompt_tokens, num_others, committed.seconds)
     done = StepDone(
         num_running=committed.num_running,
         num_rows=len(rows),
@@ -85,7 +82,7 @@ def settle(policy: Policy, committed: Committed) -> tuple[Commit, ...]:
         # Rows' first steps, however short, may follow on any time without work.
         comparable=len(prompts) < len(rows) and any(d.proposer_id is not None for d in drafting),
         prompt_tokens=prompt_tokens,
-        in_shade=committed.step.in_shade,
+        prompts_only=committed.step.prompts_only,
         temperature=committed.temperature,
         followed=sum([d.blocks > 0 for d in drafting]),
         may_run_ahead=any(d.can_run_ahead for d in drafting),

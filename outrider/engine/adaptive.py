@@ -51,7 +51,6 @@ from outrider.engine.trial import Way
 from outrider.types import Request
 
 LARGEST_PROBE = 16  # or twice the present K: one round of 128 costs as much as several
-MIN_PROMPT_TOKENS = 32  # of a step: fewer are not worth one
 MIN_PATIENCE_S, MAX_PATIENCE_S = 0.002, 0.1
 STEPS_OF_PATIENCE = 3.0
 
@@ -174,16 +173,6 @@ class AdaptivePolicy(Policy):
         step = self._costs.round_s(d.num_draft_tokens)
         return self._worth(d, step) < self._costs.step_s(num_ready * (1 + d.num_draft_tokens))
 
-    def shade(self, waiting: Rows[Sequence], now: float, turn_s: float) -> int:
-        """None beside drafts of the same device, which would be later by as much."""
-        # On demand all go on when the last draft of theirs, or of a half, comes (see `hold`).
-        if not all(_on_demand(seq) and seq.drafting.own_device for seq in waiting):
-            return 0
-        dues = sorted([self._expected(seq) for seq in waiting if seq.drafting.blocks]) or [now]
-        due = dues[turns.half(len(dues)) - 1] if turn_s else dues[-1]
-        num_tokens = self._costs.prompt_tokens_in(due - now - self._costs.step_s(1))
-        return num_tokens if num_tokens >= MIN_PROMPT_TOKENS else 0
-
     def drafts_pay(self, rows: Rows[Sequence]) -> bool:
         """Not where the few that came ahead lengthen the step of all. What was waited for does."""
         with_draft = [seq.drafting for seq in rows if seq.draft is not None]
@@ -228,9 +217,6 @@ class AdaptivePolicy(Policy):
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         self._num_steps += 1
         self._costs.observe_step(num_rows, num_tokens, seconds)
-
-    def observe_prompts(self, num_tokens: int, num_others: int, seconds: float) -> None:
-        self._costs.observe_prompts(num_tokens, num_others, seconds)
 
     def step_done(self, step: StepDone) -> None:
         self._num_running = max(1, step.num_running)

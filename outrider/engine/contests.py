@@ -34,7 +34,7 @@ class Contests:
         self._known = {(1, False): self.current}
         self._last_step_at: float | None = None
         self._prompts = PromptTimes()  # without drafts
-        self._shaded = 0  # prompt tokens since the last step that was none of prompts only
+        self._alone = 0  # prompt tokens since the last step that was none of prompts only
 
     @property
     def undrafted_sizes(self) -> frozenset[int]:
@@ -43,10 +43,10 @@ class Contests:
 
     def step_done(self, step: StepDone) -> None:
         """A step ended."""
-        if step.in_shade:  # its time is that of the round which the others wait for
-            self._shaded += step.prompt_tokens
+        if step.prompts_only:  # its time is that of the round which the others wait for
+            self._alone += step.prompt_tokens
             return
-        prompt_tokens, self._shaded = step.prompt_tokens + self._shaded, 0
+        prompt_tokens, self._alone = step.prompt_tokens + self._alone, 0
         before, self._last_step_at = self._last_step_at, step.at
         changed = self._changed(step.num_running, step.temperature)
         if not changed and step.comparable and before is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from itertools import takewhile
 
-from outrider.engine.measured import Delay, DraftTimes, PromptTimes, StepTimes, remember
+from outrider.engine.measured import Delay, DraftTimes, StepTimes, remember
 from outrider.engine.rounds import Drafting
 
 SLACK = 0.25  # of a mean delay: drafts that took the same for a while may yet be late once
@@ -18,7 +18,6 @@ class Costs:
     def __init__(self) -> None:
         self.num_rows = 1  # of the last step that only verified
         self._steps = StepTimes()
-        self._prompts = PromptTimes()
         self._drafts: dict[tuple[str, bool], DraftTimes] = {}  # by drafter, and if it runs ahead
         # The same for all rows until something is measured: by K, and what `rounds`, `usual` say.
         self._round_s: dict[int, float] = {}
@@ -30,10 +29,6 @@ class Costs:
         self.num_rows = num_rows
         self._steps.observe(num_tokens, seconds)
         self._round_s, self._rounds, self._usual = {}, {}, {}
-
-    def observe_prompts(self, num_tokens: int, num_others: int, seconds: float) -> None:
-        """A step of so many tokens of prompts, and others beside them."""
-        self._prompts.observe(num_tokens, seconds - self.step_s(max(1, num_others)))
 
     def observe_delay(self, d: Drafting, delay: Delay) -> None:
         """A draft came for a row."""
@@ -74,10 +69,6 @@ class Costs:
                 for k in (*takewhile(lambda k: k < limit, SIZES), limit)
             ]
         return known
-
-    def prompt_tokens_in(self, seconds: float) -> int:
-        """Tokens of prompts that take so long beside others."""
-        return self._prompts.tokens_in(seconds)
 
     def draft_times(self, d: Drafting) -> DraftTimes | None:
         """What a row's drafts take, made as they are now; None if none of them was measured."""

@@ -115,10 +115,6 @@ class PromptTimes:
         """None as long as it is unknown."""
         return self._seconds / self._tokens if self._tokens else None
 
-    def tokens_in(self, seconds: float) -> int:
-        """Tokens that take so long; 0 as long as that is unknown."""
-        return max(0, int(seconds * self._tokens / self._seconds)) if self._seconds else 0
-
 
 class StepDone(NamedTuple):
     """What a step brought."""
@@ -131,7 +127,7 @@ class StepDone(NamedTuple):
     comparable: bool  # a row goes on from the step before, and a proposer is there
     followed: int  # rows that a proposer has answered at all
     prompt_tokens: int = 0  # that were processed
-    in_shade: bool = False  # prompts only, while all other rows waited for drafts
+    prompts_only: bool = False  # while all rows that decode waited for drafts
     temperature: float = 0.0  # mean of all rows that are admitted
     may_run_ahead: bool = False  # a proposer of these rows can
 

@@ -28,7 +28,6 @@ class Ready(NamedTuple):
 
     rows: list[Sequence]
     wake_at: float  # when to ask again at the latest, if nothing runs
-    max_tokens: int | None = None  # of their step; None: as many as fit
 
 
 class Policy:
@@ -74,10 +73,6 @@ class Policy:
         """Whether a row that could wait takes part in a step that others begin now."""
         return False
 
-    def shade(self, waiting: Rows[Sequence], now: float, turn_s: float) -> int:  # noqa: ARG002
-        """Prompt tokens that a step of nothing else processes before all of `waiting` can go on."""
-        return 0
-
     def drafts_pay(self, rows: Rows[Sequence]) -> bool:  # noqa: ARG002
         """Whether a step of these rows is to verify the drafts that they have."""
         return True
@@ -93,9 +88,6 @@ class Policy:
 
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """A step of that size took this long, forward and verification."""
-
-    def observe_prompts(self, num_tokens: int, num_others: int, seconds: float) -> None:
-        """A step of so many tokens of prompts, and others beside them, took this long."""
 
     def step_done(self, step: StepDone) -> None:
         """A step ended."""
@@ -199,7 +191,6 @@ class Policy:
     def split(self, rows: Rows[Sequence], others_ready: int, now: float) -> Ready:
         """Of rows that lack only a draft, those to run now.
 
-        Where all wait, prompts can be processed until their drafts come, in steps of no more.
         `others_ready` counts rows that run in any case (prompt processing).
         """
         ready: list[Sequence] = []
@@ -219,8 +210,6 @@ class Policy:
         if not waiting:
             return Ready(ready, now)
         wake_at = min([seq.drafting.deadline for seq in waiting])
-        if not ready and others_ready and (max_tokens := self.shade(waiting, now, turn_s)):
-            return Ready([], now, max_tokens)
         if ready or others_ready:
             go_at = self.hold(ready, others_ready, waiting, now, turn_s)
             if go_at > now:

@@ -79,12 +79,12 @@ class Scheduler:
             self.wake_at = ready.wake_at
             if not ready.rows and self.wake_at > now:
                 return None
-        rows = self._fill(ready.rows, prefilling, ready.max_tokens)
+        rows = self._fill(ready.rows, prefilling)
         if not rows:
             return None
         self.wake_at = now
         num_tokens = sum([len(row.slice.token_ids) for row in rows])
-        return Step(tuple(rows), num_tokens, in_shade=bool(decoding) and not ready.rows)
+        return Step(tuple(rows), num_tokens, prompts_only=bool(decoding) and not ready.rows)
 
     def launched(self, step: Step, now: float) -> tuple[int, ...]:
         """A step is on its way; the sessions whose proposer is set aside by it."""
@@ -191,13 +191,9 @@ class Scheduler:
                     Admission(queue_s, seq.num_prompt_tokens, seq.num_computed)
                 )
 
-    def _fill(
-        self, decoding: list[Sequence], prefilling: list[Sequence], max_tokens: int | None
-    ) -> list[ScheduledRow]:
+    def _fill(self, decoding: list[Sequence], prefilling: list[Sequence]) -> list[ScheduledRow]:
         """Shares the token budget: a token for every decoding row, prompts, then drafts."""
         budget = self.config.max_num_batched_tokens
-        if max_tokens is not None:
-            budget = min(budget, max_tokens)
         # Drafts must not starve prompts, nor prompts each other's oldest.
         reserve = min(sum(seq.num_uncomputed for seq in prefilling), max(1, budget // 4))
         max_draft = (budget - reserve) // max(1, len(decoding)) - 1

@@ -43,7 +43,7 @@ class Step:
 
     rows: tuple[ScheduledRow, ...]
     num_tokens: int
-    in_shade: bool = False  # prompts only, while all rows that decode wait for drafts
+    prompts_only: bool = False  # while all rows that decode wait for drafts
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ quietly: dict[str, Any] = {
 class Changing(Policy):
     """Wants drafts ahead for a few steps, then on demand for a few, and so on.
 
-    While all rows wait, prompts go in steps of three tokens; halves of the rows take turns.
+    Halves of the rows take turns.
     """
 
     steps = 0
@@ -93,9 +93,6 @@ class Changing(Policy):
     @property
     def way(self) -> Way:
         return Way.ON_DEMAND if self.steps // 3 % 2 else Way.AHEAD
-
-    def shade(self, waiting: Sequence[object], now: float, turn_s: float) -> int:  # noqa: ARG002
-        return 3
 
     def turn_s(self, rows: Sequence[Row]) -> float:  # noqa: ARG002
         return 0.001

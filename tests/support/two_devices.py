@@ -1,7 +1,8 @@
 """A closed loop of requests on two simulated devices: a target's steps beside a draft's forwards.
 
-Times are those of an 8B target and a 1B draft on two H200s (docs/adr/0027): a step by its rows and
-draft tokens, a forward of the draft by its rows, prompts, Python, and the way between both.
+Times are those of an 8B target and a 1B draft on two H200s (benchmarks/results/gpu_versions.md): a
+step by its rows and draft tokens, a forward of the draft by its rows, prompts, Python, and the way
+between both.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ PROMPT, ANSWER, K = 270, 256, 4
 TEMPERATURES = (0.0, 1.0)  # of which a prompt's first token is the index
 AGREEMENT = np.array([0.025, 0.40], np.float32)  # 0.73 and 0.38 of the draft tokens are accepted
 _ROWS = (1, 8, 32, 64)
-_PLAIN_MS = (4.2, 4.57, 5.0, 6.27)
-_VERIFYING_MS = (4.43, 5.2, 6.6, 10.34)
-_DRAFT_ROWS = (1, 8, 32, 64, 128, 256, 512, 1024)
-_DRAFT_MS = (0.68, 0.95, 1.2, 1.5, 2.0, 3.6, 7.0, 14.0)
-_PROMPT_S, _DRAFT_PROMPT_S = 0.010 / PROMPT, 0.008 / PROMPT  # a token
-_WAY_S, _MESSAGE_S = 0.6e-3, 12e-6  # one way, and by session
-_BLOCK_S = 25e-6  # of the scorer's Python
-_DRAFT_S, _BRANCHES_S, _NODE_S = 30e-6, 80e-6, 2e-6  # of the proposer's
+_PLAIN_MS = (4.02, 4.39, 4.98, 5.6)
+_VERIFYING_MS = (4.29, 4.87, 6.08, 8.8)
+_HOST_S, _BLOCK_S = 0.35e-3, 25e-6  # of the scorer's Python: a step, and a block
+_DRAFT_ROWS = (1, 8, 16, 32, 128, 512, 1024)
+_DRAFT_MS = (0.61, 0.76, 0.88, 1.02, 1.86, 4.87, 9.7)
+_PROMPT_S, _DRAFT_PROMPT_S = 0.015e-3, 0.0045e-3  # a token
+_WAY_S, _MESSAGE_S = 0.4e-3, 12e-6  # one way, and by session
+_DRAFT_S, _BRANCHES_S, _NODE_S = 15e-6, 30e-6, 1e-6  # of the proposer's Python
 
 
 class _ShortSighted(HashModel):
@@ -211,5 +212,5 @@ def _step_s(step: Step) -> float:
     prompts = sum([len(row.slice.token_ids) - len(row.draft) - 1 for row in rows])
     blocks = sum([bool(row.draft) for row in rows])
     return float(1e-3 * (plain + (verifying - plain) * k / K)) + (
-        _PROMPT_S * prompts + _BLOCK_S * blocks
+        _HOST_S + _PROMPT_S * prompts + _BLOCK_S * blocks
     )

@@ -263,7 +263,7 @@ def test_steps_with_prompts_are_not_compared() -> None:
     assert contests.current.drafting
 
 
-def test_prompts_in_the_shade_of_drafts_count_with_the_round_that_waits() -> None:
+def test_prompts_alone_count_with_the_round_that_waits_for_drafts() -> None:
     """Else drafts that are waited for would seem to take no time."""
     contests, now = Contests(), 0.0
 
@@ -275,7 +275,7 @@ def test_prompts_in_the_shade_of_drafts_count_with_the_round_that_waits() -> Non
     for i in range(4000):
         if contests.current.drafting:
             now += 0.012  # until the drafts come
-            contests.step_done(StepDone(32, 1, 1, now, 0, False, 32, 100, in_shade=True))
+            contests.step_done(StepDone(32, 1, 1, now, 0, False, 32, 100, prompts_only=True))
             play(96, 0.008, drafted=32, prompt_tokens=0)
         elif i % 2:
             play(32, 0.005, drafted=0, prompt_tokens=0)

@@ -430,40 +430,6 @@ def test_a_row_goes_along_whose_draft_is_worth_less_than_the_others_step() -> No
     assert going() == [0, 1]
 
 
-def test_prompts_go_in_the_shade_of_drafts_that_another_device_makes() -> None:
-    policy = AdaptivePolicy(4)
-    policy.observe_step(1, 5, 0.004)
-    rows = [_on_demand(policy, i) for i in range(2)]
-    for at in range(8):  # both in one batch
-        policy.observe_delay(rows[0].drafting, Delay(float(at), 0.009, 0.006, 4, calm=True))
-
-    def shade(now: float) -> int | None:
-        ready = policy.split(rows, 1, now)
-        assert not ready.rows
-        return ready.max_tokens
-
-    for seq in rows:
-        d = seq.drafting
-        d.blocks, d.own_device, d.looked_at, d.deadline = 1, True, 0.0, 0.02
-    assert shade(0.0) is None, "nothing is known of prompts"
-    policy.observe_prompts(250, 5, 0.014)  # 40 us a token, beside a row's round
-    assert shade(0.0) == pytest.approx(125, abs=1)
-    assert shade(0.003) == pytest.approx(50, abs=1)
-    assert shade(0.004) is None, "too few to be worth a step"
-    assert shade(0.010) is None, "the drafts are late"
-    for name, value in (("own_device", False), ("runs_ahead", True)):
-        before = getattr(rows[1].drafting, name)
-        setattr(rows[1].drafting, name, value)
-        assert shade(0.0) is None
-        setattr(rows[1].drafting, name, before)
-    rows[1].drafting.committed_at = 0.001
-    assert shade(0.0) == pytest.approx(150, abs=1), "until the last is there"
-    rows[1].drafting.blocks = 0
-    assert shade(0.0) == pytest.approx(125, abs=1), "nobody waits for a first block"
-    rows[0].draft = DraftTree.chain(2, [1])
-    assert policy.split(rows, 1, 0.0).max_tokens is None, "one can go on"
-
-
 def test_rows_hold_back_while_two_steps_would_take_longer_than_to_wait() -> None:
     policy = AdaptivePolicy(4)
     policy.observe_step(8, 40, 0.005)

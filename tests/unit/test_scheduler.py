@@ -71,24 +71,21 @@ def test_a_long_prompt_goes_in_chunks_beside_decoding_rows() -> None:
     assert [[c.session_id for c in events.commits] for events in steps] == [[1], [1], [1, 2]]
 
 
-def test_prompts_in_the_shade_of_drafts_take_no_more_than_fits_the_oldest_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_prompts_go_on_while_a_row_waits_for_its_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     e = engine(lambda: now)
     monkeypatch.setattr(e._policy, "max_wait_s", 1.0)
-    monkeypatch.setattr(e._policy, "shade", lambda *_: 6)
     truth, _ = submit(e, 1, prompt_len=3)
     step(e)
     e.set_drafting(1, "a", 4)
     for session in (2, 3):
         submit(e, session, prompt_len=10, start=session)
     steps = [step(e) for _ in range(2)]
-    assert [size(events) for events in steps] == [(1, 6), (2, 6)], "its row waits"
-    assert [[c.session_id for c in events.commits] for events in steps] == [[], [2]]
+    assert [size(events) for events in steps] == [(2, 16), (2, 4 + 1)], "its row waits"
+    assert [[c.session_id for c in events.commits] for events in steps] == [[2], [2, 3]]
     e.post_block(1, DraftTree.chain(4, truth[1:3]), "a", 0)
     both = step(e)
-    assert size(both) == (3, 3 + 1 + 8), "the row with its draft, the next token, the rest"
+    assert size(both) == (3, 3 + 1 + 1), "the row with its draft, and the next tokens"
     assert [c.session_id for c in both.commits] == [1, 2, 3]
 
 

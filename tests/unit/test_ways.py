@@ -126,21 +126,6 @@ def test_greedy_requests_after_sampled_ones_are_drafted_for_within_seconds() -> 
     assert world.rate(2.0) > 1.12 * rate_without(32)
 
 
-def test_newcomers_prompts_go_in_the_shade_of_drafts_made_elsewhere() -> None:
-    rates, first_tokens, texts = [], [], []
-    for own_device in (False, True):
-        world = TwoDevices(32, 0.0, own_device=own_device)
-        world.rate(3.5)
-        rates.append(world.rate(4.0))
-        texts.append({i: world.committed[i] for i in world.last})
-        stats = [last.stats for last in world.last.values() if last.stats is not None]
-        first_tokens.append(sum([each.prefill_ms for each in stats[-100:]]) / 100)
-    assert rates[1] > 1.04 * rates[0]
-    assert first_tokens[1] < first_tokens[0], "nor do newcomers wait longer"
-    assert len(texts[0]) > 100
-    assert all(texts[1][i] == text for i, text in texts[0].items() if i in texts[1])
-
-
 def test_a_single_request_drafts_ahead() -> None:
     world = TwoDevices(1, 0.0)
     rate = world.rate(6.0)
