@@ -13,10 +13,6 @@ and a row does not wait at all if its proposer's mean delay is beyond that: the 
 later is used as far as it is still true. Nor if others go now and their step is longer than that:
 its draft could be verified only after it.
 
-Where all rows wait for drafts that other devices make, prompts are processed meanwhile: as many
-tokens as end before the last draft of the next step is due. On the scorer's own device they would
-delay the drafts by as much.
-
 Where most rows draft on demand, on another device, halves of them take turns (turns.py). On the
 scorer's own they stay together: in two cohorts, one's drafts beside another's step, a round takes
 t(a) + max(t(b), D) instead of t(a + b) + D, less only where a step's time follows its tokens. There
@@ -185,12 +181,9 @@ class AdaptivePolicy(Policy):
 
     def _due(self, seq: Sequence, now: float) -> float:
         """When a row's draft is expected; its deadline if it is overdue."""
-        expected, deadline = self._expected(seq), seq.drafting.deadline
-        return expected if now < expected < deadline else deadline
-
-    def _expected(self, seq: Sequence) -> float:
-        """When a row's draft usually comes; in the past if that is unknown."""
-        return seq.drafting.committed_at + self._costs.usual(seq.drafting)[1]
+        d = seq.drafting
+        usual = d.committed_at + self._costs.usual(d)[1]  # in the past if it is unknown
+        return usual if now < usual < d.deadline else d.deadline
 
     def drafting(self, request: Request) -> Drafting:
         d = super().drafting(request)

@@ -1,4 +1,4 @@
-"""What steps, prompts and drafts take, as measured: the policy's formulas begin with it."""
+"""What steps and drafts take, as measured: the policy's formulas begin with it."""
 
 from __future__ import annotations
 
