@@ -8,7 +8,7 @@ import itertools
 import logging
 import random
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Final
 
 import grpc
@@ -28,6 +28,7 @@ from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.frames import FrameSocket
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.targets import Target
+from outrider.rpc.tasks import in_thread
 from outrider.rpc.versions import PROTOCOL_VERSION, agreed_version
 from outrider.v1 import draft_pb2, proposer_pb2, scorer_pb2_grpc
 from proposer_service.config import LinkConfig
@@ -205,9 +206,7 @@ class ScorerLink:
         if not welcome.HasField("data_connection"):
             return None
         offer, timeout_s = welcome.data_connection, self._config.connect_timeout_s
-        thread = ThreadPoolExecutor(1, "connecting")
-        connecting = thread.submit(connect, self.target, offer, self._tls, timeout_s)
-        thread.shutdown(wait=False)
+        connecting = in_thread(lambda: connect(self.target, offer, self._tls, timeout_s))
         try:
             return await asyncio.wrap_future(connecting)
         except (OSError, ConfigError) as error:
@@ -232,7 +231,7 @@ class ScorerLink:
 
 def _close(connecting: Future[FrameSocket]) -> None:
     """Of a link that is not wanted any more."""
-    if not connecting.cancelled() and connecting.exception() is None:
+    if connecting.exception() is None:
         connecting.result().close()
 
 

@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import gc
 import os
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar, cast
+from typing import Final
 
 import grpc
 import transformers
@@ -33,6 +32,7 @@ from outrider.rpc import runtime
 from outrider.rpc.data_connection import DataPort
 from outrider.rpc.deployment import Deployment
 from outrider.rpc.server import GrpcServer
+from outrider.rpc.tasks import in_thread
 from outrider.rpc.telemetry import Telemetry, configure
 from outrider.types import Request, StepEvents
 from scorer_service.config import DraftLimits, ServedModel
@@ -44,7 +44,6 @@ from scorer_service.metrics import ScorerMetrics
 from scorer_service.registration import add_to_server
 from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving
 
-T = TypeVar("T")
 NAME: Final = "scorer"
 _STOP_TIMEOUT_S = 1.0
 _POLICIES: dict[str, Callable[[int], Policy]] = {
@@ -130,7 +129,7 @@ class ScorerApp:
             return build_engine(folder, options, self._group)
 
         self._worker = worker = EngineWorker(build, on_events)
-        info = await _in_thread(lambda: worker.start(options.start_timeout))
+        info = await asyncio.wrap_future(in_thread(lambda: worker.start(options.start_timeout)))
         if self._group is not None:
             self._group.watch(_end)
         served = ServedModel(
@@ -150,7 +149,9 @@ class ScorerApp:
         self._hub = hub = Hub(worker, served, DraftLimits(), metrics)
         watch(metrics, worker, hub.roster, served)
         hubs.append(hub)
-        self._constraints = await _in_thread(lambda: Constraints.load(folder, info))
+        self._constraints = await asyncio.wrap_future(
+            in_thread(lambda: Constraints.load(folder, info))
+        )
         shared = None if options.listen_unix is None else Path(options.listen_unix).parent
         self._servicer.begin(
             Serving(worker, hub, served, DraftLimits(), self._constraints, shared, self._data_port)
@@ -171,10 +172,11 @@ class ScorerApp:
         if worker is not None:
             # A model that is still loading cannot be interrupted; its thread is a daemon.
             with contextlib.suppress(DeadlineError):
-                await _in_thread(lambda: worker.stop(_STOP_TIMEOUT_S))
+                await asyncio.wrap_future(in_thread(lambda: worker.stop(_STOP_TIMEOUT_S)))
         if self._group is not None:
             with contextlib.suppress(TimeoutError):  # a rank that hangs ends without us
-                await asyncio.wait_for(_in_thread(self._group.stop), _STOP_TIMEOUT_S)
+                stopped = asyncio.wrap_future(in_thread(self._group.stop))
+                await asyncio.wait_for(stopped, _STOP_TIMEOUT_S)
         if self._constraints is not None:
             self._constraints.close()
         self._telemetry.shutdown()
@@ -259,30 +261,3 @@ def _warm_up(engine: Engine, config: EngineConfig) -> None:
                 events = engine.step()
                 if events is not None and events.failures:
                     raise InternalError(f"warm-up failed: {events.failures[0].error}")
-
-
-async def _in_thread(function: Callable[[], T]) -> T:
-    """Like `asyncio.to_thread`, on a daemon thread: an exit does not wait for it."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(cast("T", result))
-
-    def work() -> None:
-        result: T | None = None
-        failure: BaseException | None = None
-        try:
-            result = function()
-        except BaseException as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=work, daemon=True).start()
-    return await future

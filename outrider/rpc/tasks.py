@@ -1,10 +1,14 @@
-"""Coroutines that end together."""
+"""Coroutines that end together, and work on threads that nobody has to wait for."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 async def first_of(*work: Coroutine[Any, Any, None]) -> None:
@@ -19,3 +23,23 @@ async def first_of(*work: Coroutine[Any, Any, None]) -> None:
     for result in results:
         if isinstance(result, Exception):
             raise result
+
+
+def in_thread(function: Callable[[], T]) -> Future[T]:
+    """Runs it on a daemon thread of its own: an exit does not wait for it, nor can it be cancelled.
+
+    Its result is had on an event loop by `asyncio.wrap_future`, and without one, too.
+    """
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            result = function()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
