@@ -8,11 +8,12 @@ target would have said another. Nothing under outrider/ knows of this.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.engine.runner import Pending, StepRunner
 from outrider.engine.step import ScheduledRow, Step, StepResult
+from outrider.params import TokenIds
 
 _MASK = 2**64 - 1
 
@@ -53,10 +54,21 @@ class _Synthetic:
         accepted = tuple(self.accepted(row) for row in self.step.rows)
         result = self.pending.wait()
         choices = [
-            (*row.draft[:n], *chosen[n:]) if row.draft else chosen
+            _as_if(row.draft, n, chosen)
             for row, n, chosen in zip(self.step.rows, accepted, result.choices, strict=True)
         ]
         return replace(result, choices=choices, accepted=accepted)
+
+
+def _as_if(draft: TokenIds, accepted: int, chosen: Sequence[int]) -> tuple[int, ...]:
+    """What the target would have chosen, had it accepted so much of a draft.
+
+    Where that ends it says another token than the draft: or what comes after would still be true.
+    """
+    choices = [*draft[:accepted], *chosen[accepted:]]
+    if accepted < len(draft) and choices[accepted] == draft[accepted]:
+        choices[accepted] = draft[accepted] - 1 if draft[accepted] else 1
+    return tuple(choices)
 
 
 def _uniform(seed: int, session_id: int, position: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.synthetic import SyntheticRunner, chance_per_token
+from benchmarks.synthetic import SyntheticRunner, _as_if, chance_per_token
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
@@ -68,6 +68,16 @@ def test_rounds_have_the_mean_length_and_hold_the_drafted_tokens() -> None:
     assert all(sum(len(c.token_ids) for c in rounds) == TOKENS for rounds in sessions)
 
 
+def test_where_a_draft_is_rejected_the_text_leaves_it() -> None:
+    drafted = (3, 5, 8, 0)
+    told = [(3, 5), (3, 5, 9), (4, 4, 8), (1, 1, 1, 0), (1, 1, 1, 1, 7)]
+    for accepted, chosen in enumerate(told):
+        choices = _as_if(drafted, accepted, chosen)
+        assert choices[:accepted] == drafted[:accepted]
+        assert accepted == K or choices[accepted] != drafted[accepted]
+    assert _as_if((), 0, (7,)) == (7,)
+
+
 def test_it_repeats_itself_and_sessions_differ() -> None:
     first, again = commits_of(2.5), commits_of(2.5)
     lengths = [[len(c.token_ids) for c in rounds] for rounds in first]
@@ -75,11 +85,17 @@ def test_it_repeats_itself_and_sessions_differ() -> None:
     assert lengths[0] != lengths[1] != lengths[2]
 
 
-def test_length_one_accepts_nothing_and_keeps_the_targets_text() -> None:
-    plain = [[t for c in rounds for t in c.token_ids] for rounds in commits_of(None)]
-    synthetic = commits_of(1.0)
-    assert [[t for c in rounds for t in c.token_ids] for rounds in synthetic] == plain
-    assert all(len(c.token_ids) == 1 for rounds in synthetic for c in rounds)
+def test_length_one_accepts_nothing_and_keeps_what_the_target_says() -> None:
+    rounds = commits_of(1.0)
+    assert all(len(c.token_ids) == 1 for commits in rounds for c in commits)
+    texts = [[t for c in commits for t in c.token_ids] for commits in rounds]
+    targets = [[t for c in commits for t in c.token_ids] for commits in commits_of(None)]
+    for text, target in zip(texts, targets, strict=True):
+        # The draft of one token: as long as the target says another one, that stands.
+        agreed = target.index(WRONG)
+        assert agreed > 0
+        assert text[:agreed] == target[:agreed]
+        assert text[agreed] == WRONG - 1
 
 
 def test_the_chance_gives_the_length() -> None:
