@@ -121,6 +121,14 @@ class PageMajorPool(LayerPool):
         return keys, values
 
 
+def _wide(pages: Tensor) -> Tensor:
+    """The same bytes [parts, num_pages, numbers] as fewer, wider numbers: what moves them counts
+    numbers. (67 MB of bfloat16 in 220 us on an H200, as 16 bytes each in 79.)"""
+    size = pages.shape[-1] * pages.element_size()
+    wide = next((x for x in (torch.complex128, torch.int64) if size % x.itemsize == 0), pages.dtype)
+    return pages.view(wide)
+
+
 class KVPools:
     """One `LayerPool` per layer, allocated when the layer's shapes are first known.
 
@@ -188,7 +196,7 @@ class KVPools:
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Makes pages `target` int64 [n] hold what `source` [n] held before, in every layer."""
         for tensor in self._tensors():
-            pages = tensor.view(self._parts(tensor), self.num_pages, -1)
+            pages = _wide(tensor.view(self._parts(tensor), self.num_pages, -1))
             pages.index_copy_(1, target, pages.index_select(1, source))
         if self.features is not None:
             self.features.copy_pages(source, target)
