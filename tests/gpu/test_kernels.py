@@ -10,7 +10,7 @@ from outrider.engine.cuda.triton_ops import TritonOps
 from outrider.engine.cuda.triton_sampling import choose, choose_and_verify
 from outrider.engine.kv_cache import PageMajorPool
 from outrider.engine.llama_ops import TorchOps
-from outrider.engine.sampling import SamplingBatch, sample, seed_keys
+from outrider.engine.sampling import SamplingBatch, gumbel_noise, sample, seed_keys
 from outrider.engine.verifier import VerifyBatch
 from outrider.engine.verifier import choose_and_verify as torch_choose_and_verify
 from outrider.params import SamplingParams
@@ -74,6 +74,38 @@ def test_choose_draws_what_the_cpu_draws(dtype: torch.dtype, vocab_size: int) ->
     expected = sample(logits.cpu(), batch)
     on_device = [each.to(DEVICE) for each in (batch.temperature, batch.seed, batch.position)]
     assert choose(logits, *on_device).tolist() == expected.tolist()
+
+
+def test_scores_that_float32_cannot_tell_apart_are_told_apart() -> None:
+    """Logits that make up for the noise of three tokens: which is best follows from rounding."""
+    rows, vocab_size = 40, 3000
+    params = [SamplingParams(temperature=1.0, seed=seed) for seed in range(rows)]
+    batch = SamplingBatch.build(params, list(range(7, 7 + rows)))
+    noise = gumbel_noise(batch.seed, batch.position, vocab_size)
+    logits = torch.full((rows, vocab_size), -40.0)
+    close_ones = (-noise.abs()).topk(3).indices  # where float32 tells least of it
+    logits.scatter_(1, close_ones, -noise.gather(1, close_ones).float())
+    expected = sample(logits, batch)
+    gaps = (logits.double() + noise).gather(1, close_ones).sort(dim=1).values.diff()
+    assert gaps.max() < 1e-6
+    assert len(set((expected[:, None] == close_ones).int().argmax(1).tolist())) == 3
+    on_device = [each.to(DEVICE) for each in (batch.temperature, batch.seed, batch.position)]
+    assert choose(logits.to(DEVICE), *on_device).tolist() == expected.tolist()
+
+
+def test_draws_from_logits_of_any_size() -> None:
+    logits = randn(6, 2500, dtype=torch.float32).cpu()
+    logits[0] *= 1e30
+    logits[1, 40:] = -torch.inf
+    logits[2] = -torch.inf
+    logits[2, 2000] = -3e38
+    logits[3, 77] = torch.inf
+    logits[4] += 1e7
+    logits[5] = 0.0
+    params = [SamplingParams(temperature=0.9, seed=seed) for seed in range(len(logits))]
+    batch = SamplingBatch.build(params, [3] * len(logits))
+    on_device = [each.to(DEVICE) for each in (batch.temperature, batch.seed, batch.position)]
+    assert choose(logits.to(DEVICE), *on_device).tolist() == sample(logits, batch).tolist()
 
 
 def test_of_equal_logits_the_lowest_token_wins() -> None:

@@ -17,8 +17,7 @@ from outrider.engine.cuda.kernels.sampling import (
 from outrider.engine.verifier import VerifyBatch
 
 _BLOCK = 1024  # of the vocabulary per program: enough programs for a whole GPU at one row
-_LARGE_BLOCK = 4096  # where rows alone are enough of them, so that each reads more at a time
-_MANY_ROWS = 32
+_WARPS = 2
 
 
 def choose(logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
@@ -75,8 +74,7 @@ def _best_of_blocks(
     """
     n, vocab = logits.shape
     assert logits.stride(1) == 1
-    block = _BLOCK if n < _MANY_ROWS else _LARGE_BLOCK
-    blocks = triton.cdiv(vocab, block)
+    blocks = triton.cdiv(vocab, _BLOCK)
     best = torch.empty((n, blocks), dtype=torch.float64, device=logits.device)
     token = torch.empty((n, blocks), dtype=torch.int32, device=logits.device)
     choose_block_kernel[(n, blocks)](
@@ -90,9 +88,9 @@ def _best_of_blocks(
         vocab,
         repeat,
         ahead,
-        block,
         _BLOCK,
-        num_warps=4 if block == _BLOCK else 8,
+        logits.is_cuda,
+        num_warps=_WARPS,
     )
     return best, token
 
@@ -102,33 +100,33 @@ def choose_top(
 ) -> tuple[Tensor, Tensor]:
     """The `count` tokens of highest score per row, and how far each is from the best.
 
-    Arguments as of `choose`, which gives the first of them. Returns int64 [n, count], best first,
-    and float32 [n, count]; where it is infinite, the token is none (its logit is -inf, or the
-    vocabulary ends). Safe to capture in a CUDA graph.
+    Arguments as of `choose`, which gives the first of them, but where scores differ by less than
+    float32 tells apart. Returns int64 [n, count], best first, and float32 [n, count]; where it is
+    infinite, the token is none (its logit is -inf, or the vocabulary ends). Safe to capture in a
+    CUDA graph.
     """
     n, vocab = logits.shape
     assert logits.stride(1) == 1
     blocks = triton.cdiv(vocab, _BLOCK)
-    best = torch.empty((n, blocks * count), dtype=torch.float64, device=logits.device)
-    token = torch.empty((n, blocks * count), dtype=torch.int32, device=logits.device)
+    scores = blocks * count
+    best = torch.empty((n, scores), dtype=torch.int64, device=logits.device)
     top_block_kernel[(n, blocks)](
         logits,
         temperature,
         keys,
         positions,
         best,
-        token,
         logits.stride(0),
         vocab,
         count,
         _BLOCK,
-        num_warps=4,
+        logits.is_cuda,
+        num_warps=_WARPS,
     )
     chosen = torch.empty((n, count), dtype=torch.int64, device=logits.device)
     gaps = torch.empty((n, count), dtype=torch.float32, device=logits.device)
-    scores = blocks * count
     top_row_kernel[(n,)](
-        best, token, chosen, gaps, scores, count, triton.next_power_of_2(scores), num_warps=8
+        best, chosen, gaps, scores, vocab, count, triton.next_power_of_2(scores), num_warps=8
     )
     return chosen, gaps
 

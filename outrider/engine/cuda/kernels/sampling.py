@@ -1,10 +1,17 @@
 """Coupled sampling without noise in memory: hash, log and argmax in one pass over the logits.
 
 The same integers as `outrider.engine.sampling` in uint32, whose products wrap as the masks there.
+Two logarithms of a float64 for every token of the vocabulary take as long as a layer's products;
+so the noise is made in float32, and in float64 only of what comes close to the best.
 """
 
 import triton
 import triton.language as tl
+
+_LOWEST = tl.constexpr(-(2**63))  # below every ranked score
+_LN2 = tl.constexpr(0.6931471805599453)
+# A rough score that is less than this below the best, or than this share of it, may be the best.
+_NEAR, _NEAR_SHARE = tl.constexpr(1e-3), tl.constexpr(2**-20)
 
 
 @triton.jit
@@ -17,21 +24,67 @@ def _mix(x):
 
 
 @triton.jit
-def _noise(keys_ptr, position, token):
-    """float64: the noise of some tokens of a row, from two keys."""
+def _hash(keys_ptr, position, token):
+    """uint32, of two keys."""
     position = position.to(tl.uint32)
     first = _mix(tl.load(keys_ptr).to(tl.uint32) ^ position)
     second = _mix(tl.load(keys_ptr + 1).to(tl.uint32) ^ position)
-    mixed = _mix((_mix(token.to(tl.uint32)) ^ first) + second)
-    uniform = (mixed.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
+    return _mix((_mix(token.to(tl.uint32)) ^ first) + second)
+
+
+@triton.jit
+def _noise(keys_ptr, position, token):
+    """float64: the noise of some tokens of a row."""
+    uniform = (_hash(keys_ptr, position, token).to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
     return -tl.log(-tl.log(uniform))
 
 
 @triton.jit
 def _scores(logits, temperature, keys_ptr, position, token):
-    """float64: logit / temperature + noise of some tokens of a row, from two keys."""
+    """float64: logit / temperature + noise of some tokens of a row."""
     scaled = tl.math.div_rn(logits.to(tl.float32), temperature)
     return scaled.to(tl.float64) + _noise(keys_ptr, position, token)
+
+
+@triton.jit
+def _log2(x, ASM: tl.constexpr):
+    """float32, in one instruction: wrong by 2^-22 at most, or by that share where it is larger."""
+    if not ASM:
+        return tl.log2(x)
+    return tl.inline_asm_elementwise(
+        "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _rough_scores(logits, temperature, keys_ptr, position, token, ASM: tl.constexpr):
+    """float32: as `_scores`, but for some 1e-6 of noise and the rounding of sums; much faster.
+
+    A uniform close to 1 is known by its distance x from it, and its logarithm by the series in x.
+    """
+    hashed = _hash(keys_ptr, position, token)
+    low = hashed < 2147483648
+    x = (tl.where(low, hashed, 4294967295 - hashed).to(tl.float32) + 0.5) * (1.0 / 4294967296.0)
+    series = 1.0 / 4 + x * (1.0 / 5 + x * (1.0 / 6))
+    series = x * (1.0 + x * (1.0 / 2 + x * (1.0 / 3 + x * series)))
+    exponential = -_LN2 * _log2(tl.where(low, x, 1.0 - x), ASM)
+    exponential = tl.where(low | (x > 0.0625), exponential, series)
+    return logits.to(tl.float32) / temperature - _LN2 * _log2(exponential, ASM)
+
+
+@triton.jit
+def _ranked(score, token):
+    """int64: float32 scores in their order, of equals the lowest token's highest."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (0x7FFFFFFF - token)
+
+
+@triton.jit
+def _unranked(ranked):
+    """The score and the token."""
+    bits = (ranked >> 32).to(tl.int32)
+    score = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return score, 0x7FFFFFFF - (ranked & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
@@ -71,34 +124,37 @@ def choose_block_kernel(
     REPEAT: tl.constexpr,  # rows in a row with the same temperature and keys
     AHEAD: tl.constexpr,  # of its position is what a row draws
     BLOCK: tl.constexpr,
-    PART: tl.constexpr,  # of a block: noise is made for so many tokens at once
+    ASM: tl.constexpr,  # on a device, not interpreted
 ):
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     logits_ptr += row * logits_stride
     temperature = tl.load(temperature_ptr + row // REPEAT)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab
+    logits = tl.load(logits_ptr + token, mask=inside, other=-float("inf"))
     # Whatever the scores are, even NaN, the token exists.
-    if temperature == 0.0:  # nothing but reading: all at once
-        token = block * BLOCK + tl.arange(0, BLOCK)
-        inside = token < vocab
-        logits = tl.load(logits_ptr + token, mask=inside, other=-float("inf"))
+    if temperature == 0.0:
         highest = tl.max(logits, axis=0)
         lowest = tl.min(tl.where((logits == highest) & inside, token, vocab - 1), axis=0)
         best = highest.to(tl.float64)
     else:
         keys_ptr += 2 * (row // REPEAT)
         position = tl.load(position_ptr + row) + AHEAD
+        rough = _rough_scores(logits, temperature, keys_ptr, position, token, ASM)
+        rough = tl.where(inside, rough, -float("inf"))
+        first = tl.max(rough, axis=0)
+        near = first - _NEAR - _NEAR_SHARE * tl.minimum(tl.abs(first), 3e38)
         best = tl.full([], -float("inf"), tl.float64)
         lowest = tl.full([], 0, tl.int32) + vocab - 1
-        for part in range(BLOCK // PART):
-            token = block * BLOCK + part * PART + tl.arange(0, PART)
-            inside = token < vocab
-            logits = tl.load(logits_ptr + token, mask=inside, other=-float("inf"))
-            score = _scores(logits, temperature, keys_ptr, position, token)
-            best_here = tl.max(score, axis=0)
-            here = tl.min(tl.where((score == best_here) & inside, token, vocab - 1), axis=0)
-            lowest = tl.where(best_here > best, here, lowest)
-            best = tl.maximum(best, best_here)
+        while (first >= near) & (first > -float("inf")):  # nearly always once
+            one = tl.min(tl.where(rough == first, token, vocab - 1), axis=0)
+            score = _scores(tl.load(logits_ptr + one), temperature, keys_ptr, position, one)
+            better = (score > best) | ((score == best) & (one < lowest))
+            lowest = tl.where(better, one, lowest)
+            best = tl.where(better, score, best)
+            rough = tl.where(token == one, -float("inf"), rough)
+            first = tl.max(rough, axis=0)
     at = row * tl.num_programs(1) + block
     tl.store(best_ptr + at, best)
     tl.store(token_ptr + at, lowest)
@@ -162,12 +218,12 @@ def top_block_kernel(
     temperature_ptr,  # float32 [n]; 0: greedy
     keys_ptr,  # int64 [n, 2]
     position_ptr,  # int64 [n]
-    best_ptr,  # float64 [n, blocks, COUNT]: the best scores of each block, in order
-    token_ptr,  # int32 [n, blocks, COUNT]: and their tokens, of equals the lowest first
+    best_ptr,  # int64 [n, blocks, COUNT]: each block's best, ranked, in order
     logits_stride,
     vocab,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
+    ASM: tl.constexpr,  # on a device, not interpreted
 ):
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -176,39 +232,42 @@ def top_block_kernel(
     logits = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=-float("inf"))
     temperature = tl.load(temperature_ptr + row)
     if temperature == 0.0:
-        score = logits.to(tl.float64)
+        score = logits.to(tl.float32)
     else:
         position = tl.load(position_ptr + row)
-        score = _scores(logits, temperature, keys_ptr + 2 * row, position, token)
-    at = (row * tl.num_programs(1) + block) * COUNT
+        score = _rough_scores(logits, temperature, keys_ptr + 2 * row, position, token, ASM)
+    ranked = tl.where(inside, _ranked(score, token), _LOWEST)
+    _store_best(best_ptr + (row * tl.num_programs(1) + block) * COUNT, ranked, COUNT)
+
+
+@triton.jit
+def _store_best(best_ptr, ranked, COUNT: tl.constexpr):
+    """The highest of them, which are all different, in order."""
     for i in tl.static_range(COUNT):
-        best = tl.max(score, axis=0)
-        lowest = tl.min(tl.where((score == best) & inside, token, vocab - 1), axis=0)
-        tl.store(best_ptr + at + i, best)
-        tl.store(token_ptr + at + i, lowest)
-        score = tl.where(token == lowest, -float("inf"), score)
+        best = tl.max(ranked, axis=0)
+        tl.store(best_ptr + i, best)
+        ranked = tl.where(ranked == best, _LOWEST, ranked)
 
 
 @triton.jit
 def top_row_kernel(
-    best_ptr,  # float64 [n, scores]
-    token_ptr,  # int32 [n, scores]
+    best_ptr,  # int64 [n, scores], ranked
     out_ptr,  # int64 [n, COUNT]: the tokens of the best scores, best first
     gap_ptr,  # float32 [n, COUNT]: how far they are from the best
     scores,
+    vocab,
     COUNT: tl.constexpr,
     SCORES: tl.constexpr,  # at least scores
 ):
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, SCORES)
-    inside = place < scores
-    score = tl.load(best_ptr + row * scores + place, mask=inside, other=-float("inf"))
-    token = tl.load(token_ptr + row * scores + place, mask=inside, other=2147483647)
-    last = tl.max(tl.where(inside, token, 0), axis=0)  # if the best is NaN, which equals nothing
-    first = tl.max(score, axis=0)
+    ranked = tl.load(best_ptr + row * scores + place, mask=place < scores, other=_LOWEST)
+    first, _ = _unranked(tl.max(ranked, axis=0))
     for i in tl.static_range(COUNT):
-        best = tl.max(score, axis=0)
-        lowest = tl.min(tl.where((score == best) & inside, token, last), axis=0)
-        tl.store(out_ptr + row * COUNT + i, lowest.to(tl.int64))
-        tl.store(gap_ptr + row * COUNT + i, tl.where(best == first, 0.0, first - best))
-        score = tl.where(token == lowest, -float("inf"), score)
+        best = tl.max(ranked, axis=0)
+        score, token = _unranked(best)
+        there = best != _LOWEST
+        tl.store(out_ptr + row * COUNT + i, tl.where(there, token, vocab - 1).to(tl.int64))
+        gap = tl.where(score == first, 0.0, first - score)
+        tl.store(gap_ptr + row * COUNT + i, tl.where(there, gap, float("inf")))
+        ranked = tl.where(ranked == best, _LOWEST, ranked)
