@@ -147,16 +147,15 @@ def draft_branches(
     num_tokens: int,
     fanout: int,
 ) -> list[DraftedBranch]:
-    """Drafts `num_tokens` after each of `branches`, all in one batch.
+    """Drafts `num_tokens` after each of `branches`, all in one batch, a trunk's side by side.
 
     `branches` are in order of preference: when the pool has no page left, the rest is left out. The
     caller sees to it that a branch, its chain and a token more, length + accepted + 2 + num_tokens
     tokens, stay within the model's length. If the model raises, no page is kept.
     """
     page_size = drafter.page_size
-    slices: list[RowSlice] = []
     copies: list[tuple[int, int]] = []
-    owned: list[array[int]] = []
+    rows: list[tuple[Branch, RowSlice, array[int]]] = []  # with the pages that it owns
     tables = [array("i", trunk.block_table) for trunk in trunks]
     for branch in branches:
         shared = tables[branch.trunk]
@@ -168,23 +167,22 @@ def draft_branches(
         pages = array("i", [pool.allocate() for _ in range(needed)])
         if offset:
             copies.append((shared[first], pages[0]))
-        slices.append(RowSlice((branch.token,), position, shared[:first] + pages, 1))
-        owned.append(pages)
-    if not slices:
+        rows.append((branch, RowSlice((branch.token,), position, shared[:first] + pages, 1), pages))
+    if not rows:
         return []
-    sampling = [trunks[branch.trunk].sampling for branch in branches[: len(slices)]]
+    rows.sort(key=lambda row: row[0].trunk)  # rows side by side read once what they share
+    slices = [row for _, row, _ in rows]
+    sampling = [trunks[branch.trunk].sampling for branch, _, _ in rows]
     try:
         forks = drafter.forks(slices, sampling, num_tokens, fanout, copies)
     except BaseException:
-        for pages in owned:
+        for _, _, pages in rows:
             pool.release(pages)
         raise
     guesses = forks.candidates[:, :, 0].tolist()
     return [
-        DraftedBranch(
-            branches[i], row.start + 1, row.start // page_size, owned[i], guesses[i], forks, i
-        )
-        for i, row in enumerate(slices)
+        DraftedBranch(branch, row.start + 1, row.start // page_size, pages, guess, forks, i)
+        for i, ((branch, row, pages), guess) in enumerate(zip(rows, guesses, strict=True))
     ]
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from outrider.engine.batch import PackedBatch, RowSlice
 from outrider.engine.sampling import SamplingBatch, seed_keys
+from outrider.engine.shared_pages import SharedPages
 from outrider.engine.tree_mask import TreeMask
 from outrider.params import SamplingParams
 
@@ -31,6 +32,7 @@ _TEMPERATURE, _TOP_P, _MIN_P, _TOP_K, _KEYS = range(_SAMPLING, _SAMPLING + 5)
 _TOKENS = _KEYS + 2
 
 _MAX_COLUMNS = 4096  # sessions whose sampling is remembered
+_SHARING_ROWS = 128  # of branches, from which on it pays to read shared pages once
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ class LoopBatches:
             context_lens=first.context_lens,
             page_size=first.page_size,
             recorded=True,
+            shared=first.shared,
         )
         return batch, replace(self.sampling, position=self.sampling.position + step + 1)
 
@@ -221,18 +224,23 @@ class ChainInputs:
         places = torch.arange(query_len, device=device)
         positions = start[:, None] + places
         first = torch.arange(rows, device=device) * query_len
+        seq_lens = (start + query_len).to(torch.int32)
+        shared = None
+        if shape.fanout and rows >= _SHARING_ROWS:
+            shared = SharedPages.of(table, seq_lens + shape.num_fed, self._page_size)
         catch_up = PackedBatch(
             input_ids=known.tokens.flatten(),
             positions=self._clamped(positions).flatten(),
             slot_mapping=self._slots(table, positions).flatten(),
             cu_seqlens_q=torch.arange(rows + 1, device=device, dtype=torch.int32) * query_len,
-            seq_lens=(start + query_len).to(torch.int32),
+            seq_lens=seq_lens,
             block_table=table,
             logits_index=first + counts - 1,
             query_lens=(query_len,) * rows,
             context_lens=(self._table_width * self._page_size,) * rows,
             page_size=self._page_size,
             recorded=True,
+            shared=shared,
         )
         fed = start + counts + torch.arange(shape.num_fed, device=device)[:, None]
         return LoopBatches(

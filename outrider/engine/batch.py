@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.engine.shared_pages import SharedPages
 from outrider.engine.tree_mask import TreeMask, depths, lineages
 
 
@@ -49,6 +50,7 @@ class PackedBatch:
     page_size: int
     recorded: bool = False  # of a recorded step: its context_lens are only upper bounds
     trees: TreeMask | None = None  # if some row holds a tree
+    shared: SharedPages | None = None  # if it is known; all rows have as many tokens then
 
     @property
     def max_query_len(self) -> int:

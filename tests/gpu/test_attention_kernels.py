@@ -21,6 +21,7 @@ from outrider.engine.cuda.triton_ops import TritonOps
 from outrider.engine.kv_cache import PageMajorPool
 from outrider.engine.llama_ops import LlamaOps
 from outrider.engine.sdpa import SdpaAttention
+from outrider.engine.shared_pages import SharedPages
 from outrider.errors import ConfigError
 
 pytestmark = pytest.mark.gpu
@@ -227,6 +228,57 @@ def test_new_nodes_of_trees(window: int | None) -> None:
     fused, plain = _attend_new(*step, 132, window)
     _same(fused[1].keys, plain[1].keys)
     _same(fused[0], plain[0])
+
+
+def _shared(
+    runs: Sequence[Sequence[tuple[int, int]]], query_len: int, heads: tuple[int, int, int]
+) -> tuple[PackedBatch, PageMajorPool, Tensor, Tensor]:
+    """Rows of (tokens before, pages shared with the row before), and what `_new_tokens` returns."""
+    rows = [(start, query_len) for run in runs for start, _ in run]
+    batch, pool, qkv, rope = _new_tokens(rows, *heads, torch.float32)
+    table = batch.block_table.clone()
+    for i, (_, shared) in enumerate(row for run in runs for row in run):
+        table[i, :shared] = table[i - 1, :shared]
+    row_of_token = torch.arange(len(rows), device=DEVICE).repeat_interleave(query_len)
+    slots = table[row_of_token, batch.positions // 16].long() * 16 + batch.positions % 16
+    nothing = torch.full((len(slots), *pool.shape[:2]), float("nan"), device=DEVICE)
+    pool.keys[:], pool.values[:] = pool.keys.nan_to_num(), pool.values.nan_to_num()
+    pool.write(slots, nothing, nothing)
+    shared = SharedPages.of(table, batch.seq_lens, 16)
+    return replace(batch, block_table=table, slot_mapping=slots, shared=shared), pool, qkv, rope
+
+
+BRANCHES = [(203, 0), (200, 12), (209, 12), (204, 12), (206, 12)]
+"""Of one session, and how many pages they have in common."""
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 33, 132])
+@pytest.mark.parametrize("query_len", [1, 2])
+@pytest.mark.parametrize("heads", [(2, 4, 64), (1, 1, 32), (1, 3, 24), (1, 8, 64)])
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [BRANCHES],
+        [BRANCHES[:1], BRANCHES, BRANCHES[:3] * 9, [(0, 0)]],
+        [[(5, 0)] * 3, [(40, 0), (43, 2), (70, 2)], [(300, 0), (310, 3)]],
+        [[(63, 0), (64, 3), (65, 3), (66, 4), (62, 3)]],
+    ],
+    ids=["one", "many", "short and apart", "at the end of a page"],
+)
+def test_rows_that_share_pages(
+    runs: Sequence[Sequence[tuple[int, int]]],
+    heads: tuple[int, int, int],
+    query_len: int,
+    multiprocessors: int,
+) -> None:
+    batch, pool, qkv, rope = _shared(runs, query_len, heads)
+    apart, _ = _attend_new(replace(batch, shared=None), pool, qkv, rope, multiprocessors)
+    fused, plain = _attend_new(batch, pool, qkv, rope, multiprocessors)
+    for out, mine in (fused, plain):
+        assert not mine.keys.isnan().any()
+        _same(mine.keys, apart[1].keys)
+        _same(mine.values, apart[1].values)
+        close(out, apart[0], torch.float32)
 
 
 def test_what_fills_up_a_step_harms_no_row() -> None:

@@ -17,6 +17,7 @@ if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
 
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
+from outrider.drafting import chain_inputs  # noqa: E402
 from outrider.drafting.candidates import top_candidates  # noqa: E402
 from outrider.drafting.draft_steps import ReadyRow, draft_chains, draft_forks  # noqa: E402
 from outrider.drafting.draws import TorchDraws  # noqa: E402
@@ -160,3 +161,31 @@ def test_a_loop_copies_pages_first() -> None:
         whole = RowSlice([*text[:20], token], 0, [100, 101], 1)
         eager = draft_forks(model, [whole], sampling[:1], 4, 2)
         assert forks.candidates[i].tolist() == eager.candidates[0].tolist()
+
+
+@graphs
+def test_branches_that_share_pages_are_drafted_as_each_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chain_inputs, "_SHARING_ROWS", 1)
+    model, rng, k = llama(), random.Random(4), 3
+    shapes = make_shapes(rows=(16,), query_lens=(1, 2), num_tokens=(k,), fanout=2)
+    drafter = GraphChains(model, shapes, record=CudaGraphs(), draws=TritonDraws())
+    free, slices, whole, copies = list(range(model.num_pages)), [], [], []
+    for length, count in ((70, 7), (31, 3), (47, 1)):
+        text = [rng.randrange(1000) for _ in range(length)]
+        trunk = [free.pop() for _ in range(-(-length // 16))]
+        model.forward(pack([RowSlice(text, 0, trunk, 1)], 16, DEVICE))
+        for _ in range(count):
+            start = length - rng.randint(0, 4)
+            token, first = rng.randrange(1000), start // 16
+            own = [free.pop(), free.pop()]
+            if start % 16:
+                copies.append((trunk[first], own[0]))
+            slices.append(RowSlice([token], start, trunk[:first] + own, 1))
+            alone = [free.pop() for _ in range(8)]
+            whole.append(RowSlice([*text[:start], token], 0, alone, 1))
+    sampling = [SAMPLINGS[i % 2] for i in range(len(slices))]
+    forks = drafter.forks(slices, sampling, k, 2, copies)
+    eager = draft_forks(model, whole, sampling, k, 2)
+    assert forks.candidates.tolist() == eager.candidates.tolist()

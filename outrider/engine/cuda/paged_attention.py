@@ -23,6 +23,7 @@ from outrider.engine.tree_mask import MAX_TREE_NODES
 
 _MAX_SPLITS = 16
 _MAX_QUERIES = 64  # query tokens times heads per key head in one tile
+_MAX_JOINED = 16  # likewise, where a tile joins rows that share pages
 _SHARED_BYTES = 64 * 1024  # for keys and values in flight, per program
 
 
@@ -47,14 +48,18 @@ class _Tiling:
     programs: int
 
 
-def _tiling(block_m: int, dim: int, *, alone: bool) -> _Tiling:
-    """For tiles of this many queries; `alone`: every program gets a multiprocessor.
+def _tiling(block_m: int, dim: int, *, alone: bool, joined: bool) -> _Tiling:
+    """For tiles of this many queries; `alone`: every program gets a multiprocessor; `joined`: a
+    tile has several rows.
 
     On an H200, 512 keys in 8 heads: at 128 a head 7.5 us became 5.4 at 1 row, 12.5 became 9.2 at 8
     and 26 became 21 at 32; at 64 a head 13.7 became 8.7 at 16 rows. (Before: 64 keys, 4 warps, 2.)
     There 64 keys and 2 warps are better again but for 16 rows: 16.7 became 13.9 at 32 (51 became 42
-    with 2,048 keys), 9.2 became 9.6 at 16.
+    with 2,048 keys), 9.2 became 9.6 at 16. Of rows that share pages, 4 to a tile: 29 became 19 at
+    128, 113 became 54 at 512 (88 became 43 at 128 with 2,048 keys), 15.4 became 16.5 at 64.
     """
+    if joined:
+        return _Tiling(128 if dim <= 64 else 64, 4, 2)
     if block_m > 16:
         return _Tiling(32 if alone else 64, 4, 2)
     if alone:
@@ -105,6 +110,14 @@ class TritonPagedAttention:
         window = params.sliding_window or MAX_TREE_NODES
         return self._batch.trees is not None and window < MAX_TREE_NODES
 
+    def _joined(self, group: int, params: AttentionParams) -> int:
+        """Rows that a tile of queries may join: a power of two."""
+        shared, trees = self._batch.shared, self._batch.trees
+        if shared is None or trees is not None or params.sliding_window is not None:
+            return 1
+        most = _MAX_JOINED // (self._max_query_len * group)
+        return 1 if most < 2 else 1 << most.bit_length() - 1
+
     def _launch(
         self, query: Tensor, rope: Tensor | None, pool: LayerPool, params: AttentionParams
     ) -> Tensor:
@@ -113,14 +126,16 @@ class TritonPagedAttention:
         batch, trees = self._batch, self._batch.trees
         tokens, kv_heads, group, dim = query.shape
         value_dim = pool.shape[2]
-        block_m = min(_MAX_QUERIES, max(16, triton.next_power_of_2(self._max_query_len * group)))
-        tiles = triton.cdiv(self._max_query_len * group, block_m)
+        joined = self._joined(group, params)
+        queries = joined * self._max_query_len * group
+        block_m = min(_MAX_QUERIES, max(16, triton.next_power_of_2(queries)))
+        tiles = triton.cdiv(queries, block_m)
         block_dim = max(16, triton.next_power_of_2(dim))
         block_value_dim = max(16, triton.next_power_of_2(value_dim))
         # Prompts, of which there are many lengths, are compiled for once: tiles enough they have.
-        programs = self._rows * kv_heads
+        programs = triton.cdiv(self._rows, joined) * kv_heads
         alone = programs * _MAX_SPLITS <= self._multiprocessors and tiles == 1
-        tiling = _tiling(block_m, max(dim, value_dim), alone=alone)
+        tiling = _tiling(block_m, max(dim, value_dim), alone=alone, joined=joined > 1)
         most = tiling.programs * self._multiprocessors
         splits = _splits(programs, most) if tiles == 1 else 1
         out = query.new_empty(tokens, kv_heads, group, value_dim)
@@ -145,6 +160,8 @@ class TritonPagedAttention:
             batch.seq_lens if trees is None else trees.starts,
             batch.positions if trees is None else trees.visible,
             batch.positions,
+            batch.seq_lens if batch.shared is None else batch.shared.places,
+            batch.seq_lens if batch.shared is None else batch.shared.pages,
             partial,
             lse,
             query.stride(0),
@@ -162,6 +179,7 @@ class TritonPagedAttention:
             trees is not None,
             rope is not None,
             min(16, block_m // triton.next_power_of_2(group)),
+            joined,
             splits,
             block_m,
             tiling.keys,

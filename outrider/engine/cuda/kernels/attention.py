@@ -1,7 +1,8 @@
 """Attention over pages, the keys of a row divided among several programs (flash decoding).
 
 The query heads that share a key head are packed into one tile with the row's query tokens, so
-that keys and values are read once.
+that keys and values are read once; and with the rows beside it whose tables begin with the same
+pages, so that those are read once for all of them.
 """
 
 import triton
@@ -52,6 +53,61 @@ def _store_new(
     tl.store(values_ptr + to, value, mask=stored)
 
 
+@triton.jit
+def _attend(
+    query,  # [BLOCK_M, BLOCK_DIM]
+    row,  # whose pages, one or [BLOCK_N]
+    key,  # int32 [BLOCK_N]: among that row's slots
+    written,  # bool [BLOCK_N]
+    seen,  # bool [BLOCK_M, BLOCK_N]
+    highest,  # [BLOCK_M], of the blocks before, as the next two
+    total,
+    sums,
+    table_ptr,
+    table_stride,
+    keys_ptr,
+    values_ptr,
+    kv_head,
+    kv_heads,
+    scale,
+    softcap,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_VALUE_DIM: tl.constexpr,
+):
+    """Takes a block of keys in: what `highest`, `total` and `sums` are after it."""
+    column = tl.arange(0, BLOCK_DIM)
+    value_column = tl.arange(0, BLOCK_VALUE_DIM)
+    page = tl.load(table_ptr + row * table_stride + key // PAGE_SIZE, mask=written, other=0)
+    slot = (page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE) * kv_heads + kv_head
+    keys = tl.load(
+        keys_ptr + slot[None, :] * DIM + column[:, None],
+        mask=written[None, :] & (column < DIM)[:, None],
+        other=0.0,
+    )
+    values = tl.load(
+        values_ptr + slot[:, None] * VALUE_DIM + value_column[None, :],
+        mask=written[:, None] & (value_column < VALUE_DIM)[None, :],
+        other=0.0,
+    )
+    scores = tl.dot(query, keys, input_precision="ieee") * scale
+    if HAS_SOFTCAP:
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # tanh
+    scores = tl.where(seen, scores * _LOG2E, -float("inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+    # A query that has seen nothing yet must not compute inf - inf.
+    base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
+    weights = tl.exp2(scores - base[:, None])
+    fading = tl.exp2(highest - base)
+    total = total * fading + tl.sum(weights, axis=1)
+    sums = sums * fading[:, None]
+    sums = tl.dot(weights.to(values.dtype), values, sums, input_precision="ieee")
+    return new_highest, total, sums
+
+
 @triton.jit(do_not_specialize=["table_stride"])  # it follows the longest context of the step
 def paged_attention_kernel(
     query_ptr,  # [tokens, kv_heads * GROUP, DIM], tokens query_stride apart; if NEW not turned
@@ -67,6 +123,8 @@ def paged_attention_kernel(
     trees_ptr,  # int32 [rows], and these two are read if HAS_TREES: see `TreeMask`
     visible_ptr,  # int64 [tokens]
     positions_ptr,  # int64 [tokens]
+    places_ptr,  # int32 [rows], and this and the next are read if ROWS > 1: see `SharedPages`
+    shared_ptr,  # int32 [rows]
     out_ptr,  # [tokens, heads, SPLITS, VALUE_DIM]: each split's own average of values
     lse_ptr,  # float32 [tokens, heads, SPLITS]: log2 of its sum of weights; unused if SPLITS is 1
     query_stride,
@@ -85,6 +143,8 @@ def paged_attention_kernel(
     NEW: tl.constexpr,  # keys and values of this step are not in the pages yet; there is one tile
     # of queries, VALUE_DIM is DIM, and DIM is even
     BLOCK_NEW: tl.constexpr,  # new keys that are turned at a time
+    ROWS: tl.constexpr,  # that a tile joins at most, a power of two. More than 1: all of them have
+    # as many queries, there is one tile of them, without window and trees
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -101,10 +161,28 @@ def paged_attention_kernel(
     start = tl.load(cu_seqlens_ptr + row)
     query_len = tl.load(cu_seqlens_ptr + row + 1) - start
     seq_len = tl.load(seq_lens_ptr + row)
+    queries = query_len  # of the tile's rows
+    idle = tile * BLOCK_M >= query_len * GROUP
+    if ROWS > 1:
+        # The rows from here on that follow one another in a run of those that share pages.
+        nth = tl.arange(0, ROWS)
+        exists = row + nth < tl.num_programs(2)
+        first_place = tl.load(places_ptr + row)
+        joined = tl.load(places_ptr + row + nth, mask=exists, other=-1) == first_place + nth
+        lengths = tl.load(seq_lens_ptr + row + nth, mask=joined, other=0)
+        pages = tl.load(shared_ptr + row + nth, mask=joined & (nth > 0), other=2**30)
+        pages = tl.minimum(pages, tl.where(joined, (lengths - query_len) // PAGE_SIZE, 2**30))
+        shared = tl.min(pages, axis=0) * PAGE_SIZE  # keys
+        own = tl.max(lengths, axis=0) - shared
+        rows = tl.sum(joined.to(tl.int32), axis=0)
+        queries = rows * query_len
+        idle = first_place % ROWS != 0  # the row is in another one's tile
 
     # The blocks of keys that some query of the tile sees, and this split's share of them.
     last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, query_len - 1)
     end = seq_len - query_len + last + 1
+    if ROWS > 1:
+        end = shared
     first_block = 0
     if HAS_WINDOW:
         first_seen = seq_len - query_len + tile * BLOCK_M // GROUP - window + 1
@@ -127,14 +205,18 @@ def paged_attention_kernel(
             prefetch(keys_ptr + slot * DIM, DIM)
             prefetch(values_ptr + slot * VALUE_DIM, VALUE_DIM)
         gdc_wait()
-    if tile * BLOCK_M >= query_len * GROUP:
+    if idle:
         return
 
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    in_row = m < query_len * GROUP
+    in_row = m < queries * GROUP
     token = (start + m // GROUP).to(tl.int64)
     head = kv_head * GROUP + m % GROUP
     place = seq_len - query_len + m // GROUP  # among the row's slots
+    if ROWS > 1:
+        owner = m // GROUP // query_len
+        place = tl.load(seq_lens_ptr + row + owner, mask=in_row, other=0)
+        place += m // GROUP % query_len - query_len
     position = place
     if HAS_TREES:
         tree = tl.load(trees_ptr + row)
@@ -142,16 +224,19 @@ def paged_attention_kernel(
         if HAS_WINDOW:
             position = tl.load(positions_ptr + token, mask=in_row, other=0).to(tl.int32)
     column = tl.arange(0, BLOCK_DIM)
-    value_column = tl.arange(0, BLOCK_VALUE_DIM)
     if NEW:
-        # Of the row's new keys those in this split's blocks.
+        # Of the row's new keys those in this split's blocks; of joined rows all are in the last.
         old = seq_len - query_len
-        stop = tl.minimum(to_block * BLOCK_N, seq_len)
-        for first_new in range(tl.maximum(from_block * BLOCK_N, old), stop, BLOCK_NEW):
-            new = first_new + tl.arange(0, BLOCK_NEW)
+        first_new = tl.maximum(from_block * BLOCK_N - old, 0)
+        num_new = tl.minimum(to_block * BLOCK_N, seq_len) - old
+        if ROWS > 1:
+            first_new = 0
+            num_new = queries * (split == SPLITS - 1)
+        for some in range(first_new, num_new, BLOCK_NEW):
+            new = some + tl.arange(0, BLOCK_NEW)
             _store_new(
-                start + new - old,
-                new < stop,
+                start + new,
+                new < num_new,
                 query_ptr + kv_heads * GROUP * DIM,
                 rope_ptr,
                 slots_ptr,
@@ -184,23 +269,9 @@ def paged_attention_kernel(
     sums = tl.zeros([BLOCK_M, BLOCK_VALUE_DIM], tl.float32)
     for block in tl.range(from_block, to_block, num_stages=STAGES):
         key = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        written = key < end
-        page = tl.load(table_ptr + row * table_stride + key // PAGE_SIZE, mask=written, other=0)
-        slot = (page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE) * kv_heads + kv_head
-        keys = tl.load(
-            keys_ptr + slot[None, :] * DIM + column[:, None],
-            mask=written[None, :] & (column < DIM)[:, None],
-            other=0.0,
-        )
-        values = tl.load(
-            values_ptr + slot[:, None] * VALUE_DIM + value_column[None, :],
-            mask=written[:, None] & (value_column < VALUE_DIM)[None, :],
-            other=0.0,
-        )
-        scores = tl.dot(query, keys, input_precision="ieee") * scale
-        if HAS_SOFTCAP:
-            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # tanh
         seen = key[None, :] <= place[:, None]
+        if ROWS > 1:
+            seen &= (key < end)[None, :]
         if HAS_WINDOW:
             seen &= key[None, :] > position[:, None] - window
         if HAS_TREES:
@@ -210,19 +281,66 @@ def paged_attention_kernel(
             # Behind a token's own slot is nothing that it sees: there the bits are clamped.
             within = (node >= 0)[None, :] & (key[None, :] <= place[:, None])
             seen = (seen & (node < 0)[None, :]) | (related & within)
-        scores = tl.where(seen, scores * _LOG2E, -float("inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        # A query that has seen nothing yet must not compute inf - inf.
-        base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
-        weights = tl.exp2(scores - base[:, None])
-        fading = tl.exp2(highest - base)
-        total = total * fading + tl.sum(weights, axis=1)
-        sums = sums * fading[:, None]
-        sums = tl.dot(weights.to(values.dtype), values, sums, input_precision="ieee")
-        highest = new_highest
+        highest, total, sums = _attend(
+            query,
+            row,
+            key,
+            key < end,
+            seen,
+            highest,
+            total,
+            sums,
+            table_ptr,
+            table_stride,
+            keys_ptr,
+            values_ptr,
+            kv_head,
+            kv_heads,
+            scale,
+            softcap,
+            DIM,
+            VALUE_DIM,
+            PAGE_SIZE,
+            HAS_SOFTCAP,
+            BLOCK_DIM,
+            BLOCK_VALUE_DIM,
+        )
+    if ROWS > 1:
+        # What the rows do not share, one row's after another's, as long as the longest one's.
+        for some in range(0, rows * own * (split == SPLITS - 1), BLOCK_N):
+            at = some + tl.arange(0, BLOCK_N)
+            one = at // own
+            key = shared + at % own
+            length = tl.load(seq_lens_ptr + row + one, mask=one < rows, other=0)
+            seen = (one[None, :] == owner[:, None]) & (key[None, :] <= place[:, None])
+            highest, total, sums = _attend(
+                query,
+                row + one,
+                key,
+                key < length,
+                seen,
+                highest,
+                total,
+                sums,
+                table_ptr,
+                table_stride,
+                keys_ptr,
+                values_ptr,
+                kv_head,
+                kv_heads,
+                scale,
+                softcap,
+                DIM,
+                VALUE_DIM,
+                PAGE_SIZE,
+                HAS_SOFTCAP,
+                BLOCK_DIM,
+                BLOCK_VALUE_DIM,
+            )
 
     at = (token * kv_heads * GROUP + head) * SPLITS + split
     average = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+    value_column = tl.arange(0, BLOCK_VALUE_DIM)
     tl.store(
         out_ptr + at[:, None] * VALUE_DIM + value_column[None, :],
         average,
