@@ -141,6 +141,7 @@ class Delay(NamedTuple):
     num_tokens: int
     calm: bool  # no step was launched meanwhile
     apart: bool = False  # nor would one have made it late: it was made on a device of its own
+    waited_s: float = 0.0  # for so long its row waited in vain before it went without
 
 
 class DraftTimes:
@@ -152,6 +153,9 @@ class DraftTimes:
     once went ahead would never wait again: going ahead is what makes their drafts late.) What the
     others take longer says how much of the device a step takes away. On demand one that takes less
     than half as long counts, too: then the calm ones that are known waited for something else.
+    And so does one for which its row had waited in vain, by half of what it then took beside the
+    step: if only those counted that came in time, what drafts take at times would never be waited
+    for, however often.
 
     Made apart, on demand and on another device, all of them count: a row that went without its
     draft waited for too short a time, and would again, as long as calm ones were awaited.
@@ -175,10 +179,12 @@ class DraftTimes:
 
     def observe(self, delay: Delay) -> None:
         """A draft came. Of a batch the first one tells: proposers send the longest first."""
-        at, seconds, draft_s, num_tokens, calm, apart = delay
+        at, seconds, draft_s, num_tokens, calm, apart, waited_s = delay
         if at == self._at:
             return
         self._at = at
+        if waited_s and not apart:
+            calm, seconds = True, (waited_s + seconds) / 2  # each goes on at half its speed
         self._others = 0 if calm else self._others + 1
         if calm:
             self._calm.add(seconds)

@@ -183,7 +183,11 @@ class Policy:
                     self._batch = batch  # of which the first draft tells
                     calm = self._launched_at < when
                     apart = d.own_device and not d.runs_ahead
-                    delay = Delay(now, now - when, draft_s, len(block.token_ids), calm, apart)
+                    since, until = d.in_vain
+                    waited_s = until - since if since == when else 0.0
+                    delay = Delay(
+                        now, now - when, draft_s, len(block.token_ids), calm, apart, waited_s
+                    )
                     self.observe_delay(d, delay)
                 return now - when if now > when else 0.0
         return 0.0
@@ -221,6 +225,9 @@ class Policy:
     def launch(self, seq: Sequence, drafted: int, now: float) -> bool:
         """A row goes into a step with `drafted` tokens. True if its proposer is set aside by it."""
         self._launched_at = now
+        d = seq.drafting
+        if not drafted and d.committed_at < d.deadline <= now:
+            d.in_vain = d.committed_at, now
         aside = count_launch(seq, drafted, self.counts, now)
         self.learn(seq)
         return aside

@@ -113,6 +113,7 @@ class Drafting:
     looked_at: float | None = None  # when the present round was first considered
     at_hand: bool = False  # a draft was there at that moment
     deadline: float = 0.0  # the present round waits no longer than this
+    in_vain: tuple[float, float] = 0.0, 0.0  # since when and until when it last waited for nothing
     wrong: bool = False  # a guess for the present round did not lie on the committed path
     unlearned: Round | None = None  # the last round, until the policy has learned from it
     asked: bool = False  # who drafts knows that the next round is to have a draft

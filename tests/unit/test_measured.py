@@ -66,6 +66,26 @@ def test_a_calm_draft_that_waited_for_something_else_is_left_although_none_is_ca
         assert times.mean_s(4) == mean_s, "others say nothing of calm ones"
 
 
+def test_drafts_that_were_waited_for_in_vain_count() -> None:
+    """Two of three take 6 ms, the third 9: waiting ends before it comes, until that is known."""
+    times = DraftTimes()
+    for at in range(60):
+        late = at % 3 == 2
+        awaited_s = times.mean_s(4) + 4 * times.delay.deviation
+        if not late:
+            times.observe(Delay(float(at), 0.006, 0.004, 4, calm=True))
+        elif awaited_s >= 0.009:
+            times.observe(Delay(float(at), 0.009, 0.007, 4, calm=True))
+        else:  # beside a step it takes longer
+            seconds = awaited_s + 2 * (0.009 - awaited_s)
+            times.observe(Delay(float(at), seconds, 0.007, 4, calm=False, waited_s=awaited_s))
+    assert awaited_s >= 0.009
+    assert times.mean_s(4) == pytest.approx(0.007, abs=0.0005)
+    apart = DraftTimes()
+    apart.observe(Delay(0.0, 0.009, 0.007, 4, calm=False, apart=True, waited_s=0.006))
+    assert apart.mean_s(4) == pytest.approx(0.009), "a step does not slow it down"
+
+
 def test_drafts_of_another_device_count_beside_steps_too() -> None:
     """One row's came in 4 ms, calm; those of 64 take 9, beside steps begun without them."""
     times = DraftTimes()
