@@ -105,12 +105,12 @@ def rate_without(rows: int) -> float:
 
 
 def test_many_rows_draft_on_demand_and_few_ahead() -> None:
-    """Branches for 32 rows come too late for half of them, and delay the drafts of the others."""
-    world = TwoDevices(32, 0.0)
+    """Branches for 64 rows come too late for half of them, and delay the drafts of the others."""
+    world = TwoDevices(64, 0.0)
     world.rate(3.5)
     rate = world.rate(4.0)
     assert world.steps_on_demand > 0.5 * world.steps
-    assert rate > 1.12 * rate_without(32)
+    assert rate > 1.12 * rate_without(64)
     world.set_rows(2)  # 8 would be as fast on demand, within 5 %
     world.rate(2.0)
     rate = world.rate(4.0)
