@@ -226,7 +226,7 @@ class Policy:
         """A row goes into a step with `drafted` tokens. True if its proposer is set aside by it."""
         self._launched_at = now
         d = seq.drafting
-        if not drafted and d.committed_at < d.deadline <= now:
+        if seq.draft is None and d.committed_at < d.deadline <= now:
             d.in_vain = d.committed_at, now
         aside = count_launch(seq, drafted, self.counts, now)
         self.learn(seq)
