@@ -8,11 +8,13 @@ the others go on. Needs a CUDA device.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +25,10 @@ from torch import Tensor
 
 from benchmarks.gpu import gpu_name
 from outrider.engine.attention import AttentionBackend, AttentionParams, StepAttention
-from outrider.engine.batch import RowSlice, pack
-from outrider.engine.kv_cache import PageMajorPool
+from outrider.engine.batch import PackedBatch, RowSlice, pack
+from outrider.engine.kv_cache import KVPools, PageMajorPool
 from outrider.engine.sampling import SamplingBatch
+from outrider.engine.shared_pages import SharedPages
 from outrider.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -49,6 +52,8 @@ DRAFT_PRODUCTS = {  # of a 1B model
     "down": (2048, 8192),
     "head": (VOCAB, 2048),
 }
+DRAFT_LAYERS, DRAFT_KV = 16, (8, 64)  # its layers, key heads and their width
+BRANCHES = ((8, 8, 512), (8, 16, 512), (32, 4, 512), (32, 16, 512), (8, 16, 2048), (16, 16, 1024))
 ROWS = (1, 5, 8, 32, 40, 160)
 COLD_BYTES = 192 * 2**20  # what a graph must read before it comes back: well above the L2 cache
 Record = dict[str, Any]
@@ -199,6 +204,63 @@ def new_tokens() -> Iterator[Record]:
                 yield {"op": name, "rows": rows, "query": query_len, "context": 512, "us": us}
 
 
+def shared_pages() -> Iterator[Record]:
+    """A layer's attention to branches of a 1B model: rows apart, and joined by what they share."""
+    from outrider.engine.cuda.paged_attention import TritonBackend
+    from outrider.engine.cuda.triton_ops import TritonOps
+
+    ops = TritonOps()
+    backend = TritonBackend(torch.cuda.get_device_properties(CUDA).multi_processor_count)
+    heads, shape = 4 * DRAFT_KV[0], (DRAFT_KV[0], DRAFT_KV[1], DRAFT_KV[1])
+    for sessions, branches, context in BRANCHES:
+        apart = _branches(sessions, branches, context)
+        shared = SharedPages.of(apart.block_table, apart.seq_lens, apart.page_size)
+        num_pages = int(apart.block_table.max()) + 1
+        pools = [PageMajorPool(num_pages, 16, shape, BF16, CUDA) for _ in range(DRAFT_LAYERS)]
+        rows, dim = len(apart.query_lens), shape[1]
+        qkv, rope = _rand(rows, (heads + 2 * shape[0]) * dim), _rand(rows, 2, 2, dim // 2)
+        for name, batch in {"apart": apart, "joined": replace(apart, shared=shared)}.items():
+            params = AttentionParams(dim**-0.5)
+            calls = [
+                partial(ops.attend_new, qkv, rope, backend(batch), pool, params) for pool in pools
+            ]
+            size = {"sessions": sessions, "branches": branches, "context": context}
+            yield {"op": name, **size, "us": graph_us(calls)}
+
+
+def _branches(sessions: int, branches: int, context: int) -> PackedBatch:
+    """They leave their sessions at the five places of a chain, and own two pages each."""
+    free = itertools.count()
+    rows = []
+    for _ in range(sessions):
+        pages = list(itertools.islice(free, context // 16 + 1))
+        for start in itertools.islice(itertools.cycle(range(context, context + 5)), branches):
+            own = list(itertools.islice(free, 2))
+            rows.append(RowSlice([1], start, pages[: start // 16] + own, 1))
+    return pack(rows, 16, CUDA)
+
+
+def page_copies() -> Iterator[Record]:
+    """Pages of a 1B model, all layers' at once: number by number, and as they are copied."""
+    pools = KVPools(3000, 16, BF16, CUDA, num_layers=DRAFT_LAYERS)
+    for layer in range(DRAFT_LAYERS):
+        pools.allocate(layer, DRAFT_KV[0], DRAFT_KV[1], DRAFT_KV[1])
+    [joint] = pools._tensors()
+    numbers = joint.view(pools._parts(joint), pools.num_pages, -1)
+    for count in (16, 128, 512):
+        source, target = torch.randperm(3000, device=CUDA)[: 2 * count].view(2, -1)
+        calls = {
+            "by numbers": partial(_copy, numbers, source, target),
+            "copy_pages": partial(pools.copy_pages, source, target),
+        }
+        for name, call in calls.items():
+            yield {"op": name, "pages": count, "us": graph_us([call])}
+
+
+def _copy(pages: Tensor, source: Tensor, target: Tensor) -> None:
+    pages.index_copy_(1, target, pages.index_select(1, source))
+
+
 class _AttentionCase:
     """Layers that each have pages of their own, all from one pool."""
 
@@ -257,8 +319,8 @@ def _backends() -> Iterator[tuple[str, AttentionBackend]]:
 
 
 def sampling() -> Iterator[Record]:
-    """Drawing tokens: torch's argmax, and ours with and without noise."""
-    from outrider.engine.cuda.triton_sampling import choose
+    """Drawing tokens: torch's argmax, ours with and without noise, and the four best."""
+    from outrider.engine.cuda.triton_sampling import choose, choose_top
 
     for rows in ROWS:
         logits = _rand(rows, VOCAB)
@@ -266,9 +328,14 @@ def sampling() -> Iterator[Record]:
         for temperature in (0.0, 1.0):
             params = [SamplingParams(temperature=temperature, seed=7)] * rows
             batch = SamplingBatch.build(params, list(range(rows)), CUDA)
-            call = partial(choose, logits, batch.temperature, batch.seed, batch.position)
-            us = graph_us([call] * 16)
-            yield {"op": f"choose T={temperature:g}", "rows": rows, "us": us}
+            drawn = (logits, batch.temperature, batch.seed, batch.position)
+            calls: dict[str, Callable[[], object]] = {
+                "choose": partial(choose, *drawn),
+                "choose_top": partial(choose_top, *drawn, 4),
+            }
+            for name, call in calls.items():
+                us = graph_us([call] * 16)
+                yield {"op": f"{name} T={temperature:g}", "rows": rows, "us": us}
 
 
 def _rand(*shape: int) -> Tensor:
@@ -290,6 +357,8 @@ SECTIONS = {
     "pointwise": pointwise,
     "attention": attention,
     "new_tokens": new_tokens,
+    "shared_pages": shared_pages,
+    "page_copies": page_copies,
     "sampling": sampling,
 }
 
