@@ -252,9 +252,17 @@ BRANCHES = [(203, 0), (200, 12), (209, 12), (204, 12), (206, 12)]
 """Of one session, and how many pages they have in common."""
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 33, 132])
-@pytest.mark.parametrize("query_len", [1, 2])
-@pytest.mark.parametrize("heads", [(2, 4, 64), (1, 1, 32), (1, 3, 24), (1, 8, 64)])
+@pytest.mark.parametrize(
+    ("heads", "query_len", "multiprocessors"),
+    [
+        ((2, 4, 64), 1, 132),
+        ((2, 4, 64), 2, 1),
+        ((1, 1, 32), 1, 33),
+        ((1, 3, 24), 2, 132),
+        ((1, 8, 64), 1, 1),
+        ((1, 8, 64), 2, 33),  # no two rows fit a tile
+    ],
+)
 @pytest.mark.parametrize(
     "runs",
     [
