@@ -51,6 +51,8 @@ def count_launch(seq: Sequence, drafted: int, counts: StepCounts, now: float) ->
     c.fallback_rounds += d.limit > 0
     if seq.draft is not None:  # there was a draft, which this step did not verify
         return False
+    if d.committed_at < d.deadline <= now:
+        d.in_vain = d.committed_at, now
     if d.rest:
         d.rest -= 1
         return False

@@ -225,9 +225,6 @@ class Policy:
     def launch(self, seq: Sequence, drafted: int, now: float) -> bool:
         """A row goes into a step with `drafted` tokens. True if its proposer is set aside by it."""
         self._launched_at = now
-        d = seq.drafting
-        if seq.draft is None and d.committed_at < d.deadline <= now:
-            d.in_vain = d.committed_at, now
         aside = count_launch(seq, drafted, self.counts, now)
         self.learn(seq)
         return aside
