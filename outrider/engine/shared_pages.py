@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 MAX_OWN_PAGES: Final = 4
@@ -30,12 +31,10 @@ class SharedPages:
         Rows whose whole tables are equal, as those that fill up a batch, share nothing.
         """
         differs = block_table[1:] != block_table[:-1]
-        common = torch.zeros_like(seq_lens, dtype=torch.int32)
-        common[1:] = differs.int().argmax(1)
-        own = (seq_lens + (page_size - 1)) // page_size - common
-        most = own.clone()
-        most[1:] = torch.maximum(own[1:], own[:-1] + common[:-1] - common[1:])
-        joins = (common > 0) & (most <= MAX_OWN_PAGES)
+        common = F.pad(differs.int().argmax(1), (1, 0))
+        pages = (seq_lens + (page_size - 1)) // page_size
+        most = torch.maximum(pages, pages.roll(1))  # the first row begins a run in any case
+        joins = (common > 0) & (most - common <= MAX_OWN_PAGES)
         row = torch.arange(len(seq_lens), device=seq_lens.device)
         first = torch.where(joins, 0, row).cummax(0).values
         return cls((row - first).to(torch.int32), torch.where(joins, common, 0).to(torch.int32))
