@@ -52,7 +52,7 @@ DRAFT_PRODUCTS = {  # of a 1B model
     "down": (2048, 8192),
     "head": (VOCAB, 2048),
 }
-DRAFT_LAYERS, DRAFT_KV = 16, (8, 64)  # its layers, key heads and their width
+DRAFT_LAYERS, DRAFT_HEADS, DRAFT_KV = 16, 32, (8, 64, 64)  # a layer's query heads, and its pool
 BRANCHES = ((8, 8, 512), (8, 16, 512), (32, 4, 512), (32, 16, 512), (8, 16, 2048), (16, 16, 1024))
 ROWS = (1, 5, 8, 32, 40, 160)
 COLD_BYTES = 192 * 2**20  # what a graph must read before it comes back: well above the L2 cache
@@ -186,12 +186,10 @@ def attention() -> Iterator[Record]:
 
 def new_tokens() -> Iterator[Record]:
     """Turning, storing and attending: in one launch, and one after the other."""
-    from outrider.engine.cuda.paged_attention import TritonBackend
     from outrider.engine.cuda.triton_ops import TritonOps
     from outrider.engine.llama_ops import LlamaOps
 
-    ops = TritonOps()
-    backend = TritonBackend(torch.cuda.get_device_properties(CUDA).multi_processor_count)
+    ops, backend = TritonOps(), _triton_backend()
     ways: dict[str, AttendNew] = {
         "one launch": ops.attend_new,
         "one after the other": partial(LlamaOps.attend_new, ops),
@@ -206,21 +204,19 @@ def new_tokens() -> Iterator[Record]:
 
 def shared_pages() -> Iterator[Record]:
     """A layer's attention to branches of a 1B model: rows apart, and joined by what they share."""
-    from outrider.engine.cuda.paged_attention import TritonBackend
     from outrider.engine.cuda.triton_ops import TritonOps
 
-    ops = TritonOps()
-    backend = TritonBackend(torch.cuda.get_device_properties(CUDA).multi_processor_count)
-    heads, shape = 4 * DRAFT_KV[0], (DRAFT_KV[0], DRAFT_KV[1], DRAFT_KV[1])
+    ops, backend = TritonOps(), _triton_backend()
+    kv_heads, dim, _ = DRAFT_KV
+    params = AttentionParams(dim**-0.5)
     for sessions, branches, context in BRANCHES:
         apart = _branches(sessions, branches, context)
         shared = SharedPages.of(apart.block_table, apart.seq_lens, apart.page_size)
         num_pages = int(apart.block_table.max()) + 1
-        pools = [PageMajorPool(num_pages, 16, shape, BF16, CUDA) for _ in range(DRAFT_LAYERS)]
-        rows, dim = len(apart.query_lens), shape[1]
-        qkv, rope = _rand(rows, (heads + 2 * shape[0]) * dim), _rand(rows, 2, 2, dim // 2)
+        pools = [PageMajorPool(num_pages, 16, DRAFT_KV, BF16, CUDA) for _ in range(DRAFT_LAYERS)]
+        rows = len(apart.query_lens)
+        qkv, rope = _rand(rows, (DRAFT_HEADS + 2 * kv_heads) * dim), _rand(rows, 2, 2, dim // 2)
         for name, batch in {"apart": apart, "joined": replace(apart, shared=shared)}.items():
-            params = AttentionParams(dim**-0.5)
             calls = [
                 partial(ops.attend_new, qkv, rope, backend(batch), pool, params) for pool in pools
             ]
@@ -244,9 +240,8 @@ def page_copies() -> Iterator[Record]:
     """Pages of a 1B model, all layers' at once: number by number, and as they are copied."""
     pools = KVPools(3000, 16, BF16, CUDA, num_layers=DRAFT_LAYERS)
     for layer in range(DRAFT_LAYERS):
-        pools.allocate(layer, DRAFT_KV[0], DRAFT_KV[1], DRAFT_KV[1])
-    [joint] = pools._tensors()
-    numbers = joint.view(pools._parts(joint), pools.num_pages, -1)
+        pools.allocate(layer, *DRAFT_KV)
+    numbers = _rand(DRAFT_LAYERS, 3000, pools.layer(0).bytes_per_slot * 16 // BF16.itemsize)
     for count in (16, 128, 512):
         source, target = torch.randperm(3000, device=CUDA)[: 2 * count].view(2, -1)
         calls = {
@@ -304,8 +299,6 @@ class _AttentionCase:
 def _backends() -> Iterator[tuple[str, AttentionBackend]]:
     from importlib.util import find_spec
 
-    from outrider.engine.cuda.paged_attention import TritonBackend
-
     if find_spec("flash_attn") is not None:
         from outrider.engine.cuda.flash import Flash4Attention
 
@@ -315,7 +308,13 @@ def _backends() -> Iterator[tuple[str, AttentionBackend]]:
 
         backend = FlashInferBackend(CUDA)
         yield "flashinfer", lambda batch: FlashInferAttention(batch, backend, graph=True)
-    yield "triton", TritonBackend(torch.cuda.get_device_properties(CUDA).multi_processor_count)
+    yield "triton", _triton_backend()
+
+
+def _triton_backend() -> AttentionBackend:
+    from outrider.engine.cuda.paged_attention import TritonBackend
+
+    return TritonBackend(torch.cuda.get_device_properties(CUDA).multi_processor_count)
 
 
 def sampling() -> Iterator[Record]:

@@ -237,8 +237,8 @@ def _shared(
     rows = [(start, query_len) for run in runs for start, _ in run]
     batch, pool, qkv, rope = _new_tokens(rows, *heads, torch.float32)
     table = batch.block_table.clone()
-    for i, (_, shared) in enumerate(row for run in runs for row in run):
-        table[i, :shared] = table[i - 1, :shared]
+    for i, (_, common) in enumerate(row for run in runs for row in run):
+        table[i, :common] = table[i - 1, :common]
     row_of_token = torch.arange(len(rows), device=DEVICE).repeat_interleave(query_len)
     slots = table[row_of_token, batch.positions // 16].long() * 16 + batch.positions % 16
     nothing = torch.full((len(slots), *pool.shape[:2]), float("nan"), device=DEVICE)

@@ -115,8 +115,8 @@ class TritonPagedAttention:
         shared, trees = self._batch.shared, self._batch.trees
         if shared is None or trees is not None or params.sliding_window is not None:
             return 1
-        most = _MAX_JOINED // (self._max_query_len * group)
-        return 1 if most < 2 else 1 << most.bit_length() - 1
+        most = max(1, _MAX_JOINED // (self._max_query_len * group))
+        return 1 << most.bit_length() - 1
 
     def _launch(
         self, query: Tensor, rope: Tensor | None, pool: LayerPool, params: AttentionParams

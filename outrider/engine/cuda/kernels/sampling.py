@@ -237,15 +237,10 @@ def top_block_kernel(
         position = tl.load(position_ptr + row)
         score = _rough_scores(logits, temperature, keys_ptr + 2 * row, position, token, ASM)
     ranked = tl.where(inside, _ranked(score, token), _LOWEST)
-    _store_best(best_ptr + (row * tl.num_programs(1) + block) * COUNT, ranked, COUNT)
-
-
-@triton.jit
-def _store_best(best_ptr, ranked, COUNT: tl.constexpr):
-    """The highest of them, which are all different, in order."""
+    at = (row * tl.num_programs(1) + block) * COUNT
     for i in tl.static_range(COUNT):
         best = tl.max(ranked, axis=0)
-        tl.store(best_ptr + i, best)
+        tl.store(best_ptr + at + i, best)
         ranked = tl.where(ranked == best, _LOWEST, ranked)
 
 
