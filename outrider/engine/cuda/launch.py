@@ -6,6 +6,7 @@ import logging
 import statistics
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,7 +18,12 @@ _EARLY: dict[str, Any] = {"PDL": True, "launch_pdl": True}
 
 
 def graph_us(calls: Sequence[Callable[[], object]], repeats: int = 5) -> float:
-    """Microseconds per call, the median of replays of all calls in a row; compiles before."""
+    """Microseconds per call, the median of replays of all calls in a row; compiles before.
+
+    Replays are enqueued while the ones before run: what the host takes to launch one, which differs
+    from one to the next by more than ways of computing do, does not count if together the calls
+    take the device longer.
+    """
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -27,18 +33,16 @@ def graph_us(calls: Sequence[Callable[[], object]], repeats: int = 5) -> float:
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for call in calls:
             call()
-    times: list[float] = []
-    for _ in range(repeats + 1):
-        start, end = (
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        )
-        start.record()
+    marks = [
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        for _ in range(repeats + 1)
+    ]
+    for mark in marks:
         graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times[1:])
+        mark.record()
+    marks[-1].synchronize()
+    times: list[float] = [began.elapsed_time(ended) for began, ended in pairwise(marks)]
+    return statistics.median(times) * 1e3 / len(calls)
 
 
 def row_warps(block: int) -> int:
@@ -70,7 +74,7 @@ def _early_launches_help() -> bool:
     """Runs a chain of small products, each of which needs the one before, both ways."""
     from outrider.engine.cuda.kernels.products import strip_kernel
 
-    size, count = 2048, 16
+    size, count, times_each = 2048, 16, 16
     weights = torch.randn(count, size, size, dtype=torch.bfloat16, device="cuda") * size**-0.5
     states = torch.randn(count + 1, 1, size, dtype=torch.bfloat16, device="cuda")
     results, times = [], []
@@ -98,7 +102,7 @@ def _early_launches_help() -> bool:
             )
             for i in range(count)
         ]
-        times.append(graph_us(calls))
+        times.append(graph_us(calls * times_each))
         results.append(states.clone())
     equal = torch.equal(*results)
     logger.info(
