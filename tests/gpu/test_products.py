@@ -34,7 +34,11 @@ def _linear(weight: Tensor, *, int8: bool) -> FewRowsLinear:
         *((Tiles(64, 64, 3, 4, 1), rows, 192) for rows in (1, 5, 16, 17)),
         *((Tiles(64, 64, 3, 4, 8), rows, 256) for rows in (1, 5, 33)),  # shared by four programs
         *((Strips(32, 1, int8=True), rows, inner) for rows in (1, 2) for inner in (8, 296)),
-        *((Tiles(64, 64, 3, 4, programs, weight_left=True), 17, 256) for programs in (1, 8)),
+        *(
+            (Tiles(64, 64, 3, 4, programs, weight_left=True), rows, 256)
+            for rows in (2, 17)
+            for programs in (1, 8)
+        ),
         *((Planes(64, 128, 3, 4, programs), rows, 512) for rows in (1, 17) for programs in (1, 8)),
         *(
             (BlockPlanes(64, 128, 3, 4, programs), rows, inner)

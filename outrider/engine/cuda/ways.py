@@ -208,7 +208,11 @@ def _left_by_programs(device: torch.device) -> tuple[Tensor, Tensor]:
 
 Way = Strips | Tiles | Planes | BlockPlanes
 
-_FEW = (Tiles(64, 256, 3, 4, 256), Tiles(128, 128, 4, 4, 256), Tiles(32, 512, 3, 4, 128))
+_FEW = (
+    Tiles(64, 256, 3, 4, 256),
+    Tiles(128, 128, 4, 4, 256),
+    Tiles(64, 128, 4, 4, 256, weight_left=True),
+)
 _FEW_INT8 = (
     BlockPlanes(128, 256, 4, 4, 128),
     BlockPlanes(64, 256, 6, 4, 128),
@@ -218,27 +222,23 @@ _FEW_INT8 = (
 # What is tried for up to so many rows of x. Large products are at the bandwidth where each
 # multiprocessor has one program with 100 KB and more of weights on their way.
 CANDIDATES: dict[int, tuple[Way, ...]] = {
-    1: (Strips(64, 4), Strips(128, 4), Strips(64, 8)),
-    2: (Strips(64, 4), Strips(128, 4), Strips(64, 8)),
+    1: (Strips(64, 8), Strips(128, 4)),
+    2: (Strips(128, 4), *_FEW),
     8: _FEW,
     16: _FEW,
     32: (
-        Tiles(128, 128, 4, 8, 256),
-        Tiles(32, 256, 4, 4, 256),
         Tiles(128, 128, 4, 4, 256, weight_left=True),
+        Tiles(64, 128, 4, 4, 256, weight_left=True),
     ),
-    64: (
-        Tiles(128, 128, 4, 4, 256, weight_left=True),
-        Tiles(128, 128, 4, 4, 512, weight_left=True),
-    ),
+    64: (Tiles(128, 128, 4, 4, 256, weight_left=True),),
 }
 
 # Beside these where weights may be quantized: half the bytes.
 INT8_CANDIDATES: dict[int, tuple[Way, ...]] = {
-    1: (Strips(256, 4, int8=True), Strips(512, 4, int8=True), Strips(128, 4, int8=True)),
-    2: (Strips(256, 4, int8=True), Strips(512, 8, int8=True), Strips(128, 8, int8=True)),
+    1: (Strips(256, 4, int8=True), Strips(512, 4, int8=True), Strips(64, 8, int8=True)),
+    2: (Strips(128, 4, int8=True), *_FEW_INT8),
     8: _FEW_INT8,
     16: _FEW_INT8,
-    32: (Planes(128, 128, 5, 4, 128), Planes(64, 256, 4, 4, 128)),
+    32: (Planes(128, 128, 5, 4, 128), Planes(128, 128, 4, 4, 256), Planes(64, 256, 4, 4, 128)),
     64: (Planes(128, 256, 3, 4, 128), Planes(128, 128, 5, 4, 128)),
 }
