@@ -32,7 +32,7 @@ Run = Callable[[Use, Tensor, Tensor], Tensor]
 """The outputs of x [rows, in]; may write to its [rows, out]."""
 
 _COLD_BYTES = 2**32  # of weights in a row: a step's millisecond, of which a product is a part
-_REPEATS = 11
+_REPEATS = 20
 _GAIN = 0.002  # of the chain's time, that a candidate must save: less is noise
 _PATIENCE_S = 120.0  # for others that measure
 _TOLERANCE = 0.02  # of the largest output: roundings of bfloat16 in another order
