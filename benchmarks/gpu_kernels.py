@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,10 +31,6 @@ from outrider.engine.sampling import SamplingBatch
 from outrider.engine.shared_pages import SharedPages
 from outrider.params import SamplingParams
 
-if TYPE_CHECKING:
-    from outrider.engine.cuda.products import FewRowsLinear
-    from outrider.engine.cuda.triton_ops import TritonOps
-
 CUDA = torch.device("cuda")
 BF16 = torch.bfloat16
 HIDDEN, INTERMEDIATE, VOCAB, HEADS, KV_HEADS, DIM = 4096, 14336, 128256, 32, 8, 128
@@ -44,13 +40,6 @@ PRODUCTS = {
     "gate_up": (2 * INTERMEDIATE, HIDDEN),
     "down": (HIDDEN, INTERMEDIATE),
     "head": (VOCAB, HIDDEN),
-}
-DRAFT_PRODUCTS = {  # of a 1B model
-    "qkv": (3072, 2048),
-    "o": (2048, 2048),
-    "gate_up": (16384, 2048),
-    "down": (2048, 8192),
-    "head": (VOCAB, 2048),
 }
 DRAFT_LAYERS, DRAFT_HEADS, DRAFT_KV = 16, 32, (8, 64, 64)  # a layer's query heads, and its pool
 BRANCHES = ((8, 8, 512), (8, 16, 512), (32, 4, 512), (32, 16, 512), (8, 16, 2048), (16, 16, 1024))
@@ -100,42 +89,6 @@ def linear() -> Iterator[Record]:
             if name in ("o", "down"):
                 added = graph_us([partial(residual.addmm_, x, w.t()) for w in weights])
                 yield {"op": "addmm_", **size, **_speed(added, n, k)}
-
-
-def skinny() -> Iterator[Record]:
-    """Products with their norm, activation or residual: the best two, and cuBLAS."""
-    from outrider.engine.cuda.launch import launch_options
-    from outrider.engine.cuda.products import FewRowsLinear
-    from outrider.engine.cuda.triton_ops import TritonOps
-    from outrider.engine.cuda.ways import CANDIDATES
-
-    ops = TritonOps()
-    yield {"op": "early launches", "by": launch_options()["PDL"]}
-    for model, products in {"1B": DRAFT_PRODUCTS, "8B": PRODUCTS}.items():
-        for name, (n, k) in products.items():
-            layers = [FewRowsLinear(w) for w in _weights(n, k)]
-            for rows in CANDIDATES:
-                x, norm, residual = _rand(rows, k), _rand(k), _rand(rows, n)
-                results: list[tuple[float, str]] = []
-                for way in (None, *CANDIDATES[rows]):
-                    for layer in layers:
-                        layer.choices = {} if way is None else {rows: way}
-                    calls = [partial(_product, ops, name, y, x, norm, residual) for y in layers]
-                    results.append((graph_us(calls, repeats=3), str(way or "cuBLAS")))
-                for us, by in dict.fromkeys((*sorted(results)[:2], results[0])):
-                    size = {"model": model, "product": name, "rows": rows}
-                    yield {"op": "few rows", **size, "by": by, **_speed(us, n, k)}
-
-
-def _product(
-    ops: TritonOps, name: str, layer: FewRowsLinear, x: Tensor, norm: Tensor, residual: Tensor
-) -> Tensor:
-    """As a step uses the layer of this name."""
-    if name in ("o", "down"):
-        return layer.add(x, residual)
-    if name == "gate_up":
-        return ops.norm_gated(x, norm, 1e-5, layer)
-    return ops.norm_linear(x, norm, 1e-5, layer)
 
 
 def pointwise() -> Iterator[Record]:
@@ -352,7 +305,6 @@ def _speed(us: float, n: int, k: int) -> Record:
 
 SECTIONS = {
     "linear": linear,
-    "skinny": skinny,
     "pointwise": pointwise,
     "attention": attention,
     "new_tokens": new_tokens,

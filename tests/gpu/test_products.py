@@ -8,6 +8,7 @@ from tests.support.kernels import ON_GPU, close, randn  # isort: skip - before w
 from outrider.engine.cuda.graphs import CudaGraphs
 from outrider.engine.cuda.products import FewRowsLinear, Int8Weight
 from outrider.engine.cuda.triton_ops import TritonOps
+from outrider.engine.cuda.tuning import Chain, Kind
 from outrider.engine.cuda.ways import BlockPlanes, Planes, Strips, Tiles, Way
 from outrider.engine.llama_ops import TorchOps, Use
 
@@ -75,9 +76,52 @@ def test_products_of_few_rows(
     again = torch.empty_like(residual)
     assert layer(x, again) is again
     assert torch.equal(layer(x), again)
-    close(again, x @ layer._weight.t(), dtype, size=4.0)
+    close(again, x @ layer.weight.t(), dtype, size=4.0)
     for mine, theirs in zip(actual, expected, strict=True):
         close(mine, theirs, dtype, size=4.0)
+
+
+def test_the_fastest_way_that_is_right_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.engine.linear.can_prepack", lambda *_: False)  # on CPU
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    layers = [FewRowsLinear(randn(n, 256, dtype=dtype, seed=n) / 16) for n in (512, 256, 256)]
+    uses = [Use(layers[0], randn(256, dtype=dtype), True), Use(layers[1]), Use(layers[2])]
+    gated, added = Kind.of(uses[0], layers[0]), Kind.of(uses[1], layers[1])
+    layers[2].choices = layers[1].choices  # of one kind
+    fast, faster, too_long = Tiles(64, 64, 3, 4, 1), Strips(32, 1), Tiles(64, 512, 3, 4, 1)
+    fails, wrong = Strips(64, 1), Tiles(128, 64, 3, 4, 1)
+    us: dict[Way | None, float] = {
+        None: 10.0,
+        fast: 7.0,
+        faster: 5.0,
+        too_long: 1.0,
+        fails: 1.0,
+        wrong: 1.0,
+    }
+
+    def times(*_: object) -> float:
+        return us[layers[0].choices.get(2)] + us[layers[1].choices.get(2)]
+
+    def run(use: Use, x: Tensor, out: Tensor) -> Tensor:
+        chosen = layers[uses.index(use)].choices.get(2)
+        if chosen is fails:
+            raise RuntimeError
+        y = TritonOps().product(use, x, out)
+        return y + 1 if chosen is wrong else y
+
+    monkeypatch.setattr("outrider.engine.cuda.tuning.graph_us", times)
+    ways = (fails, fast, wrong, faster, too_long)
+    monkeypatch.setattr(FewRowsLinear, "candidates", lambda *_: ways)
+    chain = Chain(list(zip(uses, layers, strict=True)), 2, run)
+    assert chain.kinds == (gated, added)  # the largest first
+    assert chain.compare(added, ways) == {None: 20.0, fast: 17.0, faster: 15.0}
+    assert not layers[1].choices
+    said = chain.choose()
+    assert layers[0].choices == layers[1].choices == {2: faster}
+    assert said.startswith("10 us, all by cuBLAS 20: gated 512x256 by Strips")
+    us[fast] = us[faster] = 9.99  # is noise
+    chain.choose()
+    assert layers[0].choices == layers[1].choices == {}
 
 
 @pytest.mark.skipif(not ON_GPU, reason="measures a device")

@@ -60,9 +60,14 @@ class FewRowsLinear(PackedLinear):
         self.choices: dict[int, Way] = {}
         self._int8: Int8Weight | None = None
 
+    @property
+    def weight(self) -> Tensor:
+        """[out, in], not quantized."""
+        return self._weight
+
     def quantize(self) -> None:
         """Ways that read int8 may be chosen from now on."""
-        self._int8 = Int8Weight.of(self._weight)
+        self._int8 = Int8Weight.of(self.weight)
 
     def candidates(self, rows: int) -> tuple[Way, ...]:
         """The ways to choose among for up to so many rows, a key of `CANDIDATES`."""
@@ -105,6 +110,6 @@ class FewRowsLinear(PackedLinear):
     def _read_by(self, way: Way) -> tuple[Tensor, Tensor]:
         """Weight and scales."""
         if not way.int8:
-            return self._weight, self._weight
+            return self.weight, self.weight
         assert self._int8 is not None
         return self._int8.numbers, self._int8.scales

@@ -150,9 +150,10 @@ class TritonOps(LlamaOps):
         return linear.fused(way, self.rms_norm(x, norm, eps), out, gated=gated)
 
     def tune(self, uses: Sequence[Use]) -> None:
-        tune(uses, self._run, int8=self._int8)
+        tune(uses, self.product, int8=self._int8)
 
-    def _run(self, use: Use, x: Tensor, out: Tensor) -> Tensor:
+    def product(self, use: Use, x: Tensor, out: Tensor) -> Tensor:
+        """As a step computes it: of x [rows, in]; may write to `out` [rows, out]."""
         if use.norm is None:
             return use.linear(x, out) if use.alone else use.linear.add(x, out)
         if use.gated:

@@ -13,7 +13,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -40,12 +40,29 @@ _INT8_TOLERANCE = 0.05  # and of weights to int8
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class Kind:
     """Uses of equal shape are computed equally."""
 
     name: str
     outputs: int
     inner: int
+
+    @classmethod
+    def of(cls, use: Use, linear: FewRowsLinear) -> Kind:
+        """The kind of this use of this layer."""
+        if use.norm is None:
+            name = "alone" if use.alone else "added"
+        else:
+            name = "gated" if use.gated else "normed"
+        return cls(name, linear.out_features, linear.in_features)
+
+    @property
+    def size(self) -> int:
+        """Of the weight, in numbers."""
+        return self.outputs * self.inner
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.outputs}x{self.inner}"
 
 
 @torch.inference_mode()
@@ -54,7 +71,23 @@ def tune(uses: Sequence[Use], run: Run, *, int8: bool = False) -> None:
 
     Whatever fails or is not faster is left to cuBLAS. `int8`: weights may be quantized.
     """
-    choices: dict[_Kind, dict[int, Way]] = {}
+    chain = timed(uses, int8=int8)
+    if not chain:
+        return
+    with _one_at_a_time():
+        began = time.perf_counter()
+        for rows in CANDIDATES:
+            logger.info("products of %d rows: %s", rows, Chain(chain, rows, run).choose())
+    torch.cuda.empty_cache()
+    logger.info("measured products of few rows in %.1f s", time.perf_counter() - began)
+
+
+def timed(uses: Sequence[Use], *, int8: bool) -> list[tuple[Use, FewRowsLinear]]:
+    """What is to be timed of a step's uses: as many as it takes to read weights from memory.
+
+    All that are of one kind share their choices from now on, and are quantized if `int8`.
+    """
+    choices: dict[Kind, dict[int, Way]] = {}
     chain: list[tuple[Use, FewRowsLinear]] = []
     size = 0
     for use in uses:
@@ -63,19 +96,12 @@ def tune(uses: Sequence[Use], run: Run, *, int8: bool = False) -> None:
             continue
         if int8:
             linear.quantize()
-        kind = _kind(use, linear)
+        kind = Kind.of(use, linear)
         if kind not in choices or size < _COLD_BYTES:
             chain.append((use, linear))
-            size += 2 * linear.in_features * linear.out_features
+            size += 2 * kind.size
         linear.choices = choices.setdefault(kind, {})
-    if not chain:
-        return
-    with _one_at_a_time():
-        began = time.perf_counter()
-        for rows in CANDIDATES:
-            logger.info("products of %d rows: %s", rows, _Chain(chain, rows, run).choose())
-    torch.cuda.empty_cache()
-    logger.info("measured products of few rows in %.1f s", time.perf_counter() - began)
+    return chain
 
 
 @contextlib.contextmanager
@@ -100,54 +126,80 @@ def _lock(file: TextIO, until: float) -> None:
         time.sleep(0.1)
 
 
-class _Chain:
-    """Some layers' products, one after another, of this number of rows."""
+class Chain:
+    """Some layers' products, one after another, of this number of rows; at first by cuBLAS."""
 
     def __init__(self, chain: Sequence[tuple[Use, FewRowsLinear]], rows: int, run: Run) -> None:
         self._chain = chain
         self._rows = rows
         self._run = run
+        self._most = next(most for most in CANDIDATES if rows <= most)
+        like = chain[0][1].weight
         sizes = {size for _, x in chain for size in (x.in_features, x.out_features)}
-        self._x = {n: torch.randn(rows, n, dtype=torch.bfloat16, device="cuda") for n in sizes}
+        self._x = {n: torch.randn(rows, n, dtype=like.dtype, device=like.device) for n in sizes}
         self._out = {n: torch.zeros_like(x) for n, x in self._x.items()}
+        first = {Kind.of(use, linear): (use, linear) for use, linear in reversed(chain)}
+        self._first = dict(sorted(first.items(), key=lambda each: each[0].size, reverse=True))
+        for kind in self._first:
+            self.take(kind, None)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Of its products, the largest first."""
+        return tuple(self._first)
+
+    def take(self, kind: Kind, way: Way | None) -> None:
+        """Computes this kind so from now on; None: by cuBLAS."""
+        choices = self._first[kind][1].choices
+        choices.pop(self._most, None)
+        if way is not None:
+            choices[self._most] = way
 
     def choose(self) -> str:
-        """Kind after kind, the largest first, beside what is chosen already; says what and why."""
-        first = {_kind(use, linear): (use, linear) for use, linear in reversed(self._chain)}
+        """Kind after kind, beside what is chosen already; says what and why."""
         plain = best = self._us()
         chosen = []
-        for kind in sorted(first, key=lambda kind: kind.outputs * kind.inner, reverse=True):
-            use, linear = first[kind]
-            expected = self._outputs(use, linear)
-            for way in linear.candidates(self._rows):
-                if not way.takes(kind.inner):
-                    continue
-                before = linear.choices.get(self._rows)
-                linear.choices[self._rows] = way
-                us = self._us_if_right(kind, use, linear, expected)
-                if us < best * (1 - _GAIN):
-                    best = us
-                elif before is None:
-                    del linear.choices[self._rows]
-                else:
-                    linear.choices[self._rows] = before
-            way_chosen = linear.choices.get(self._rows) or "cuBLAS"
-            chosen.append(f"{kind.name} {kind.outputs}x{kind.inner} by {way_chosen}")
+        for kind, (_, linear) in self._first.items():
+            times = self.compare(kind, linear.candidates(self._most))
+            way = min(times, key=times.__getitem__)
+            if times[way] >= times[None] * (1 - _GAIN):
+                way = None
+            self.take(kind, way)
+            best = times[way]
+            chosen.append(f"{kind} by {way or 'cuBLAS'}")
         return f"{best:.0f} us, all by cuBLAS {plain:.0f}: {'; '.join(chosen)}"
 
-    def _us_if_right(self, kind: _Kind, use: Use, linear: FewRowsLinear, expected: Tensor) -> float:
-        way = linear.choices[self._rows]
+    def compare(self, kind: Kind, ways: Iterable[Way]) -> dict[Way | None, float]:
+        """Microseconds of the chain by each way of computing one kind of product; None: cuBLAS,
+        by which it is computed from now on.
+
+        What cannot compute it, or not rightly, is left out.
+        """
+        self.take(kind, None)
+        expected = self._outputs(kind)
+        times: dict[Way | None, float] = {None: self._us()}
+        for way in ways:
+            if way.takes(kind.inner):
+                self.take(kind, way)
+                if self._is_right(way, kind, expected):
+                    times[way] = self._us()
+        self.take(kind, None)
+        return times
+
+    def _is_right(self, way: Way, kind: Kind, expected: Tensor) -> bool:
         try:
-            error = (self._outputs(use, linear) - expected).abs().max()
-            tolerance = _INT8_TOLERANCE if way.int8 else _TOLERANCE
-            if error <= tolerance * expected.abs().max():
-                return self._us()
-            logger.warning("%s of %d rows is wrong by %s", kind, self._rows, way)
+            error = (self._outputs(kind) - expected).abs().max()
         except Exception as reason:  # of a compiler or a device that nobody has tried
             logger.warning("%s of %d rows fails by %s: %s", kind, self._rows, way, reason)
-        return float("inf")
+            return False
+        tolerance = _INT8_TOLERANCE if way.int8 else _TOLERANCE
+        if error <= tolerance * expected.abs().max():
+            return True
+        logger.warning("%s of %d rows is wrong by %s", kind, self._rows, way)
+        return False
 
-    def _outputs(self, use: Use, linear: FewRowsLinear) -> Tensor:
+    def _outputs(self, kind: Kind) -> Tensor:
+        use, linear = self._first[kind]
         out = self._out[linear.out_features].zero_()
         return self._run(use, self._x[linear.in_features], out).clone()
 
@@ -157,11 +209,3 @@ class _Chain:
                 self._run(use, self._x[linear.in_features], self._out[linear.out_features])
 
         return graph_us([products], _REPEATS)
-
-
-def _kind(use: Use, linear: FewRowsLinear) -> _Kind:
-    if use.norm is None:
-        name = "alone" if use.alone else "added"
-    else:
-        name = "gated" if use.gated else "normed"
-    return _Kind(name, linear.out_features, linear.in_features)
