@@ -37,7 +37,8 @@ def loop_shapes(*, max_sessions: int, max_draft_tokens: int, max_branches: int) 
     if max_branches:
         kinds.append((max_sessions, (_CATCH_UP,), NUM_RANKS))
         kinds.append((max_sessions * max_branches, (1,), NUM_RANKS))
-    shapes: list[LoopShape] = []
+    # One session often lacks but one token, and products of one row are the fastest by far.
+    shapes = make_shapes(rows=(1,), query_lens=(1,), num_tokens=lengths)
     for fanout in {fanout for _, _, fanout in kinds}:
         shapes += make_shapes(
             rows=_up_to(max_sessions, _FEW_ROWS),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.drafting.chain_inputs import LoopShape
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.draft_steps import ReadyRow, draft_chains, draft_forks
 from outrider.drafting.draws import TorchDraws
@@ -227,6 +228,7 @@ def test_a_proposer_records_a_loop_for_all_that_its_rounds_bring(
 
     assert recorded(min(128, max_sessions), 16, 0)
     assert recorded(max_sessions, 2, 0)
+    assert LoopShape(1, 1, 5) in shapes
     if max_branches:
         fanout = max(shape.fanout for shape in shapes)
         assert recorded(min(128, max_sessions), 16, fanout)
