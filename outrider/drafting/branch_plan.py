@@ -38,6 +38,7 @@ equal choices it is the shortest: what comes late may be waited for in vain.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,6 +55,7 @@ _FIRST_CELLS = np.minimum(np.arange(NUM_RANKS), _KINDS - 1) * _BUCKETS  # by ran
 _KEPT = 0.998  # per round, of what was measured
 _PRIOR_WEIGHT = 4.0  # candidates of each kind and gap
 _PRIOR_UNDRAFTED = 0.1
+_MAX_NOTED = 1024  # rounds, of which the ones before would have faded to an eighth
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,8 @@ class Outcomes:
         self._true = _PRIOR_WEIGHT * prior  # by kind and bucket; a cell is a place in that order
         self._seen = np.full((_KINDS, _BUCKETS), _PRIOR_WEIGHT)
         self._undrafted = {hit: [_PRIOR_UNDRAFTED * 8, 8.0] for hit in (False, True)}
-        self._noted: list[tuple[NDArray[np.int32], NDArray[np.float32], Sequence[int], bool]] = []
+        self._noted: deque[tuple[NDArray[np.int32], NDArray[np.float32], Sequence[int], bool]]
+        self._noted = deque(maxlen=_MAX_NOTED)
 
     def chances(self, gaps: NDArray[np.float32]) -> NDArray[np.float64]:
         """The chance of each candidate: gaps [n, F], best first, to [n, F]; never rising."""
@@ -114,7 +117,8 @@ class Outcomes:
         """`truth` followed where these were drafted: [n, F] each, the draft's own first.
 
         It is only noted here, and counted when chances are asked for: a commit's draft may be
-        waited for, branches are made in spare time.
+        waited for, branches are made in spare time. Where none are made for long, the last rounds
+        stay noted.
         """
         self._noted.append((candidates, gaps, truth, hit))
 

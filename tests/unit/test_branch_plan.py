@@ -135,6 +135,17 @@ def test_chances_follow_what_came_true() -> None:
     assert outcomes.chances(other) == pytest.approx(Outcomes().chances(other)), "other cases"
 
 
+def test_where_nobody_asks_the_last_rounds_alone_are_kept() -> None:
+    rng = np.random.default_rng(0)
+    long, short = Outcomes(), Outcomes()
+    for i in range(5000):
+        drafted = (rng.integers(0, 3, (4, 3), np.int32), rng.random((4, 3), np.float32))
+        truth = tuple(rng.integers(0, 3, 2).tolist())
+        for outcomes in (long, short) if i >= 5000 - 1024 else (long,):
+            outcomes.observe(*drafted, truth, hit=True)
+    assert (long.chances(GAPS) == short.chances(GAPS)).all()
+
+
 def test_rounds_without_a_draft_are_told_by_their_single_token() -> None:
     outcomes = Outcomes()
     candidates = np.array([[1, 2], [5, 6], [9, 10]], np.int32)
