@@ -162,6 +162,11 @@ class FeatureMethod(SessionMethod[FeatureSession]):
             others = (key for key in large if key != session)
             self._lose(next(others, session))
 
+    @property
+    def holds_many(self) -> bool:
+        """The rows that sessions hold come near their bound."""
+        return self._held.count > self._max_held // 2
+
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:  # noqa: ARG002
         return DraftRound()
 

@@ -173,6 +173,13 @@ class RecurrentProposer(FeatureMethod):
         done.lost.extend(self._take_lost())  # at last: if a forward fails, the next round says it
         return done
 
+    def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:  # noqa: ARG002
+        """Feeds rows of sessions of which no draft is asked, as where another method drafts: they
+        would pile up, and the first draft that is asked for would have to wait for all of them."""
+        if rows := self._plan_unasked():
+            self._run(rows, DraftRound())
+        return DraftRound()
+
     def check_invariants(self) -> None:
         """Raises `AssertionError` unless pages, rows and sessions agree."""
         assert self._caches.keys() == self._sessions.keys()
@@ -248,6 +255,23 @@ class RecurrentProposer(FeatureMethod):
         rows.sort(key=lambda row: -row.wanted)
         return [row for row in rows if self._reserve_row(row, keys)]
 
+    def _plan_unasked(self) -> list[_Row]:
+        """Rows that are worth a forward, or if many are held any; as far as there are pages."""
+        least = _SHORT if self.holds_many else _PART
+        budget = self._prefill_budget
+        rows: list[_Row] = []
+        for state in self._sessions.values():
+            cache = self._caches[state.key]
+            fresh = state.num_rows - cache.computed
+            if fresh < least or not budget:
+                continue
+            row = self._row(state, cache, min(fresh, budget), 0)
+            if self._missing_pages(row) <= self._pool.num_free:
+                self._reserve(row)
+                rows.append(row)
+                budget -= row.num_rows
+        return rows
+
     def _row(self, state: FeatureSession, cache: RowCache, num_rows: int, wanted: int) -> _Row:
         editor = state.mask.after(state.follower.tokens) if state.mask and wanted else None
         single = state.samples or editor is not None
@@ -259,15 +283,21 @@ class RecurrentProposer(FeatureMethod):
 
     def _reserve_row(self, row: _Row, asked: set[SessionKey]) -> bool:
         """Pages for what a row's round writes; without them the session is lost."""
-        table = row.cache.block_table
-        needed = -(-(row.end + row.num_guessed) // self._page_size) - len(table)
-        while needed > self._pool.num_free:
+        while self._missing_pages(row) > self._pool.num_free:
             idle = next((key for key in self._sessions if key not in asked), row.state.key)
             self._lose(idle)
             if idle == row.state.key:
                 return False
-        table.extend([self._pool.allocate() for _ in range(needed)])
+        self._reserve(row)
         return True
+
+    def _missing_pages(self, row: _Row) -> int:
+        needed = -(-(row.end + row.num_guessed) // self._page_size)
+        return max(0, needed - len(row.cache.block_table))
+
+    def _reserve(self, row: _Row) -> None:
+        pages = [self._pool.allocate() for _ in range(self._missing_pages(row))]
+        row.cache.block_table.extend(pages)
 
     def _trees(self, rows: list[_Row]) -> Iterator[tuple[SessionKey, DraftTree]]:
         drafting = [row for row in rows if row.wanted]

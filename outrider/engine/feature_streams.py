@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 
 MAX_ROWS = 1024  # of one session at once, so that no other waits long
 MAX_READ_BYTES = 64 * 2**20  # before projections, which may leave a few bytes of a row, per step
-HELD_ROWS = 64  # fewer of one that wants no draft stay in the pool, where they cost nothing
 MAX_ROUND_ROWS = 64  # what a session has more was not committed by a round
 MAX_AHEAD_BYTES = 16 * 2**20  # before projections, of rows that may be rejected, per step
 
@@ -40,10 +39,14 @@ class _Stream:
 
     @property
     def num_due(self) -> int:
-        """Rows to send. After a preemption none until the sequence is where it was."""
-        num_known = max(0, self.seq.num_computed - self.sent)
-        held = not self.seq.drafting.num_draft_tokens and num_known < HELD_ROWS
-        return 0 if held else num_known
+        """Rows to send. After a preemption none until the sequence is where it was.
+
+        Of one that wants no draft they stay in the pool, where they cost nothing: a proposer that
+        is not asked for drafts would have to hold them.
+        """
+        if not self.seq.drafting.num_draft_tokens:
+            return 0
+        return max(0, self.seq.num_computed - self.sent)
 
 
 @dataclass(frozen=True, slots=True)

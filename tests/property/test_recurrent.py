@@ -13,10 +13,11 @@ from torch import Tensor
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting import recurrent
+from outrider.drafting.branch_plan import NO_PACE
 from outrider.drafting.heads.base import RecurrentHead
 from outrider.drafting.heads.eagle import load_eagle
 from outrider.drafting.heads.eagle3 import load_eagle3
-from outrider.drafting.proposer import SessionStart
+from outrider.drafting.proposer import DraftRound, SessionStart
 from outrider.drafting.recurrent import RecurrentProposer
 from outrider.engine.backends import choose_backend
 from outrider.engine.kv_cache import KVPools
@@ -126,6 +127,9 @@ def test_drafts_are_those_of_a_fresh_start(
         for name in done.lost:
             del sessions[name]
         assert {*done.unfinished, *(name for name, _ in done.drafts)} == set(asked) - {*done.lost}
+        if rng.random() < 0.5:
+            assert proposer.ahead((), NO_PACE) == DraftRound()
+            proposer.check_invariants()
         for name, tree in done.drafts:
             session = sessions[name]
             assert tree == _alone(fresh_head, session, len(tree.token_ids), tree_width)
@@ -147,6 +151,26 @@ def test_drafts_are_those_of_a_fresh_start(
     for name in list(sessions):
         proposer.close(name)
     proposer.check_invariants()
+
+
+def test_sessions_that_are_not_asked_for_drafts_are_fed_in_spare_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, fresh_head = (_load("eagle3", tmp_path / "files") for _ in range(2))
+    proposer = _proposer(head, 60, prefill_budget=16)
+    monkeypatch.setattr(proposer, "_max_held", 80)  # rows
+    sessions = {key: _Session([key + i % 7 for i in range(30)], GREEDY) for key in range(1, 5)}
+    for key, session in sessions.items():
+        proposer.open(key, SessionStart(session.tokens, GREEDY, 3, 50))
+        proposer.features(key, 0, _rows(session.tokens, 0, 29, head.features.width))
+        for _ in range(4):
+            proposer.ahead((), NO_PACE)
+        proposer.check_invariants()
+    done = proposer.draft(list(sessions))
+    assert not done.lost, "116 rows came, of which 80 may wait"
+    assert not done.unfinished, "a draft feeds 16"
+    for key, tree in done.drafts:
+        assert tree == _alone(fresh_head, sessions[key], len(tree.token_ids), 4)
 
 
 def test_gaps_and_rows_of_another_size_lose_the_session(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.feature_pool import FeaturePool
 from outrider.engine.feature_streams import FeatureStreams
 from outrider.engine.policy import Policy
+from outrider.engine.rounds import Drafting
 from outrider.engine.worker import EngineWorker
 from outrider.features import FeatureOrder, FeatureWindow
 from outrider.params import SamplingParams, StopParams
@@ -26,7 +27,7 @@ from tests.support.feature_world import Done, Eager
 from tests.support.features import CAPTURED, FeatureHash, row
 from tests.support.hash_model import HashModel
 
-CONFIG = EngineConfig(page_size=4, num_pages=64, max_model_len=64, max_num_batched_tokens=64)
+CONFIG = EngineConfig(page_size=4, num_pages=64, max_model_len=128, max_num_batched_tokens=64)
 PROMPT = tuple(range(20))
 
 
@@ -34,10 +35,11 @@ class FeatureModel(FeatureHash, HashModel):
     """The target."""
 
 
-def make(max_wait_s: float = 0.0) -> Engine:
+def make(max_wait_s: float = 0.0, policy: Policy | None = None) -> Engine:
     model = FeatureModel(32, CONFIG.page_size, CONFIG.num_pages, CONFIG.max_model_len)
     streams = FeatureStreams(model.capture())
-    return Engine(model, CONFIG, policy=Policy(3, max_wait_s=max_wait_s), features=streams)
+    policy = policy or Policy(3, max_wait_s=max_wait_s)
+    return Engine(model, CONFIG, policy=policy, features=streams)
 
 
 def request(session_id: int, max_tokens: int = 6) -> Request:
@@ -120,6 +122,38 @@ def test_one_step_reads_a_bounded_number_of_rows(monkeypatch: pytest.MonkeyPatch
         for part, count in zip(features.rows, counts, strict=True):
             assert part.start == sent[part.session_id]
             sent[part.session_id] += count
+
+
+def test_rows_wait_in_the_pool_until_a_draft_is_asked_for() -> None:
+    class Switched(Policy):
+        on = False
+
+        def choose_k(self, drafting: Drafting, limit: int) -> int:  # noqa: ARG002
+            return limit if self.on else 0
+
+    policy = Switched(3, max_wait_s=0.0)
+    engine, window = make(policy=policy), FeatureWindow()
+    prompt = tuple(i % 30 for i in range(80))
+    engine.submit(replace(request(1, max_tokens=40), prompt_token_ids=prompt))
+    engine.set_drafting(1, "p", 3, features=FeatureOrder(1, CAPTURED, window))
+
+    def sent(num_steps: int) -> list[tuple[int, int]]:
+        """The first row of every part, and how many there are."""
+        parts: list[tuple[int, int]] = []
+        for _ in range(num_steps):
+            events = engine.step()
+            if events is not None and events.features is not None:
+                rows = events.features.rows
+                parts += [(part.start, len(part.rows) // CAPTURED.row_bytes) for part in rows]
+        return parts
+
+    assert not sent(10)
+    policy.on = True
+    parts = sent(3)
+    assert parts[0][0] == 0
+    assert parts[0][1] > len(prompt)
+    ends = [start + count for start, count in parts]
+    assert [start for start, _ in parts[1:]] == ends[:-1]
 
 
 def test_rows_that_wait_for_room_wake_a_thread_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
