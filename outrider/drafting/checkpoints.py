@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outrider.errors import ConfigError
 from outrider.models.modules import EMBEDDINGS, HEADS
+from outrider.models.resolve import TRAINING_STATE
 
 
 class TensorSource(Protocol):
@@ -33,17 +34,18 @@ class Checkpoint:
     """A folder's config.json, and its tensors by name. Only what is asked for is loaded.
 
     Reads safetensors, or else what `torch.load` takes without running code (`*.bin`, `*.pt`).
-    Raises `ConfigError` for a folder that is none, and files that are broken.
+    Where files are named `preferred`, up to the ending, it reads no others. Raises `ConfigError`
+    for a folder that is none, and files that are broken.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, preferred: str = "*") -> None:
         self.folder = folder
         self.config = _read_config(folder)
         self._file_of: dict[str, Any] = {}  # of safetensors
         self._loaded: dict[str, Tensor] = {}  # of the others
         self._taken: set[str] = set()
         try:
-            self._find()
+            self._find(self._files(preferred) or self._files())
         except (OSError, SafetensorError, ValueError) as error:
             raise ConfigError(f"The weights in {folder} cannot be read: {error}") from error
         if not self._file_of and not self._loaded:
@@ -102,14 +104,19 @@ class Checkpoint:
             raise ConfigError(f"config.json in {self.folder}: {key} must be a group of settings.")
         return value or {}
 
-    def _find(self) -> None:
-        paths = sorted(self.folder.glob("*.safetensors"))
+    def _files(self, name: str = "*") -> list[Path]:
+        """Those of weights."""
+        if safe := sorted(self.folder.glob(f"{name}.safetensors")):
+            return safe
+        others = [*self.folder.glob(f"{name}.bin"), *self.folder.glob(f"{name}.pt")]
+        return sorted(path for path in others if not any(map(path.match, TRAINING_STATE)))
+
+    def _find(self, paths: list[Path]) -> None:
         for path in paths:
-            file: Any = safe_open(path, framework="pt")
-            self._file_of.update(dict.fromkeys(file.keys(), file))
-        if paths:
-            return
-        for path in sorted([*self.folder.glob("*.bin"), *self.folder.glob("*.pt")]):
+            if path.suffix == ".safetensors":
+                file: Any = safe_open(path, framework="pt")
+                self._file_of.update(dict.fromkeys(file.keys(), file))
+                continue
             try:
                 content = torch.load(path, map_location="cpu", weights_only=True)
             except Exception as error:  # a broken pickle raises anything

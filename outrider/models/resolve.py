@@ -11,6 +11,12 @@ from outrider.errors import ConfigError
 EMBEDDED = "embedded"
 EMBEDDED_HEADS: Final = frozenset({"eagle3", "mtp", "medusa", "mlp_speculator"})
 """Methods whose module for the embedded target ships with Outrider."""
+TRAINING_STATE: Final = (
+    "training_args.bin",
+    *("optimizer*.bin", "optimizer*.pt", "scheduler*.bin", "scheduler*.pt"),
+    *("sampler*.bin", "*scaler.pt", "rng_state*.pt"),
+)
+"""What trainers leave beside weights, under the endings of weights."""
 
 
 def resolve_model(
@@ -51,7 +57,8 @@ def _download(name: str, weights: tuple[str, ...]) -> Path:
 
     patterns = ["*.json", "*.jinja", "tokenizer.model", *weights]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        found = snapshot_download(name, allow_patterns=patterns, ignore_patterns=[*TRAINING_STATE])
+        return Path(found)
     except HFValidationError as error:
         raise ConfigError(f"{name} is neither a folder nor a Hugging Face id: {error}") from error
     except HfHubHTTPError as error:

@@ -27,7 +27,12 @@ WEIGHT_MAP = {
 }
 REPOSITORIES = {
     "org/model": FILES,
-    "org/module": {"config.json": b"{}", "pytorch_model.bin": b"weights", "README.md": b""},
+    "org/module": {
+        "config.json": b"{}",
+        "pytorch_model.bin": b"weights",
+        "training_args.bin": b"never wanted",
+        "README.md": b"",
+    },
     "org/parts": {
         "config.json": b"{}",
         "model.safetensors.index.json": json.dumps({"weight_map": WEIGHT_MAP}).encode(),

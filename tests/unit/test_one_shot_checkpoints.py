@@ -75,6 +75,15 @@ def test_medusa_2_inside_the_whole_model(tmp_path: Path, target: Path) -> None:
     check(load(folder, target), tensors, heads=3)
 
 
+@pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
+def test_medusa_1_beside_the_whole_model(tmp_path: Path, target: Path, file: str) -> None:
+    tensors = medusa(heads=3)
+    folder = save(tmp_path / "m", MEDUSA_CONFIG, tensors, file)
+    whole = {"lm_head.weight": -LM_HEAD, "model.norm.weight": random(HIDDEN, seed=1)}
+    save_file(whole, folder / "model.safetensors")
+    check(load(folder, target), tensors, heads=3)
+
+
 @pytest.mark.parametrize("prefix", ["", "medusa_heads."])
 def test_vllm_names(tmp_path: Path, target: Path, prefix: str) -> None:
     tensors = medusa(heads=4)
@@ -237,6 +246,19 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path: Path, target: Path) -> Non
     folder = save(tmp_path / "m", MEDUSA_CONFIG, {}, "medusa_lm_head.pt")
     torch.save({"0.0.linear.weight": Path}, folder / "medusa_lm_head.pt")
     with pytest.raises(ConfigError, match="cannot be read"):
+        load(folder, target)
+
+
+@pytest.mark.parametrize("left", ["training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"])
+def test_what_trainers_leave_is_not_read(tmp_path: Path, target: Path, left: str) -> None:
+    tensors = medusa(heads=2)
+    folder = save(tmp_path / "m", MEDUSA_CONFIG, tensors, "medusa_lm_head.bin")
+    torch.save({"arguments": Path()}, folder / left)
+    check(load(folder, target), tensors, heads=2)
+    (folder / "medusa_lm_head.bin").rename(folder / "pytorch_model.bin")
+    check(load(folder, target), tensors, heads=2)
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(ConfigError, match="no weights"):
         load(folder, target)
 
 

@@ -121,6 +121,7 @@ _LAYOUTS = (  # of FasterDecoding, which text-generation-inference shares; of vL
         r"blocks\.(\d+)\.layers\.(\d+)\.weight", "blocks.{i}.layers.{j}", "lm_heads.{i}.weight"
     ),
 )
+_FILE = "medusa_lm_head"  # as published, which may lie beside the whole model's files
 _PREFIXES = ("", "medusa_head.", "medusa_heads.")  # with one: inside the whole model's file
 
 
@@ -132,7 +133,7 @@ def load_medusa(
     How many heads and layers there are is counted: published configurations say it wrong. Raises
     `ConfigError`, naming the tensor that does not fit the format or the target.
     """
-    checkpoint, target = Checkpoint(folder), TargetTensors(target_folder)
+    checkpoint, target = Checkpoint(folder, preferred=_FILE), TargetTensors(target_folder)
     config = checkpoint.config
     layout, prefix, num_heads, num_layers = _find_heads(checkpoint)
     needs_bias = layout is _LAYOUTS[0] or bool(config.get("medusa_fc_bias", False))
