@@ -63,7 +63,12 @@ class Source:
     def __init__(self, tokens: np.ndarray[Any, Any], length: int, seed: int) -> None:
         self.is_stream = tokens.ndim == 1
         width = length + 1 if self.is_stream else min(length + 1, tokens.shape[1])
-        if len(tokens) < (2 * width if self.is_stream else 1) or width < 8:
+        if width < 8:
+            raise ConfigError(
+                f"--data: windows of {width} tokens are too short, they need 8: raise --length and "
+                "--prompt-length, or give longer rows."
+            )
+        if len(tokens) < (2 * width if self.is_stream else 1):
             raise ConfigError(f"--data: {tokens.size} tokens are too few for windows of {length}")
         if not self.is_stream:
             per_row = tokens.shape[1] // width

@@ -97,7 +97,7 @@ def _train(args: argparse.Namespace, config: TrainConfig, processes: Processes) 
             _copy_tokenizer(folder, args.out)
         zero = torch.zeros(len(prompts), device=target.device)
         text = continue_rows(target, prompts.to(target.device), args.new_tokens // 2, zero)
-        result = acceptance(head, target, text, args.prompt_length, args.num_draft_tokens)
+        result = acceptance(head, target, text, prompts.shape[1], args.num_draft_tokens)
         for line in result.lines():
             logger.info(line)
         facts = {"parameters": parameters, **asdict(progress), **asdict(result)}
@@ -243,7 +243,8 @@ def _generate(
 
 
 def _heldout_prompts(heldout: Any, args: argparse.Namespace) -> Tensor:
-    """What the evaluation continues, `[rows, prompt]`. Raises `ConfigError`: before training."""
+    """What the evaluation continues, `[rows, prompt]`: `--prompt-length` tokens, or whole rows that
+    are shorter. Raises `ConfigError`: before training."""
     if args.new_tokens // 2 < args.num_draft_tokens:
         raise ConfigError("--new-tokens must be twice --num-draft-tokens at least.")
     source = Source(heldout, args.prompt_length - 1, args.seed)

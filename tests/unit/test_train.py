@@ -37,6 +37,7 @@ CPU = torch.device("cpu")
 STEPS = 3
 """Drafted tokens of a chain."""
 SHORT, FOREIGN, NEGATIVE = "short.npy", "foreign.npy", "negative.npy"
+NARROW = "narrow.npy"
 METHODS = {
     "eagle3": "--hidden-size 32 --intermediate-size 48",
     "eagle3 narrow": "--hidden-size 16 --heads 2 --kv-heads 1 --head-dim 16 "
@@ -338,6 +339,8 @@ def test_two_processes_agree_with_one_that_takes_both_parts(folder: Path, tmp_pa
         # Before hours of training, not after them.
         ("eagle3", ["--steps", "100000000", "--heldout", SHORT], "too few"),
         ("eagle3", ["--steps", "100000000", "--new-tokens", "5"], "--new-tokens"),
+        ("eagle3", ["--steps", "100000000", "--heldout", NARROW], "give longer rows"),
+        ("eagle3", ["--steps", "100000000", "--prompt-length", "7"], "raise --length and --prompt"),
     ],
 )
 def test_wrong_set_ups_are_told(
@@ -346,10 +349,22 @@ def test_wrong_set_ups_are_told(
     np.save(folder / SHORT, np.arange(30))
     np.save(folder / FOREIGN, np.arange(901))
     np.save(folder / NEGATIVE, np.arange(-100, 300))
-    files = (SHORT, FOREIGN, NEGATIVE)
+    np.save(folder / NARROW, np.arange(70).reshape(10, 7))
+    files = (SHORT, FOREIGN, NEGATIVE, NARROW)
     more = [str(folder / name) if name in files else name for name in more]
     assert main(flags(case, folder, *more)) == 2
     assert message in capsys.readouterr().err
+
+
+def test_rows_shorter_than_prompts_are_continued_whole(folder: Path, tmp_path: Path) -> None:
+    """Nothing was compared: the text ended where the prompts were to."""
+    np.save(tmp_path / "rows.npy", np.load(folder / "text.npy")[:1200].reshape(100, 12))
+    more = ["--steps", "1", "--data", str(tmp_path / "rows.npy"), "--out", str(tmp_path)]
+    more += ["--prompt-length", "60", "--new-tokens", str(2 * STEPS)]
+    assert main(flags("medusa", folder, *more)) == 0
+    facts = json.loads((tmp_path / "training.json").read_text())
+    assert len(facts["matches"]) == STEPS
+    assert 1 <= facts["mean_length"] <= 1 + STEPS
 
 
 def test_it_also_learns_from_what_the_target_writes(folder: Path, tmp_path: Path) -> None:
