@@ -147,6 +147,8 @@ def run_responses(args: argparse.Namespace) -> None:
 def build_head(args: argparse.Namespace, target: Target, arrays: list[Any]) -> Any:
     """The method's module, freshly initialised. Raises `ConfigError` for sizes that do not fit."""
     steps = args.num_draft_tokens
+    if args.method != "draft_model":
+        target.check_widths()
     if args.method == "medusa":
         return Medusa(target, steps)
     if args.method == "mlp_speculator":
@@ -169,22 +171,33 @@ def build_head(args: argparse.Namespace, target: Target, arrays: list[Any]) -> A
 
 
 def _shape(args: argparse.Namespace, target: Target) -> BlockShape:
+    """A Llama's layer by the flags, else the target's sizes; of what it has none, usual ones."""
     config = target.config
     heads = args.heads or config.num_attention_heads
-    kv_heads = args.kv_heads or config.num_key_value_heads
+    kv_heads = args.kv_heads or _setting(config, "num_key_value_heads", default=heads)
     if heads % kv_heads:
         raise ConfigError(f"--heads {heads} is no multiple of --kv-heads {kv_heads}.")
     hidden = getattr(args, "hidden_size", None) or config.hidden_size
-    head_dim = args.head_dim or getattr(config, "head_dim", None)
+    inner = _setting(config, "intermediate_size", default=4 * config.hidden_size)
+    head_dim = _setting(
+        config, "head_dim", default=config.hidden_size // config.num_attention_heads
+    )
+    eps_names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
     return BlockShape(
         hidden_size=hidden,
-        intermediate_size=args.intermediate_size or config.intermediate_size,
+        intermediate_size=args.intermediate_size or inner,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=head_dim or config.hidden_size // config.num_attention_heads,
-        norm_eps=config.rms_norm_eps,
+        head_dim=args.head_dim or head_dim,
+        norm_eps=_setting(config, *eps_names, default=1e-6),
         rope_theta=ROPE_THETA,
     )
+
+
+def _setting(config: Any, *names: str, default: Any) -> Any:
+    """The first of these that the config has a value for: architectures name them differently."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if value is not None), default)
 
 
 def _prepare(processes: Processes) -> None:

@@ -13,6 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from outrider.errors import ConfigError
 
+_SETTINGS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    "max_position_embeddings",
+)
+_BLOCKS = ("layers", "h", "blocks")  # names of the decoder's list of layers
 _FINAL = -1  # among layers: what the final norm makes of the last one's output
 
 
@@ -76,11 +81,23 @@ class Target:
         logits: Tensor = self.model(input_ids=token_ids, use_cache=False).logits
         return logits
 
+    def check_widths(self) -> None:
+        """Raises `ConfigError` where embeddings are narrower than states: no head fits both."""
+        width, size = self.embedding.shape[-1], self.config.hidden_size
+        if width != size:
+            raise ConfigError(
+                f"The target's embeddings have {width} values, its layers hidden_size {size}: only "
+                "draft_model can be trained for it."
+            )
+
     def _at_the_end(self, _: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         self._states[_FINAL] = output[0]
 
     def _hook(self, layer: int) -> Any:
-        blocks = self.decoder.layers
+        blocks = next((getattr(self.decoder, n) for n in _BLOCKS if hasattr(self.decoder, n)), None)
+        if blocks is None:
+            kind = type(self.decoder).__name__
+            raise ConfigError(f"The layers of a {kind} are not found: eagle3 cannot be trained.")
 
         def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._states[layer] = args[0] if args else kwargs["hidden_states"]
@@ -94,9 +111,17 @@ class Target:
 
 
 def load_target(folder: Path, device: torch.device, dtype: torch.dtype) -> Target:
-    """Reads a Hugging Face folder. Raises `ConfigError` if it holds no causal LM."""
+    """Reads a Hugging Face folder. Raises `ConfigError` unless it holds a causal LM whose config
+    says what training asks for."""
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"--target {folder} cannot be read: {error}") from error
-    return Target(model.to(device))
+    target = Target(model.to(device))
+    for name in _SETTINGS:
+        if getattr(target.config, name, None) is None:
+            raise ConfigError(
+                f"--target {folder}: its config has no {name}, without which nothing can be "
+                "trained for it."
+            )
+    return target

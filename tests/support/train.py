@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.tokenizers import byte_level_bpe, save
@@ -41,6 +42,38 @@ def save_target(folder: Path) -> Path:
     model.save_pretrained(folder)
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 1}))
+    return folder
+
+
+OTHERS: dict[str, dict[str, int]] = {
+    "GPT2": {"n_embd": HIDDEN_SIZE, "n_layer": 7, "n_head": 4, "n_positions": 128},
+    "OPT": {
+        "hidden_size": HIDDEN_SIZE,
+        "word_embed_proj_dim": HIDDEN_SIZE,
+        "ffn_dim": 64,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+    },
+    "GPTNeoX": {
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": 64,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+    },
+    "Bloom": {"hidden_size": HIDDEN_SIZE, "n_layer": 7, "n_head": 4},
+}
+"""Architectures whose configs have other names than Llama's."""
+
+
+def save_other_target(folder: Path, kind: str, **changes: int) -> Path:
+    """A random model of `OTHERS`."""
+    tokenizer = byte_level_bpe()
+    settings = {"vocab_size": tokenizer.get_vocab_size(), "bos_token_id": 0, "eos_token_id": 1}
+    config = getattr(transformers, f"{kind}Config")(**{**settings, **OTHERS[kind], **changes})
+    save(tokenizer, folder)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 

@@ -31,7 +31,13 @@ from outrider.train.processes import Processes
 from outrider.train.run import build_head
 from outrider.train.target import Target, TargetBatch, load_target
 from outrider.train.trainer import Progress, TrainConfig, Trainer
-from tests.support.train import process_environment, save_target, save_text
+from tests.support.train import (
+    OTHERS,
+    process_environment,
+    save_other_target,
+    save_target,
+    save_text,
+)
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -354,6 +360,37 @@ def test_wrong_set_ups_are_told(
     more = [str(folder / name) if name in files else name for name in more]
     assert main(flags(case, folder, *more)) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", sorted({*OTHERS} - {"Bloom"}))
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_model"])
+def test_targets_may_name_their_sizes_otherwise(
+    method: str, kind: str, folder: Path, tmp_path: Path
+) -> None:
+    target = save_other_target(tmp_path / "target", kind)
+    more = ["--target", str(target), "--out", str(tmp_path / "out"), "--steps", "2"]
+    common = flags("medusa", folder, *more)[1:]
+    assert main([method, *common]) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["num_key_value_heads"] == config["num_attention_heads"] == 4
+    assert config["head_dim"] == 8
+    assert config["intermediate_size"] == (64 if kind == "GPTNeoX" else 128)
+    assert config["rms_norm_eps"] == (1e-6 if kind == "OPT" else 1e-5)
+
+
+def test_targets_that_lack_what_training_needs_are_told(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(method: str, kind: str, **changes: int) -> int:
+        target = save_other_target(tmp_path / kind, kind, **changes)
+        more = ["--target", str(target), "--out", str(tmp_path / "out"), "--steps", "1"]
+        return main([method, *flags("medusa", folder, *more)[1:]])
+
+    assert train("medusa", "Bloom") == 2
+    assert "has no max_position_embeddings" in capsys.readouterr().err
+    assert train("medusa", "OPT", word_embed_proj_dim=16) == 2
+    assert "embeddings have 16 values" in capsys.readouterr().err
+    assert train("draft_model", "OPT", word_embed_proj_dim=16) == 0
 
 
 def test_rows_shorter_than_prompts_are_continued_whole(folder: Path, tmp_path: Path) -> None:

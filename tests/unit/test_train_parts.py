@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere2", "gpt2", "opt", "gpt_neox"])
 def test_the_target_is_read_as_it_speaks(name: str) -> None:
     model: Any = random_model(ARCHITECTURES[name], torch.float32)
     token_ids = torch.randint(0, 40, (2, 12), generator=torch.Generator().manual_seed(0))
