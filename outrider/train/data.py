@@ -40,6 +40,15 @@ def read_tokens(path: Path, tokenizer: Any) -> np.ndarray[Any, Any]:
     return np.array([token for ids in encoded for token in (*ids, *end)], np.int32)
 
 
+def write_rows(path: Path, rows: np.ndarray[Any, Any]) -> None:
+    """A file that `read_tokens` takes; a crash while writing leaves none, or the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:  # given a name, numpy would add an ending
+        np.save(file, rows)
+    part.replace(path)
+
+
 def _documents(path: Path, tokenizer: Any) -> Iterator[str]:
     if path.suffix != ".jsonl":
         yield path.read_text(encoding="utf-8")

@@ -21,7 +21,14 @@ from transformers import AutoTokenizer
 
 from outrider.errors import ConfigError
 from outrider.models.resolve import resolve_model
-from outrider.train.data import Source, Windows, draft_vocabulary, hold_out, read_tokens
+from outrider.train.data import (
+    Source,
+    Windows,
+    draft_vocabulary,
+    hold_out,
+    read_tokens,
+    write_rows,
+)
 from outrider.train.draft_model import DraftModel
 from outrider.train.eagle3 import Eagle3
 from outrider.train.evaluate import acceptance
@@ -73,7 +80,7 @@ def _train(args: argparse.Namespace, config: TrainConfig, processes: Processes) 
     arrays, heldout = _read_data(args, folder, target)
     prompts = _heldout_prompts(heldout, args)
     if args.generate:
-        arrays.append(_generate(target, arrays, args, args.generate, processes))
+        arrays.append(_responses(target, arrays, args, processes))
     torch.manual_seed(args.seed)
     head = build_head(args, target, arrays).to(processes.device)
     processes.share_weights(head)
@@ -231,6 +238,22 @@ def _checked(array: Any, target: Target) -> Any:
         if not 0 <= token < target.config.vocab_size:
             raise ConfigError(f"--data holds token {token}, which the target does not have.")
     return array
+
+
+def _responses(
+    target: Target, arrays: list[Any], args: argparse.Namespace, processes: Processes
+) -> Any:
+    """What the target writes, kept in `--out`: a run that goes on has it again at once."""
+    file = args.out / "responses.npy"
+    # The first process looks, for all: to generate takes every one of them.
+    if args.resume and processes.agree(float(file.is_file())):
+        rows = _checked(read_tokens(file, None), target)
+        logger.info(f"read {rows.shape} from {file}")
+        return rows
+    rows = _generate(target, arrays, args, args.generate, processes)
+    if processes.rank == 0:
+        write_rows(file, rows)
+    return rows
 
 
 def _generate(

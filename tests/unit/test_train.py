@@ -277,6 +277,27 @@ def test_resuming_keeps_the_draft_vocabulary(folder: Path, tmp_path: Path) -> No
     assert torch.equal(load_file(tmp_path / "model.safetensors")["d2t"], before)
 
 
+def test_resuming_reads_what_the_target_wrote(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--out", str(tmp_path), "--generate", "4", "--steps"]
+    assert main(flags("medusa", folder, *more, "1")) == 0
+    file = tmp_path / "responses.npy"
+    rows = np.load(file)
+    assert rows.shape == (4, 48)
+    assert not list(tmp_path.glob("*.part"))
+    np.save(file, rows[::-1])  # what is generated again would not be these
+    assert main(flags("medusa", folder, *more, "2", "--resume")) == 0
+    assert np.array_equal(np.load(file), rows[::-1])
+    assert json.loads((tmp_path / "training.json").read_text())["step"] == 2
+    file.write_bytes(b"cut off")
+    assert main(flags("medusa", folder, *more, "3", "--resume")) == 2
+    assert "responses.npy cannot be read" in capsys.readouterr().err
+    file.unlink()
+    assert main(flags("medusa", folder, *more, "3", "--resume")) == 0
+    assert np.array_equal(np.load(file), rows)
+
+
 def test_who_may_read_the_config_may_read_the_weights(trained: tuple[str, Path]) -> None:
     _, out = trained
     for file in out.glob("*.safetensors"):
