@@ -8,12 +8,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.intake import Limits
 from gateway.openai_options import (
     UINT32,
+    Biases,
     ExtraConfig,
+    Items,
     Kind,
     Prediction,
     ResponseFormat,
@@ -34,7 +36,7 @@ _SAMPLING = (
 )
 
 
-class Request(Strict):
+class Request(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="allow", allow_inf_nan=False)
     operation: ClassVar[Kind]
     prompt_param: ClassVar[str]
@@ -49,16 +51,16 @@ class Request(Strict):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Biases | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     response_format: ResponseFormat | None = None
     prediction: Prediction | None = None
     # Beyond OpenAI's, under vLLM's names:
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[UINT32] | None = None
+    stop_token_ids: Items[UINT32] | None = None
     ignore_eos: bool = False
     min_tokens: int = 0
     structured_outputs: StructuredOutputs | None = None
@@ -143,7 +145,7 @@ class CompletionRequest(Request):
     prompt_param = "prompt"
     id_prefix = "cmpl"
 
-    prompt: str | list[str] | list[UINT32] | list[list[UINT32]]
+    prompt: str | Items[str] | Items[UINT32] | Items[Items[UINT32]]
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
@@ -182,7 +184,7 @@ class ChatMessage(Strict):
     """A turn of the conversation. What an assistant's answer carries besides must be empty."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None = None
+    content: str | Items[TextPart] | None = None
     name: str | None = None
     refusal: None = None
     audio: None = None
@@ -203,7 +205,7 @@ class ChatRequest(Request):
     prompt_param = "messages"
     id_prefix = "chatcmpl"
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

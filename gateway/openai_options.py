@@ -4,16 +4,39 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from outrider.errors import InvalidRequestError
-from outrider.params import Constraint, ConstraintKind, SpeculationParams
+from outrider.params import (
+    MAX_LOGIT_BIASES,
+    Constraint,
+    ConstraintKind,
+    SpeculationParams,
+    require,
+)
 from outrider.rpc.codec import RULE_TO_PROTO, speculation_from_proto
 from outrider.v1 import common_pb2
 
+T = TypeVar("T")
+
+
+def _few(biases: Any) -> Any:
+    """As few as `SamplingParams` takes. Raises `InvalidRequestError`."""
+    require(
+        not isinstance(biases, dict) or len(biases) <= MAX_LOGIT_BIASES,
+        "logit_bias",
+        f"at most {MAX_LOGIT_BIASES} different tokens",
+    )
+    return biases
+
+
 UINT32 = Annotated[int, Field(ge=0, lt=2**32)]
+# A body is as large as the gateway lets it be, and an error costs far more than the element it is
+# about: a list ends at its first one, a map is counted before it is read.
+Items = Annotated[list[T], Field(fail_fast=True)]
+Biases = Annotated[dict[str, float], BeforeValidator(_few)]
 
 Kind = Literal["text_completion", "chat"]  # gen_ai.operation.name
 
@@ -26,6 +49,16 @@ class Strict(BaseModel):
     """No conversions and no unknown fields."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, value: Any) -> Any:
+        """Each unknown field would be an error: of too many the first is enough."""
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        if not isinstance(value, dict) or len(value) <= len(names):
+            return value
+        unknown = next(name for name in value if name not in names)
+        return {name: value[name] for name in (*names, unknown) if name in value}
 
 
 class StreamOptions(Strict):
@@ -62,10 +95,10 @@ class Speculation(Strict):
 
     enabled: bool = True
     method: str | None = None
-    methods: list[str] | None = None
+    methods: Items[str] | None = None
     num_speculative_tokens: UINT32 | None = None
     verification: Verification | None = None
-    references: list[str | list[UINT32]] | None = None
+    references: Items[str | Items[UINT32]] | None = None
 
     def params(self) -> SpeculationParams:
         """Without the references, which are not tokenised yet. Raises `InvalidRequestError`."""
@@ -84,7 +117,7 @@ class Prediction(Strict):
     """OpenAI's predicted outputs."""
 
     type: Literal["content"]
-    content: str | list[TextPart]
+    content: str | Items[TextPart]
 
     @property
     def text(self) -> str:
@@ -95,7 +128,7 @@ class ExtraConfig(Strict):
     """RTP-LLM's names for the same, with its settings."""
 
     sp_advice_prompt: str | None = None
-    sp_advice_prompt_token_ids: list[UINT32] | None = None
+    sp_advice_prompt_token_ids: Items[UINT32] | None = None
     sp_edit: bool | Literal[0, 1] | None = None
     sp_min_token_match: int | None = None
     sp_max_token_match: int | None = None
@@ -135,7 +168,7 @@ class StructuredOutputs(Strict):
     json_: str | dict[str, Any] | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    choice: Annotated[Items[str], Field(min_length=1)] | None = None
     grammar: str | None = None
 
     def constraint(self) -> tuple[Constraint, str]:

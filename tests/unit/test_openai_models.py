@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from gateway.openai_models import ChatRequest, CompletionRequest, Request
 from gateway.openai_parse import parse
@@ -80,3 +81,61 @@ def test_any_value_is_taken_or_refused_by_name(
 def test_any_bytes_are_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequestError):
         parse(ChatRequest, body)
+
+
+MANY = 200_000
+NULLS = [None] * MANY
+UNKNOWN = {f"unknown_{n}": 1 for n in range(MANY)}
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param"),
+    [
+        (CompletionRequest, {"prompt": NULLS}, "prompt"),
+        (CompletionRequest, {"prompt": [NULLS]}, "prompt"),
+        (ChatRequest, {"messages": [{}] * MANY}, "messages.0.role"),
+        (ChatRequest, {"messages": [{"role": "user"} | UNKNOWN]}, "messages.0.unknown_0"),
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": [{}] * MANY}]},
+            "messages.0.content",
+        ),
+        (ChatRequest, CHAT | {"stop": NULLS}, "stop"),
+        (ChatRequest, CHAT | {"stop_token_ids": NULLS}, "stop_token_ids.0"),
+        (
+            ChatRequest,
+            CHAT | {"prediction": {"type": "content", "content": [{}] * MANY}},
+            "prediction.content",
+        ),
+        (
+            ChatRequest,
+            CHAT | {"structured_outputs": {"choice": NULLS}},
+            "structured_outputs.choice.0",
+        ),
+        (ChatRequest, CHAT | {"speculation": {"methods": NULLS}}, "speculation.methods.0"),
+        (ChatRequest, CHAT | {"speculation": {"references": NULLS}}, "speculation.references"),
+        (ChatRequest, CHAT | {"speculation": {"references": [NULLS]}}, "speculation.references"),
+        (
+            ChatRequest,
+            CHAT | {"speculation": {"verification": UNKNOWN}},
+            "speculation.verification.unknown_0",
+        ),
+        (
+            ChatRequest,
+            CHAT | {"extra_config": {"sp_advice_prompt_token_ids": NULLS}},
+            "extra_config.sp_advice_prompt_token_ids.0",
+        ),
+        (ChatRequest, CHAT | {"extra_config": UNKNOWN}, "extra_config.unknown_0"),
+        (ChatRequest, CHAT | {"logit_bias": {str(n): None for n in range(MANY)}}, "logit_bias"),
+    ],
+)
+def test_a_large_body_is_refused_for_its_first_faults(
+    kind: type[Request], body: dict[str, Any], param: str
+) -> None:
+    """Every error is an object, a hundred times the size of what it is about."""
+    with pytest.raises(InvalidRequestError) as refused:
+        parse(kind, json.dumps(body).encode())
+    assert refused.value.param == param
+    found = refused.value.__cause__
+    assert found is None or (isinstance(found, ValidationError) and found.error_count() < 10)
