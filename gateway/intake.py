@@ -26,6 +26,7 @@ from outrider.params import (
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
 MAX_REFERENCES = 16
 MAX_ADVICE_TOKENS = 2**18
 
@@ -224,3 +225,7 @@ def _check_stop_strings(stop_strings: tuple[str, ...]) -> None:
         )
     if not all(stop_strings):
         raise InvalidRequestError("stop must not hold an empty string.", param="stop")
+    if max(map(len, stop_strings), default=0) > MAX_STOP_STRING_CHARS:
+        raise InvalidRequestError(
+            f"stop must hold strings of at most {MAX_STOP_STRING_CHARS} characters.", param="stop"
+        )

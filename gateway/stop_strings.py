@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 class StopStringMatcher:
@@ -51,7 +52,8 @@ class _Automaton:
         return self.state if self.state == len(self._pattern) else 0
 
 
-def _fallbacks(pattern: str) -> list[int]:
+@lru_cache(maxsize=64)  # a request's choices have the same stop strings
+def _fallbacks(pattern: str) -> tuple[int, ...]:
     """fallbacks[i]: length of the longest proper prefix of pattern[: i + 1] that also ends it."""
     table = [0] * len(pattern)
     length = 0
@@ -61,4 +63,4 @@ def _fallbacks(pattern: str) -> list[int]:
         if pattern[i] == pattern[length]:
             length += 1
         table[i] = length
-    return table
+    return tuple(table)

@@ -15,6 +15,7 @@ TokenIds = tuple[int, ...]
 MAX_SPECULATIVE_TOKENS = 128
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
+MAX_STOP_TOKEN_IDS = 1024
 MAX_CONSTRAINT_CHARS = 2**18
 
 
@@ -82,6 +83,11 @@ class StopParams:
     def __post_init__(self) -> None:
         require(1 <= self.max_tokens < 2**31, "max_tokens", "at least 1")
         require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
+        require(
+            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            "stop_token_ids",
+            f"at most {MAX_STOP_TOKEN_IDS} different tokens",
+        )
 
 
 class ConstraintKind(enum.Enum):

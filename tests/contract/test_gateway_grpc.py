@@ -163,6 +163,13 @@ async def test_everything_else_reaches_the_scorer() -> None:
             "temperature",
         ),
         (generation_pb2.GenerateRequest(text="x", stop_strings=[""]), "stop"),
+        (generation_pb2.GenerateRequest(text="x", stop_strings=["x" * 1025]), "stop"),
+        (
+            generation_pb2.GenerateRequest(
+                text="x", stop=common_pb2.StopParams(stop_token_ids=range(1025))
+            ),
+            "stop_token_ids",
+        ),
         (generation_pb2.GenerateRequest(text="x", request_id="x" * 129), "request_id"),
         (generation_pb2.GenerateRequest(text="x", request_id="forged\nline"), "request_id"),
         (generation_pb2.GenerateRequest(text="x", top_logprobs=21), "top_logprobs"),

@@ -156,3 +156,13 @@ def test_min_tokens_hold_for_what_the_end_releases() -> None:
     assert (text_of(kept), assembler.stopped) == ("abc~", False)
     cut_off, assembler = run(["ab", "c~"], ["~"], min_tokens=1)
     assert (text_of(cut_off), assembler.stopped) == ("abc", True)
+
+
+def test_matchers_of_the_same_stop_string_share_what_is_built_from_it() -> None:
+    """A request has up to 128 choices. Each has a place of its own in the text."""
+    stops = ["ab" * 300 + "c", "aa"]
+    one, other = StopStringMatcher(stops), StopStringMatcher(stops)
+    assert one.feed("ab" * 5) is None
+    assert (one.pending, other.pending) == (10, 0)
+    for first, second in zip(one._automata, other._automata, strict=True):
+        assert first._fallback is second._fallback
