@@ -25,13 +25,16 @@ _log = logging.getLogger(__name__)
 
 
 class Scorer:
-    """The pool alone changes `serving`. Raises `ConfigError` for TLS files that cannot be read."""
+    """The pool alone changes `serving` and `info`.
+
+    Raises `ConfigError` for TLS files that cannot be read.
+    """
 
     def __init__(self, target: Target, tls: TlsFiles | None = None) -> None:
         self.target = target.address
         self.serving = False
         self.in_flight = 0
-        self.info = scorer_pb2.GetScorerInfoResponse()
+        self.info = scorer_pb2.GetScorerInfoResponse()  # empty unless it fits
         self._where = target
         self._tls = tls
         self._closing: set[asyncio.Task[None]] = set()
@@ -64,14 +67,15 @@ class Scorer:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
-    async def fetch_info(self) -> None:
+    async def fetch_info(self) -> scorer_pb2.GetScorerInfoResponse:
         """Raises `OutriderError`."""
         try:
-            self.info = await self._stub.GetScorerInfo(
+            info: scorer_pb2.GetScorerInfoResponse = await self._stub.GetScorerInfo(
                 scorer_pb2.GetScorerInfoRequest(), timeout=_PROBE_TIMEOUT_S
             )
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
+        return info
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Requests under way have `grace_s` seconds left; none may be begun."""

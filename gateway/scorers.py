@@ -153,9 +153,10 @@ class ScorerPool:
 
     async def _admit(self, scorer: Scorer) -> bool:
         try:
-            await scorer.fetch_info()
-            self._check(scorer.info)
+            info = await scorer.fetch_info()
+            self._check(info)
         except ConfigError as error:
+            scorer.info = scorer_pb2.GetScorerInfoResponse()
             if scorer.target not in self._misfits:
                 _log.error("scorer %s does not fit: %s", scorer.target, error.message)
             self._misfits[scorer.target] = error
@@ -165,7 +166,7 @@ class ScorerPool:
             _log.warning("scorer %s gives no information: %s", scorer.target, error.message)
             return False
         self._misfits.pop(scorer.target, None)
-        self._last_info = scorer.info
+        scorer.info = self._last_info = info
         return True
 
     def _set_serving(self, scorer: Scorer, serving: bool) -> None:

@@ -7,11 +7,13 @@ import socket
 from contextlib import AsyncExitStack
 from typing import Any
 
+import grpc
 import httpx
 import openai
 import pytest
 
 from outrider.errors import CapacityError, ConfigError, UnavailableError
+from outrider.v1 import generation_pb2, generation_pb2_grpc
 from tests.support.fake_scorer import FakeScorer, Script, serving
 from tests.support.gateway import Running, fake_scorer, running_gateway, tokens, until
 
@@ -155,6 +157,40 @@ async def test_a_scorer_that_does_not_fit_fails_the_start(info: Any, message: st
     with pytest.raises(ConfigError, match=message):
         async with running_gateway(scorer):
             pass
+
+
+@pytest.mark.parametrize("fits_first", [False, True])
+async def test_a_scorer_that_does_not_fit_decides_nothing(
+    fits_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither one that turns up nor one that comes back as another model."""
+    small = {"max_model_len": 64, "vocab_size": fake_scorer(scripted()).info.vocab_size + 100}
+    good = fake_scorer(scripted(), "good", vocab_size=small["vocab_size"] + 100)
+    other = fake_scorer(scripted(), "other", **small)
+    async with serving(good), serving(other):
+        assert other.server is not None
+        if not fits_first:
+            other.info.tokenizer_hash = "other"
+            await other.server.set_serving(False)
+        async with running_gateway(good, other) as gateway:
+            if fits_first:
+                await until_serving(gateway.http, 2)
+                assert await limits(gateway) == (small["max_model_len"], small["vocab_size"])
+                other.info.tokenizer_hash = "other"
+                await other.server.set_serving(False)
+                await until(lambda: gateway.metric("gateway_scorers_serving") == 1)
+            await other.server.set_serving(True)
+            await until(lambda: "does not fit" in caplog.text)
+            assert await limits(gateway) == (good.info.max_model_len, good.info.vocab_size)
+            assert not other.requests
+
+
+async def limits(gateway: Running) -> tuple[int, int]:
+    """Context length and vocabulary, as the gateway tells them."""
+    async with grpc.aio.insecure_channel(gateway.grpc) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        (model,) = (await stub.ListModels(generation_pb2.ListModelsRequest())).models
+    return model.max_model_len, model.vocab_size
 
 
 async def test_no_scorer_fails_the_start_in_time() -> None:
