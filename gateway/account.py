@@ -73,6 +73,8 @@ class Account:
             self._total.exact = self._total.exact and segment.exact
         elif segment.rounds:
             self._total.exact = self._total.exact and self._rule.exact
+        if self._cached_prompt_tokens is None and self._positions:
+            self._cached_prompt_tokens = 0  # not known; the next prompt holds what was written
         self._seen, self._reported = common_pb2.AuxInfo(), None
 
     @property

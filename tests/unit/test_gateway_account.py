@@ -51,6 +51,24 @@ def test_segments_add_up_and_a_dead_scorer_leaves_what_was_seen() -> None:
     assert (list(result.proposer_ids), result.scorer_id) == (["a"], "second")
 
 
+def test_what_a_successor_finds_cached_is_not_the_clients() -> None:
+    account = Account()
+    account.observe([PLAIN])
+    account.end_segment()  # it died without a report
+    account.report(common_pb2.Usage(cached_prompt_tokens=48), common_pb2.AuxInfo())
+    account.end_segment()
+    assert account.cached_prompt_tokens == 0
+    assert account.close(output_len=1, cost_time_ms=1).cached_prompt_tokens == 0
+
+
+def test_what_a_scorer_finds_cached_after_one_that_gave_nothing_is_the_clients() -> None:
+    account = Account()
+    account.end_segment()  # it was full
+    account.report(common_pb2.Usage(cached_prompt_tokens=16), common_pb2.AuxInfo())
+    account.end_segment()
+    assert account.cached_prompt_tokens == 16
+
+
 def test_accepted_tokens_behind_the_cut_do_not_count() -> None:
     account = Account()
     account.observe([ACCEPTED, ACCEPTED, BONUS])
