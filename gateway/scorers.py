@@ -115,35 +115,27 @@ class ScorerPool:
 
     async def _follow(self) -> None:
         async for targets in self._targets.follow():
-            for target in self._scorers.keys() - set(targets):
+            for target in self._watches.keys() - set(targets):
                 self._drop(target)
             for target in targets:
-                if target not in self._scorers:
-                    self._add(target)
-
-    def _add(self, target: Target) -> None:
-        try:
-            scorer = Scorer(target, self._tls)
-        except ConfigError as error:
-            _log.error("scorer %s cannot be dialled: %s", target, error.message)
-            self._misfits[target.address] = error
-            self._notify()
-            return
-        self._scorers[target] = scorer
-        self._watches[target] = asyncio.create_task(self._watch(scorer))
+                if target not in self._watches:
+                    self._watches[target] = asyncio.create_task(self._watch(target))
 
     def _drop(self, target: Target) -> None:
         """No new requests to a scorer whose name is gone; those under way end there."""
-        scorer = self._scorers.pop(target)
         _log.info("scorer %s is not listed any more", target)
         self._watches.pop(target).cancel()
-        self._misfits.pop(scorer.target, None)
+        self._misfits.pop(target.address, None)
+        scorer = self._scorers.pop(target, None)
+        if scorer is None:  # it could not be dialled yet
+            return
         self._set_serving(scorer, False)
         task = asyncio.create_task(scorer.close(CLOSE_GRACE_S))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
-    async def _watch(self, scorer: Scorer) -> None:
+    async def _watch(self, target: Target) -> None:
+        scorer = self._scorers[target] = await self._dial(target)
         while True:
             healthy = await scorer.probe()
             if healthy and not scorer.serving:  # new or restarted: maybe another model
@@ -151,16 +143,25 @@ class ScorerPool:
             self._set_serving(scorer, healthy)
             await asyncio.sleep(_PROBE_UP_S if healthy else _PROBE_DOWN_S)
 
+    async def _dial(self, target: Target) -> Scorer:
+        """Tries until the TLS files can be read: they may be in the middle of being replaced."""
+        while True:
+            try:
+                scorer = Scorer(target, self._tls)
+            except ConfigError as error:
+                self._refuse(target.address, "cannot be dialled", error)
+            else:
+                self._misfits.pop(target.address, None)
+                return scorer
+            await asyncio.sleep(_PROBE_DOWN_S)
+
     async def _admit(self, scorer: Scorer) -> bool:
         try:
             info = await scorer.fetch_info()
             self._check(info)
         except ConfigError as error:
             scorer.info = scorer_pb2.GetScorerInfoResponse()
-            if scorer.target not in self._misfits:
-                _log.error("scorer %s does not fit: %s", scorer.target, error.message)
-            self._misfits[scorer.target] = error
-            self._notify()
+            self._refuse(scorer.target, "does not fit", error)
             return False
         except OutriderError as error:
             _log.warning("scorer %s gives no information: %s", scorer.target, error.message)
@@ -168,6 +169,12 @@ class ScorerPool:
         self._misfits.pop(scorer.target, None)
         scorer.info = self._last_info = info
         return True
+
+    def _refuse(self, address: str, why: str, error: ConfigError) -> None:
+        if address not in self._misfits:
+            _log.error("scorer %s %s: %s", address, why, error.message)
+        self._misfits[address] = error
+        self._notify()
 
     def _set_serving(self, scorer: Scorer, serving: bool) -> None:
         if scorer.serving == serving:

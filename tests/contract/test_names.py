@@ -13,6 +13,7 @@ from outrider.rpc.deployment import Deployment
 from outrider.rpc.telemetry import configure
 from proposer_service.config import LinkConfig, NgramConfig, ProposerConfig
 from proposer_service.service import ProposerService
+from tests.support.certificates import Issuer
 from tests.support.draft_scorer import DraftScorer, close, open_
 from tests.support.fake_scorer import Script, serving
 from tests.support.gateway import fake_scorer, running_gateway, tokens, until
@@ -73,6 +74,38 @@ async def test_a_gateway_follows_a_name(monkeypatch: pytest.MonkeyPatch) -> None
                 break
             await asyncio.sleep(0.02)
         assert len(a.requests) > 1, "an address that comes back is used again"
+
+
+async def test_a_gateway_dials_a_scorer_that_turned_up_between_two_certificates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tls, key = Issuer().write(tmp_path, "scorers"), tmp_path / "tls.key"
+    names, port = Names(monkeypatch), port_free_on_both()
+    names.table["scorers"] = [A]
+
+    def failures() -> int:
+        return caplog.text.count(f"{B}:{port} cannot be dialled")
+
+    async with (
+        serving(fake_scorer(Script(tokens(TEXT)), "a"), port, A, tls) as a,
+        serving(fake_scorer(Script(tokens(TEXT)), "b"), port, B, tls),
+        running_gateway(
+            a,
+            scorers=(f"dns:scorers:{port}",),
+            dns_refresh_s=0.1,
+            deployment=Deployment(drain_grace_s=0.5, tls=tls),
+        ) as gateway,
+    ):
+        key.rename(tmp_path / "kept")
+        names.table["scorers"] = [A, B]
+        await until(lambda: failures() == 1)
+        names.table["scorers"] = [A]
+        await names.asked_again()
+        names.table["scorers"] = [A, B]
+        await until(lambda: failures() == 2)
+        (tmp_path / "kept").rename(key)
+        await until(lambda: gateway.metric("gateway_scorers_serving") == 2)
+        assert failures() == 2, "told once, however often it was tried"
 
 
 async def test_a_proposer_follows_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
