@@ -111,7 +111,8 @@ class Intake:
         """A conversation's token ids. Raises `InvalidRequestError`."""
         if not messages:
             raise InvalidRequestError(f"{param} must not be empty.", param=param)
-        self._check_chars(sum(len(message["content"]) for message in messages), param)
+        chars = sum(len(m["content"]) + len(m.get("name", "")) for m in messages)
+        self._check_chars(chars, param)
         return await asyncio.to_thread(self._tokenizer.apply_chat_template, messages)
 
     def _check_chars(self, chars: int, param: str) -> None:

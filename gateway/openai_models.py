@@ -193,9 +193,10 @@ class ChatMessage(Strict):
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def for_template(self) -> dict[str, str]:
-        """Role and text, as chat templates know them."""
+        """Role, text and perhaps a name, as chat templates know them."""
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": join(self.content or "")}
+        message = {"role": role, "content": join(self.content or "")}
+        return message if self.name is None else message | {"name": self.name}
 
 
 class ChatRequest(Request):

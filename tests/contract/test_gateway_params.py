@@ -138,6 +138,7 @@ CHAT: list[Case] = [
     *COMMON,
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": "x", "name": "x" * 1_000_000}]}, "messages"),
     ({"logprobs": 3}, "logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),

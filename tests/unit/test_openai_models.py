@@ -83,6 +83,18 @@ def test_any_bytes_are_refused(body: bytes) -> None:
         parse(ChatRequest, body)
 
 
+def test_a_chat_template_gets_the_names_that_messages_have() -> None:
+    messages = [
+        {"role": "developer", "content": "x"},
+        {"role": "user", "content": [{"type": "text", "text": "y"}], "name": "alice"},
+    ]
+    body = parse(ChatRequest, json.dumps({"messages": messages}).encode())
+    assert [message.for_template() for message in body.messages] == [
+        {"role": "system", "content": "x"},
+        {"role": "user", "content": "y", "name": "alice"},
+    ]
+
+
 MANY = 200_000
 NULLS = [None] * MANY
 UNKNOWN = {f"unknown_{n}": 1 for n in range(MANY)}
