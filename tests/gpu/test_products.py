@@ -89,7 +89,7 @@ def test_the_fastest_way_that_is_right_is_chosen(monkeypatch: pytest.MonkeyPatch
     gated, added = Kind.of(uses[0], layers[0]), Kind.of(uses[1], layers[1])
     layers[2].choices = layers[1].choices  # of one kind
     fast, faster, too_long = Tiles(64, 64, 3, 4, 1), Strips(32, 1), Tiles(64, 512, 3, 4, 1)
-    fails, wrong = Strips(64, 1), Tiles(128, 64, 3, 4, 1)
+    fails, wrong, unrecorded = Strips(64, 1), Tiles(128, 64, 3, 4, 1), Strips(32, 2)
     us: dict[Way | None, float] = {
         None: 10.0,
         fast: 7.0,
@@ -100,6 +100,8 @@ def test_the_fastest_way_that_is_right_is_chosen(monkeypatch: pytest.MonkeyPatch
     }
 
     def times(*_: object) -> float:
+        if unrecorded in (layer.choices.get(2) for layer in layers):
+            raise RuntimeError
         return us[layers[0].choices.get(2)] + us[layers[1].choices.get(2)]
 
     def run(use: Use, x: Tensor, out: Tensor) -> Tensor:
@@ -110,7 +112,7 @@ def test_the_fastest_way_that_is_right_is_chosen(monkeypatch: pytest.MonkeyPatch
         return y + 1 if chosen is wrong else y
 
     monkeypatch.setattr("outrider.engine.cuda.tuning.graph_us", times)
-    ways = (fails, fast, wrong, faster, too_long)
+    ways = (fails, fast, wrong, unrecorded, faster, too_long)
     monkeypatch.setattr(FewRowsLinear, "candidates", lambda *_: ways)
     chain = Chain(list(zip(uses, layers, strict=True)), 2, run)
     assert chain.kinds == (gated, added)  # the largest first

@@ -181,22 +181,21 @@ class Chain:
         for way in ways:
             if way.takes(kind.inner):
                 self.take(kind, way)
-                if self._is_right(way, kind, expected):
-                    times[way] = self._us()
+                if (us := self._us_if_right(way, kind, expected)) is not None:
+                    times[way] = us
         self.take(kind, None)
         return times
 
-    def _is_right(self, way: Way, kind: Kind, expected: Tensor) -> bool:
+    def _us_if_right(self, way: Way, kind: Kind, expected: Tensor) -> float | None:
         try:
             error = (self._outputs(kind) - expected).abs().max()
+            tolerance = _INT8_TOLERANCE if way.int8 else _TOLERANCE
+            if error <= tolerance * expected.abs().max():
+                return self._us()
+            logger.warning("%s of %d rows is wrong by %s", kind, self._rows, way)
         except Exception as reason:  # of a compiler or a device that nobody has tried
             logger.warning("%s of %d rows fails by %s: %s", kind, self._rows, way, reason)
-            return False
-        tolerance = _INT8_TOLERANCE if way.int8 else _TOLERANCE
-        if error <= tolerance * expected.abs().max():
-            return True
-        logger.warning("%s of %d rows is wrong by %s", kind, self._rows, way)
-        return False
+        return None
 
     def _outputs(self, kind: Kind) -> Tensor:
         use, linear = self._first[kind]
