@@ -44,14 +44,19 @@ class MinTokens:
 
     def __init__(self, stop_ids: frozenset[int], min_tokens: int) -> None:
         self._stop_ids = sorted(stop_ids)
+        self._ids: Tensor | None = None  # those of the vocabulary, where the logits are
         self._missing = min_tokens
 
     def edit(self, logits: Tensor, _draft: TokenIds) -> None:
         if self._missing <= 0:
             return
         early = logits[: self._missing]
-        ids = torch.tensor([i for i in self._stop_ids if i < logits.shape[1]], dtype=torch.int64)
-        masked = early.index_fill(1, ids.to(logits.device, non_blocking=True), -torch.inf)
+        if self._ids is None:
+            ids = torch.tensor(
+                [i for i in self._stop_ids if i < logits.shape[1]], dtype=torch.int64
+            )
+            self._ids = ids.to(logits.device, non_blocking=True)
+        masked = early.index_fill(1, self._ids, -torch.inf)
         possible = masked.amax(dim=1, keepdim=True) > -torch.inf
         early.copy_(torch.where(possible, masked, early))
 
