@@ -12,6 +12,7 @@ they would cut it short. Where nothing else may follow, the request ends by itse
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -31,10 +32,27 @@ from outrider.types import FinishReason
 _WHITESPACE = r" |\r?\n[ \t]{0,32}"
 """Between JSON's tokens, beside none. A model that prefers blanks would never come to an end."""
 _MAX_ERROR_CHARS = 500
+_LITERAL = re.compile(r"""("(?:\\.|[^"\\])*")|(//[^\n]*)|(/(?:\\.|[^/\\\n])+/)""")
+_INTERSECTION = re.compile(r"&|~(?!\s*\d)")
+"""Of terminals, by `&` or of what `~` excludes. (`x ~ 3` repeats x.)"""
 
 
-def _limits() -> LLParserLimits:
-    """What bounds a compilation to seconds, a mask to milliseconds and a cache to some 100 MB."""
+_NO_TEXT = "NoExtensionBias"  # llguidance's reason to stop where nothing may follow
+
+
+def _limits(kind: ConstraintKind) -> LLParserLimits:
+    """What bounds a compilation to seconds, a mask to milliseconds and a cache to some 100 MB.
+
+    Items are the ways to read the text so far. A grammar can have ever more of them, and is refused
+    where they are many; a schema of 400 optional fields has 1,600, and no more later.
+    """
+    if kind is ConstraintKind.GRAMMAR:
+        return LLParserLimits(
+            max_lexer_states=50_000,
+            step_max_items=5_000,
+            max_items_in_row=500,
+            verbose_errors=False,
+        )
     return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
 
@@ -114,16 +132,18 @@ class ConstraintCompiler:
         param = constraint.kind.value
         try:
             matcher = LLMatcher(
-                self._tokenizer, _grammar(constraint), log_level=0, limits=_limits()
+                self._tokenizer, _grammar(constraint), log_level=0, limits=_limits(constraint.kind)
             )
             error = matcher.get_error()
             mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            if not error and _NO_TEXT not in matcher.get_error():
+                error = matcher.get_error()  # what it begins with is too complex already
         except ValueError as failure:
             error = str(failure)
         if error:
             message = " ".join(error[:_MAX_ERROR_CHARS].split())
             raise InvalidRequestError(f"{param} cannot be used: {message}.", param=param)
-        if matcher.is_error() or not (mask & ~_bits(self._ends, len(mask))).any():
+        if not (mask & ~_bits(self._ends, len(mask))).any():
             raise InvalidRequestError(f"{param} allows no text but the empty one.", param=param)
         return matcher
 
@@ -258,6 +278,9 @@ def _grammar(constraint: Constraint) -> str:
     if constraint.kind is ConstraintKind.REGEX:
         return LLMatcher.grammar_from_regex(source)
     if constraint.kind is ConstraintKind.GRAMMAR:
+        # Whether anything is in an intersection may take for ever to find out: no limit bounds it.
+        if _INTERSECTION.search(_LITERAL.sub("", source)):
+            raise ValueError("terminals with & or ~ are not supported, write what they may be")
         return LLMatcher.grammar_from_lark(source)
     schema = '{"type": "object"}' if constraint.kind is ConstraintKind.JSON_OBJECT else source
     return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _WHITESPACE})
