@@ -26,6 +26,7 @@ from outrider.engine.attention import AttentionBackend
 from outrider.engine.backends import choose_backend, is_capturable
 from outrider.engine.kv_cache import KVPools
 from outrider.engine.loader import choose_llama_ops, count_pages
+from outrider.engine.pool_memory import fitting
 from outrider.models.modules import resolve_module
 from outrider.rpc.runtime import progress
 from proposer_service.config import HeadConfig
@@ -34,7 +35,6 @@ from proposer_service.masks import load_masks
 from proposer_service.weights import (
     PAGE_SIZE,
     choose_dtype,
-    fitting,
     hash_of_tokenizer,
     prepare_device,
 )
@@ -57,7 +57,7 @@ def build_head(
     prepare_device(method)
     folder, target = resolve_module(method.model, method.name, method.target_model)
     progress("proposer", f"loading the {method.name} module {folder} for {target}")
-    with fitting(method, "The module"):
+    with fitting("The module", method.kv_cache_memory):
         proposer = _build(method, folder, target, max_sessions, prefill_budget)
     progress("proposer", f"loaded after {time.perf_counter() - began:.1f} s")
     return proposer, hash_of_tokenizer(target)

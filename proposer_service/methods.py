@@ -89,12 +89,12 @@ def _build_draft_model(method: DraftModelConfig, max_sessions: int) -> tuple[Pro
     from outrider.drafting.draft_steps import ChainDrafter
     from outrider.drafting.llama_chains import LlamaChains
     from outrider.engine.loader import count_pages, kv_bytes_per_page, load_model
+    from outrider.engine.pool_memory import fitting
     from outrider.models.resolve import resolve_model
     from proposer_service.masks import load_masks
     from proposer_service.weights import (
         PAGE_SIZE,
         choose_dtype,
-        fitting,
         hash_of_tokenizer,
         prepare_device,
     )
@@ -106,7 +106,7 @@ def _build_draft_model(method: DraftModelConfig, max_sessions: int) -> tuple[Pro
     progress("proposer", f"loading draft model {folder}")
     per_page = kv_bytes_per_page(folder, dtype=dtype, page_size=PAGE_SIZE)
     num_pages = count_pages(method.kv_cache_memory, per_page)
-    with fitting(method, "The draft model"):
+    with fitting("The draft model", method.kv_cache_memory):
         model = load_model(
             folder,
             dtype=dtype,

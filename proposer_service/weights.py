@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -28,18 +26,6 @@ def choose_dtype(method: ModelConfig, *, on_cpu: torch.dtype) -> torch.dtype:
     if method.dtype is None:
         return torch.bfloat16 if method.device == "cuda" else on_cpu
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[method.dtype]
-
-
-@contextlib.contextmanager
-def fitting(method: ModelConfig, what: str) -> Iterator[None]:
-    """Raises `ConfigError` if `what` is loaded within and does not fit into the device's memory."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"{what} and --kv-cache-memory {method.kv_cache_memory} do not fit into the device's "
-            "free memory."
-        ) from error
 
 
 def hash_of_tokenizer(folder: Path) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from outrider.engine.loader import count_pages, kv_bytes_per_page, load_model, read_features
 from outrider.engine.paged_model import PagedModel
+from outrider.engine.pool_memory import fitting
 from outrider.engine.ranks import RankGroup
 from outrider.engine.runner import StepRunner
 from outrider.errors import ConfigError
@@ -39,6 +40,7 @@ def load(
     asked = options.hidden_features
     features = None if asked is None else read_features(folder, asked)
 
+    @fitting("The model", options.kv_cache_memory)
     def load_with(num_pages: int) -> PagedModel:
         try:
             return load_model(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from outrider.engine.pool_memory import zeros
 from outrider.features import FeatureSpec
 
 
@@ -26,7 +27,7 @@ class FeaturePool:
 
     def resize(self, num_pages: int) -> None:
         """Holds `num_pages` pages from now on, of zeros."""
-        self.rows = torch.zeros(
+        self.rows = zeros(
             num_pages * self.page_size,
             self.spec.captured_width,
             dtype=torch.bfloat16,

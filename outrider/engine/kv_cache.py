@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from outrider.engine.feature_pool import FeaturePool
+from outrider.engine.pool_memory import zeros
 from outrider.features import FeatureSpec
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class LayerPool(ABC):
 
     def _zeros(self, *shape: int) -> Tensor:
         # Zeros, because slots past a row's end are read and masked: 0 * garbage could be NaN.
-        return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        return zeros(*shape, dtype=self._dtype, device=self._device)
 
 
 class HeadMajorPool(LayerPool):
@@ -236,9 +237,7 @@ class KVPools:
                 if self._page_major
                 else (2 * heads, self.num_pages * self.page_size, key_dim)
             )
-            self._joint = torch.zeros(
-                self._num_layers, *size, dtype=self._dtype, device=self._device
-            )
+            self._joint = zeros(self._num_layers, *size, dtype=self._dtype, device=self._device)
         return self._joint[layer_idx]
 
     @property

@@ -60,6 +60,8 @@ def check_against(model: _Runnable, reference: Reference) -> None:
     rows, length = reference.token_ids.shape
     try:
         logits = _run(model, reference.token_ids.tolist())
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         # Whatever an unknown architecture trips over, the answer is the same: do not serve it.
         raise UnsupportedModelError(f"The model cannot run over paged keys: {error}") from error

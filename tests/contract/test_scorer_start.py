@@ -27,6 +27,19 @@ def test_a_start_takes_no_longer_than_it_may() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("mib", [10**8, 10**14])
+def test_a_cache_larger_than_the_memory_is_refused_by_name(mib: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "scorer_service", f"--kv-cache-memory={mib}"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 2
+    assert f"--kv-cache-memory {mib} do not fit" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("device", ["cuda:99", "tpu", "cuda:x", "cpu:"])
 def test_a_device_that_is_not_there_is_refused_by_name(device: str) -> None:
     flags = resolve(["--device", device])

@@ -191,6 +191,13 @@ class _OnePlaceLate:
         return self._model.forward(batch).roll(1, dims=0)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])  # gpt2's pools come with its first forward
+def test_pages_that_do_not_fit_into_a_cpu_s_memory_are_told_as_a_device_s(name: str) -> None:
+    model = random_model(ARCHITECTURES[name], torch.float32)
+    with pytest.raises(torch.OutOfMemoryError):
+        build_paged_model(model, page_size=PAGE_SIZE, num_pages=10**10)
+
+
 def test_self_test_refuses_wrong_logits() -> None:
     sizes = {"page_size": PAGE_SIZE, "num_pages": NUM_PAGES, "max_model_len": 96}
     model = random_model(ARCHITECTURES["llama"], torch.float32)

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from outrider.engine.loader import count_pages
+from outrider.engine.pool_memory import fitting
 from outrider.errors import ConfigError
 from proposer_service.__main__ import parse
-from proposer_service.config import DraftModelConfig, HeadConfig
-from proposer_service.weights import choose_dtype, fitting
+from proposer_service.config import DraftModelConfig, HeadConfig, ModelConfig, ProposerConfig
+from proposer_service.methods import build_proposer
+from proposer_service.weights import choose_dtype
 
 
 def test_a_draft_is_computed_in_what_is_fastest_unless_told_otherwise() -> None:
@@ -57,6 +59,15 @@ def test_memory_that_holds_nothing_is_told() -> None:
         count_pages(method.kv_cache_memory, 2**20 + 1)
     with (
         pytest.raises(ConfigError, match="The module and --kv-cache-memory 1 do not fit"),
-        fitting(method, "The module"),
+        fitting("The module", method.kv_cache_memory),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(ConfigError, match="The model does not fit"), fitting("The model", None):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("method", [DraftModelConfig(), HeadConfig(name="eagle3")])
+def test_a_cache_larger_than_the_memory_is_refused(method: ModelConfig) -> None:
+    method = replace(method, kv_cache_memory=10**8)
+    with pytest.raises(ConfigError, match="--kv-cache-memory 100000000 do not fit"):
+        build_proposer(ProposerConfig(scorers=("unix:/none",), methods=(method,)))
