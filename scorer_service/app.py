@@ -116,7 +116,8 @@ class ScorerApp:
         data_port = await self._data_port.start()
         metrics_url = self._telemetry.serve_metrics(options.host, options.metrics_port)
         folder = resolve_model(options.model, "target")
-        has_tokenizer = (folder / "tokenizer.json").is_file()
+        # Before the weights: a broken file is to be told at once.
+        hash_ = tokenizer_hash(folder) if (folder / "tokenizer.json").is_file() else ""
         loop = asyncio.get_running_loop()
         hubs: list[Hub] = []  # filled before the first request
 
@@ -136,7 +137,7 @@ class ScorerApp:
             scorer_id=options.scorer_id,
             model=options.model,
             served_model_name=options.served_model_name,
-            tokenizer_hash=tokenizer_hash(folder) if has_tokenizer else "",
+            tokenizer_hash=hash_,
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
             dtype=options.dtype,

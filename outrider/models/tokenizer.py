@@ -157,7 +157,7 @@ def _read_tokenizer_json(folder: Path) -> str:
     path = folder / "tokenizer.json"
     try:
         content = path.read_text(encoding="utf-8")
-        json.loads(content)
+        fields = json.loads(content)
     except FileNotFoundError as error:
         raise ConfigError(
             f"{path} does not exist. The model folder must hold a fast tokenizer (tokenizer.json); "
@@ -165,6 +165,11 @@ def _read_tokenizer_json(folder: Path) -> str:
         ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(
+            f"{path} is no tokenizer: it must hold a JSON object, as transformers' "
+            "AutoTokenizer.save_pretrained writes it."
+        )
     return content
 
 

@@ -40,6 +40,20 @@ def test_a_cache_larger_than_the_memory_is_refused_by_name(mib: int) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_broken_tokenizer_is_told_before_the_weights_are_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("[]")
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "scorer_service", f"--model={tmp_path}"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 2
+    assert "tokenizer.json is no tokenizer" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("device", ["cuda:99", "tpu", "cuda:x", "cpu:"])
 def test_a_device_that_is_not_there_is_refused_by_name(device: str) -> None:
     flags = resolve(["--device", device])

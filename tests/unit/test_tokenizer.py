@@ -86,12 +86,19 @@ def test_lone_surrogates_are_an_invalid_request(folder: Path) -> None:
     assert caught.value.param == "prompt"
 
 
-@pytest.mark.parametrize("content", [None, "{", '{"model": {}}'])
+@pytest.mark.parametrize("content", [None, "{", '{"model": {}}', "[]", "null"])
 def test_missing_or_broken_files_are_config_errors(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[]", '"text"', "null", "1"])
+def test_what_is_no_object_has_no_hash(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is no tokenizer"):
+        tokenizer_hash(tmp_path)
 
 
 def test_hash_is_blind_to_formatting_and_sees_the_vocabulary(tmp_path: Path) -> None:
