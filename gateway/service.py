@@ -22,7 +22,7 @@ from outrider.models.resolve import resolve_model
 from outrider.models.tokenizer import Tokenizer
 from outrider.rpc.runtime import progress
 from outrider.rpc.server import ClientLimits, GrpcServer
-from outrider.rpc.targets import Targets
+from outrider.rpc.targets import Targets, join_address
 from outrider.rpc.telemetry import Telemetry
 from outrider.v1 import generation_pb2_grpc, scorer_pb2
 
@@ -60,7 +60,7 @@ class Gateway:
 
         servicer = GenerationServicer(generator, api_keys)
         self._grpc = GrpcServer(
-            f"{config.host}:{config.grpc_port}",
+            join_address(config.host, config.grpc_port),
             lambda server: generation_pb2_grpc.add_GenerationServiceServicer_to_server(
                 servicer, server
             ),
@@ -88,8 +88,8 @@ class Gateway:
         self._serving = asyncio.create_task(self._http.serve([self._socket]))
         http_port = self._socket.getsockname()[1]
         return {
-            "http": f"http://{config.host}:{http_port}",
-            "grpc": f"{config.host}:{grpc_port}",
+            "http": f"http://{join_address(config.host, http_port)}",
+            "grpc": join_address(config.host, grpc_port),
         }
 
     async def stop(self) -> None:
@@ -157,6 +157,6 @@ def _readable(host: str, port: int) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}. "
+            f"cannot listen on {join_address(host, port)}: {error.strerror or error}. "
             "Choose another port, or 0 for a free one."
         ) from error

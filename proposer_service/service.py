@@ -15,7 +15,7 @@ from outrider.device import device_id
 from outrider.drafting.proposer import Proposer
 from outrider.rpc.feature_codec import features_to_proto
 from outrider.rpc.server import GrpcServer
-from outrider.rpc.targets import Targets
+from outrider.rpc.targets import Targets, join_address
 from outrider.rpc.telemetry import Telemetry, configure
 from outrider.rpc.versions import PROTOCOL_VERSION
 from outrider.v1 import draft_pb2, proposer_pb2_grpc
@@ -74,14 +74,14 @@ class ProposerService:
         )
         self._servicer = ProposerServicer(worker, self._hello, self._links, self._telemetry)
         self._server = GrpcServer(
-            f"{config.host}:{config.port}",
+            join_address(config.host, config.port),
             self._register,
             [SERVICE_NAME],
             health_address=deployment.health_address(config.host),
             tls=deployment.tls,
         )
         port = await self._server.start()
-        addresses = {"grpc": f"{config.host}:{port}"}
+        addresses = {"grpc": join_address(config.host, port)}
         if config.metrics_port is not None:
             addresses["metrics"] = self._telemetry.serve_metrics(config.host, config.metrics_port)
         # Unique among the proposers of a host, and stable where the port is given.

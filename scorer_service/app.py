@@ -32,6 +32,7 @@ from outrider.rpc import runtime
 from outrider.rpc.data_connection import DataPort
 from outrider.rpc.deployment import Deployment
 from outrider.rpc.server import GrpcServer
+from outrider.rpc.targets import join_address
 from outrider.rpc.tasks import in_thread
 from outrider.rpc.telemetry import Telemetry, configure
 from outrider.types import Request, StepEvents
@@ -94,7 +95,7 @@ class ScorerApp:
         self._servicer = ScorerServicer(self._telemetry)
         deployment = options.deployment
         self._server = GrpcServer(
-            f"{options.host}:{options.port}",
+            join_address(options.host, options.port),
             self._register,
             [SERVICE_NAME],
             unix_path=options.listen_unix,
@@ -158,9 +159,9 @@ class ScorerApp:
             Serving(worker, hub, served, DraftLimits(), self._constraints, shared, self._data_port)
         )
         await self._server.set_serving(True)
-        address = f"{options.host}:{port}"
+        address = join_address(options.host, port)
         runtime.progress(NAME, f"serving {options.served_model_name} on {address}")
-        data = f"{options.host}:{data_port}"
+        data = join_address(options.host, data_port)
         return {"grpc": address, "data": data, "metrics": metrics_url}
 
     async def stop(self) -> None:

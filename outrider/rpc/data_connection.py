@@ -21,7 +21,7 @@ from outrider.errors import ConfigError
 from outrider.rpc.channel import MAX_MESSAGE_BYTES
 from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.frames import READ_AHEAD_BYTES, Frames, FrameSocket
-from outrider.rpc.targets import Target
+from outrider.rpc.targets import Target, join_address
 from outrider.rpc.tls import Follower, client_context, server_context
 from outrider.v1 import draft_pb2
 
@@ -87,7 +87,8 @@ class DataPort:
             )
         except OSError as error:
             raise ConfigError(
-                f"--data-port: cannot listen on {self._host}:{self._port} ({error.strerror}). "
+                f"--data-port: cannot listen on {join_address(self._host, self._port)} "
+                f"({error.strerror}). "
                 "Choose another, or 0 for a free one."
             ) from error
         self._servers.append(server)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import ConfigError
+from outrider.rpc.targets import join_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Deployment:
 
     def health_address(self, host: str) -> str | None:
         """Where health alone is served by a service that listens on `host`."""
-        return None if self.health_port is None else f"{host}:{self.health_port}"
+        return None if self.health_port is None else join_address(host, self.health_port)
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):

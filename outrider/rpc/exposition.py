@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, openmetrics
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 
 from outrider.errors import ConfigError
+from outrider.rpc.targets import join_address
 
 _OPENMETRICS = "application/openmetrics-text"
 
@@ -53,14 +54,14 @@ class MetricsServer:
             self._server = Server((host, port), Handler)
         except OSError as error:
             raise ConfigError(
-                f"cannot serve metrics on {host}:{port}: {error.strerror or error}. "
+                f"cannot serve metrics on {join_address(host, port)}: {error.strerror or error}. "
                 "Choose another port, or 0 for a free one."
             ) from error
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="metrics", daemon=True
         )
         self._thread.start()
-        self.url = f"http://{host}:{self._server.server_port}/metrics"
+        self.url = f"http://{join_address(host, self._server.server_port)}/metrics"
 
     def close(self) -> None:
         """Stops listening."""

@@ -39,6 +39,11 @@ class Target:
         return self.address
 
 
+def join_address(host: str, port: int) -> str:
+    """As gRPC and URLs write it: an IPv6 address in brackets, which sockets take without."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def parse_entries(text: str) -> tuple[str, ...]:
     """The entries of a comma list. Raises `ConfigError` for one of an unknown form, or twice."""
     entries = tuple(entry.strip() for entry in text.split(",") if entry.strip())

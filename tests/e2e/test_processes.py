@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,13 @@ from outrider.cli.client import GenerateOptions
 from tests.support.up import (
     OUTRIDER,
     Up,
+    addresses,
     alive,
     children,
     complete,
     run_outrider,
     running,
+    service,
     until_attached,
     until_idle,
     wait_until,
@@ -206,8 +209,8 @@ def test_help_does_not_load_the_engine() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
     )
     assert done.stdout == "False\n"
-    for service in ("scorer", "proposer", "gateway"):
-        done = run_outrider("serve", service, "--help")
+    for name in ("scorer", "proposer", "gateway"):
+        done = run_outrider("serve", name, "--help")
         assert done.returncode == 0
         assert "--host" in done.stdout
 
@@ -237,3 +240,31 @@ def test_generate(draft_model_stack: Up) -> None:
     assert wrong.returncode == 1
     assert "top_p" in wrong.stderr
     assert "Traceback" not in wrong.stderr
+
+
+def has_ipv6() -> bool:
+    with socket.socket(socket.AF_INET6) as tried:
+        try:
+            tried.bind(("::1", 0))
+        except OSError:
+            return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+async def test_services_meet_over_ipv6(pair: tuple[Path, Path]) -> None:
+    here = ("--host", "::1", "--health-port", 0)
+    model = ("--model", pair[0])
+    with service("scorer_service", *here, *model, "--speculation-policy", "fixed") as scorer:
+        scorer_address = addresses(scorer)["grpc"]
+        met = (*here, "--scorer", scorer_address)
+        with (
+            service("proposer_service", *met, "--method", "ngram"),
+            service("gateway", *met, *model, "--grpc-port", 0, "--http-port", 0) as gateway,
+        ):
+            await until_attached(scorer_address, 60)
+            listening = addresses(gateway)
+            answer = await complete(listening["grpc"], long_request(max_tokens=20))
+            assert len(answer.token_ids) == 20
+            health = f"{listening['http']}/health"
+            assert (await asyncio.to_thread(urllib.request.urlopen, health, None, 20)).status == 200

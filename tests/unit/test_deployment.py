@@ -112,5 +112,6 @@ def test_how_often_names_are_looked_up_has_bounds(
 def test_a_health_port_is_beside_the_service() -> None:
     assert Deployment().health_address("h") is None
     assert Deployment(health_port=0).health_address("h") == "h:0"
+    assert Deployment(health_port=0).health_address("::") == "[::]:0"
     with pytest.raises(ConfigError, match="drain-grace"):
         Deployment(drain_grace_s=float("nan"))

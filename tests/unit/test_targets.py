@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from outrider.errors import ConfigError
-from outrider.rpc.targets import Target, Targets, parse_entries
+from outrider.rpc.targets import Target, Targets, join_address, parse_entries
 from tests.support.names import Names
 
 
@@ -18,6 +18,13 @@ def test_entries() -> None:
         "dns:scorer.default.svc:7001",
         "[::1]:7001",
     )
+
+
+@pytest.mark.parametrize(
+    ("host", "address"), [("::1", "[::1]:7"), ("::", "[::]:7"), ("0.0.0.0", "0.0.0.0:7")]
+)
+def test_an_address_of_ipv6_is_written_in_brackets(host: str, address: str) -> None:
+    assert join_address(host, 7) == address
 
 
 @pytest.mark.parametrize(
