@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.engine.pool_memory import zeros
+from outrider.engine.pool_memory import move, zeros
 from outrider.features import FeatureSpec
 
 
@@ -61,12 +61,11 @@ class FeaturePool:
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Makes pages `target` int64 [n] hold what `source` [n] held before."""
-        pages = self.rows.view(-1, self.page_size * self.spec.captured_width)
-        pages.index_copy_(0, target, pages.index_select(0, source))
+        move(self.rows.view(1, -1, self.page_size * self.spec.captured_width), source, target)
 
     def move_slots(self, source: Tensor, target: Tensor) -> None:
         """Makes slots `target` int64 [n] hold what `source` [n] held before."""
-        self.rows.index_copy_(0, target, self.rows.index_select(0, source))
+        move(self.rows[None], source, target)
 
     def _write(self, column: int, slots: Tensor, hidden: Tensor) -> None:
         place = self.rows[:, column : column + self.spec.hidden_size]
