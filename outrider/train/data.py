@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ConfigError
+from outrider.train.files import written_whole
 
 HELD_OUT_SHARE = 50
 """One in so many tokens is held out where no held-out file is given."""
@@ -41,12 +42,10 @@ def read_tokens(path: Path, tokenizer: Any) -> np.ndarray[Any, Any]:
 
 
 def write_rows(path: Path, rows: np.ndarray[Any, Any]) -> None:
-    """A file that `read_tokens` takes; a crash while writing leaves none, or the old one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    with part.open("wb") as file:  # given a name, numpy would add an ending
+    """A file that `read_tokens` takes."""
+    # Given a name, numpy would add an ending.
+    with written_whole(path) as part, part.open("wb") as file:
         np.save(file, rows)
-    part.replace(path)
 
 
 def _documents(path: Path, tokenizer: Any) -> Iterator[str]:

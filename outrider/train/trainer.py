@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from outrider.errors import ConfigError
 from outrider.train.data import Windows
+from outrider.train.files import written_whole
 from outrider.train.loss import STEP_DECAY, guess_loss, step_weights
 from outrider.train.optimiser import Muon, schedule
 from outrider.train.processes import Processes
@@ -143,15 +144,13 @@ class Trainer:
     def save(self) -> None:
         """Writes `state_file`; a crash while writing leaves the old one."""
         if self._processes.rank == 0:
-            self._state_file.parent.mkdir(parents=True, exist_ok=True)
-            part = self._state_file.with_suffix(".part")
             state = {
                 "head": self._head.state_dict(),
                 "optimiser": self._optimiser.state(),
                 "progress": asdict(self._progress),
             }
-            torch.save(state, part)
-            part.replace(self._state_file)
+            with written_whole(self._state_file) as part:
+                torch.save(state, part)
 
     def _backward(self, token_ids: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Adds a step's gradients, part by part; the mean loss, and the last part's matches."""
