@@ -157,17 +157,17 @@ class Chain:
 
     def choose(self) -> str:
         """Kind after kind, beside what is chosen already; says what and why."""
-        plain = best = self._us()
-        chosen = []
+        us: list[float] = []
+        chosen: list[str] = []
         for kind, (_, linear) in self._first.items():
             times = self.compare(kind, linear.candidates(self._most))
             way = min(times, key=times.__getitem__)
             if times[way] >= times[None] * (1 - _GAIN):
                 way = None
             self.take(kind, way)
-            best = times[way]
+            us += times[None], times[way]
             chosen.append(f"{kind} by {way or 'cuBLAS'}")
-        return f"{best:.0f} us, all by cuBLAS {plain:.0f}: {'; '.join(chosen)}"
+        return f"{us[-1]:.0f} us, all by cuBLAS {us[0]:.0f}: {'; '.join(chosen)}"
 
     def compare(self, kind: Kind, ways: Iterable[Way]) -> dict[Way | None, float]:
         """Microseconds of the chain by each way of computing one kind of product; None: cuBLAS,
