@@ -54,9 +54,9 @@ class Strict(BaseModel):
     @classmethod
     def _one_unknown(cls, value: Any) -> Any:
         """Each unknown field would be an error: of too many the first is enough."""
-        names = {field.alias or name for name, field in cls.model_fields.items()}
-        if not isinstance(value, dict) or len(value) <= len(names):
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
             return value
+        names = {field.alias or name for name, field in cls.model_fields.items()}
         unknown = next(name for name in value if name not in names)
         return {name: value[name] for name in (*names, unknown) if name in value}
 

@@ -32,7 +32,7 @@ from outrider.types import FinishReason
 _WHITESPACE = r" |\r?\n[ \t]{0,32}"
 """Between JSON's tokens, beside none. A model that prefers blanks would never come to an end."""
 _MAX_ERROR_CHARS = 500
-_LITERAL = re.compile(r"""("(?:\\.|[^"\\])*")|(//[^\n]*)|(/(?:\\.|[^/\\\n])+/)""")
+_LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/')
 _INTERSECTION = re.compile(r"&|~(?!\s*\d)")
 """Of terminals, by `&` or of what `~` excludes. (`x ~ 3` repeats x.)"""
 

@@ -39,7 +39,7 @@ class Target:
         return self.address
 
 
-def join_address(host: str, port: int) -> str:
+def join_address(host: str, port: int | str) -> str:
     """As gRPC and URLs write it: an IPv6 address in brackets, which sockets take without."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -118,5 +118,5 @@ class Targets:
         # A pod of a dual-stack cluster has an address of each family, and is to be dialled once.
         v4 = {answer[4][0] for answer in answers if answer[0] == socket.AF_INET}
         v6 = {answer[4][0] for answer in answers if answer[0] == socket.AF_INET6}
-        addresses = [f"{ip}:{port}" for ip in v4] or [f"[{ip}]:{port}" for ip in v6]
+        addresses = [join_address(str(ip), port) for ip in v4 or v6]
         self._found[name] = tuple(Target(address, host) for address in sorted(addresses))
