@@ -186,7 +186,7 @@ def _branches(sessions: int, branches: int, context: int) -> PackedBatch:
         for start in itertools.islice(itertools.cycle(range(context, context + 5)), branches):
             own = list(itertools.islice(free, 2))
             rows.append(RowSlice([1], start, pages[: start // 16] + own, 1))
-    return pack(rows, 16, CUDA)
+    return replace(pack(rows, 16, CUDA), recorded=True)
 
 
 def page_copies() -> Iterator[Record]:
@@ -220,14 +220,11 @@ class _AttentionCase:
         self._pool = PageMajorPool(total, page_size, (KV_HEADS, DIM, DIM), BF16, CUDA)
         self._query = _rand(rows * query_len, KV_HEADS, HEADS // KV_HEADS, DIM)
         tables = torch.randperm(total).view(layers, rows, pages).tolist()
-        self._batches = [
-            pack(
-                [RowSlice([1] * query_len, context - query_len, row, query_len) for row in table],
-                page_size,
-                CUDA,
-            )
+        steps = [
+            [RowSlice([1] * query_len, context - query_len, row, query_len) for row in table]
             for table in tables
         ]
+        self._batches = [replace(pack(rows, page_size, CUDA), recorded=True) for rows in steps]
 
     def us(self, backend: AttentionBackend) -> float:
         params = AttentionParams(DIM**-0.5)

@@ -14,6 +14,9 @@ from torch import Tensor
 from outrider.engine.shared_pages import SharedPages
 from outrider.engine.tree_mask import TreeMask, depths, lineages
 
+_PROMPT = 256
+"""Tokens whose queries no attention holds in one tile."""
+
 
 class RowSlice(NamedTuple):
     """A row's share of one step: `token_ids` in the slots start, start + 1, ... of its pages.
@@ -54,7 +57,9 @@ class PackedBatch:
 
     @property
     def max_query_len(self) -> int:
-        return max(self.query_lens)
+        """At least the longest row's. Attention on a device chooses its kernels by it: all batches
+        that are not recorded take those of prompts, so that none is compiled while serving."""
+        return max(self.query_lens) if self.recorded else max(*self.query_lens, _PROMPT)
 
     @property
     def max_context_len(self) -> int:

@@ -41,7 +41,8 @@ def _paged(
     dtype: torch.dtype,
     trees: Sequence[tuple[int, ...]] = (),
 ) -> tuple[PackedBatch, PageMajorPool, Tensor]:
-    """A batch over scattered pages, and queries that are a part of wider rows, as in a model.
+    """A recorded batch over scattered pages, and queries that are a part of wider rows, as in a
+    model.
 
     `trees`: the parents of each row's last tokens.
     """
@@ -59,7 +60,8 @@ def _paged(
     pool.values.copy_(randn(*pool.values.shape, dtype=dtype, seed=5))
     tokens, width = sum(length for _, length in rows), kv_heads * group * dim
     query = randn(tokens, width + 2 * kv_heads * dim, dtype=dtype, seed=6)[:, :width]
-    return pack(slices, page_size, DEVICE), pool, query.view(tokens, kv_heads, group, dim)
+    batch = replace(pack(slices, page_size, DEVICE), recorded=True)
+    return batch, pool, query.view(tokens, kv_heads, group, dim)
 
 
 def _reference(
@@ -89,10 +91,11 @@ def test_backends(name: str, rows: Rows, page_size: int, window: int | None) -> 
         pytest.skip(error.message)
     batch, pool, query = _paged(rows, page_size, (2, WIDTH, WIDTH), 4, dtype)
     params = AttentionParams(WIDTH**-0.5, window)
-    attention = backend(batch)
     expected = _reference(batch, pool, query, params)
-    for _ in range(2):  # the second layer finds everything prepared
-        close(attention.attend(query, pool, params), expected, dtype)
+    for recorded in (True, False):
+        attention = backend(replace(batch, recorded=recorded))
+        for _ in range(2):  # the second layer finds everything prepared
+            close(attention.attend(query, pool, params), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32] if not ON_GPU else DTYPES)
@@ -124,8 +127,10 @@ def test_triton_attention(
         softcap=extra.get("softcap"),
         sinks=sinks,
     )
-    actual = TritonPagedAttention(batch, multiprocessors).attend(query, pool, params)
-    close(actual, _reference(batch, pool, query, params), dtype)
+    expected = _reference(batch, pool, query, params)
+    for recorded in (True, False):
+        attention = TritonPagedAttention(replace(batch, recorded=recorded), multiprocessors)
+        close(attention.attend(query, pool, params), expected, dtype)
 
 
 TREE = (-1, -1, 0, 0, 1, 3, 5, 6)  # of eight nodes
@@ -140,8 +145,10 @@ def test_attention_to_trees(multiprocessors: int, window: int | None) -> None:
     slices, trees = [(40, 5), (0, 70 + 8), (300, 1 + 8), (90, 1 + 64)], [(), TREE, TREE, DEEP]
     batch, pool, query = _paged(slices, 16, shape, group, dtype, trees)
     params = AttentionParams(scaling=0.2, sliding_window=window)
-    actual = TritonPagedAttention(batch, multiprocessors).attend(query, pool, params)
-    close(actual, _reference(batch, pool, query, params), dtype)
+    expected = _reference(batch, pool, query, params)
+    for recorded in (True, False):
+        attention = TritonPagedAttention(replace(batch, recorded=recorded), multiprocessors)
+        close(attention.attend(query, pool, params), expected, dtype)
 
 
 def _new_tokens(

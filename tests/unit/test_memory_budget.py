@@ -69,6 +69,8 @@ def test_the_largest_steps_reach_the_limits(rows: int, tokens: int, length: int)
             assert len(row.block_table) * 16 >= length
     assert sum(row.num_logits for row in verification) == tokens
     assert max(len(row.token_ids) for row in prompts) == min(tokens, length)
+    assert not any(row.parents for row in prompts)
+    assert all(row.parents for row in verification)
 
 
 class Counted:

@@ -154,16 +154,19 @@ def largest_steps(
 ) -> Iterator[list[RowSlice]]:
     """The steps that need the most memory: many prompt tokens, and many tokens with logits.
 
-    All rows share page 0, and none has a future: the numbers mean nothing.
+    All rows share page 0, and none has a future: the numbers mean nothing. The rows of the second
+    end in trees, whose attention is a kernel of its own: it is compiled now.
     """
-    for longest in (max_num_batched_tokens, -(-max_num_batched_tokens // max_num_seqs)):
+    shares = (max_num_batched_tokens, ()), (-(-max_num_batched_tokens // max_num_seqs), (-1,))
+    for longest, parents in shares:
         rows: list[RowSlice] = []
         left = max_num_batched_tokens
         while left and len(rows) < max_num_seqs:
             length = min(left, longest, max_model_len)
             table = [0] * -(-max_model_len // page_size)
             num_logits = length if longest < max_num_batched_tokens else 1
-            rows.append(RowSlice([0] * length, max_model_len - length, table, num_logits))
+            start = max_model_len - length
+            rows.append(RowSlice([0] * length, start, table, num_logits, parents))
             left -= length
         yield rows
 
