@@ -126,6 +126,25 @@ def test_the_fastest_way_that_is_right_is_chosen(monkeypatch: pytest.MonkeyPatch
     assert layers[0].choices == layers[1].choices == {}
 
 
+def test_ways_are_chosen_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is best beside cuBLAS need not be best beside what is chosen for the others."""
+    monkeypatch.setattr("outrider.engine.linear.can_prepack", lambda *_: False)  # on CPU
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    gate, down = (FewRowsLinear(randn(n, 256, dtype=dtype, seed=n) / 16) for n in (512, 256))
+    chain = [(Use(gate, randn(256, dtype=dtype), gated=True), gate), (Use(down), down)]
+    one, other = Tiles(64, 64, 3, 4, 1), Tiles(64, 128, 3, 4, 1)
+    us = {(one, None): 15.0, (other, None): 15.2, (one, one): 13.0, (other, one): 10.0}
+
+    def times(*_: object) -> float:
+        return us.get((gate.choices.get(2), down.choices.get(2)), 20.0)
+
+    monkeypatch.setattr("outrider.engine.cuda.tuning.graph_us", times)
+    monkeypatch.setattr(FewRowsLinear, "candidates", lambda *_: (one, other))
+    said = Chain(chain, 2, TritonOps().product).choose()
+    assert (gate.choices, down.choices) == ({2: other}, {2: one})
+    assert said.startswith("10 us, all by cuBLAS 20: ")
+
+
 @pytest.mark.skipif(not ON_GPU, reason="measures a device")
 def test_tuned_products_in_a_recorded_chain() -> None:
     """What is chosen, and what starts early, changes nothing but roundings."""
