@@ -217,7 +217,7 @@ class StaticInputs:
             if self._at[i] is not self._inert:
                 self._place(i, self._inert)
         if len(self._known) > 2 * sizes.rows:
-            self._known = {row.seq: self._known[row.seq] for row in rows}
+            self._known = {row.seq: at for row, at in zip(rows, self._at, strict=False)}
 
         to = self._view(bucket)
         padding = (0,) * (bucket.rows - len(rows))

@@ -322,6 +322,20 @@ def test_a_row_may_grow_move_and_leave() -> None:
             assert torch.equal(a, b)
 
 
+def test_a_row_that_stays_in_its_place_outlives_what_is_forgotten() -> None:
+    """Others come and go in a smaller bucket, of which its place is no part."""
+    rng = random.Random(3)
+    inputs = StaticInputs(
+        StaticSizes(2, 5, MAX_MODEL_LEN, PAGE_SIZE, NUM_PAGES), torch.device("cpu")
+    )
+    first, second = (make_step(rng, [1], 97).rows[0] for _ in range(2))
+    for _ in range(3):
+        inputs.fill([first, second], Bucket(5, 2))
+        for _ in range(4):
+            inputs.fill(make_step(rng, [1], 97).rows, Bucket(5, 1))
+    inputs.fill([first, second], Bucket(5, 2))
+
+
 def tensors(inputs: StaticInputs, bucket: Bucket) -> list[Tensor]:
     held = (inputs.batch(bucket), inputs.verify_batch(bucket))
     values = [getattr(each, field.name) for each in held for field in fields(each)]
