@@ -12,48 +12,28 @@ they would cut it short. Where nothing else may follow, the request ends by itse
 
 from __future__ import annotations
 
-import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.engine.grammar import grammar_of, limits, load_tokenizer
 from outrider.errors import ConfigError, InvalidRequestError
-from outrider.params import Constraint, ConstraintKind, StopParams, TokenIds
+from outrider.params import Constraint, StopParams, TokenIds
 from outrider.types import FinishReason
 
-_WHITESPACE = r" |\r?\n[ \t]{0,32}"
-"""Between JSON's tokens, beside none. A model that prefers blanks would never come to an end."""
 _MAX_ERROR_CHARS = 500
-_LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/')
-_INTERSECTION = re.compile(r"&|~(?!\s*\d)")
-"""Of terminals, by `&` or of what `~` excludes. (`x ~ 3` repeats x.)"""
-
-
 _NO_TEXT = "NoExtensionBias"  # llguidance's reason to stop where nothing may follow
-
-
-def _limits(kind: ConstraintKind) -> LLParserLimits:
-    """What bounds a compilation to seconds, a mask to milliseconds and a cache to some 100 MB.
-
-    Items are the ways to read the text so far. A grammar can have ever more of them, and is refused
-    where they are many; a schema of 400 optional fields has 1,600, and no more later.
-    """
-    if kind is ConstraintKind.GRAMMAR:
-        return LLParserLimits(
-            max_lexer_states=50_000,
-            step_max_items=5_000,
-            max_items_in_row=500,
-            verbose_errors=False,
-        )
-    return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+_NO_ROOM = "too many states"  # and of a lexer that has as many as it may
+_RENEWED_EVERY = 256  # tokens of a request at least: what it asks of the engine's thread is bounded
+_MAX_RENEWED_CHARS = 2**14  # of a constraint that is compiled there, within some 50 ms
 
 
 class ConstraintCompiler:
@@ -71,7 +51,7 @@ class ConstraintCompiler:
         *,
         max_cached: int = 64,
     ) -> None:
-        self._tokenizer = _load_tokenizer(tokenizer_json, vocab_size)
+        self._tokenizer = load_tokenizer(tokenizer_json, vocab_size)
         self.eos_token_ids = eos_token_ids
         self._ends = eos_token_ids | frozenset(self._tokenizer.eos_tokens)
         self._max_cached = max_cached
@@ -106,6 +86,7 @@ class ConstraintCompiler:
             ends,
             never_text=ends | self._ends,
             num_bytes=-(-self._tokenizer.vocab_size // 32) * 4,
+            renewed=partial(self._renewed, constraint),
         )
         editor.commit(tuple(resumed))
         if editor.error is not None:
@@ -128,11 +109,24 @@ class ConstraintCompiler:
                 self._cached.popitem(last=False)
         return matcher
 
+    def _renewed(self, constraint: Constraint, full: LLMatcher) -> LLMatcher | None:
+        """What takes the place of a matcher whose lexer is full, for whoever asks first or later.
+
+        None if compiling it takes too long for an engine: then those that come later have it done.
+        """
+        with self._lock:
+            if self._cached.get(constraint) is full:
+                del self._cached[constraint]
+            known = constraint in self._cached
+        if not known and len(constraint.source) > _MAX_RENEWED_CHARS:
+            return None
+        return self._compiled(constraint)
+
     def _compile(self, constraint: Constraint) -> LLMatcher:
         param = constraint.kind.value
         try:
             matcher = LLMatcher(
-                self._tokenizer, _grammar(constraint), log_level=0, limits=_limits(constraint.kind)
+                self._tokenizer, grammar_of(constraint), log_level=0, limits=limits(constraint.kind)
             )
             error = matcher.get_error()
             mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
@@ -151,6 +145,9 @@ class ConstraintCompiler:
 class ConstraintEditor:
     """Implements `LogitsEditor`. Moved by committed tokens only; drafts are tried and taken back.
 
+    Copies of a matcher share its lexer, whose states add up over all requests of a constraint, and
+    over their drafts. So that none ends for what others have seen, one that is full is `renewed`.
+
     Not to be used by two threads at once.
     """
 
@@ -162,8 +159,11 @@ class ConstraintEditor:
         *,
         never_text: frozenset[int],
         num_bytes: int,
+        renewed: Callable[[LLMatcher], LLMatcher | None],
     ) -> None:
         self._compiled = compiled
+        self._renewed = renewed
+        self._renew_from = 0  # tokens of output
         self._matcher = compiled.deep_copy()
         self._output: list[int] = []
         self._param = param
@@ -187,16 +187,10 @@ class ConstraintEditor:
     def edit(self, logits: Tensor, draft: TokenIds) -> None:
         """In place, as `LogitsEditor.edit`. Rows that no text reaches keep their logits."""
         masks = np.full((len(logits), self._num_bytes), 0xFF, np.uint8)
-        self.end = None
-        row = taken = 0
-        for row, mask in enumerate(masks):
-            if row:
-                if self._matcher.try_consume_tokens([draft[row - 1]]) == 0:
-                    break
-                taken += 1
-            if not self._fill(mask):
-                self.end = row
-                break
+        row, taken = self._walk(masks, draft)
+        if self._renew():
+            masks.fill(0xFF)
+            row, taken = self._walk(masks, draft)
         if row:
             self._take_back(taken, row)
         bits = torch.from_numpy(masks).to(logits.device, non_blocking=True)
@@ -206,7 +200,8 @@ class ConstraintEditor:
     def commit(self, tokens: TokenIds) -> None:
         """These became output; none of them ends it."""
         self._output += tokens
-        if tokens and not self._matcher.consume_tokens(list(tokens)) and self.error is None:
+        went_on = not tokens or self._matcher.consume_tokens(list(tokens)) or self._renew()
+        if not went_on and self.error is None:
             self.error = self._stuck()
 
     def num_allowed(self, draft: TokenIds) -> int:
@@ -221,9 +216,40 @@ class ConstraintEditor:
         """
         if not self._matcher.is_stopped() and self.end is None and reason is None:
             return None
-        if self._fill(np.zeros(self._num_bytes, np.uint8)) or self.error is not None:
+        mask = np.zeros(self._num_bytes, np.uint8)
+        # What ended an `edit` cut the choices short: there it is too late to go on.
+        led_on = self._fill(mask) or (self.end is None and self._renew() and self._fill(mask))
+        if led_on or self.error is not None:
             return reason
         return FinishReason.STOP
+
+    def _walk(self, masks: NDArray[np.uint8], draft: TokenIds) -> tuple[int, int]:
+        """Fills masks, as far as text may go; the last row, and how many of `draft` were taken."""
+        self.end = None
+        row = taken = 0
+        for row, mask in enumerate(masks):
+            if row:
+                if self._matcher.try_consume_tokens([draft[row - 1]]) == 0:
+                    break
+                taken += 1
+            if not self._fill(mask):
+                self.end = row
+                break
+        return row, taken
+
+    def _renew(self) -> bool:
+        """Whether all that was wrong is that the lexer was full, and the output goes on anew."""
+        if not self._matcher.is_error() or len(self._output) < self._renew_from:
+            return False
+        if _NO_ROOM not in self._matcher.get_error():
+            return False
+        compiled = self._renewed(self._compiled)
+        if compiled is None:
+            return False
+        self._renew_from = len(self._output) + _RENEWED_EVERY
+        self._compiled, self._matcher, self.error = compiled, compiled.deep_copy(), None
+        self._matcher.consume_tokens(self._output)
+        return not self._matcher.is_error()
 
     def _take_back(self, taken: int, row: int) -> None:
         """Returns from `row`. Where a draft led nowhere, the output need not go."""
@@ -259,31 +285,6 @@ class ConstraintEditor:
             f"continue{f' ({why})' if why else ''}: simplify it.",
             param=self._param,
         )
-
-
-def _load_tokenizer(tokenizer_json: str, vocab_size: int) -> LLTokenizer:
-    try:
-        return LLTokenizer(tokenizer_json, n_vocab=vocab_size)
-    except ValueError:
-        pass  # it has more tokens than the model, or something else is wrong with it
-    try:
-        return LLTokenizer(tokenizer_json)
-    except ValueError as error:
-        raise ConfigError(f"llguidance cannot read this tokenizer: {error}") from error
-
-
-def _grammar(constraint: Constraint) -> str:
-    """In llguidance's own format. Raises `ValueError`."""
-    source = constraint.source
-    if constraint.kind is ConstraintKind.REGEX:
-        return LLMatcher.grammar_from_regex(source)
-    if constraint.kind is ConstraintKind.GRAMMAR:
-        # Whether anything is in an intersection may take for ever to find out: no limit bounds it.
-        if _INTERSECTION.search(_LITERAL.sub("", source)):
-            raise ValueError("terminals with & or ~ are not supported, write what they may be")
-        return LLMatcher.grammar_from_lark(source)
-    schema = '{"type": "object"}' if constraint.kind is ConstraintKind.JSON_OBJECT else source
-    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _WHITESPACE})
 
 
 def _bits(tokens: frozenset[int], num_bytes: int) -> NDArray[np.uint8]:

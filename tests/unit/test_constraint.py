@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import threading
 from pathlib import Path
 
@@ -212,6 +213,47 @@ def test_a_draft_that_leads_nowhere_is_no_error() -> None:
     edited.commit(ids("abd"))
     assert edited.finish(None) is FinishReason.STOP
     assert edited.error is None
+
+
+def test_what_others_have_seen_ends_no_request() -> None:
+    """The states of a lexer add up over all requests of a constraint, and over their drafts."""
+    rng = random.Random(1)
+    compiler = ConstraintCompiler(TOKENIZER.to_str(), PADDED, frozenset({EOS}))
+    constraint = Constraint(REGEX, "[ab]*a[ab]{18}")  # 2^19 states
+
+    def some(length: int) -> TokenIds:
+        return ids("".join(rng.choices("ab", k=length)))
+
+    bystander = compiler.editor(constraint, StopParams())
+    bystander.commit(some(40))
+    first = compiler._compiled(constraint)
+    for _ in range(40):
+        edited = compiler.editor(constraint, StopParams())
+        for _ in range(200):
+            masked(edited, some(8))
+            edited.commit(some(1))
+            assert edited.finish(None) is None
+            assert edited.error is None
+    assert compiler._compiled(constraint) is not first, "it was full"
+    for _ in range(40):
+        assert masked(bystander, some(8)).isfinite().sum(dim=1).min() >= 2
+        bystander.commit(some(1))
+        assert bystander.error is None
+
+
+def test_a_lexer_that_would_take_long_to_compile_is_left_to_the_next_request() -> None:
+    rng = random.Random(1)
+    compiler = ConstraintCompiler(TOKENIZER.to_str(), PADDED, frozenset({EOS}))
+    constraint = Constraint(REGEX, f"[ab]*a[ab]{{18}}({'c' * 2**14})?")
+    edited = compiler.editor(constraint, StopParams())
+    while edited.error is None:
+        masked(edited, ids("".join(rng.choices("ab", k=8))))
+        edited.commit(ids(rng.choice("ab")))
+        assert edited.finish(None) is None
+    assert "too complex" in edited.error.message
+    following = compiler.editor(constraint, StopParams())
+    masked(following, ids("abab"))
+    assert following.error is None
 
 
 def test_tokenizers_of_other_kinds() -> None:
