@@ -31,7 +31,7 @@ from outrider.types import FinishReason
 
 _MAX_ERROR_CHARS = 500
 _NO_TEXT = "NoExtensionBias"  # llguidance's reason to stop where nothing may follow
-_NO_ROOM = "too many states"  # and of a lexer that has as many as it may
+_LEXER_ERROR = "lexer error"  # it has as many states as it may, or one is too complex
 _RENEWED_EVERY = 256  # tokens of a request at least: what it asks of the engine's thread is bounded
 _MAX_RENEWED_CHARS = 2**14  # of a constraint that is compiled there, within some 50 ms
 
@@ -87,6 +87,7 @@ class ConstraintCompiler:
             never_text=ends | self._ends,
             num_bytes=-(-self._tokenizer.vocab_size // 32) * 4,
             renewed=partial(self._renewed, constraint),
+            forget=partial(self._forget, constraint),
         )
         editor.commit(tuple(resumed))
         if editor.error is not None:
@@ -109,14 +110,18 @@ class ConstraintCompiler:
                 self._cached.popitem(last=False)
         return matcher
 
-    def _renewed(self, constraint: Constraint, full: LLMatcher) -> LLMatcher | None:
-        """What takes the place of a matcher whose lexer is full, for whoever asks first or later.
+    def _forget(self, constraint: Constraint, matcher: LLMatcher) -> None:
+        """Nobody else is to begin with a matcher whose lexer is full."""
+        with self._lock:
+            if self._cached.get(constraint) is matcher:
+                del self._cached[constraint]
+
+    def _renewed(self, constraint: Constraint) -> LLMatcher | None:
+        """What takes the place of a matcher that was forgotten; for whoever asks first, or later.
 
         None if compiling it takes too long for an engine: then those that come later have it done.
         """
         with self._lock:
-            if self._cached.get(constraint) is full:
-                del self._cached[constraint]
             known = constraint in self._cached
         if not known and len(constraint.source) > _MAX_RENEWED_CHARS:
             return None
@@ -159,10 +164,12 @@ class ConstraintEditor:
         *,
         never_text: frozenset[int],
         num_bytes: int,
-        renewed: Callable[[LLMatcher], LLMatcher | None],
+        renewed: Callable[[], LLMatcher | None],
+        forget: Callable[[LLMatcher], None],
     ) -> None:
         self._compiled = compiled
         self._renewed = renewed
+        self._forget = forget
         self._renew_from = 0  # tokens of output
         self._matcher = compiled.deep_copy()
         self._output: list[int] = []
@@ -172,7 +179,8 @@ class ConstraintEditor:
         self._never_text = never_text
         self._num_bytes = num_bytes
         self.end: int | None = None
-        """The row of the last `edit` after which no text may follow: its choice is none."""
+        """The row of the last `edit` after which no text may follow, or from which on none was
+        looked at: its choice is none."""
         self.error: InvalidRequestError | None = None
         """Why this request cannot go on: its grammar leads nowhere, or is too complex here."""
 
@@ -190,8 +198,10 @@ class ConstraintEditor:
         row, taken = self._walk(masks, draft)
         if self._renew():
             masks.fill(0xFF)
-            row, taken = self._walk(masks, draft)
-        if row:
+            self._walk(masks[:1], ())  # it may have been the draft
+            if self.end is None and draft:
+                self.end = 1
+        elif row:
             self._take_back(taken, row)
         bits = torch.from_numpy(masks).to(logits.device, non_blocking=True)
         bias = torch.nn.functional.embedding(bits.int(), _bias_of_bytes(logits.device))
@@ -206,6 +216,8 @@ class ConstraintEditor:
 
     def num_allowed(self, draft: TokenIds) -> int:
         """How many of `draft` may follow the output: what comes after them is drafted in vain."""
+        if len(self._output) < self._renew_from:
+            return 0  # they could fill the new lexer, too
         text = next((i for i, token in enumerate(draft) if token in self._never_text), len(draft))
         return self._matcher.validate_tokens(list(draft[:text])) if text else 0
 
@@ -217,8 +229,7 @@ class ConstraintEditor:
         if not self._matcher.is_stopped() and self.end is None and reason is None:
             return None
         mask = np.zeros(self._num_bytes, np.uint8)
-        # What ended an `edit` cut the choices short: there it is too late to go on.
-        led_on = self._fill(mask) or (self.end is None and self._renew() and self._fill(mask))
+        led_on = self._fill(mask) or (self._renew() and self._fill(mask))
         if led_on or self.error is not None:
             return reason
         return FinishReason.STOP
@@ -239,12 +250,10 @@ class ConstraintEditor:
 
     def _renew(self) -> bool:
         """Whether all that was wrong is that the lexer was full, and the output goes on anew."""
-        if not self._matcher.is_error() or len(self._output) < self._renew_from:
+        if not self._matcher.is_error() or _LEXER_ERROR not in self._matcher.get_error():
             return False
-        if _NO_ROOM not in self._matcher.get_error():
-            return False
-        compiled = self._renewed(self._compiled)
-        if compiled is None:
+        self._forget(self._compiled)
+        if len(self._output) < self._renew_from or (compiled := self._renewed()) is None:
             return False
         self._renew_from = len(self._output) + _RENEWED_EVERY
         self._compiled, self._matcher, self.error = compiled, compiled.deep_copy(), None
@@ -280,6 +289,8 @@ class ConstraintEditor:
 
     def _stuck(self) -> InvalidRequestError:
         why = " ".join(self._matcher.get_error()[:_MAX_ERROR_CHARS].split())
+        if _LEXER_ERROR in why:
+            self._forget(self._compiled)
         return InvalidRequestError(
             f"{self._param} leads to a place where nothing may follow, or is too complex to "
             f"continue{f' ({why})' if why else ''}: simplify it.",

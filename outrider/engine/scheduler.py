@@ -120,6 +120,8 @@ class Scheduler:
                 wrong = seq.commit(output, round_.drafted)
                 if seq.constraint is not None:
                     finish_reason = seq.constraint.finish(finish_reason)
+                    if finish_reason is None:  # it may have cut off what was accepted
+                        seq.num_computed = min(seq.num_computed, len(seq.token_ids) - 1)
                 if base_len == seq.num_prompt_tokens:
                     seq.counters.prefill_s = now - seq.submitted_at - seq.counters.queue_s
                 self.policy.round_done(seq, round_, wrong, now)

@@ -387,6 +387,30 @@ def test_drafts_that_break_the_grammar_are_not_verified() -> None:
     assert drafted == [0, 2, 2, 2, 6]
 
 
+def test_a_lexer_that_is_full_in_the_middle_of_a_draft_is_replaced() -> None:
+    constraint = Constraint(ConstraintKind.REGEX, "[ab]*a[ab]{18}")
+    tokens = [TOKENIZER.token_to_id(text) for text in "ab"]
+    request = Request(
+        session_id=1,
+        prompt_token_ids=(4,),
+        sampling=SamplingParams(seed=2),
+        stop=StopParams(max_tokens=200, ignore_eos=True),
+        constraint=constraint,
+    )
+    expected, rng = truth(request), random.Random(0)
+    assert expected[1] is FinishReason.LENGTH
+    first = COMPILER._compiled(constraint)
+    while COMPILER._compiled(constraint) is first:
+        other = COMPILER.editor(constraint, request.stop)
+        for _ in range(200):
+            other.edit(torch.zeros(9, VOCAB), tuple(rng.choices(tokens, k=8)))
+            other.commit((rng.choice(tokens),))
+    for k in range(1, 7):
+        COMPILER._cached[constraint] = first
+        assert run([request], k, rng, [expected[0]]) == [expected]
+        assert COMPILER._compiled(constraint) is not first
+
+
 def test_a_grammar_that_leads_nowhere_fails_its_request_only() -> None:
     model = HashModel(VOCAB, PAGE, num_pages=80, max_model_len=MAX_LEN)
     config = EngineConfig(page_size=PAGE, num_pages=80, max_model_len=MAX_LEN)

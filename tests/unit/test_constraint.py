@@ -241,6 +241,24 @@ def test_what_others_have_seen_ends_no_request() -> None:
         assert bystander.error is None
 
 
+def test_a_text_that_is_too_complex_ends_no_request_but_its_own() -> None:
+    rng = random.Random(1)
+    compiler = ConstraintCompiler(TOKENIZER.to_str(), PADDED, frozenset({EOS}))
+    constraint = Constraint(REGEX, "(.*a.{100}b.{100}){5}")
+    for _ in range(4):
+        edited = compiler.editor(constraint, StopParams())
+        while edited.error is None and len(edited._output) < 1500:
+            masked(edited, ids("".join(rng.choice("ab") for _ in range(4))))
+            edited.commit(ids(rng.choice("ab")))
+            edited.finish(None)
+        following = compiler.editor(constraint, StopParams())
+        masked(following)
+        assert following.error is None
+        if edited.error is not None:
+            return
+    raise AssertionError("none was too complex")
+
+
 def test_a_lexer_that_would_take_long_to_compile_is_left_to_the_next_request() -> None:
     rng = random.Random(1)
     compiler = ConstraintCompiler(TOKENIZER.to_str(), PADDED, frozenset({EOS}))
