@@ -63,6 +63,7 @@ def through_frames(stream: Requests, offer: Offer) -> Wire:
         try:
             while (data := await frames.read()) is not None:
                 yield _parse(data)
+                await asyncio.sleep(0)  # what has come is read without: others have their turn
             if watching.done():
                 watching.result()
         except DecodeError as error:

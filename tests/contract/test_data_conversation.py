@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 import pytest
 
 from outrider import errors
 from outrider.rpc import status
+from outrider.rpc.data_connection import Offer
+from outrider.rpc.frames import Frames
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits
+from scorer_service.wire import through_frames
 from tests.support.data_wire import DataWire, framed
 from tests.support.guessing import greedy_text, guessing
 from tests.support.scorer import Output, RunningScorer, running_scorer
@@ -93,6 +98,27 @@ async def test_an_empty_message_is_counted_and_no_more() -> None:
             lambda: scorer.metric("draft_blocks_total", fate="malformed") == 1, "it is counted"
         )
         assert (await scorer.generate(PROMPT)).aux_info.accepted > 0
+
+
+async def test_a_proposer_that_sends_without_end_leaves_others_their_turn() -> None:
+    near, far = socket.socketpair()
+    connected = asyncio.get_running_loop().create_future()
+    connected.set_result(Frames(*await asyncio.open_connection(sock=near), MAX_MESSAGE_BYTES))
+    wire = through_frames(silence(), Offer(draft_pb2.DataConnection(), connected))
+    had_its_turn = asyncio.Event()
+    with far:
+        far.sendall(framed(b"") * 100)  # what is read at once
+        async with contextlib.aclosing(wire.requests()) as requests:
+            await anext(requests)
+            asyncio.get_running_loop().call_soon(had_its_turn.set)
+            await anext(requests)
+            assert had_its_turn.is_set()
+
+
+async def silence() -> AsyncIterator[draft_pb2.DraftRequest]:
+    """The stream beside a connection, until it is cancelled."""
+    await asyncio.Event().wait()
+    yield draft_pb2.DraftRequest()
 
 
 async def test_no_message_comes_through_the_stream_once_the_connection_is_used() -> None:
