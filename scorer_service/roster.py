@@ -188,8 +188,11 @@ class Roster:
         )
 
     def assign_undrafted(self) -> None:
-        """Gives the sessions without a proposer one, as far as there is room."""
-        for session in list(self._undrafted.values()):
+        """Gives the sessions without a proposer one, as far as there is room.
+
+        The oldest first, whenever they lost theirs: they are those that run.
+        """
+        for _, session in sorted(self._undrafted.items()):
             if not any(proposer.has_room for proposer in self._proposers.values()):
                 return
             self.assign(session)

@@ -420,6 +420,18 @@ async def test_load_is_shared_and_the_rest_wait_for_room() -> None:
     assert a.load == b.load == 1.0
 
 
+async def test_sessions_that_run_come_before_those_that_wait_when_a_proposer_comes_back() -> None:
+    bench = Bench()
+    proposer = bench.attach("a", max_sessions=2)
+    running = [bench.submit() for _ in range(2)]
+    waiting = [bench.submit() for _ in range(2)]
+    bench.hub.roster.detach(proposer)
+    again = bench.attach("a", max_sessions=2)
+    assert [*again.sessions.values()] == running
+    bench.attach("b")
+    assert all(session.proposer is not None for session in waiting)
+
+
 async def test_methods_that_limit_themselves_are_bounded_by_what_they_can_do() -> None:
     bench = Bench()
     bench.attach("a", method="deterministic", max_draft_tokens=10_000)
