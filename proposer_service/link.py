@@ -174,6 +174,8 @@ class ScorerLink:
                     await write(call, draft_pb2.DraftRequest(data_connected=connected))
             if welcome.wants_projection:
                 await self._send_projection(call)
+            if self._draining:  # while it was dialled; nobody would end it any more
+                return
             cleanup.pop_all()
         link, most = next(_link_ids), welcome.max_block_tokens
         stream = Welcomed(call, link, self._worker, self._config, rows, most)

@@ -14,7 +14,7 @@ from outrider.rpc.telemetry import configure
 from proposer_service.config import LinkConfig, NgramConfig, ProposerConfig
 from proposer_service.service import ProposerService
 from tests.support.certificates import Issuer
-from tests.support.draft_scorer import DraftScorer, close, open_
+from tests.support.draft_scorer import Context, DraftScorer, Requests, close, open_
 from tests.support.fake_scorer import Script, serving
 from tests.support.gateway import fake_scorer, running_gateway, tokens, until
 from tests.support.names import Names
@@ -132,6 +132,45 @@ async def test_a_proposer_follows_a_name(monkeypatch: pytest.MonkeyPatch) -> Non
         second.send(closes=[close(9)])
         names.table["scorers"] = [A, B]
         await a.attached()
+    finally:
+        await service.stop()
+        await a.stop()
+        await b.stop()
+
+
+class Hesitant(DraftScorer):
+    """Answers nobody before it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dialled, self.answers = asyncio.Event(), asyncio.Event()
+
+    async def Draft(self, request_iterator: Requests, context: Context) -> None:  # noqa: N802
+        self.dialled.set()
+        await self.answers.wait()
+        await super().Draft(request_iterator, context)
+
+
+async def test_a_proposer_leaves_a_scorer_that_answers_when_it_is_not_listed_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names, port = Names(monkeypatch), port_free_on_both()
+    names.table["scorers"] = [A]
+    a, b = Hesitant(), DraftScorer()
+    service = proposer(f"dns:scorers:{port}")
+    try:
+        await a.start(port, A)
+        await b.start(port, B)
+        await service.start()
+        async with asyncio.timeout(10):
+            await a.dialled.wait()
+        names.table["scorers"] = [B]
+        kept = await b.attached()
+        a.answers.set()
+        left = await a.attached()
+        async with asyncio.timeout(10):
+            await left.ended.wait()
+        assert not kept.ended.is_set()
     finally:
         await service.stop()
         await a.stop()
