@@ -40,6 +40,7 @@ from proposer_service.worker import DraftWorker
 _log = logging.getLogger(__name__)
 
 _CHUNK_BYTES: Final = 2**20  # of a projection
+_CONNECT_TIMEOUT_S: Final = 5.0  # of the 10 s that a scorer waits to hear what came of it
 _STEADY_S: Final = 5.0  # a stream that lived this long starts the backoff afresh
 _link_ids = itertools.count(1)
 
@@ -210,8 +211,11 @@ class ScorerLink:
         offer, timeout_s = welcome.data_connection, self._config.connect_timeout_s
         connecting = in_thread(lambda: connect(self.target, offer, self._tls, timeout_s))
         try:
-            return await asyncio.wrap_future(connecting)
+            # A name may have many addresses, each of which is tried for `timeout_s`.
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                return await asyncio.wrap_future(connecting)
         except (OSError, ConfigError) as error:
+            connecting.add_done_callback(_close)  # it may come yet
             why = str(error) or "it does not answer"
             _log.warning("scorer %s: no data connection, which is slower: %s", self.target, why)
             return None

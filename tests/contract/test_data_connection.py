@@ -21,6 +21,7 @@ from outrider.rpc import data_connection
 from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.frames import FrameSocket
 from proposer_service import conversation, link
+from scorer_service.config import DraftLimits
 from tests.support.certificates import Issuer
 from tests.support.guessing import draft_model, greedy_text
 from tests.support.reader_service import serving
@@ -221,6 +222,31 @@ async def test_a_port_that_is_not_the_scorers_is_done_without(
         if server is not None:
             server.close()
             await server.wait_closed()
+
+
+async def test_a_port_that_takes_too_long_to_try_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    monkeypatch.setattr(link, "_CONNECT_TIMEOUT_S", 0.1)
+    connected: queue.SimpleQueue[FrameSocket] = queue.SimpleQueue()
+    go_on = threading.Event()
+
+    def late(*args: Any) -> FrameSocket:  # as for a name of which no address but the last answers
+        go_on.wait(20)
+        frames = data_connection.connect(*args)
+        connected.put(frames)
+        return frames
+
+    monkeypatch.setattr(link, "connect", late)
+    async with (
+        running_scorer(limits=DraftLimits(hello_timeout_s=1.0)) as scorer,
+        drafting(scorer, scorer.address),
+    ):
+        await is_drafted_for(scorer)
+        assert any(NO_CONNECTION in warning for warning in warnings())
+        go_on.set()
+        frames = await asyncio.to_thread(connected.get, timeout=10)
+        await scorer.until(lambda: frames.fileno() < 0, "what comes in the end is closed")
 
 
 async def test_a_scorer_without_a_port_is_drafted_for_through_the_stream(
