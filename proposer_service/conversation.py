@@ -121,10 +121,15 @@ class Streamed(Conversation):
         stream = self._stream
         with contextlib.closing(stream.rows):
             stream.worker.attach(Attach(stream.link, send, stream.max_block_tokens))
-            await first_of(self._read_all(), self._write_all())
+            await first_of(self._read_all(), self._write_all(), self._until_nobody_drafts())
 
     async def _done_writing(self) -> None:
         self._put((None,))
+
+    async def _until_nobody_drafts(self) -> None:
+        """As a data connection, which the thread closes when it ends."""
+        await self._stream.worker.ended.wait()
+        raise UnavailableError("the proposer stops")
 
     def _put(self, messages: Sequence[draft_pb2.DraftRequest | None]) -> None:
         self._unsent.extend(messages)

@@ -590,6 +590,27 @@ async def test_drafting_that_keeps_failing_ends_the_process(scorer: DraftScorer)
             await service.wait_failed()
 
 
+async def test_a_proposer_that_cannot_draft_any_more_waits_for_no_session(
+    scorer: DraftScorer,
+) -> None:
+    address = await scorer.start()
+    config = replace(
+        ngram_config(address),
+        link=LinkConfig(backoff_first_s=30),
+        deployment=Deployment(drain_grace_s=60),
+    )
+    async with (
+        asyncio.timeout(20),
+        running(config, lambda _: (BrokenProposer(), "")) as (service, _),
+    ):
+        stream = await scorer.attached()
+        for epoch in range(1, 4):
+            stream.send(opens=[open_(1, [1, 2, 3], epoch=epoch)])
+            assert (await stream.next_lost()).epoch == epoch
+        await service.wait_failed()
+        await stream.ended.wait()
+
+
 async def test_a_session_span_joins_the_trace(scorer: DraftScorer) -> None:
     exporter = InMemorySpanExporter()
     address = await scorer.start()
