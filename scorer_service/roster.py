@@ -127,13 +127,15 @@ class Roster:
     def on_set_aside(self, session: Session) -> None:
         """The engine no longer waits for a session's proposer: one that keeps up takes over.
 
-        Without such a one the session stays: blocks that come in time are still of use.
+        Without such a one the session stays: blocks that come in time are still of use, and
+        another that is slow itself would only have its prompt to process, too.
         """
         if session.proposer is None:
             return
-        session.proposer.set_aside_until = self._now() + self._limits.set_aside_s
+        now = self._now()
+        session.proposer.set_aside_until = now + self._limits.set_aside_s
         other = self._pick(session)
-        if other is not None and other is not session.proposer:
+        if other is not None and other.set_aside_until <= now:
             self.reassign(session)
 
     @property

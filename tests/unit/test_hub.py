@@ -591,6 +591,21 @@ async def test_one_that_misses_deadlines_gives_way_to_one_that_does_not() -> Non
     assert session.epoch == 2
 
 
+async def test_where_all_miss_deadlines_sessions_stay() -> None:
+    bench = Bench()
+    bench.attach("slow")
+    bench.attach("slow, too")
+    session = bench.submit()
+    bench.step(set_aside=(session.id,))
+    proposer, epoch = session.proposer, session.epoch
+    assert proposer is not None
+    assert proposer.id == "slow, too"
+    for _ in range(3):
+        bench.step(set_aside=(session.id,))
+    assert session.proposer is proposer
+    assert session.epoch == epoch, "it keeps what it knows"
+
+
 async def test_a_submission_that_the_engine_refuses_leaves_nothing() -> None:
     bench = Bench()
     proposer = bench.attach("a")
