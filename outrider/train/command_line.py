@@ -29,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add_method(commands.add_parser(name, help=help_text), name)
     answers = commands.add_parser("responses", help="the target's continuations of text, as rows")
     _add_common(answers)
-    answers.add_argument("--out", type=Path, required=True, help=".npy file to write")
+    answers.add_argument("--out", type=_npy, required=True, help=".npy file to write")
     answers.add_argument("--count", type=_positive, required=True, help="rows")
     return parser
 
@@ -90,6 +90,11 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return value
+
+
+def _npy(text: str) -> Path:
+    """As NumPy does, with the ending that it is known by."""
+    return Path(text if text.endswith(".npy") else f"{text}.npy")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

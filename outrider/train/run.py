@@ -33,6 +33,7 @@ from outrider.train.draft_model import DraftModel
 from outrider.train.eagle3 import Eagle3
 from outrider.train.evaluate import acceptance
 from outrider.train.export import round_module, write
+from outrider.train.files import check_folder
 from outrider.train.generate import continue_rows, responses
 from outrider.train.layers import BlockShape
 from outrider.train.mtp import Mtp
@@ -74,6 +75,8 @@ def _train_config(args: argparse.Namespace) -> TrainConfig:
 
 def _train(args: argparse.Namespace, config: TrainConfig, processes: Processes) -> None:
     _prepare(processes)
+    if processes.rank == 0:
+        check_folder(args.out)
     folder = resolve_model(args.target, "target")
     target = _load(folder, processes.device)
     _check_length(max(args.length, args.prompt_length + args.new_tokens), target)
@@ -138,6 +141,8 @@ def run_responses(args: argparse.Namespace) -> None:
     processes = Processes()
     try:
         _prepare(processes)
+        if processes.rank == 0:
+            check_folder(args.out.parent)
         folder = resolve_model(args.target, "target")
         target = _load(folder, processes.device)
         _check_length(args.prompt_length + args.new_tokens, target)
@@ -145,7 +150,7 @@ def run_responses(args: argparse.Namespace) -> None:
         arrays = [_checked(read_tokens(path, tokenizer), target) for path in args.data]
         rows = _generate(target, arrays, args, args.count, processes)
         if processes.rank == 0:
-            np.save(args.out, rows)
+            write_rows(args.out, rows)
         processes.wait()
     finally:
         processes.close()

@@ -368,6 +368,7 @@ def test_two_processes_agree_with_one_that_takes_both_parts(folder: Path, tmp_pa
         ("eagle3", ["--steps", "100000000", "--new-tokens", "5"], "--new-tokens"),
         ("eagle3", ["--steps", "100000000", "--heldout", NARROW], "give longer rows"),
         ("eagle3", ["--steps", "100000000", "--prompt-length", "7"], "raise --length and --prompt"),
+        ("medusa", ["--steps", "100000000", "--out", SHORT], "cannot be written: Not a directory"),
     ],
 )
 def test_wrong_set_ups_are_told(
@@ -428,15 +429,26 @@ def test_rows_shorter_than_prompts_are_continued_whole(folder: Path, tmp_path: P
 def test_it_also_learns_from_what_the_target_writes(folder: Path, tmp_path: Path) -> None:
     common = ["--target", str(folder / "target"), "--data", str(folder / "text.npy")]
     lengths = ["--prompt-length", "16", "--new-tokens", "9"]
-    answers = ["responses", *common, *lengths, "--count", "5", "--out", str(tmp_path / "own.npy")]
+    answers = [
+        "responses",
+        *common,
+        *lengths,
+        "--count",
+        "5",
+        "--out",
+        str(tmp_path / "new/own.npy"),
+    ]
     assert main(answers) == 0
-    rows = np.load(tmp_path / "own.npy")
+    rows = np.load(tmp_path / "new/own.npy")
     assert rows.shape == (5, 25)
     target = load_target(folder / "target", CPU, torch.float32)
     logits = target.read(torch.from_numpy(rows).long(), ()).logits
     greedy = logits[:, 15:-1].argmax(-1).numpy() == rows[:, 16:]
     assert greedy[::2].all()  # every other row
     assert not greedy[1::2].all()
+    (tmp_path / "file").touch()
+    answers[-1] = str(tmp_path / "file/own.npy")
+    assert main(answers) == 2
     more = ["--steps", "2", "--generate", "4", "--out", str(tmp_path / "out")]
     assert main(flags("medusa", folder, *more)) == 0
     assert json.loads((tmp_path / "out" / "training.json").read_text())["step"] == 2
