@@ -58,7 +58,8 @@ def check_entries(entries: Sequence[str]) -> None:
             good = entry.removeprefix(_UNIX).startswith("/")
         else:
             host, _, port = entry.removeprefix(_DNS).rpartition(":")
-            good = bool(host) and port.isdigit() and 0 < int(port) < 2**16
+            # "//": a URL, which gRPC would look up as a name, again and again.
+            good = bool(host) and "//" not in host and port.isdigit() and 0 < int(port) < 2**16
         if not good:
             raise ConfigError(
                 f"--scorer {entry!r} is not an address: give host:port, unix:/path/to.sock or "

@@ -28,7 +28,11 @@ def test_an_address_of_ipv6_is_written_in_brackets(host: str, address: str) -> N
 
 
 @pytest.mark.parametrize(
-    "text", ["scorer", "scorer:", ":7001", "dns:scorer", "unix:s.sock", "a:0", "a:65536", "a:b"]
+    "text",
+    [
+        *("scorer", "scorer:", ":7001", "dns:scorer", "unix:s.sock", "a:0", "a:65536", "a:b"),
+        *("grpc://a:7001", "http://a:7001"),
+    ],
 )
 def test_an_entry_of_no_known_form_is_named(text: str) -> None:
     with pytest.raises(ConfigError, match=f"--scorer '{text}' is not an address.*dns:host:port"):
