@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from outrider.errors import ProposerRefusedError, UnavailableError
+from outrider.errors import DeadlineError, ProposerRefusedError, UnavailableError
 from outrider.rpc.channel import open_channel
 from outrider.rpc.status import from_rpc_error, nothing_answers
 from outrider.v1 import (
@@ -81,6 +81,8 @@ async def stream(
                 "no gateway answers there: is `outrider up` running, and is --address the grpc:// "
                 "address of its ready line?"
             ) from error
+        if "Deadline Exceeded" in (error.details() or ""):  # gRPC's own words: not the gateway's
+            raise DeadlineError(f"no complete answer within {timeout_s:g} s") from error
         raise from_rpc_error(error) from error
     finally:
         call.cancel()

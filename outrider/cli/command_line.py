@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from outrider import __version__
+from outrider.cli import flag_types
 from outrider.config import SPECULATION_POLICIES
 from outrider.errors import ConfigError, OutriderError
-from outrider.methods import METHODS, parse_methods
+from outrider.methods import METHODS
 
 SERVICES = {
     "gateway": "gateway",
@@ -75,11 +76,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_stack_flags(demo)
     demo.add_argument(
-        "--prompt", type=_text, help="the text to complete (default: held-out Python code)"
+        "--prompt",
+        type=flag_types.some_text,
+        help="the text to complete (default: held-out Python code)",
     )
-    demo.add_argument("--max-tokens", type=_positive, default=128, metavar="N")
+    demo.add_argument("--max-tokens", type=flag_types.positive, default=128, metavar="N")
     demo.add_argument(
-        "--temperature", type=_temperature, default=0.0, metavar="T", help="0 is greedy"
+        "--temperature", type=flag_types.temperature, default=0.0, metavar="T", help="0 is greedy"
     )
 
     up = commands.add_parser(
@@ -91,13 +94,13 @@ def build_parser() -> argparse.ArgumentParser:
     _add_stack_flags(up)
     up.add_argument(
         "--http-port",
-        type=_port,
+        type=flag_types.port,
         metavar="PORT",
         help=f"OpenAI-compatible HTTP; 0: any (default: {DEFAULT_HTTP_PORT} if free, else any)",
     )
     up.add_argument(
         "--grpc-port",
-        type=_port,
+        type=flag_types.port,
         metavar="PORT",
         help=f"GenerationService; 0: any (default: {DEFAULT_GRPC_PORT} if free, else any)",
     )
@@ -136,14 +139,14 @@ def _add_stack_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--method",
-        type=_methods,
+        type=flag_types.methods,
         metavar="NAME[,...]",
         help=f"who drafts: {', '.join(METHODS)}, or several, of which the first that has a guess "
         "does; or none (default: draft_model, but ngram for a --model without --draft-model)",
     )
     parser.add_argument(
         "--num-speculative-tokens",
-        type=_speculative_tokens,
+        type=flag_types.speculative_tokens,
         default=4,
         metavar="K",
         help="draft tokens per round at most (default: %(default)s)",
@@ -164,101 +167,65 @@ def _add_stack_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seed",
-        type=_seed,
+        type=flag_types.seed,
         metavar="S",
         help="seed of requests that give none (default: a new one for each request)",
     )
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", nargs="?", default="-", help="the text to complete; -: stdin")
+    parser.add_argument(
+        "prompt",
+        nargs="?",
+        type=flag_types.utf8,
+        default="-",
+        help="the text to complete; -: stdin",
+    )
     parser.add_argument(
         "--address",
+        type=flag_types.address,
         default=f"127.0.0.1:{DEFAULT_GRPC_PORT}",
         metavar="HOST:PORT",
-        help="the gateway's gRPC (default: %(default)s)",
+        help="the gateway's gRPC, with grpc:// or without (default: %(default)s)",
     )
     parser.add_argument(
-        "--api-key", type=_key, metavar="KEY", help="for a gateway that asks for one"
+        "--api-key", type=flag_types.key, metavar="KEY", help="for a gateway that asks for one"
     )
-    parser.add_argument("--model", default="", metavar="NAME", help="a served model's name")
-    parser.add_argument("--max-tokens", type=_positive, metavar="N")
-    parser.add_argument("--temperature", type=_temperature, metavar="T", help="0 is greedy")
-    parser.add_argument("--top-k", type=_top_k, metavar="N", help="0 is off")
+    parser.add_argument(
+        "--model", type=flag_types.utf8, default="", metavar="NAME", help="a served model's name"
+    )
+    parser.add_argument("--max-tokens", type=flag_types.positive, metavar="N")
+    parser.add_argument(
+        "--temperature", type=flag_types.temperature, metavar="T", help="0 is greedy"
+    )
+    parser.add_argument("--top-k", type=flag_types.top_k, metavar="N", help="0 is off")
     parser.add_argument("--top-p", type=float, metavar="P")
     parser.add_argument("--min-p", type=float, metavar="P")
-    parser.add_argument("--seed", type=_seed, metavar="S")
+    parser.add_argument("--seed", type=flag_types.seed, metavar="S")
     parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="may be given several times"
+        "--stop",
+        action="append",
+        type=flag_types.utf8,
+        default=[],
+        metavar="TEXT",
+        help="may be given several times",
     )
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the model's end")
     parser.add_argument("--speculation", choices=("on", "off"), default="on")
     parser.add_argument(
         "--method",
+        type=flag_types.utf8,
         metavar="NAME[,...]",
         help=f"{', '.join(METHODS)} or none; several: the preferred one first",
     )
-    parser.add_argument("--num-speculative-tokens", type=_speculative_tokens, metavar="K")
+    parser.add_argument("--num-speculative-tokens", type=flag_types.speculative_tokens, metavar="K")
     parser.add_argument(
         "--aux-info", action="store_true", help="print what speculation did, on stderr"
     )
     parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="seconds (default: %(default)g)"
+        "--timeout",
+        type=flag_types.seconds,
+        default=600.0,
+        metavar="S",
+        help="seconds (default: %(default)g)",
     )
-
-
-def _methods(text: str) -> tuple[str, ...]:
-    """Nothing for "none"."""
-    return () if text.strip() == "none" else parse_methods(text)
-
-
-def _text(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("must not be empty")
-    return text
-
-
-def _key(text: str) -> str:
-    if not (text.isascii() and text.isprintable()):
-        raise argparse.ArgumentTypeError("holds a character that no header can")
-    return text
-
-
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 <= value <= 2.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 2")
-    return value
-
-
-def _port(text: str) -> int:
-    return _integer(text, 0, 65535)
-
-
-def _positive(text: str) -> int:
-    return _integer(text, 1, 2**31 - 1)
-
-
-def _top_k(text: str) -> int:
-    return _integer(text, 0, 2**31 - 1)
-
-
-def _seed(text: str) -> int:
-    return _integer(text, 0, 2**64 - 1)
-
-
-def _speculative_tokens(text: str) -> int:
-    return _integer(text, 0, 128)
-
-
-def _integer(text: str, low: int, high: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = low - 1
-    if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
-    return value

@@ -19,7 +19,11 @@ def run_generate(args: argparse.Namespace) -> int:
     if args.prompt == "-":
         if sys.stdin.isatty():
             raise ConfigError("no prompt: give one as an argument or on stdin.")
-        args.prompt = sys.stdin.read()
+        try:
+            args.prompt = sys.stdin.read()
+            args.prompt.encode()  # some locales read any bytes
+        except UnicodeError as error:
+            raise ConfigError("the prompt on stdin is not UTF-8 text.") from error
     return run_until_signal(_generate(args))
 
 

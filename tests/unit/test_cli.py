@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 from rich.console import Console
 
@@ -16,7 +20,31 @@ from outrider.cli.render import aux_table, legend, write_tokens
 from outrider.cli.specs import StackConfig, proposer_spec, scorer_spec
 from outrider.cli.up import stack_config
 from outrider.errors import ConfigError
-from outrider.v1 import common_pb2, generation_pb2
+from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+
+
+class FakeGateway(generation_pb2_grpc.GenerationServiceServicer):
+    """Says "Hello", and for the prompt "slow" nothing more until the client has gone."""
+
+    def Generate(  # noqa: N802
+        self, request: generation_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[generation_pb2.GenerateResponse]:
+        gone = threading.Event()
+        context.add_callback(gone.set)
+        yield generation_pb2.GenerateResponse(text="Hello")
+        if request.text == "slow":
+            gone.wait(20)
+
+
+@pytest.fixture
+def gateway() -> Iterator[str]:
+    """The address of one."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(FakeGateway(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"grpc://127.0.0.1:{port}"
+    server.stop(None).wait(5)
 
 
 def console(*, terminal: bool) -> Console:
@@ -165,6 +193,12 @@ def test_embedded_modules_need_no_flags() -> None:
         ["generate", "--temperature", "hot"],
         ["generate", "--top-k", "-1"],
         ["generate", "--top-k", "4294967296"],
+        ["generate", "--timeout", "0"],
+        ["generate", "--timeout", "nan"],
+        ["generate", "--address", "http://127.0.0.1:8000"],
+        ["generate", "\udcff"],
+        ["generate", "--stop", "\udcff"],
+        ["demo", "--prompt", "\udcff"],
         ["demo", "--temperature", "2.1"],
         ["demo", "--prompt", ""],
         ["serve", "nobody"],
@@ -193,6 +227,29 @@ def test_a_gateway_that_is_not_there_is_told_in_plain_words(
 ) -> None:
     assert command_line.main(["generate", "x", "--address", "unix:/nowhere.sock"]) == 1
     assert "no gateway answers there" in capsys.readouterr().err
+
+
+def test_a_ready_lines_address_is_taken_as_it_is() -> None:
+    args = build_parser().parse_args(["generate", "x", "--address", "grpc://127.0.0.1:50051"])
+    assert args.address == "127.0.0.1:50051"
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # by the locale
+def test_a_prompt_on_stdin_that_is_no_text_is_told(
+    errors: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert command_line.main(["generate"]) == 2
+    assert "the prompt on stdin is not UTF-8 text" in capsys.readouterr().err
+
+
+def test_a_time_that_was_too_short_is_told(
+    gateway: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["generate", "slow", "--address", gateway, "--timeout", "0.5"]
+    assert command_line.main(argv) == 1
+    assert "no complete answer within 0.5 s" in capsys.readouterr().err
 
 
 def test_a_service_gets_its_flags_untouched(tmp_path: Path) -> None:

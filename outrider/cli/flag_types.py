@@ -1,0 +1,91 @@
+"""What flags may say: each reads a word of the command line, or tells what is wrong with it."""
+
+from __future__ import annotations
+
+import argparse
+
+from outrider.methods import parse_methods
+
+
+def methods(text: str) -> tuple[str, ...]:
+    """Nothing for "none"."""
+    return () if text.strip() == "none" else parse_methods(text)
+
+
+def some_text(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return utf8(text)
+
+
+def utf8(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # what was no UTF-8 on the command line
+        raise argparse.ArgumentTypeError("is not UTF-8 text") from error
+    return text
+
+
+def address(text: str) -> str:
+    """As the ready line of `outrider up` has it, or host and port alone."""
+    if text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is HTTP: give the gateway's grpc:// address, as its ready line has it"
+        )
+    return text.removeprefix("grpc://").rstrip("/")
+
+
+def key(text: str) -> str:
+    if not (text.isascii() and text.isprintable()):
+        raise argparse.ArgumentTypeError("holds a character that no header can")
+    return text
+
+
+def temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 2.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 2")
+    return value
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+def port(text: str) -> int:
+    return _integer(text, 0, 65535)
+
+
+def positive(text: str) -> int:
+    return _integer(text, 1, 2**31 - 1)
+
+
+def top_k(text: str) -> int:
+    return _integer(text, 0, 2**31 - 1)
+
+
+def seed(text: str) -> int:
+    return _integer(text, 0, 2**64 - 1)
+
+
+def speculative_tokens(text: str) -> int:
+    return _integer(text, 0, 128)
+
+
+def _integer(text: str, low: int, high: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = low - 1
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+    return value
