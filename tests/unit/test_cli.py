@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from outrider.cli.specs import StackConfig, proposer_spec, scorer_spec
 from outrider.cli.up import stack_config
 from outrider.errors import ConfigError
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from tests.support.up import OUTRIDER
 
 
 class FakeGateway(generation_pb2_grpc.GenerationServiceServicer):
@@ -250,6 +253,17 @@ def test_a_time_that_was_too_short_is_told(
     argv = ["generate", "slow", "--address", gateway, "--timeout", "0.5"]
     assert command_line.main(argv) == 1
     assert "no complete answer within 0.5 s" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_is_no_error(gateway: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    argv = [*OUTRIDER, "generate", "x", "--address", gateway]
+    try:
+        ended = subprocess.run(argv, stdout=write, stderr=subprocess.PIPE, timeout=60)
+    finally:
+        os.close(write)
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def test_a_service_gets_its_flags_untouched(tmp_path: Path) -> None:
