@@ -31,9 +31,11 @@ def main(argv: list[str] | None = None) -> int:
     # Before grpc is imported: its C core logs in its own way what we report in ours.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # Imported late: a wrong flag is answered at once.
-    from gateway.service import Gateway
-    from outrider.rpc.telemetry import configure
-
+    try:
+        from gateway.service import Gateway
+        from outrider.rpc.telemetry import configure
+    except KeyboardInterrupt:  # they take a second; afterwards the loop has the signal
+        return 130
     return run(
         "gateway",
         Gateway(config, configure("outrider-gateway")),

@@ -246,11 +246,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     # long as a step takes on a GPU; less than 0.1 ms brings no more, because the loop is then kept
     # from going on.
     sys.setswitchinterval(0.0001)
-    from outrider.rpc import runtime
+    try:
+        from outrider.rpc import runtime
 
-    runtime.prepare_grpc()
-    from proposer_service.service import ProposerService
-
+        runtime.prepare_grpc()
+        from proposer_service.service import ProposerService
+    except KeyboardInterrupt:  # it takes a second; afterwards the loop has the signal
+        return 130
     return runtime.run("proposer", ProposerService(config), exit_with_parent=exit_with_parent)
 
 

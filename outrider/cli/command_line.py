@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OutriderError as error:
         print(f"outrider: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:  # while modules are imported; afterwards the loop has the signal
+        return 130
     except BrokenPipeError:  # who reads, as `head`, has enough; nor may the flush at the end fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

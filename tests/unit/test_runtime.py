@@ -35,6 +35,19 @@ class Service:
 sys.exit(runtime.run("test", Service(), exit_with_parent="orphan" in sys.argv))
 """
 
+INTERRUPTED = """
+import importlib, signal, sys
+
+class CtrlC:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == "grpc":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, CtrlC)
+sys.exit(importlib.import_module(sys.argv[1]).main(sys.argv[2:]))
+"""
+
 
 @contextmanager
 def service(*arguments: str) -> Iterator[subprocess.Popen[str]]:
@@ -72,6 +85,22 @@ def test_a_signal_stops_a_service_that_still_loads() -> None:
         process.terminate()
         out, _ = process.communicate(timeout=20)
         assert (process.returncode, out) == (0, "stopped\n")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["gateway.__main__", "--scorer", "127.0.0.1:1"],
+        ["proposer_service.__main__", "--scorer", "127.0.0.1:1", "--method", "ngram"],
+        ["scorer_service.__main__"],
+        ["outrider.cli", "up"],
+    ],
+)
+def test_a_signal_while_modules_are_imported_leaves_no_traceback(argv: list[str]) -> None:
+    program = [sys.executable, "-c", INTERRUPTED, *argv]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 130
+    assert "Traceback" not in ended.stderr
 
 
 def test_a_start_up_error_is_one_readable_line() -> None:
