@@ -108,7 +108,7 @@ async def _show(console: Console, address: str, args: argparse.Namespace, seed: 
     console.print()
     console.print(legend(with_drafts.kinds))
     console.print()
-    return _verdict(console, with_drafts, without, exact=args.dtype == "float32")
+    return verdict(console, with_drafts, without, exact=args.dtype == "float32")
 
 
 async def _run(console: Console | None, channel: grpc.aio.Channel, options: GenerateOptions) -> Run:
@@ -154,12 +154,19 @@ def _comparison(with_drafts: Run, without: Run) -> Table:
     return table
 
 
-def _verdict(console: Console, with_drafts: Run, without: Run, *, exact: bool) -> int:
-    speedup = with_drafts.tokens_per_s / without.tokens_per_s
+def verdict(console: Console, with_drafts: Run, without: Run, *, exact: bool) -> int:
+    """Says what came out; returns 1 if texts differ that must not."""
     same = with_drafts.text == without.text
     if not same and exact:
         console.print("The texts differ: that is a bug.", style="bold red")
         return 1
+    if not (with_drafts.num_tokens and without.num_tokens):
+        console.print(
+            "The model ended at once, so there is nothing to compare: give another --prompt.",
+            style="bold yellow",
+        )
+        return 0
+    speedup = with_drafts.tokens_per_s / without.tokens_per_s
     claim = (
         "The text is identical"
         if same

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from outrider.cli import command_line
 from outrider.cli.command_line import build_parser
+from outrider.cli.demo import Run, verdict
 from outrider.cli.render import aux_table, legend, write_tokens
 from outrider.cli.specs import StackConfig, proposer_spec, scorer_spec
 from outrider.cli.up import stack_config
@@ -230,6 +231,14 @@ def test_a_gateway_that_is_not_there_is_told_in_plain_words(
 ) -> None:
     assert command_line.main(["generate", "x", "--address", "unix:/nowhere.sock"]) == 1
     assert "no gateway answers there" in capsys.readouterr().err
+
+
+def test_a_demo_of_no_tokens_ends_in_words() -> None:
+    aux = common_pb2.AuxInfo()
+    nothing = Run(text="", num_tokens=0, kinds=Counter(), ttft_s=0.1, total_s=0.1, aux=aux)
+    screen = console(terminal=False)
+    assert verdict(screen, nothing, nothing, exact=True) == 0
+    assert "give another --prompt" in written(screen)
 
 
 def test_a_ready_lines_address_is_taken_as_it_is() -> None:
