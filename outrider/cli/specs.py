@@ -31,6 +31,7 @@ class StackConfig:
 
     http_port: int = 0
     grpc_port: int = 0
+    unasked_ports: frozenset[int] = frozenset()  # of these: another one will do if it is taken
     model: str | None = None
     draft_model: str | None = None
     methods: tuple[str, ...] = ("draft_model",)  # none: no proposer

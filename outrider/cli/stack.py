@@ -8,7 +8,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import NoReturn, Self, TypeVar
 
@@ -143,7 +143,7 @@ class Stack:
         return [service for service in known if service.started]
 
     async def _start(self) -> None:
-        config = self._config
+        config = self._config = with_free_ports(self._config)
         check_port(config.http_port, "--http-port")
         check_port(config.grpc_port, "--grpc-port")
         check_tokenizers(config)
@@ -153,9 +153,8 @@ class Stack:
         socket_path = f"{self._folder.name}/scorer.sock"
         self._scorer_address = f"unix:{socket_path}"
         scorer = ServiceProcess(scorer_spec(config, scorer_port, socket_path), self._relay)
-        gateway = ServiceProcess(gateway_spec(config, f"{HOST}:{scorer_port}"), self._relay)
-        self._essential = [scorer, gateway]
-        starts = [scorer.start(START_DEADLINE_S), gateway.start(START_DEADLINE_S)]
+        self._essential = [scorer]
+        starts = [scorer.start(START_DEADLINE_S), self._start_gateway(f"{HOST}:{scorer_port}")]
         if config.methods:
             self._proposer = self._new_proposer()
             starts.append(self._proposer.start(START_DEADLINE_S))
@@ -165,6 +164,20 @@ class Stack:
             metrics["proposer"] = proposer_ready[0].get("metrics", "")
             self._proposer_address = proposer_ready[0].get("grpc", "")
         self._endpoints = Endpoints(gateway_ready["http"], gateway_ready["grpc"], metrics)
+
+    async def _start_gateway(self, scorer_address: str) -> dict[str, str]:
+        """What its ready line says. Another stack that starts may have found the same ports free
+        and taken them first: then once more, with others."""
+        while True:
+            gateway = ServiceProcess(gateway_spec(self._config, scorer_address), self._relay)
+            self._essential = [*self._essential[:1], gateway]
+            try:
+                return await gateway.start(START_DEADLINE_S)
+            except ConfigError:
+                config = with_free_ports(self._config)
+                if config == self._config:
+                    raise
+                self._config = config
 
     def _new_proposer(self) -> ServiceProcess:
         return ServiceProcess(proposer_spec(self._config, self._scorer_address), self._relay)
@@ -200,9 +213,13 @@ def check_port(port: int, flag: str) -> None:
         raise ConfigError(f"port {port} on {HOST} is taken: choose another {flag}, or 0 for any.")
 
 
-def prefer_port(port: int) -> int:
-    """`port` if it is free, else 0 (any)."""
-    return port if _port_is_free(port) else 0
+def with_free_ports(config: StackConfig) -> StackConfig:
+    """With 0 (any) for ports that are taken, of those that nobody asked for."""
+    http_port, grpc_port = (
+        0 if port in config.unasked_ports and not _port_is_free(port) else port
+        for port in (config.http_port, config.grpc_port)
+    )
+    return replace(config, http_port=http_port, grpc_port=grpc_port)
 
 
 def memory_folder() -> str | None:

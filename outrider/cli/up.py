@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 
 from outrider.cli.command_line import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT
 from outrider.cli.specs import StackConfig
-from outrider.cli.stack import Stack, prefer_port
+from outrider.cli.stack import Stack
 
 
 def run_up(args: argparse.Namespace) -> int:
@@ -21,8 +21,8 @@ def run_up(args: argparse.Namespace) -> int:
 async def _up(args: argparse.Namespace) -> int:
     config = stack_config(
         args,
-        http_port=_preferred(args.http_port, DEFAULT_HTTP_PORT),
-        grpc_port=_preferred(args.grpc_port, DEFAULT_GRPC_PORT),
+        http_port=args.http_port,
+        grpc_port=args.grpc_port,
         served_model_name=args.served_model_name,
     )
     async with Stack(config, relay) as stack:
@@ -38,11 +38,14 @@ async def _up(args: argparse.Namespace) -> int:
 def stack_config(
     args: argparse.Namespace,
     *,
-    http_port: int = 0,
-    grpc_port: int = 0,
+    http_port: int | None = 0,
+    grpc_port: int | None = 0,
     served_model_name: str = "default",
 ) -> StackConfig:
-    """The flags that `up` and `demo` share, with "auto" resolved. May raise `ConfigError`."""
+    """The flags that `up` and `demo` share, with "auto" resolved. May raise `ConfigError`.
+
+    A port that is `None` is the default one if it is free, else any.
+    """
     model = None if args.model == "embedded" else args.model
     draft_model = None if args.draft_model == "embedded" else args.draft_model
     methods = args.method
@@ -50,9 +53,11 @@ def stack_config(
         methods = ("ngram",) if model is not None and draft_model is None else ("draft_model",)
         if methods == ("ngram",):
             relay("outrider", "no --draft-model: drafting by prompt lookup (--method ngram)")
+    defaults = {DEFAULT_HTTP_PORT: http_port, DEFAULT_GRPC_PORT: grpc_port}
     return StackConfig(
-        http_port=http_port,
-        grpc_port=grpc_port,
+        http_port=DEFAULT_HTTP_PORT if http_port is None else http_port,
+        grpc_port=DEFAULT_GRPC_PORT if grpc_port is None else grpc_port,
+        unasked_ports=frozenset(port for port, asked in defaults.items() if asked is None),
         model=model,
         draft_model=draft_model,
         methods=methods,
@@ -87,7 +92,3 @@ def run_until_signal(command: Coroutine[object, object, int]) -> int:
             return 0
 
     return asyncio.run(body())
-
-
-def _preferred(port: int | None, default: int) -> int:
-    return prefer_port(default) if port is None else port

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -18,7 +19,7 @@ import pytest
 from outrider.cli import stack as stack_module
 from outrider.cli.process import ServiceProcess, ServiceSpec
 from outrider.cli.specs import StackConfig
-from outrider.cli.stack import Stack, check_port, free_port, prefer_port
+from outrider.cli.stack import Stack, check_port, free_port, with_free_ports
 from outrider.errors import ConfigError, InternalError, UnavailableError
 from outrider.v1 import proposer_pb2, proposer_pb2_grpc
 
@@ -190,6 +191,29 @@ async def test_a_failing_start_stops_the_others(services: dict[str, str], name: 
     assert stack.pids == {}
 
 
+async def test_a_port_that_another_stack_takes_meanwhile_gives_way(
+    services: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    http_port, grpc_port = free_port(), free_port()
+    with contextlib.ExitStack() as another:
+
+        def gateway_spec(config: StackConfig, _: str) -> ServiceSpec:
+            asked.append((config.http_port, config.grpc_port))
+            if not config.grpc_port:
+                return spec(SERVE, "gateway")
+            another.enter_context(socket.create_server(("127.0.0.1", config.grpc_port)))
+            return spec(FAIL, "gateway")
+
+        monkeypatch.setattr(stack_module, "gateway_spec", gateway_spec)
+        ports = StackConfig(
+            http_port=http_port, grpc_port=grpc_port, unasked_ports=frozenset((grpc_port,))
+        )
+        async with Stack(ports, Lines()) as stack:
+            assert set(stack.pids) == set(services)
+    assert asked == [(http_port, grpc_port), (http_port, 0)]
+
+
 async def test_children_that_ignore_sigterm_are_killed_in_time(services: dict[str, str]) -> None:
     services.update(dict.fromkeys(services, STUBBORN))
     async with Stack(StackConfig(), Lines()) as stack:
@@ -252,11 +276,13 @@ def test_ports() -> None:
         taken = server.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port {taken} .* --http-port"):
             check_port(taken, "--http-port")
-        assert prefer_port(taken) == 0
+        unasked = StackConfig(http_port=taken, unasked_ports=frozenset((taken,)))
+        assert with_free_ports(unasked).http_port == 0
     free = free_port()
     check_port(free, "--http-port")
     check_port(0, "--http-port")
-    assert prefer_port(free) == free
+    unasked = StackConfig(http_port=free, unasked_ports=frozenset((free,)))
+    assert with_free_ports(unasked) == unasked
 
 
 def test_a_target_without_a_draft_needs_another_method(tmp_path: Path) -> None:
