@@ -70,8 +70,9 @@ class FewRowsLinear(PackedLinear):
         self._int8 = Int8Weight.of(self.weight)
 
     def candidates(self, rows: int) -> tuple[Way, ...]:
-        """The ways to choose among for up to so many rows, a key of `CANDIDATES`."""
-        return CANDIDATES[rows] + (() if self._int8 is None else INT8_CANDIDATES[rows])
+        """The ways to choose among for up to so many rows, a key of `CANDIDATES`; those that read
+        the least first."""
+        return (() if self._int8 is None else INT8_CANDIDATES[rows]) + CANDIDATES[rows]
 
     def choice(self, rows: int) -> Way | None:
         """How this number of rows is computed; None: by cuBLAS, as none at all (in mid-prompt)."""

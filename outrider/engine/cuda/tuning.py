@@ -13,7 +13,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -34,7 +34,7 @@ Run = Callable[[Use, Tensor, Tensor], Tensor]
 _COLD_BYTES = 2**32  # of weights in a row: a step's millisecond, of which a product is a part
 _REPEATS = 20
 _GAIN = 0.002  # of the chain's time, that a candidate must save: less is noise
-_NEAR = 0.03  # of it: so much more than by the best way may become less beside other ways
+_NEAR = 0.03  # of it: so much slower than the best, a way may be faster beside other ways
 _PATIENCE_S = 120.0  # for others that measure
 _TOLERANCE = 0.02  # of the largest output: roundings of bfloat16 in another order
 _INT8_TOLERANCE = 0.05  # and of weights to int8
@@ -127,6 +127,16 @@ def _lock(file: TextIO, until: float) -> None:
         time.sleep(0.1)
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The best way of each kind beside the others."""
+
+    us_before: float  # the first of them by cuBLAS
+    us: float
+    ways: dict[Kind, Way | None]
+    near: dict[Kind, tuple[Way, ...]]  # nearly as fast as the best
+
+
 class Chain:
     """Some layers' products, one after another, of this number of rows; at first by cuBLAS."""
 
@@ -157,24 +167,35 @@ class Chain:
             choices[self._most] = way
 
     def choose(self) -> str:
-        """Kind after kind, beside what is chosen already, and then those nearest to the best again:
-        the first were chosen beside cuBLAS. Says what and why."""
+        """Takes the best ways, which depend on each other: a way that begins early gains nothing
+        beside cuBLAS. So they are looked for from all by cuBLAS, and once more from ways that are
+        nearly as fast as the best; says which are chosen and why."""
         ways = {kind: linear.candidates(self._most) for kind, (_, linear) in self._first.items()}
-        chosen: dict[Kind, Way | None] = {}
+        first = self._descend(ways)
+        for kind, near in first.near.items():
+            self.take(kind, next(iter(near), None))
+        best = min(first, self._descend(first.near), key=lambda found: found.us)
+        for kind, way in best.ways.items():
+            self.take(kind, way)
+        said = "; ".join(f"{kind} by {way or 'cuBLAS'}" for kind, way in best.ways.items())
+        return f"{best.us:.0f} us, all by cuBLAS {first.us_before:.0f}: {said}"
+
+    def _descend(self, candidates: Mapping[Kind, Sequence[Way]]) -> _Found:
+        """Takes the best way of kind after kind, beside what is taken for the others."""
         us: list[float] = []
-        for _ in range(2):
-            for kind in self._first:
-                times = self.compare(kind, ways[kind])
-                way = min(times, key=times.__getitem__)
-                near = times[way] * (1 + _NEAR)
-                if times[way] >= times[None] * (1 - _GAIN):
-                    way = None
-                self.take(kind, way)
-                chosen[kind] = way
-                us += times[None], times[way]
-                ways[kind] = tuple(each for each in times if each and times[each] <= near)
-        said = "; ".join(f"{kind} by {way or 'cuBLAS'}" for kind, way in chosen.items())
-        return f"{us[-1]:.0f} us, all by cuBLAS {us[0]:.0f}: {said}"
+        found: dict[Kind, Way | None] = {}
+        near: dict[Kind, tuple[Way, ...]] = {}
+        for kind in self._first:
+            times = self.compare(kind, candidates[kind])
+            best = min(times, key=times.__getitem__)
+            limit = times[best] * (1 + _NEAR)
+            near[kind] = tuple(way for way, time in times.items() if way and time <= limit)
+            if times[best] >= times[None] * (1 - _GAIN):
+                best = None
+            self.take(kind, best)
+            found[kind] = best
+            us += times[None], times[best]
+        return _Found(us[0], us[-1], found, near)
 
     def compare(self, kind: Kind, ways: Iterable[Way]) -> dict[Way | None, float]:
         """Microseconds of the chain by each way of computing one kind of product; None: cuBLAS,
