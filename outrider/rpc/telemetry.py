@@ -7,6 +7,7 @@ colon of `outrider:*`.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from outrider.rpc.latency import LatencyMetrics
 
 METRIC_PREFIX: Final = "outrider:"
 _OTLP_ENDPOINT: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
+_FLUSH_S: Final = 2.0
 # The time at which a series began would double their number.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 _propagator = TraceContextTextMapPropagator()
@@ -61,6 +63,7 @@ class Telemetry:
 
     def __init__(self, service_name: str, exporter: SpanExporter | None, *, batch: bool) -> None:
         resource = _Resource(Resource.create({"service.name": service_name}))
+        self._exporter = exporter
         self._provider: TracerProvider | None = None
         self._processor: SpanProcessor | None = None
         if exporter is None:
@@ -173,7 +176,13 @@ class Telemetry:
             self._http.close()
             self._http = None
         if self._provider is not None:
-            self._provider.force_flush(timeout_millis=2_000)
+            assert self._exporter is not None
+            # The SDK keeps no limit: OTLP's exporter tries for 10 s with each 512 spans.
+            flush = threading.Thread(target=self._provider.force_flush, daemon=True)
+            flush.start()
+            flush.join(_FLUSH_S)
+            if flush.is_alive():
+                self._exporter.shutdown()
             self._provider.shutdown()
 
 

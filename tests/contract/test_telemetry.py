@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import urllib.request
+from collections.abc import Sequence
 
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import Counter
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from outrider.errors import ConfigError
-from outrider.rpc.telemetry import METRIC_PREFIX, PastSpan, configure, extract, inject
+from outrider.rpc.telemetry import METRIC_PREFIX, PastSpan, Telemetry, configure, extract, inject
 from tests.contract.test_scorer import PROMPT, greedy_truth
 from tests.support.scorer import running_scorer
 from tests.support.scripted_proposer import ScriptedProposer, follow, proposing
@@ -98,6 +101,31 @@ def test_a_span_is_recorded_if_its_parent_is(flags: str) -> None:
     for telemetry in (recorded, deaf):
         telemetry.record(telemetry.tracer.start_span("request", caller), [PastSpan("part", 1, 2)])
     assert [span.name for span in spans.get_finished_spans()] == ["part"] * int(flags)
+
+
+class _OutOfReach(SpanExporter):
+    """Tries until it is shut down, as OTLP's does for much longer than a pod has to end."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self.gave_up = False
+
+    def export(self, _spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.gave_up = not self._ended.wait(20)
+        return SpanExportResult.FAILURE
+
+    def shutdown(self) -> None:
+        self._ended.set()
+
+
+def test_a_collector_out_of_reach_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.rpc.telemetry._FLUSH_S", 0.05)
+    exporter = _OutOfReach()
+    telemetry = Telemetry("scorer", exporter, batch=True)
+    with telemetry.server_span("request", None):
+        pass
+    telemetry.shutdown()
+    assert not exporter.gave_up
 
 
 async def test_a_failed_request_is_an_error_span() -> None:
