@@ -132,6 +132,18 @@ def test_every_pod_drains_within_its_grace_period() -> None:
         assert spec["terminationGracePeriodSeconds"] > grace + sleep["seconds"]
 
 
+def test_a_rollout_needs_no_gpu_beyond_those_that_its_pods_have() -> None:
+    seen = set()
+    for manifest in helm.render(values=helm.EXAMPLES / "gpu-node.yaml"):
+        if manifest["kind"] == "Deployment":
+            limits = helm.containers(manifest)[0]["resources"]["limits"]
+            update = manifest["spec"].get("strategy", {}).get("rollingUpdate", {})
+            seen.add(("nvidia.com/gpu" in limits, update.get("maxSurge")))
+    assert seen == {(True, 0), (False, 1)}
+    on_cpus = helm.only(helm.render(), "Deployment", "outrider-proposer-draft")
+    assert "strategy" not in on_cpus["spec"]
+
+
 def test_a_sidecar_cannot_keep_its_scorer_from_serving() -> None:
     manifests = helm.render("proposers.draft.placement=sidecar", "proposers.draft.model=org/draft")
     scorer = helm.only(manifests, "StatefulSet", "outrider-scorer")
