@@ -132,6 +132,16 @@ def test_every_pod_drains_within_its_grace_period() -> None:
         assert spec["terminationGracePeriodSeconds"] > grace + sleep["seconds"]
 
 
+def test_a_start_that_takes_too_long_ends_itself_and_says_why() -> None:
+    for workload in helm.workloads(helm.render("startSeconds=95")):
+        (container,) = helm.containers(workload)
+        assert "--start-timeout=95" in container["args"]
+        probe = container["startupProbe"]
+        # The first probe comes with the container, before Python has read a flag.
+        killed_after_s = probe["periodSeconds"] * (probe["failureThreshold"] - 1)
+        assert killed_after_s >= 95 + 30
+
+
 def test_a_rollout_needs_no_gpu_beyond_those_that_its_pods_have() -> None:
     seen = set()
     for manifest in helm.render(values=helm.EXAMPLES / "gpu-node.yaml"):

@@ -221,6 +221,12 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
+{{/* How long start-up probes wait: longer than --start-timeout, which counts from later on and tells
+     the reason, as being killed by the kubelet does not. */}}
+{{- define "outrider.startPatience" -}}
+{{- add .Values.startSeconds 60 -}}
+{{- end -}}
+
 {{/* All three probes of a gRPC service, on the port that has health alone and never TLS: the kubelet
      cannot present a certificate. Arguments: root, port, service. */}}
 {{- define "outrider.grpcProbes" -}}
@@ -228,7 +234,7 @@ startupProbe:
   grpc: {port: {{ .port }}, service: {{ .service }}}
   timeoutSeconds: 3
   periodSeconds: 10
-  failureThreshold: {{ div .root.Values.startSeconds 10 }}
+  failureThreshold: {{ div (include "outrider.startPatience" .root) 10 }}
 readinessProbe: # NOT_SERVING while it loads and while it drains
   grpc: {port: {{ .port }}, service: {{ .service }}}
   timeoutSeconds: 3
