@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -164,6 +167,30 @@ def test_a_sidecar_cannot_keep_its_scorer_from_serving() -> None:
     assert "initContainers" not in scorer["spec"]["template"]["spec"]
     service = helm.only(manifests, "Service", "outrider-scorer")
     assert service["spec"]["publishNotReadyAddresses"] is True
+
+
+def test_a_sidecar_drafts_until_its_scorer_has_ended(tmp_path: Path) -> None:
+    scorer = helm.only(
+        helm.render("proposers.draft.placement=sidecar"), "StatefulSet", "outrider-scorer"
+    )
+    main, sidecar = helm.containers(scorer)
+    (path,) = (a.partition("=")[2] for a in main["args"] if a.startswith("--listen-unix="))
+    program, *args = sidecar["lifecycle"]["preStop"]["exec"]["command"]
+    assert program == "python"
+    here = tmp_path / "scorer.sock"
+    command = [sys.executable, *(arg.replace(path, str(here)) for arg in args)]
+    assert str(here) in command[-1]
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(here))
+        listening.listen()
+        listening.settimeout(30)
+        hook = subprocess.Popen(command)
+        for _ in range(2):  # it waits as long as somebody listens
+            listening.accept()[0].close()
+            assert hook.poll() is None
+    assert hook.wait(30) == 0
+    # Alone, because it hangs, it is not to wait for a scorer that goes on.
+    assert sidecar["livenessProbe"]["terminationGracePeriodSeconds"] < 20
 
 
 def test_certificates_name_what_is_dialled() -> None:

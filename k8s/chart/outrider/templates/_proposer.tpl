@@ -50,6 +50,23 @@ livenessProbe:
   initialDelaySeconds: {{ .root.Values.startSeconds }}
   periodSeconds: 15
   failureThreshold: 4
+  terminationGracePeriodSeconds: {{ add .values.drainGraceSeconds 15 }} # its scorer goes on
+lifecycle:
+  preStop: # when the pod goes, its scorer finishes what it has: with drafts, until it has ended
+    exec:
+      command:
+        - python
+        - -P
+        - -c
+        - |
+          import socket, time
+          try:
+              while True:
+                  with socket.socket(socket.AF_UNIX) as scorer:
+                      scorer.connect("/run/outrider/scorer.sock")
+                  time.sleep(0.5)
+          except OSError:
+              pass
 {{- else }}
 {{ include "outrider.grpcProbes" (dict "root" .root "port" $health "service" "outrider.v1.ProposerService") }}
 {{- end }}
