@@ -57,6 +57,7 @@ class ScorerMetrics:
         )
         # Looking a label up costs more than counting.
         self._accepted_per_pos = cache(lambda position: per_pos.labels(model_name, position))
+        self._accepted_per_pos(0)  # a draft that never fits has its 0, too
         self._rounds = cache(lambda k: rounds.labels(model_name, k))
         pool_drafted = self._counters(
             "pool_draft_tokens", "Draft tokens verified, by the pool of their proposer.", "pool"

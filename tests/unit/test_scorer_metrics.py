@@ -56,6 +56,8 @@ class Metrics:
 
 def test_a_step_in_numbers() -> None:
     metrics = Metrics()
+    first = metrics("spec_decode_num_accepted_tokens_per_pos_total", position="0")
+    assert first == 0  # an alert finds drafts of which none was ever accepted
     metrics.scorer.attached("a", "large")
     metrics.scorer.attached("b", "small")
     for _ in range(2):
