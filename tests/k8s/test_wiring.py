@@ -146,6 +146,18 @@ def test_policies_open_what_the_values_ask_for(manifests: list[helm.Manifest]) -
         assert not goes_out(plain, name, 4317)
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [
+        ("https://collector", 443),  # what gRPC dials then
+        ("http://[2001:db8::1]:4319", 4319),
+    ],
+)
+def test_policies_open_the_port_that_traces_go_to(endpoint: str, port: int) -> None:
+    rendered = helm.render(f"otel.endpoint={endpoint}")
+    assert _rule(rendered, "outrider-gateway", "elsewhere", port, "egress", "to")
+
+
 def test_volumes_are_there_for_every_mount(manifests: list[helm.Manifest]) -> None:
     for pod in pods(manifests).values():
         spec = pod["spec"]
