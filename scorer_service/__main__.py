@@ -133,6 +133,12 @@ def resolve(argv: Sequence[str] | None) -> dict[str, Any]:
     args["scorer_id"] = args["scorer_id"] or f"{socket.gethostname()}-{os.getpid()}"
     for name, value in _DEFAULTS["cuda" if args["device"].startswith("cuda") else "cpu"].items():
         args[name] = value if args[name] is None else args[name]
+    tokens, rows = args["max_num_batched_tokens"], args["max_num_seqs"]
+    if tokens < rows:
+        raise ConfigError(
+            f"--max-num-batched-tokens {tokens} is less than one token for each of the requests of "
+            f"a batch: raise it to {rows} at least, or lower --max-num-seqs {rows}."
+        )
     return args
 
 

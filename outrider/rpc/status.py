@@ -7,11 +7,13 @@ capacity, `google.rpc.RetryInfo`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import Any, Final, NoReturn
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from outrider import errors
@@ -146,15 +148,16 @@ def _details(
     info: error_details_pb2.ErrorInfo | None = None
     retry: error_details_pb2.RetryInfo | None = None
     status = status_pb2.Status()
-    for key, value in error.trailing_metadata() or ():
-        if key == _DETAILS_KEY and isinstance(value, bytes):
-            status.ParseFromString(value)
-    for detail in status.details:
-        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-            candidate = error_details_pb2.ErrorInfo()
-            detail.Unpack(candidate)
-            info = candidate if candidate.domain == DOMAIN else info
-        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
-            retry = error_details_pb2.RetryInfo()
-            detail.Unpack(retry)
+    with contextlib.suppress(DecodeError):  # of something else than Outrider: the code is enough
+        for key, value in error.trailing_metadata() or ():
+            if key == _DETAILS_KEY and isinstance(value, bytes):
+                status.ParseFromString(value)
+        for detail in status.details:
+            if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+                candidate = error_details_pb2.ErrorInfo()
+                detail.Unpack(candidate)
+                info = candidate if candidate.domain == DOMAIN else info
+            elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+                retry = error_details_pb2.RetryInfo()
+                detail.Unpack(retry)
     return info, retry

@@ -102,6 +102,12 @@ def test_a_largest_step_that_does_not_fit_says_what_to_lower() -> None:
         claim_activations(cast(PagedModel, model), max_num_seqs=4, max_num_batched_tokens=48)
 
 
+def test_a_step_has_a_token_for_each_of_its_rows() -> None:
+    assert resolve(["--max-num-seqs", "600", "--device", "cuda"])["max_num_batched_tokens"] == 2048
+    with pytest.raises(ConfigError, match="to 600 at least, or lower --max-num-seqs"):
+        resolve(["--max-num-seqs", "600"])
+
+
 def test_defaults_follow_the_device() -> None:
     assert resolve([])["page_size"] == 16
     assert resolve([])["kv_cache_memory"] == 512

@@ -9,6 +9,8 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import any_pb2
+from google.rpc import status_pb2
 
 from outrider import errors
 from outrider.rpc import status
@@ -123,6 +125,20 @@ def test_a_write_that_fails_before_the_status_comes_is_no_internal_error() -> No
     meant = status.from_rpc_error(lost)
     assert isinstance(meant, errors.UnavailableError)
     assert meant.message == "the stream broke"
+
+
+@pytest.mark.parametrize("where", ["status", "detail"])
+def test_details_that_nobody_can_read_leave_the_code(where: str) -> None:
+    unreadable = b"\xff\xff"
+    if where == "detail":
+        detail = any_pb2.Any(type_url="type.googleapis.com/google.rpc.ErrorInfo", value=unreadable)
+        unreadable = status_pb2.Status(details=[detail]).SerializeToString()
+    metadata = grpc.aio.Metadata(("grpc-status-details-bin", unreadable))
+    unavailable = grpc.StatusCode.UNAVAILABLE
+    proxied = grpc.aio.AioRpcError(unavailable, grpc.aio.Metadata(), metadata, "no upstream")
+    meant = status.from_rpc_error(proxied)
+    assert isinstance(meant, errors.UnavailableError)
+    assert meant.message == "no upstream"
 
 
 def test_every_error_class_has_a_code_of_its_own_choice() -> None:
