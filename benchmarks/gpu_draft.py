@@ -34,7 +34,7 @@ from outrider.drafting.chain_inputs import ChainInputs, LoopShape
 from outrider.drafting.draft_steps import ReadyRow, draft_chains
 from outrider.drafting.draws import TorchDraws
 from outrider.drafting.graph_chains import GraphChains
-from outrider.drafting.recorded_loops import make_shapes
+from outrider.drafting.recorded_loops import Recording, make_shapes
 from outrider.engine.batch import RowSlice
 from outrider.engine.block_pool import BlockPool
 from outrider.engine.loader import build_paged_model
@@ -109,11 +109,11 @@ class Bench:
 
     def _record(self, shapes: Sequence[LoopShape]) -> GraphChains:
         if self.device.type != "cuda":  # to try this program out
-            return GraphChains(self.model, shapes, record=lambda work: work, draws=TorchDraws())
+            return GraphChains(self.model, Recording(shapes, lambda work: work, TorchDraws()))
         from outrider.drafting.triton_draws import TritonDraws
         from outrider.engine.cuda.graphs import CudaGraphs
 
-        return GraphChains(self.model, shapes, record=CudaGraphs(), draws=TritonDraws())
+        return GraphChains(self.model, Recording(shapes, CudaGraphs(), TritonDraws()))
 
     def chains(self, sessions: int, temperature: float, bandwidth: float) -> Row:
         """Half of the rows catch up one token, the others two."""

@@ -118,14 +118,7 @@ def record_loops(
         if model.layered:
             ragged = make_ragged(model.max_model_len, max_sessions)
             forwards = RaggedForwards(model, ragged, record=how.record)
-        return GraphChains(
-            model,
-            how.shapes,
-            record=how.record,
-            draws=how.draws,
-            forwards=forwards,
-            on_progress=how.on_progress,
-        )
+        return GraphChains(model, how, forwards)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ that nothing waits for the device; a cut that they do not decide is left out.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -21,10 +21,8 @@ from torch import Tensor
 from outrider.drafting.branches import BranchingModel, EagerForks
 from outrider.drafting.chain_inputs import ChainInputs, LoopShape
 from outrider.drafting.draft_steps import Forks, ReadyRow, draft_chains
-from outrider.drafting.draws import Draws
 from outrider.drafting.recorded_loops import Numbered, RecordedLoops, Recording, chains
 from outrider.engine.batch import PackedBatch, RowSlice
-from outrider.engine.cuda.graphs import Record
 from outrider.engine.cuda.ragged_forwards import RaggedForwards
 from outrider.engine.sampling import SamplingBatch
 from outrider.params import SamplingParams
@@ -44,7 +42,7 @@ class RecordableModel(BranchingModel, Protocol):
 
 
 class GraphChains:
-    """Implements `ChainDrafter` and `ForkDrafter` with recorded loops of `shapes`.
+    """Implements `ChainDrafter` and `ForkDrafter` with recorded loops.
 
     Building it records them; `forwards` feed what no loop catches up. Used from one thread.
     """
@@ -54,19 +52,14 @@ class GraphChains:
     def __init__(
         self,
         model: RecordableModel,
-        shapes: Iterable[LoopShape],
-        *,
-        record: Record,
-        draws: Draws,
+        recording: Recording,
         forwards: RaggedForwards | None = None,
-        on_progress: Callable[[int, int], None] = lambda done, total: None,  # noqa: ARG005
     ) -> None:
         self._model = model
         self._forwards = forwards
-        self._draws = draws
+        self._draws = recording.draws
         self._eager = EagerForks(model)
         self.page_size = model.page_size
-        recording = Recording(tuple(shapes), record, draws, on_progress)
         self._inputs = ChainInputs(
             recording.shapes,
             max_model_len=model.max_model_len,
@@ -98,8 +91,9 @@ class GraphChains:
         copies: Sequence[tuple[int, int]] = (),
     ) -> Forks:
         """What `ForkDrafter.forks` says."""
-        drafted = self._loops.run(slices, sampling, num_tokens, fanout, copies)
-        if drafted is not None:
+        shape = self._loops.find(slices, sampling, num_tokens, fanout)
+        if shape is not None:
+            drafted = self._loops.run(shape, slices, sampling, copies)
             return _to_forks(drafted, num_tokens, fanout)
         self._eager.copy(copies)
         candidates = np.empty((len(slices), num_tokens + 1, fanout), np.int32)

@@ -25,7 +25,8 @@ _ALL_POSITIONS: Final = 2**30  # on one page, which nobody reads
 class GuessLoops:
     """`head`'s guesses of `width`, by recorded loops of one row to catch up.
 
-    `num_tokens` of their shapes are levels. Building it records them. Used from one thread.
+    `num_tokens` of their shapes are levels, of all of which there are loops of as many rows.
+    Building it records them. Used from one thread.
     """
 
     def __init__(self, head: OneShotHead, recording: Recording, width: int) -> None:
@@ -40,8 +41,8 @@ class GuessLoops:
             device=head.device,
             lead=LEAD,
         )
-        most = max(shape.rows for shape in recording.shapes)
-        self._features = FeatureRows(most, head.features.width, head.device)
+        self._most = max(shape.rows for shape in recording.shapes)
+        self._features = FeatureRows(self._most, head.features.width, head.device)
         self._loops = RecordedLoops(recording, self._inputs, self._loop, self._output_shape)
 
     def guess(
@@ -57,16 +58,13 @@ class GuessLoops:
         committed text.
         """
         slices = [RowSlice(text[-1:], len(text) - LEAD, (), 1) for text in tokens]
-        pieces, rest = self._loops.divide(slices, [depth] * len(slices), 0)
-        assert not rest
         guesses: list[NDArray[np.int32]] = []
-        for rows in pieces:
-            self._features.fill([features[i] for i in rows])
-            found = self._loops.run(
-                [slices[i] for i in rows], [sampling[i] for i in rows], depth, 0
-            )
-            assert found is not None
-            guesses.append(found)
+        for start in range(0, len(slices), self._most):
+            rows = slice(start, start + self._most)
+            shape = self._loops.find(slices[rows], sampling[rows], depth, 0)
+            assert shape is not None
+            self._features.fill(features[rows])
+            guesses.append(self._loops.run(shape, slices[rows], sampling[rows]))
         return np.concatenate(guesses)
 
     def _loop(self, shape: LoopShape) -> Tensor:

@@ -104,19 +104,24 @@ class RecordedLoops:
         """
         # A mask looks at every token before the next: no loop is that long.
         wanted = [row.wanted if row.mask is None else sys.maxsize for row in ready]
-        if len(slices) == len(ready) and self._one_holds(slices, wanted, 0):  # as nearly always
-            if load is not None:
-                load(dict(enumerate(slices)))
-            return read(self._drafted(slices, ready, wanted), wanted)
+        sampling = [row.sampling for row in ready]
+        if len(slices) == len(ready):  # as nearly always
+            shape = self.find(slices, sampling, max(wanted), 0)
+            if shape is not None:
+                if load is not None:
+                    load(dict(enumerate(slices)))
+                return read(self.run(shape, slices, sampling), wanted)
         left = self._feed_long(slices, ready, feed)
         pieces, others = self.divide(left, wanted, 0)
         drafts: dict[int, Draft] = {}
         for piece in pieces:
-            rows, theirs = {i: left[i] for i in piece}, [wanted[i] for i in piece]
+            rows, theirs = [left[i] for i in piece], [wanted[i] for i in piece]
+            params = [sampling[i] for i in piece]
+            shape = self.find(rows, params, max(theirs), 0)
+            assert shape is not None
             if load is not None:
-                load(rows)
-            drafted = self._drafted([*rows.values()], [ready[i] for i in piece], theirs)
-            drafts.update(zip(piece, read(drafted, theirs), strict=True))
+                load(dict(zip(piece, rows, strict=True)))
+            drafts.update(zip(piece, read(self.run(shape, rows, params), theirs), strict=True))
         if others:
             drafts.update(zip(others, eager({i: left[i] for i in others}), strict=True))
         return [drafts[i] for i in range(len(ready))]
@@ -126,8 +131,6 @@ class RecordedLoops:
     ) -> tuple[list[list[int]], list[int]]:
         """The rows that recorded loops hold, by loop, and those that none holds; in order."""
         rows = range(len(slices))
-        if rows and self._one_holds(slices, wanted, fanout):
-            return [list(rows)], []
         lengths = [len(row.token_ids) for row in slices]
         held = [i for i in rows if self._find(1, lengths[i], wanted[i], fanout, False)]
         longest = max((lengths[i] for i in held), default=0)
@@ -138,20 +141,26 @@ class RecordedLoops:
         pieces = [held[i : i + limit] for i in range(0, len(held), limit)]
         return pieces, sorted(set(rows).difference(held))
 
-    def run(
+    def find(
         self,
         slices: Sequence[RowSlice],
         sampling: Sequence[SamplingParams],
         num_tokens: int,
         fanout: int,
-        copies: Sequence[tuple[int, int]] = (),
-    ) -> NDArray[np.int32] | None:
-        """What a loop left for these rows: int32 [rows, ...]; None if no loop holds them."""
+    ) -> LoopShape | None:
+        """The smallest loop that holds all of these rows; None if there is none."""
         longest = max([len(row.token_ids) for row in slices])
         cut = any(params.top_k or params.top_p < 1.0 or params.min_p for params in sampling)
-        shape = self._find(len(slices), longest, num_tokens, fanout, cut)
-        if shape is None:
-            return None
+        return self._find(len(slices), longest, num_tokens, fanout, cut)
+
+    def run(
+        self,
+        shape: LoopShape,
+        slices: Sequence[RowSlice],
+        sampling: Sequence[SamplingParams],
+        copies: Sequence[tuple[int, int]] = (),
+    ) -> NDArray[np.int32]:
+        """What the loop of `shape` leaves for these rows, which it holds: int32 [rows, ...]."""
         with torch.inference_mode():
             self._inputs.fill(shape, slices, sampling, copies)
             self._loops[shape]()
@@ -180,18 +189,6 @@ class RecordedLoops:
         if long:
             feed(long)
         return left
-
-    def _drafted(
-        self, slices: Sequence[RowSlice], ready: Sequence[ReadyRow], wanted: Sequence[int]
-    ) -> NDArray[np.int32]:
-        """What `run` returns for rows that one loop holds."""
-        drafted = self.run(slices, [row.sampling for row in ready], max(wanted), 0)
-        assert drafted is not None
-        return drafted
-
-    def _one_holds(self, slices: Sequence[RowSlice], wanted: Sequence[int], fanout: int) -> bool:
-        longest = max([len(row.token_ids) for row in slices])
-        return self._find(len(slices), longest, max(wanted), fanout, False) is not None
 
     def _holds(self, query_len: int, num_tokens: int) -> bool:
         return self._find(1, query_len, num_tokens, 0, False) is not None

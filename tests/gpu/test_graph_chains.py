@@ -22,7 +22,7 @@ from outrider.drafting.candidates import top_candidates  # noqa: E402
 from outrider.drafting.draft_steps import ReadyRow, draft_chains, draft_forks  # noqa: E402
 from outrider.drafting.draws import TorchDraws  # noqa: E402
 from outrider.drafting.graph_chains import GraphChains  # noqa: E402
-from outrider.drafting.recorded_loops import make_shapes  # noqa: E402
+from outrider.drafting.recorded_loops import Recording, make_shapes  # noqa: E402
 from outrider.drafting.triton_draws import TritonDraws  # noqa: E402
 from outrider.engine.batch import RowSlice, pack  # noqa: E402
 from outrider.engine.cuda.graphs import CudaGraphs  # noqa: E402
@@ -130,7 +130,7 @@ def test_graphs_draft_what_the_eager_way_drafts() -> None:
             rows=(1, 4, 8), query_lens=(2,), num_tokens=(4,), fanout=fanout, cut=cut
         )
     ]
-    drafter = GraphChains(model, shapes, record=CudaGraphs(), draws=TritonDraws())
+    drafter = GraphChains(model, Recording(shapes, CudaGraphs(), TritonDraws()))
     for seed in range(20):
         rng = random.Random(seed)
         short, whole = fed_rows(model, rng, rng.randint(1, 8), 5)
@@ -149,7 +149,7 @@ def test_graphs_draft_what_the_eager_way_drafts() -> None:
 def test_a_loop_copies_pages_first() -> None:
     model = llama()
     shapes = make_shapes(rows=(2, 4), query_lens=(1,), num_tokens=(4,), fanout=2)
-    drafter = GraphChains(model, shapes, record=CudaGraphs(), draws=TritonDraws())
+    drafter = GraphChains(model, Recording(shapes, CudaGraphs(), TritonDraws()))
     rng = random.Random(2)
     text = [rng.randrange(1000) for _ in range(21)]
     model.forward(pack([RowSlice(text[:20], 0, [5, 9], 1)], 16, DEVICE))
@@ -170,7 +170,7 @@ def test_branches_that_share_pages_are_drafted_as_each_alone(
     monkeypatch.setattr(chain_inputs, "_SHARING_ROWS", 1)
     model, rng, k = llama(), random.Random(4), 3
     shapes = make_shapes(rows=(16,), query_lens=(1, 2), num_tokens=(k,), fanout=2)
-    drafter = GraphChains(model, shapes, record=CudaGraphs(), draws=TritonDraws())
+    drafter = GraphChains(model, Recording(shapes, CudaGraphs(), TritonDraws()))
     free, slices, whole, copies = list(range(model.num_pages)), [], [], []
     for length, count in ((70, 7), (31, 3), (47, 1)):
         text = [rng.randrange(1000) for _ in range(length)]

@@ -16,7 +16,7 @@ from outrider.drafting.draft_steps import ReadyRow, draft_chains, draft_forks
 from outrider.drafting.draws import TorchDraws
 from outrider.drafting.graph_chains import GraphChains
 from outrider.drafting.proposer import SessionStart
-from outrider.drafting.recorded_loops import make_shapes
+from outrider.drafting.recorded_loops import Recording, make_shapes
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.cuda.ragged_forwards import RaggedForwards
 from outrider.engine.paged_model import PagedModel
@@ -50,7 +50,7 @@ def drafter_of(
             cut=cut,
         )
     ]
-    return GraphChains(model, shapes, record=rerun, draws=TorchDraws(), forwards=forwards)
+    return GraphChains(model, Recording(shapes, rerun, TorchDraws()), forwards)
 
 
 class Rows:
