@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -27,19 +25,6 @@ class HeadForward:
         self._states = head.begin(features)  # [tokens of the first batch, state_size]
         self._outputs = self._states  # of the latest forward, where logits were wanted
         self._step = 0
-
-    @classmethod
-    def of_host(
-        cls,
-        head: RecurrentHead,
-        backend: AttentionBackend,
-        page_size: int,
-        features: Sequence[Tensor],
-    ) -> HeadForward:
-        """`features` are the states of each row's tokens, bfloat16 [tokens, width] on the host."""
-        with torch.inference_mode():
-            states = torch.cat(list(features)).to(head.device, non_blocking=True)
-            return cls(head, backend, page_size, states)
 
     @property
     def device(self) -> torch.device:

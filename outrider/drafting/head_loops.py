@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.drafting.chain_inputs import ChainInputs, LoopBatches, LoopShape
-from outrider.drafting.draft_steps import ReadyRow, draft_chains
+from outrider.drafting.draft_steps import ReadyRow
 from outrider.drafting.guess_trees import Nodes, TargetDraws
+from outrider.drafting.head_drafter import HeadDrafter
 from outrider.drafting.head_forward import LEAD, HeadForward
 from outrider.drafting.heads.base import RecurrentHead
 from outrider.drafting.recorded_loops import Draft, Numbered, RecordedLoops, Recording, chains
-from outrider.drafting.tree_steps import draft_trees
 from outrider.engine.attention import AttentionBackend
 from outrider.engine.batch import PackedBatch, RowSlice
 
@@ -63,8 +63,8 @@ class FeatureRows:
         return self._device.index_select(0, (begin[:, None] + place).flatten())
 
 
-class HeadLoops:
-    """Drafts with recorded loops of `head`, which is bound to its pools.
+class HeadLoops(HeadDrafter):
+    """Chains and trees by recorded loops, as far as they hold the rows; else as its base class.
 
     No session may have `scratch_page`. Building it records the loops. Used from one thread.
     """
@@ -79,9 +79,7 @@ class HeadLoops:
         scratch_page: int,
         max_model_len: int,
     ) -> None:
-        self._head = head
-        self._backend = backend
-        self._page_size = page_size
+        super().__init__(head, backend, page_size)
         self._draws = recording.draws
         self._inputs = ChainInputs(
             recording.shapes,
@@ -98,11 +96,7 @@ class HeadLoops:
     def chains(
         self, slices: Sequence[RowSlice], features: Sequence[Tensor], ready: Sequence[ReadyRow]
     ) -> list[list[int]]:
-        """What `draft_chains` returns, by recorded loops as far as they hold the rows.
-
-        `features` are the states of each slice's tokens, bfloat16 [tokens, width] on the host.
-        """
-        return self._drafts(slices, features, ready, chains, partial(draft_chains, lead=LEAD))
+        return self._drafts(slices, features, ready, chains, super().chains)
 
     def trees(
         self,
@@ -111,11 +105,9 @@ class HeadLoops:
         ready: Sequence[ReadyRow],
         width: int,
     ) -> list[Nodes]:
-        """What `draft_trees` returns, as `chains` does it; of the loops' `width`.
-
-        Page tables must cover `max_fed_nodes` more than the slices.
-        """
-        return self._drafts(slices, features, ready, _trees, partial(draft_trees, width=width))
+        """`width` is that of the loops."""
+        eager = partial(super().trees, width=width)
+        return self._drafts(slices, features, ready, _trees, eager)
 
     def _drafts(
         self,
@@ -123,11 +115,13 @@ class HeadLoops:
         features: Sequence[Tensor],
         ready: Sequence[ReadyRow],
         read: Callable[[NDArray[np.int32], Sequence[int]], list[Draft]],
-        draft: Callable[[HeadForward, list[RowSlice], list[ReadyRow]], list[Draft]],
+        draft: Callable[[list[RowSlice], list[Tensor], list[ReadyRow]], list[Draft]],
     ) -> list[Draft]:
+        catch_up = super().chains
+
         def feed(long: Numbered) -> None:
             states = [features[i][: len(row.token_ids)] for i, row in long.items()]
-            draft_chains(self._forward(states), [*long.values()], (), LEAD)
+            catch_up([*long.values()], states, ())
 
         def states(rows: Numbered) -> list[Tensor]:
             return [features[i][-len(row.token_ids) :] for i, row in rows.items()]
@@ -136,12 +130,9 @@ class HeadLoops:
             self._features.fill(states(rows))
 
         def eager(rows: Numbered) -> list[Draft]:
-            return draft(self._forward(states(rows)), [*rows.values()], [ready[i] for i in rows])
+            return draft([*rows.values()], states(rows), [ready[i] for i in rows])
 
         return self._loops.drafts(slices, ready, read, feed, eager, load)
-
-    def _forward(self, states: list[Tensor]) -> HeadForward:
-        return HeadForward.of_host(self._head, self._backend, self._page_size, states)
 
     def _loop(self, shape: LoopShape) -> Tensor:
         inputs = self._inputs.batches(shape)

@@ -7,26 +7,22 @@ Rows of the second kind leave keys and values behind that the next round overwri
 are fed again with true states. (Keeping what came of its own states costs an eighth of the accepted
 tokens.) Sessions of a round share its forwards; long prompts take several rounds.
 
-On a GPU drafts are made by recorded loops (drafting/head_loops.py).
-
 It does not run ahead: what it would draft from are states that the target has not computed yet.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-
-from torch import Tensor
+from collections.abc import Sequence
+from dataclasses import replace
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.branch_plan import NO_PACE, Pace
 from outrider.drafting.draft_mask import DraftMasks
-from outrider.drafting.draft_steps import ReadyRow, draft_chains, sample_chains
 from outrider.drafting.feature_session import FeatureMethod, FeatureSession
 from outrider.drafting.guess_trees import max_trees
-from outrider.drafting.head_forward import LEAD, HeadForward
+from outrider.drafting.head_drafter import HeadDrafter
+from outrider.drafting.head_forward import LEAD
 from outrider.drafting.head_loops import HeadLoops
 from outrider.drafting.heads.base import RecurrentHead
 from outrider.drafting.proposer import (
@@ -38,12 +34,10 @@ from outrider.drafting.proposer import (
     SessionStart,
 )
 from outrider.drafting.recorded_loops import Recording
-from outrider.drafting.row_cache import RowCache
-from outrider.drafting.tree_steps import draft_trees, max_fed_nodes
+from outrider.drafting.row_cache import HeadRow, RowCache, inputs_of
+from outrider.drafting.tree_steps import max_fed_nodes
 from outrider.engine.attention import AttentionBackend
-from outrider.engine.batch import RowSlice
 from outrider.engine.block_pool import BlockPool
-from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.kv_cache import KVPools
 from outrider.errors import ConfigError
 
@@ -52,42 +46,6 @@ _SHORT = 16
 
 _PART = 256
 """Rows that are worth a forward while more of the prompt are to come: few take as long."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A session's part in one round."""
-
-    state: FeatureSession
-    cache: RowCache
-    num_rows: int  # true rows fed
-    wanted: int  # draft tokens; 0: the prompt is not through yet
-    mask: ConstraintEditor | None  # stands after the committed text; used up
-    chain: bool  # the draft has one path
-    num_guessed: int  # rows fed past the true ones at most
-
-    @property
-    def end(self) -> int:
-        return self.cache.computed + self.num_rows
-
-    @property
-    def sampled(self) -> bool:
-        """The draft is drawn with noise of its own."""
-        return self.state.samples and self.wanted > 0
-
-    def slice(self) -> RowSlice:
-        start = self.cache.computed
-        tokens = self.state.follower.tokens[start + 1 : self.end + 1]
-        return RowSlice(tokens, start, self.cache.block_table, 1)
-
-    def features(self) -> Tensor:
-        """The states of the slice's tokens: bfloat16 [num_rows, width] on the host."""
-        return self.state.rows(self.cache.computed, self.end)
-
-    def ready(self) -> ReadyRow:
-        """For a row that drafts."""
-        follower = self.state.follower
-        return ReadyRow(len(follower.tokens), self.wanted, follower.sampling, self.mask)
 
 
 class RecurrentProposer(FeatureMethod):
@@ -143,16 +101,16 @@ class RecurrentProposer(FeatureMethod):
         )
         head.bind(pools)
         self._head = head
-        self._backend = backend
         self._page_size = pools.page_size
         self._pool = BlockPool(num_pages)
         self._prefill_budget = prefill_budget
         self._tree_width = tree_width
         self._at_once = max_trees(tree_width, head.vocab_size)
         self._caches: dict[SessionKey, RowCache] = {}
-        self._loops: HeadLoops | None = None
+        self._recorded = recorded
+        self._drafter = HeadDrafter(head, backend, pools.page_size)
         if recording is not None:
-            self._loops = HeadLoops(
+            self._drafter = HeadLoops(
                 head,
                 backend,
                 recording,
@@ -190,18 +148,27 @@ class RecurrentProposer(FeatureMethod):
             assert cache.computed <= max(0, len(state.follower.tokens) - 1)
             assert state.first <= cache.computed or state.first == state.end
 
-    def _run(self, rows: list[_Row], done: DraftRound) -> float:
+    def _run(self, rows: list[HeadRow], done: DraftRound) -> float:
         """Feeds and drafts; returns how long it took."""
         started = time.perf_counter()
         trees = [row for row in rows if not row.chain]
         chains = [row for row in rows if row.chain and not row.sampled]
         sampled = [row for row in rows if row.sampled]
-        for start in range(0, len(trees), self._at_once):
-            done.drafts.extend(self._trees(trees[start : start + self._at_once]))
+        # Of all of these the first rows are those that a draft is wanted for.
+        for i in range(0, len(trees), self._at_once):
+            part = trees[i : i + self._at_once]
+            grown = self._drafter.trees(*inputs_of(part), self._tree_width)
+            for row, (tokens, parents) in zip(part, grown, strict=False):
+                tree = DraftTree(row.length, tuple(tokens), tuple(parents))
+                done.drafts.append((row.state.key, tree))
         if chains:
-            done.drafts.extend(self._chains(chains))
+            drawn = self._drafter.chains(*inputs_of(chains))
+            for row, chain in zip(chains, drawn, strict=False):
+                done.drafts.append((row.state.key, DraftTree.chain(row.length, chain)))
         if sampled:
-            done.drafts.extend(self._sampled_chains(sampled))
+            drawn_from = self._drafter.sampled_chains(*inputs_of(sampled))
+            for row, (chain, probs) in zip(sampled, drawn_from, strict=True):
+                done.drafts.append((row.state.key, DraftTree.chain(row.length, chain, probs)))
         forward_s = time.perf_counter() - started
         for row in rows:
             tokens = row.state.follower.tokens
@@ -228,11 +195,11 @@ class RecurrentProposer(FeatureMethod):
         if state.key not in self._sessions:
             del self._caches[state.key]
 
-    def _plan(self, asked: list[FeatureSession], done: DraftRound) -> list[_Row]:
+    def _plan(self, asked: list[FeatureSession], done: DraftRound) -> list[HeadRow]:
         """Who takes part with how many rows, their pages reserved; most drafts wanted first."""
         budget = self._prefill_budget
         keys = {state.key for state in asked}
-        rows: list[_Row] = []
+        rows: list[HeadRow] = []
         for state in asked:
             cache, length = self._caches[state.key], len(state.follower.tokens)
             wanted = state.follower.wanted
@@ -255,78 +222,44 @@ class RecurrentProposer(FeatureMethod):
         rows.sort(key=lambda row: -row.wanted)
         return [row for row in rows if self._reserve_row(row, keys)]
 
-    def _plan_unasked(self) -> list[_Row]:
+    def _plan_unasked(self) -> list[HeadRow]:
         """Rows that are worth a forward, or if many are held any; as far as there are pages."""
         least = _SHORT if self.holds_many else _PART
         budget = self._prefill_budget
-        rows: list[_Row] = []
+        rows: list[HeadRow] = []
         for state in self._sessions.values():
             cache = self._caches[state.key]
             fresh = state.num_rows - cache.computed
             if fresh < least or not budget:
                 continue
             row = self._row(state, cache, min(fresh, budget), 0)
-            if self._missing_pages(row) <= self._pool.num_free:
-                self._reserve(row)
+            if self._reserve(row):
                 rows.append(row)
                 budget -= row.num_rows
         return rows
 
-    def _row(self, state: FeatureSession, cache: RowCache, num_rows: int, wanted: int) -> _Row:
+    def _row(self, state: FeatureSession, cache: RowCache, num_rows: int, wanted: int) -> HeadRow:
         editor = state.mask.after(state.follower.tokens) if state.mask and wanted else None
         single = state.samples or editor is not None
         chain = self._tree_width == 1 or (single and wanted > 0)
-        recorded = self._loops is not None
-        nodes = max_fed_nodes(wanted, self._tree_width, recorded=recorded)
+        nodes = max_fed_nodes(wanted, self._tree_width, recorded=self._recorded)
         num_guessed = wanted - 1 if chain else nodes
-        return _Row(state, cache, num_rows, wanted, editor, chain, max(0, num_guessed))
+        return HeadRow(state, cache, num_rows, wanted, editor, chain, max(0, num_guessed))
 
-    def _reserve_row(self, row: _Row, asked: set[SessionKey]) -> bool:
-        """Pages for what a row's round writes; without them the session is lost."""
-        while self._missing_pages(row) > self._pool.num_free:
+    def _reserve_row(self, row: HeadRow, asked: set[SessionKey]) -> bool:
+        """As `_reserve`, at the cost of sessions not asked for; else the row's own is lost."""
+        while not self._reserve(row):
             idle = next((key for key in self._sessions if key not in asked), row.state.key)
             self._lose(idle)
             if idle == row.state.key:
                 return False
-        self._reserve(row)
         return True
 
-    def _missing_pages(self, row: _Row) -> int:
-        needed = -(-(row.end + row.num_guessed) // self._page_size)
-        return max(0, needed - len(row.cache.block_table))
-
-    def _reserve(self, row: _Row) -> None:
-        pages = [self._pool.allocate() for _ in range(self._missing_pages(row))]
-        row.cache.block_table.extend(pages)
-
-    def _trees(self, rows: list[_Row]) -> Iterator[tuple[SessionKey, DraftTree]]:
-        drafting = [row for row in rows if row.wanted]
-        slices, ready = [row.slice() for row in rows], [row.ready() for row in drafting]
-        if self._loops is None:
-            grown = draft_trees(self._forward(rows), slices, ready, self._tree_width)
-        else:
-            features = [row.features() for row in rows]
-            grown = self._loops.trees(slices, features, ready, self._tree_width)
-        for row, each, (tokens, parents) in zip(drafting, ready, grown, strict=True):
-            yield row.state.key, DraftTree(each.length, tuple(tokens), tuple(parents))
-
-    def _chains(self, rows: list[_Row]) -> Iterator[tuple[SessionKey, DraftTree]]:
-        drafting = [row for row in rows if row.wanted]
-        slices, ready = [row.slice() for row in rows], [row.ready() for row in drafting]
-        if self._loops is None:
-            drawn = draft_chains(self._forward(rows), slices, ready, LEAD)
-        else:
-            drawn = self._loops.chains(slices, [row.features() for row in rows], ready)
-        for row, each, chain in zip(drafting, ready, drawn, strict=True):
-            yield row.state.key, DraftTree.chain(each.length, chain)
-
-    def _sampled_chains(self, rows: list[_Row]) -> Iterator[tuple[SessionKey, DraftTree]]:
-        slices, ready = [row.slice() for row in rows], [row.ready() for row in rows]
-        drawn = sample_chains(self._forward(rows), slices, ready, LEAD)
-        for row, each, (chain, probs) in zip(rows, ready, drawn, strict=True):
-            yield row.state.key, DraftTree.chain(each.length, chain, probs)
-
-    def _forward(self, rows: list[_Row]) -> HeadForward:
-        """Feeds the true rows of `rows`, then what is drafted after the first of them."""
-        features = [row.features() for row in rows]
-        return HeadForward.of_host(self._head, self._backend, self._page_size, features)
+    def _reserve(self, row: HeadRow) -> bool:
+        """Takes the pages for what a row's round writes; False if too few are free."""
+        table = row.cache.block_table
+        missing = -(-(row.end + row.num_guessed) // self._page_size) - len(table)
+        if missing > self._pool.num_free:
+            return False
+        table.extend([self._pool.allocate() for _ in range(missing)])
+        return True

@@ -1,8 +1,16 @@
-"""The keys and values that a draft module holds of one session's true rows."""
+"""The keys and values that a draft module holds of one session's true rows, and rows to feed."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from outrider.drafting.draft_steps import ReadyRow
+from outrider.drafting.feature_session import FeatureSession
+from outrider.engine.batch import RowSlice
 from outrider.engine.block_pool import ROOT_HASH, BlockPool, PageHash, page_hash
+from outrider.engine.constraint import ConstraintEditor
 
 
 class RowCache:
@@ -43,3 +51,48 @@ class RowCache:
             self.hashes.append(
                 page_hash(parent, tokens[i * page_size + 1 : (i + 1) * page_size + 1])
             )
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRow:
+    """A session's part in one round."""
+
+    state: FeatureSession
+    cache: RowCache
+    num_rows: int  # true rows fed
+    wanted: int  # draft tokens; 0: the prompt is not through yet
+    mask: ConstraintEditor | None  # stands after the committed text; used up
+    chain: bool  # the draft has one path
+    num_guessed: int  # rows fed past the true ones at most
+
+    @property
+    def end(self) -> int:
+        return self.cache.computed + self.num_rows
+
+    @property
+    def sampled(self) -> bool:
+        """The draft is drawn with noise of its own."""
+        return self.state.samples and self.wanted > 0
+
+    @property
+    def length(self) -> int:
+        return len(self.state.follower.tokens)
+
+    def slice(self) -> RowSlice:
+        start = self.cache.computed
+        tokens = self.state.follower.tokens[start + 1 : self.end + 1]
+        return RowSlice(tokens, start, self.cache.block_table, 1)
+
+    def features(self) -> Tensor:
+        """The states of the slice's tokens: bfloat16 [num_rows, width] on the host."""
+        return self.state.rows(self.cache.computed, self.end)
+
+    def ready(self) -> ReadyRow:
+        """For a row that drafts."""
+        return ReadyRow(self.length, self.wanted, self.state.follower.sampling, self.mask)
+
+
+def inputs_of(rows: list[HeadRow]) -> tuple[list[RowSlice], list[Tensor], list[ReadyRow]]:
+    """What a `HeadDrafter` takes."""
+    ready = [row.ready() for row in rows if row.wanted]
+    return [row.slice() for row in rows], [row.features() for row in rows], ready

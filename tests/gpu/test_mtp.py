@@ -12,12 +12,11 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from outrider.drafting.draft_steps import ReadyRow, draft_chains
-from outrider.drafting.head_forward import LEAD, HeadForward
+from outrider.drafting.draft_steps import ReadyRow
+from outrider.drafting.head_drafter import HeadDrafter
 from outrider.drafting.head_loops import HeadLoops
 from outrider.drafting.heads.mtp_loader import load_mtp
 from outrider.drafting.recorded_loops import Recording
-from outrider.drafting.tree_steps import draft_trees
 from outrider.drafting.triton_draws import TritonDraws
 from outrider.engine.backends import choose_backend
 from outrider.engine.batch import RowSlice, pack
@@ -98,6 +97,7 @@ def test_graphs_draft_what_the_eager_way_drafts(folders: tuple[Path, Path], widt
     loops = HeadLoops(
         head, backend, recording, page_size=PAGE_SIZE, scratch_page=8, max_model_len=100
     )
+    eager = HeadDrafter(head, backend, PAGE_SIZE)
     states = torch.randn(23, head.state_size, generator=torch.Generator().manual_seed(0)).bfloat16()
     tokens = [(7 * i) % made.VOCAB_SIZE for i in range(23)]
     table = [5, 1, 3, 2]
@@ -105,11 +105,9 @@ def test_graphs_draft_what_the_eager_way_drafts(folders: tuple[Path, Path], widt
     loops.chains([prompt], [states[:20]], [])
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=4)):
         row, ready = RowSlice(tokens[20:], 20, table, 1), ReadyRow(24, 5, params)
-        forward = HeadForward.of_host(head, backend, PAGE_SIZE, [states[20:]])
+        given = [row], [states[20:]], [ready]
         if width == 1:
-            expected = draft_chains(forward, [row], [ready], LEAD)
-            assert loops.chains([row], [states[20:]], [ready]) == expected
+            assert loops.chains(*given) == eager.chains(*given)
         else:
-            trees = draft_trees(forward, [row], [ready], width)
-            found = loops.trees([row], [states[20:]], [ready], width)
+            trees, found = eager.trees(*given, width), loops.trees(*given, width)
             assert found[0][0][:2] == trees[0][0][:2]  # but for near ties
