@@ -27,6 +27,17 @@ def wanted_rows(batch: PackedBatch) -> Tensor | None:
     return None if len(batch.logits_index) == len(batch.input_ids) else batch.logits_index
 
 
+def spread(known: Tensor, token_ids: Tensor | None, vocab_size: int) -> Tensor:
+    """Logits [n, m] of the tokens int64 [m] as those of all [n, vocab_size]: -inf for the others.
+
+    None: these are all, in order.
+    """
+    if token_ids is None:
+        return known
+    logits = known.new_full((len(known), vocab_size), -torch.inf)
+    return logits.index_copy_(1, token_ids, known)
+
+
 class RecurrentHead(Protocol):
     """One draft module applied again and again: EAGLE, EAGLE-3, MTP.
 
@@ -59,9 +70,6 @@ class RecurrentHead(Protocol):
     def state_size(self) -> int:
         """Width of the state that a row takes."""
         ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
 
     @property
     def device(self) -> torch.device: ...

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from outrider.drafting.checkpoints import Checkpoint, TargetTensors
-from outrider.drafting.heads.base import wanted_rows
 from outrider.drafting.heads.llama_head import LlamaHead
 from outrider.drafting.heads.llama_layers import LlamaLayer, LlamaShape, Place
 from outrider.engine.attention import StepAttention
@@ -76,14 +75,11 @@ class EagleHead(LlamaHead):
         fc: Linear,
         head: Linear,
     ) -> None:
-        """`norms` are those before the layers after the first."""
-        super().__init__(shape, place, layers, embedding)
+        super().__init__(shape, place, ops, layers, norms, embedding)
         self.features = FeatureSpec(hidden_size=shape.hidden_size, final_norm=True)
-        self._ops = ops
-        self._norms = norms
         self._fc = fc
         self._head = head
-        self.uses = (Use(fc, alone=True), *self._layer_uses(norms), Use(head, alone=True))
+        self.uses = (Use(fc, alone=True), *self._layer_uses(), Use(head, alone=True))
 
     def begin(self, features: Tensor) -> Tensor:
         return features.to(self.dtype)
@@ -96,17 +92,7 @@ class EagleHead(LlamaHead):
         step: int,  # noqa: ARG002
     ) -> Tensor:
         x = self._fc(torch.cat((self._embed(token_ids), states), dim=-1))
-        rope = self._rope.index_select(0, attention.batch.positions)
-        last, rows = self._layers[-1], wanted_rows(attention.batch)
-        layer = self._layers[0]
-        x = layer(layer.qkv(x), x, rope, attention, rows=rows if layer is last else None)
-        for norm, layer in zip(self._norms, self._layers[1:], strict=True):
-            qkv = self._ops.norm_linear(x, norm, self._shape.eps, layer.qkv)
-            x = layer(qkv, x, rope, attention, rows=rows if layer is last else None)
-        return x
-
-    def feed_back(self, outputs: Tensor) -> Tensor:
-        return outputs
+        return self._run_layers(self._layers[0].qkv(x), x, attention)
 
     def logits(self, outputs: Tensor) -> Tensor:
         return self._scores(self._head(outputs))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.drafting.checkpoints import Checkpoint, TargetTensors
-from outrider.drafting.heads.base import wanted_rows
+from outrider.drafting.heads.base import spread
 from outrider.drafting.heads.eagle3_format import Eagle3Format, draft_vocabulary, matrix_bytes
 from outrider.drafting.heads.llama_head import LlamaHead
 from outrider.drafting.heads.llama_layers import LlamaLayer, LlamaShape, Place
@@ -148,8 +148,7 @@ class Eagle3Head(LlamaHead):
         project: bool = False,
     ) -> None:
         """`features` are those without a projection."""
-        super().__init__(shape, place, layers, weights.embedding)
-        self._ops = ops
+        super().__init__(shape, place, ops, layers, weights.layer_norms, weights.embedding)
         self._weights = weights
         self._norm_before_residual = norm_before_residual
         self._norm_output = norm_output
@@ -163,7 +162,7 @@ class Eagle3Head(LlamaHead):
         self._fc = None if self.projection else pack_linear(place.put(weights.fc), weights.fc_bias)
         self.uses = (
             *(() if self._fc is None else (Use(self._fc, alone=True),)),
-            *self._layer_uses(weights.layer_norms),
+            *self._layer_uses(),
             Use(self._head, None if norm_output else weights.norm, alone=norm_output),
         )
 
@@ -187,21 +186,12 @@ class Eagle3Head(LlamaHead):
         step: int,  # noqa: ARG002
     ) -> Tensor:
         ops, weights, eps = self._ops, self._weights, self._shape.eps
-        rope = self._rope.index_select(0, attention.batch.positions)
         tokens = ops.rms_norm(self._embed(token_ids), weights.token_norm, eps)
         normed = ops.rms_norm(states, weights.state_norm, eps)
         qkv = self._layers[0].qkv(torch.cat((tokens, normed), dim=-1))
         x = normed if self._norm_before_residual else states
-        last, rows = self._layers[-1], wanted_rows(attention.batch)
-        layer = self._layers[0]
-        x = layer(qkv, x, rope, attention, rows=rows if layer is last else None)
-        for norm, layer in zip(weights.layer_norms, self._layers[1:], strict=True):
-            qkv = ops.norm_linear(x, norm, eps, layer.qkv)
-            x = layer(qkv, x, rope, attention, rows=rows if layer is last else None)
+        x = self._run_layers(qkv, x, attention)
         return ops.rms_norm(x, weights.norm, eps) if self._norm_output else x
-
-    def feed_back(self, outputs: Tensor) -> Tensor:
-        return outputs
 
     def logits(self, outputs: Tensor) -> Tensor:
         if self._norm_output:
@@ -210,7 +200,4 @@ class Eagle3Head(LlamaHead):
             weights = self._weights
             normed = self._ops.norm_linear(outputs, weights.norm, self._shape.eps, self._head)
             known = self._scores(normed)
-        if self._weights.target_ids is None:
-            return known
-        logits = known.new_full((len(known), self.vocab_size), -torch.inf)
-        return logits.index_copy_(1, self._weights.target_ids, known)
+        return spread(known, self._weights.target_ids, self.vocab_size)

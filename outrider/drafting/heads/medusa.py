@@ -21,6 +21,7 @@ from torch import Tensor
 
 from outrider.drafting.checkpoints import Checkpoint, TargetTensors
 from outrider.drafting.guess_trees import Nodes, TargetDraws, best_products
+from outrider.drafting.heads.base import spread
 from outrider.engine.linear import Linear, pack_linear
 from outrider.engine.llama_ops import Use
 from outrider.errors import ConfigError
@@ -100,11 +101,7 @@ class MedusaHead:
 
     def _spread(self, known: Tensor) -> Tensor:
         """Logits of the known tokens as those of all."""
-        known = known.float()
-        if self._token_map is None:
-            return known
-        logits = known.new_full((len(known), self.vocab_size), -torch.inf)
-        return logits.index_copy_(1, self._token_map, known)
+        return spread(known.float(), self._token_map, self.vocab_size)
 
 
 class _Layout(NamedTuple):

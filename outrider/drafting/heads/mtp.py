@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.drafting.heads.base import wanted_rows
+from outrider.drafting.heads.base import spread, wanted_rows
 from outrider.engine.attention import StepAttention
 from outrider.engine.backends import AttentionTraits
 from outrider.engine.kv_cache import KVPools
@@ -163,8 +163,5 @@ class MtpHead:
 
     @torch.inference_mode()
     def logits(self, outputs: Tensor) -> Tensor:
-        logits = self._head(outputs[:, : self.state_size].contiguous()).float()
-        if self._draft_ids is None:
-            return logits
-        full = logits.new_full((len(logits), self.vocab_size), float("-inf"))
-        return full.index_copy_(1, self._draft_ids, logits)
+        known = self._head(outputs[:, : self.state_size].contiguous()).float()
+        return spread(known, self._draft_ids, self.vocab_size)
