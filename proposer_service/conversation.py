@@ -69,13 +69,7 @@ class Conversation(ABC):
 
     async def until_unused(self) -> None:
         """Returns when no session is open, or the conversation has ended."""
-        closed = asyncio.create_task(self._all_closed.wait())
-        ended = asyncio.create_task(self._ended.wait())
-        try:
-            await asyncio.wait([closed, ended], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            closed.cancel()
-            ended.cancel()
+        await first_of(self._all_closed.wait(), self._ended.wait())
 
     async def say_goodbye(self) -> None:
         """Returns when every session was closed and the scorer has ended the stream."""

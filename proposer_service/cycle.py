@@ -98,7 +98,7 @@ class Cycle:
         self._metrics = metrics
         self._routes = Routes(proposer, metrics, telemetry)
         self._links: dict[LinkId, Attach] = {}
-        self._asked: dict[int, Propose] = {}  # by session key
+        self._asked: dict[SessionKey, Propose] = {}
         self._sessions_seen = 0
         self._started = 0.0  # of the current cycle
 
@@ -129,8 +129,8 @@ class Cycle:
 
     def draft(self) -> None:
         """Drafts for every session that wants it and hands the blocks over, one message a link."""
-        pace = self._routes.pace.pace
-        round_ = self._proposer.draft([*self._routes.wanting, *self._asked], pace)
+        asked = [*self._routes.wanting, *self._asked]
+        round_ = self._proposer.draft(asked, self._routes.pace.pace)
         draft_us = self._elapsed_us()
         blocks = _Blocks(self._links, draft_us, round_.methods)
         answered: list[SessionKey] = []
@@ -175,17 +175,13 @@ class Cycle:
             return False
         self._started = time.perf_counter()
         round_ = self._proposer.ahead(keys, self._routes.pace.pace)
-        if not round_.trees:
-            self._routes.drafted.clear()
         blocks = _Blocks(self._links, self._elapsed_us(), round_.methods)
         for key, tree in round_.trees:
             blocks.add(self._routes.route(key), tree)
         outgoing = blocks.messages()
         self._lose(round_.lost, outgoing)
         self._hand_over(outgoing)
-        now = time.perf_counter()
-        for key, _ in round_.trees:
-            self._routes.pace.handed_ahead(key, now)
+        self._routes.handed_ahead([key for key, _ in round_.trees], time.perf_counter())
         if round_.trees:
             self._metrics.ahead.observe(time.perf_counter() - self._started)
             self._metrics.branch_tokens.inc(sum([len(tree.token_ids) for _, tree in round_.trees]))
@@ -220,7 +216,7 @@ class Cycle:
             )
             self._proposer.open(key, start)
 
-    def _lose(self, keys: Sequence[int], outgoing: Outgoing) -> None:
+    def _lose(self, keys: Sequence[SessionKey], outgoing: Outgoing) -> None:
         for key in keys:
             self._metrics.lost.inc()
             proposal = self._asked.pop(key, None)

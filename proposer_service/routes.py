@@ -121,6 +121,13 @@ class Routes:
         if self._paced:
             self.pace.handed_over(key, now)
 
+    def handed_ahead(self, keys: Sequence[SessionKey], now: float) -> None:
+        """Branches for these sessions are on their way; none: nothing more is to be guessed."""
+        if not keys:
+            self.drafted.clear()
+        for key in keys:
+            self.pace.handed_ahead(key, now)
+
     def unfinished(self, key: SessionKey) -> None:
         """The session of `key` has no draft yet. If features are to come, it waits for them."""
         route = self._by_key.get(key)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-async def first_of(*work: Coroutine[Any, Any, None]) -> None:
+async def first_of(*work: Coroutine[Any, Any, object]) -> None:
     """Runs all until one ends, and then ends the others. Raises what one of them raised."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
