@@ -7,7 +7,7 @@ here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.branch_plan import NO_PACE, Pace
@@ -98,6 +98,15 @@ class _Session:
         return tree
 
 
+class Limits(TypedDict, total=False):
+    """What every method that copies is told."""
+
+    max_sessions: int
+    max_model_len: int
+    max_tokens: int  # held, all sessions together
+    max_branches: int  # per session
+
+
 class CopyingProposer(SessionMethod[_Session]):
     """Drafts by copying; a subclass says from where. Needs no model, and so no vocabulary.
 
@@ -109,11 +118,11 @@ class CopyingProposer(SessionMethod[_Session]):
         self,
         method: str,
         *,
-        max_sessions: int,
         max_draft_tokens: int,
-        max_model_len: int,
-        max_tokens: int,
-        max_branches: int,
+        max_sessions: int = 256,
+        max_model_len: int = 131_072,
+        max_tokens: int = 1_000_000,
+        max_branches: int = 8,
     ) -> None:
         super().__init__(
             ProposerTraits(

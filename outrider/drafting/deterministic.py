@@ -7,8 +7,9 @@ it, speculative edit (edit_cursor.py). A request without advice gets no guess.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Unpack
 
-from outrider.drafting.copying import CopyingProposer
+from outrider.drafting.copying import CopyingProposer, Limits
 from outrider.drafting.edit_cursor import EditCursor, Original
 from outrider.drafting.proposer import Follower, SessionStart
 from outrider.params import Advice, TokenIds
@@ -20,23 +21,8 @@ class DeterministicProposer(CopyingProposer):
     """Drafts the advice's next tokens, as many as are wanted: where it is right, it is right for
     long."""
 
-    def __init__(
-        self,
-        *,
-        max_sessions: int = 256,
-        max_draft_tokens: int = 128,
-        max_model_len: int = 131_072,
-        max_tokens: int = 1_000_000,
-        max_branches: int = 8,
-    ) -> None:
-        super().__init__(
-            "deterministic",
-            max_sessions=max_sessions,
-            max_draft_tokens=max_draft_tokens,
-            max_model_len=max_model_len,
-            max_tokens=max_tokens,
-            max_branches=max_branches,
-        )
+    def __init__(self, *, max_draft_tokens: int = 128, **limits: Unpack[Limits]) -> None:
+        super().__init__("deterministic", max_draft_tokens=max_draft_tokens, **limits)
 
     def _source(self, follower: Follower, start: SessionStart) -> _Advised:
         advice = start.advice

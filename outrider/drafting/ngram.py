@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, Unpack
 
-from outrider.drafting.copying import CopyingProposer
+from outrider.drafting.copying import CopyingProposer, Limits
 from outrider.drafting.proposer import Follower, SessionStart
 from outrider.errors import ConfigError
 from outrider.params import TokenIds
@@ -36,22 +36,12 @@ class NgramProposer(CopyingProposer):
         prompt_lookup_min: int = 2,
         prompt_lookup_max: int = 4,
         prefer: Prefer = "recent",
-        max_sessions: int = 256,
         max_draft_tokens: int = 16,
-        max_model_len: int = 131_072,
-        max_tokens: int = 1_000_000,
-        max_branches: int = 8,
+        **limits: Unpack[Limits],
     ) -> None:
         if not 1 <= prompt_lookup_min <= prompt_lookup_max:
             raise ConfigError("prompt_lookup_min must be at least 1, at most prompt_lookup_max.")
-        super().__init__(
-            "ngram",
-            max_sessions=max_sessions,
-            max_draft_tokens=max_draft_tokens,
-            max_model_len=max_model_len,
-            max_tokens=max_tokens,
-            max_branches=max_branches,
-        )
+        super().__init__("ngram", max_draft_tokens=max_draft_tokens, **limits)
         self._sizes = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
         self._prefer: Prefer = prefer
 

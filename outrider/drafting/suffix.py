@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Unpack
 
 import numpy as np
 
-from outrider.drafting.copying import CopyingProposer
+from outrider.drafting.copying import CopyingProposer, Limits
 from outrider.drafting.proposer import Follower, SessionStart
 from outrider.drafting.suffix_index import NO_PATH, NOTHING, SuffixIndex
 from outrider.drafting.suffix_kernels import Ints
@@ -30,20 +31,10 @@ class SuffixProposer(CopyingProposer):
         self,
         settings: SuffixSettings | None = None,
         *,
-        max_sessions: int = 256,
         max_draft_tokens: int = 24,
-        max_model_len: int = 131_072,
-        max_tokens: int = 1_000_000,
-        max_branches: int = 8,
+        **limits: Unpack[Limits],
     ) -> None:
-        super().__init__(
-            "suffix",
-            max_sessions=max_sessions,
-            max_draft_tokens=max_draft_tokens,
-            max_model_len=max_model_len,
-            max_tokens=max_tokens,
-            max_branches=max_branches,
-        )
+        super().__init__("suffix", max_draft_tokens=max_draft_tokens, **limits)
         self._settings = settings or SuffixSettings()
         self.responses = Responses(self._settings)
 
