@@ -119,9 +119,9 @@ class Brancher:
             return [], 0
         outcomes = self._outcomes
         undrafted = {hit: outcomes.undrafted(hit=hit) for hit in (False, True)}
-        sizes = np.array([len(state.places) for state in states])
+        sizes = np.array([len(state.gaps) for state in states])
         plans = plan_branches(
-            outcomes.chances(np.concatenate([state.places for state in states])),
+            outcomes.chances(np.concatenate([state.gaps for state in states])),
             sizes,
             np.array([len(state.held) for state in states]),
             self._max_branches,

@@ -143,7 +143,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
         self._publish()
         mask = open_mask(self._masks, start)
         state = DraftState(key, follower, mask, samples=start.samples, once=start.once)
-        state.adopt_cached_prefix(self._pool, self._page_size)
+        state.adopt(self._pool, follower.tokens, self._page_size)
         return state
 
     def _follow(self, state: DraftState, fresh: Sequence[int]) -> None:
@@ -153,13 +153,13 @@ class DraftModelProposer(SessionMethod[DraftState]):
             self._release(state)
 
     def _release(self, state: DraftState) -> None:
-        state.publish(self._pool, self._page_size)
+        state.publish(self._pool, state.follower.tokens, self._page_size)
         state.drop(self._pool)
 
     def _publish(self) -> None:
         """Shares what was drafted for since: in spare time, or before somebody looks for it."""
         for state in self._unpublished:
-            state.publish(self._pool, self._page_size)
+            state.publish(self._pool, state.follower.tokens, self._page_size)
         self._unpublished.clear()
 
     def _run(self, rows: list[DraftRow], done: DraftRound, pace: Pace) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import MutableSequence, Sequence
 from typing import NamedTuple
 
@@ -14,9 +13,10 @@ from outrider.drafting.branch_plan import Outcomes
 from outrider.drafting.branches import DraftedBranch, Trunk, adopt, drop
 from outrider.drafting.draft_mask import DraftMask
 from outrider.drafting.draft_steps import Forks, ReadyRow
+from outrider.drafting.page_cache import PageCache
 from outrider.drafting.proposer import Follower, SessionKey
 from outrider.engine.batch import RowSlice
-from outrider.engine.block_pool import ROOT_HASH, BlockPool, PageHash, page_hash
+from outrider.engine.block_pool import BlockPool
 from outrider.params import TokenIds
 from outrider.types import common_prefix_len
 
@@ -102,21 +102,10 @@ class Lookahead:
             self.branches, self.beyond = [], None
 
 
-class DraftState:
+class DraftState(PageCache):
     """A session's tokens and what the cache holds of them, and past them."""
 
-    __slots__ = (
-        "ahead",
-        "block_table",
-        "computed",
-        "follower",
-        "hashes",
-        "hit",
-        "key",
-        "mask",
-        "patient",
-        "samples",
-    )
+    __slots__ = ("ahead", "follower", "hit", "key", "mask", "patient", "samples")
 
     def __init__(
         self,
@@ -127,16 +116,14 @@ class DraftState:
         samples: bool,
         once: bool,
     ) -> None:
+        super().__init__()
         self.key = key
         self.follower = follower
         self.mask = mask  # of what its constraint forbids
         self.samples = samples  # as `SessionStart` says
         self.patient = not once  # its first draft may be left out, until there was one
-        self.block_table = array("i")  # not a list: it is copied whole in every round
-        self.computed = 0  # committed tokens whose keys and values are in the cache
-        self.ahead = Lookahead()  # what follows them there
+        self.ahead = Lookahead()  # what follows the computed tokens in the pages
         self.hit = False  # the draft that is verified was at hand when it was wanted
-        self.hashes: list[PageHash] = []  # of the full pages that are shared or published
 
     @property
     def at_hand(self) -> bool:
@@ -188,14 +175,14 @@ class DraftState:
         )
 
     @property
-    def places(self) -> NDArray[np.float32]:
-        """The gaps of the candidates at the places of the guess [n, F]; for `can_branch`."""
+    def gaps(self) -> NDArray[np.float32]:
+        """As of `Lookahead` [n, F]; for a session that can branch."""
         assert self.ahead.gaps is not None
         return self.ahead.gaps
 
     @property
     def candidates(self) -> NDArray[np.int32]:
-        """These candidates [n, F]."""
+        """As of `Lookahead` [n, F]; for a session that can branch."""
         assert self.ahead.candidates is not None
         return self.ahead.candidates
 
@@ -215,33 +202,10 @@ class DraftState:
         self.follower.pushed = tree
         return tree
 
-    def adopt_cached_prefix(self, pool: BlockPool, page_size: int) -> None:
-        tokens = self.follower.tokens
-        key = ROOT_HASH
-        hashes: list[PageHash] = []
-        for start in range(0, (len(tokens) - 1) // page_size * page_size, page_size):
-            key = page_hash(key, tokens[start : start + page_size])
-            hashes.append(key)
-        pages = pool.match(hashes)
-        pool.share(pages)
-        self.block_table.extend(pages)
-        self.hashes = hashes[: len(pages)]
-        self.computed = len(pages) * page_size
-
-    def publish(self, pool: BlockPool, page_size: int) -> None:
-        """Shares the full pages; not the one of the last token, which may be fed again."""
-        tokens, hashes = self.follower.tokens, self.hashes
-        end = min(self.computed, len(tokens) - 1) // page_size
-        while (i := len(hashes)) < end:
-            page = tokens[i * page_size : (i + 1) * page_size]
-            hashes.append(page_hash(hashes[-1] if hashes else ROOT_HASH, page))
-            pool.publish(self.block_table[i], hashes[-1])
-
     def drop(self, pool: BlockPool) -> None:
         """Gives up all that is held beside the text."""
         self.ahead.drop(pool)
-        pool.release(self.block_table)
-        self.block_table, self.hashes, self.computed = array("i"), [], 0
+        super().drop(pool)
         if self.mask is not None:
             self.mask.close()
             self.mask = None

@@ -24,7 +24,9 @@ from outrider.drafting.guess_trees import max_trees
 from outrider.drafting.head_drafter import HeadDrafter
 from outrider.drafting.head_forward import LEAD
 from outrider.drafting.head_loops import HeadLoops
+from outrider.drafting.head_rows import HeadRow, inputs_of
 from outrider.drafting.heads.base import RecurrentHead
+from outrider.drafting.page_cache import PageCache
 from outrider.drafting.proposer import (
     TREE_WIDTH,
     DraftRound,
@@ -34,7 +36,6 @@ from outrider.drafting.proposer import (
     SessionStart,
 )
 from outrider.drafting.recorded_loops import Recording
-from outrider.drafting.row_cache import HeadRow, RowCache, inputs_of
 from outrider.drafting.tree_steps import max_fed_nodes
 from outrider.engine.attention import AttentionBackend
 from outrider.engine.block_pool import BlockPool
@@ -106,7 +107,7 @@ class RecurrentProposer(FeatureMethod):
         self._prefill_budget = prefill_budget
         self._tree_width = tree_width
         self._at_once = max_trees(tree_width, head.vocab_size)
-        self._caches: dict[SessionKey, RowCache] = {}
+        self._caches: dict[SessionKey, PageCache] = {}
         self._recorded = recorded
         self._drafter = HeadDrafter(head, backend, pools.page_size)
         if recording is not None:
@@ -180,7 +181,7 @@ class RecurrentProposer(FeatureMethod):
         return forward_s
 
     def _begin(self, key: SessionKey, follower: Follower, start: SessionStart) -> FeatureSession:
-        cache = self._caches[key] = RowCache()
+        cache = self._caches[key] = PageCache(LEAD - 1)
         cache.adopt(self._pool, follower.tokens, self._page_size)
         return super()._begin(key, follower, start)
 
@@ -238,7 +239,7 @@ class RecurrentProposer(FeatureMethod):
                 budget -= row.num_rows
         return rows
 
-    def _row(self, state: FeatureSession, cache: RowCache, num_rows: int, wanted: int) -> HeadRow:
+    def _row(self, state: FeatureSession, cache: PageCache, num_rows: int, wanted: int) -> HeadRow:
         editor = state.mask.after(state.follower.tokens) if state.mask and wanted else None
         single = state.samples or editor is not None
         chain = self._tree_width == 1 or (single and wanted > 0)
