@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from outrider.draft_tree import DraftProbs
 from outrider.engine.sampling import (
     SamplingBatch,
     gumbel_noise,
@@ -77,6 +78,12 @@ def noised(logits: Tensor, batch: SamplingBatch, depth: int) -> Tensor:
     """
     noise = gumbel_noise(batch.seed, batch.position + depth, logits.shape[-1]).float()
     return logits.float() + (batch.temperature[:, None] * noise)[:, None]
+
+
+def possible(token_ids: list[int], probs: list[float]) -> DraftProbs | None:
+    """What `draw_of_likeliest` drew a row's token from; None if no token was possible at all."""
+    count = sum([prob > 0.0 for prob in probs])  # they come first
+    return DraftProbs(tuple(token_ids[:count]), tuple(probs[:count])) if count else None
 
 
 def draw_of_likeliest(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor, Tensor]:

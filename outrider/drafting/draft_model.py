@@ -176,9 +176,13 @@ class DraftModelProposer(SessionMethod[DraftState]):
             branched = self._brancher.draft(forked, at_hand, pace)
             done.trees.extend([(state.key, state.push_tree()) for state in branched])
         chains = [row.state.ahead.guess[: row.wanted] for row in forked] + self._run_chains(others)
-        drawn = self._sample_chains(sampled)
+        drafts: list[tuple[list[int], Sequence[DraftProbs | None]]]
+        drafts = [(chain, ()) for chain in chains]
+        if sampled:
+            slices, ready = [row.slice() for row in sampled], [row.ready() for row in sampled]
+            drafts += sample_chains(self._model, slices, ready)
         forward_s = self._clock() - started
-        drafts = iter([*[(chain, ()) for chain in chains], *drawn])
+        drafted = iter(drafts)
         for row in (*forked, *others, *sampled):
             state, end = row.state, row.end
             state.computed = end
@@ -189,7 +193,9 @@ class DraftModelProposer(SessionMethod[DraftState]):
             if row.wanted == 0:
                 done.drafts.append((state.key, DraftTree.chain(end, ())))
                 continue
-            chain, probs = next(drafts)
+            chain, probs = next(drafted)
+            if not row.num_forked:
+                state.ahead.line = chain[:-1]  # the last token was never fed
             tree = DraftTree.chain(end, chain, probs)
             state.hit, state.follower.pushed = False, tree
             done.drafts.append((state.key, tree))
@@ -280,18 +286,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
             slices, ready = slices[len(ready) :], []
         if slices and (ready or not (fast and fast.feed(slices))):
             chains += draft_chains(self._model, slices, ready)
-        for row, chain in zip(rows, chains, strict=False):
-            row.state.ahead.line = chain[:-1]  # the last token was never fed
         return chains
-
-    def _sample_chains(self, rows: list[DraftRow]) -> list[tuple[list[int], list[DraftProbs]]]:
-        if not rows:
-            return []
-        ready = [row.ready() for row in rows]
-        drawn = sample_chains(self._model, [row.slice() for row in rows], ready)
-        for row, (chain, _) in zip(rows, drawn, strict=True):
-            row.state.ahead.line = chain[:-1]  # the last token was never fed
-        return drawn
 
 
 def _follows(state: DraftState) -> bool:

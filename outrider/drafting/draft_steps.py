@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.draft_tree import DraftProbs
-from outrider.drafting.candidates import draw_of_likeliest, top_candidates
+from outrider.drafting.candidates import draw_of_likeliest, possible, top_candidates
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.sampling import Lane, SamplingBatch, sample
@@ -92,7 +92,7 @@ def draft_chains(
 
 def sample_chains(
     model: DraftForward, slices: Sequence[RowSlice], ready: Sequence[ReadyRow], lead: int = 1
-) -> list[tuple[list[int], list[DraftProbs]]]:
+) -> list[tuple[list[int], list[DraftProbs | None]]]:
     """As `draft_chains`, for rejection: drawn with noise of their own, with what they came from.
 
     All rows are ready, and none is greedy.
@@ -114,15 +114,12 @@ def sample_chains(
                 (drawn, ids, probs), draw_of_likeliest(logits, params), strict=True
             ):
                 to.append(part)
-        chains: list[tuple[list[int], list[DraftProbs]]] = [([], []) for _ in ready]
+        chains: list[tuple[list[int], list[DraftProbs | None]]] = [([], []) for _ in ready]
         for parts in zip(drawn, ids, probs, strict=True):
             rows = zip(chains, *(part.tolist() for part in parts), strict=False)
-            for (tokens, drawn_from), token, likeliest, row_probs in rows:
-                possible = sum([prob > 0.0 for prob in row_probs])  # they come first
+            for (tokens, drawn_from), token, *likeliest in rows:
                 tokens.append(token)
-                drawn_from.append(
-                    DraftProbs(tuple(likeliest[:possible]), tuple(row_probs[:possible]))
-                )
+                drawn_from.append(possible(*likeliest))
     return chains
 
 

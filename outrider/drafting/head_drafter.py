@@ -37,7 +37,7 @@ class HeadDrafter:
 
     def sampled_chains(
         self, slices: Sequence[RowSlice], features: Sequence[Tensor], ready: Sequence[ReadyRow]
-    ) -> list[tuple[list[int], list[DraftProbs]]]:
+    ) -> list[tuple[list[int], list[DraftProbs | None]]]:
         """As `sample_chains`."""
         return sample_chains(self._forward(features), slices, ready, LEAD)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.drafting.branch_plan import NO_PACE, Pace
-from outrider.drafting.candidates import draw_of_likeliest
+from outrider.drafting.candidates import draw_of_likeliest, possible
 from outrider.drafting.draft_mask import DraftMasks
 from outrider.drafting.feature_session import FeatureMethod, FeatureSession
 from outrider.drafting.guess_loops import GuessLoops
@@ -161,7 +161,7 @@ class OneShotProposer(FeatureMethod):
             if lane is Lane.DRAFT:
                 tokens, ids, probs = draw_of_likeliest(logits, here)
                 for at, *likeliest in zip(drawn_from, ids.tolist(), probs.tolist(), strict=True):
-                    at.append(_possible(*likeliest))
+                    at.append(possible(*likeliest))
             else:
                 tokens = sample(logits, here)
             for row, chain, token in zip(rows, drawn, tokens.tolist(), strict=True):
@@ -183,9 +183,3 @@ class OneShotProposer(FeatureMethod):
 
     def _used(self, state: FeatureSession) -> None:
         state.forget(len(state.follower.tokens) - 2)  # no later draft looks at them
-
-
-def _possible(token_ids: list[int], probs: list[float]) -> DraftProbs | None:
-    """What a token was drawn from; None if nothing was possible, as no known token was allowed."""
-    count = sum([prob > 0.0 for prob in probs])  # they come first
-    return DraftProbs(tuple(token_ids[:count]), tuple(probs[:count])) if count else None
