@@ -26,7 +26,6 @@ class BlockPool:
     """
 
     def __init__(self, num_pages: int, *, enable_prefix_caching: bool = True) -> None:
-        self.num_pages = num_pages
         self._caching = enable_prefix_caching
         self._refs = [0] * num_pages
         self._blank = list(range(num_pages - 1, -1, -1))  # free, nothing worth keeping
