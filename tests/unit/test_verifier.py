@@ -5,14 +5,18 @@ from __future__ import annotations
 from itertools import product
 
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from outrider.draft_tree import chain_parents
-from outrider.engine.rounds import token_kinds
+from outrider.engine.batch import RowSlice
+from outrider.engine.rounds import Drafting, token_kinds
+from outrider.engine.sequence import Sequence
+from outrider.engine.step import ScheduledRow
 from outrider.engine.tree_mask import depths
+from outrider.engine.tree_walk import path_order, walk_trees
 from outrider.engine.verifier import verify, verify_rows, verify_tree, verify_trees
-from outrider.types import TokenKind
+from outrider.types import Request, TokenKind
 
 
 def test_the_longest_common_prefix_is_accepted() -> None:
@@ -109,6 +113,50 @@ def test_the_fast_walk_equals_the_readable_one(
     for path, row in zip(walked, rows, strict=True):
         expected = verify_tree(*row)
         assert path == [*expected, *[-1] * (depth - len(expected))]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    rows=trees,
+    committed=st.lists(st.integers(1, 9), min_size=6, max_size=6),
+    pages=st.randoms(use_true_random=False).map(lambda rng: rng.sample(range(36), 36)),
+)
+def test_what_is_accepted_of_every_row_moves_to_its_place_in_the_text(
+    rows: list[tuple[list[int], tuple[int, ...], list[int]]],
+    committed: list[int],
+    pages: list[int],
+) -> None:
+    """Chains, trees and rows without drafts in one step, in pages of four slots."""
+    assume(any(drafts for drafts, _, _ in rows))
+    page_size, step, places = 4, [], []
+    for i, (drafts, parents, _) in enumerate(rows):
+        request = Request(i, tuple(range(committed[i])))
+        options = {"max_len": 99, "stop_ids": frozenset[int](), "submitted_at": 0.0}
+        seq = Sequence(request, drafting=Drafting(9), **options)
+        table, start = pages[6 * i : 6 * i + 6], committed[i] - 1  # its last token lacks KV
+        tree = () if parents == chain_parents(len(parents)) else parents
+        row = RowSlice((start, *drafts), start, table, 1 + len(drafts), tree)
+        step.append(ScheduledRow(seq, row, tuple(drafts)))
+        places.append([page * page_size + offset for page in table for offset in range(page_size)])
+    drawn = torch.tensor([token for _, _, choices in rows for token in choices])
+    walked = walk_trees(drawn, step, page_size)
+    held = torch.arange(len(pages) * page_size)
+    held[walked.target] = held[walked.source]
+    counts = [len(choices) for _, _, choices in rows]
+    order = path_order(walked.at, counts).tolist()
+    first = 0
+    for row, slots, length, said, count in zip(
+        rows, places, committed[: len(rows)], walked.tokens.tolist(), counts, strict=True
+    ):
+        path = verify_tree(*row)
+        along = [0, *(node + 1 for node in path)]
+        assert said[: len(path) + 2] == [len(path), *(row[2][at] for at in along)]
+        assert order[first : first + len(along)] == [first + at for at in along]
+        assert all(first <= at < first + count for at in order[first : first + count])
+        text = slots[:length] + [slots[length + node] for node in path]
+        assert held[slots[: len(text)]].tolist() == text
+        assert held[slots[length + len(row[0]) :]].tolist() == slots[length + len(row[0]) :]
+        first += count
 
 
 def test_kinds() -> None:
