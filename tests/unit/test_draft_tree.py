@@ -52,6 +52,52 @@ def test_what_is_left_below_a_node_is_pruned_in_order() -> None:
     assert gapped.below(-1, 3, 2) == DraftTree(0, (1, 2, 4), (-1, 0, -1)), "the next one instead"
 
 
+def test_what_is_left_below_a_node_equals_its_definition() -> None:
+    rng = random.Random(5)
+    for _ in range(30):
+        size = rng.randrange(1, 12)
+        parents = tuple(rng.randrange(-1, i) for i in range(size))
+        tree = DraftTree(7, tuple(range(size)), parents, (None,) * size)
+        lines: list[list[int]] = [[-1]]  # of the root and every node: who is above it, and itself
+        for node, parent in enumerate(parents):
+            lines.append([*lines[parent + 1], node])
+        for node, line in enumerate(lines, start=-1):
+            most, deepest = rng.randrange(1, 9), rng.randrange(1, 5)
+            descendants = [i for i in range(size) if node in lines[i + 1][:-1]]
+            near = [i for i in descendants if len(lines[i + 1]) - len(line) <= deepest][:most]
+
+            def part(base_len: int, kept: list[int], tree: DraftTree = tree) -> DraftTree:
+                above = tuple(kept.index(p) if (p := tree.parents[i]) in kept else -1 for i in kept)
+                return DraftTree(base_len, tuple(kept), above, (None,) * len(kept))
+
+            assert tree.below(node, most, deepest) == part(7, near)
+            assert tree.walk(line[1:]) == part(7 + len(line) - 1, descendants)
+            assert tree.is_leaf(node) == (not descendants)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "parents", "param"),
+    [
+        ((1, 2, 3, 4), (), "token_ids"),
+        ((1, 10), (), "token_ids"),
+        ((1, 2), (-1,), "parents"),
+        ((1, 2), (-1, 0, 1), "parents"),
+        ((1, 2), (-1, 1), "parents"),
+        ((1, 2), (0, 0), "parents"),
+        ((1, 2), (-1, -2), "parents"),
+    ],
+    ids=str,
+)
+def test_what_is_no_tree_is_refused(
+    token_ids: tuple[int, ...], parents: tuple[int, ...], param: str
+) -> None:
+    whole = DraftTree.validated(0, (1, 9, 3), (-1, 0, -1), vocab_size=10, max_nodes=3)
+    assert whole == DraftTree(0, (1, 9, 3), (-1, 0, -1))
+    with pytest.raises(InvalidRequestError) as caught:
+        DraftTree.validated(0, token_ids, parents, vocab_size=10, max_nodes=3)
+    assert caught.value.param == param
+
+
 def test_a_walk_is_far_below_a_tenth_of_a_millisecond() -> None:
     chain = tuple(range(1000, 1008))
     branches = [(a, tuple(range(a * 100, a * 100 + 6))) for a in range(9)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -138,6 +139,17 @@ def test_the_batched_rules_equal_their_definitions(
         patch.setattr(rules, "_MAX_PROBS", at_once)
         rules.apply_rules(logits, placed, drawn)
     assert drawn.tolist() == expected
+
+
+def test_as_many_places_are_held_at_once_as_are_allowed() -> None:
+    """A place holds a vocabulary of probabilities: memory must not grow with the batch."""
+    sizes = (2, 3, 1, 7, 2, 2, 1)
+    rows = [RuledRow(0, (1,) * size, (), 1, SamplingParams(), REJECTION) for size in sizes]
+    for most in range(1, 20):
+        parts = [[len(row.draft) for row in part] for part in rules._parts(rows, most)]
+        assert [size for part in parts for size in part] == [*sizes]
+        assert all(sum(part) <= most or len(part) == 1 for part in parts)
+        assert all(sum(part) + after[0] > most for part, after in pairwise(parts)), "and no fewer"
 
 
 TARGET = torch.linspace(1.5, -2.0, 16).roll(5)
