@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch
 
@@ -39,7 +37,6 @@ from proposer_service.weights import (
     prepare_device,
 )
 
-LoadRecurrent = Callable[[Path, Path, torch.dtype, torch.device], RecurrentHead]
 _ONE_SHOT: dict[str, Callable[[Path, Path, torch.dtype, torch.device], OneShotHead]] = {
     "medusa": load_medusa,
     "mlp_speculator": load_mlp_speculator,
@@ -86,7 +83,7 @@ def _build(
                 masks=load_masks(target, head.vocab_size),
                 recording=recorded,
             )
-    module = _recurrent_loader(method)(folder, target, dtype, device)
+    module = _load_recurrent(method, folder, target, dtype, device)
     ops.tune(module.uses)
     per_page = PAGE_SIZE * dtype.itemsize
     per_page *= sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in module.kv_layers)
@@ -139,12 +136,12 @@ def _loops(
     return recording(shapes, torch.device(method.device))
 
 
-def _recurrent_loader(method: HeadConfig) -> LoadRecurrent:
+def _load_recurrent(
+    method: HeadConfig, folder: Path, target: Path, dtype: torch.dtype, device: torch.device
+) -> RecurrentHead:
+    where, longest = (folder, target, dtype, device), method.max_model_len
     if method.name == "mtp":
-        return partial(load_mtp, max_model_len=method.max_model_len)
+        return load_mtp(*where, max_model_len=longest)
     if method.name == "eagle":
-        return partial(load_eagle, max_model_len=method.max_model_len)
-    return cast(
-        LoadRecurrent,
-        partial(load_eagle3, max_model_len=method.max_model_len, project=method.projects_features),
-    )
+        return load_eagle(*where, max_model_len=longest)
+    return load_eagle3(*where, max_model_len=longest, project=method.projects_features)

@@ -19,9 +19,9 @@ _READ_WRITE: Final = selectors.EVENT_READ | selectors.EVENT_WRITE
 
 
 class Inbox:
-    """`put` and what waits are for the event loop, the rest for the drafting thread.
+    """The event loop puts items and asks how many wait; all else is the drafting thread's.
 
-    A connection is read from the Attach on that brings it, until the Detach of its link.
+    A connection is read from when its Attach is taken until the Detach of its link is.
     """
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ import gc
 import time
 from typing import cast
 
-from outrider.drafting.branch_plan import Pace
+from outrider.drafting.branch_plan import NO_PACE
 from outrider.drafting.deterministic import DeterministicProposer
 from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.ngram import NgramProposer
@@ -181,7 +181,7 @@ def _warm_up(proposer: Proposer, prefill_budget: int = 0) -> None:
                 _make_up_features(proposer, key, len(prefix) - 1, 2)
                 proposer.commit(key, len(prefix), [1, 1], 4)
             proposer.draft(keys)  # every later round's
-            proposer.ahead(keys, Pace())
+            proposer.ahead(keys, NO_PACE)
             for key in keys:
                 proposer.close(key)
 

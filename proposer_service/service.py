@@ -9,8 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-import grpc
-
 from outrider.device import device_id
 from outrider.drafting.proposer import Proposer
 from outrider.rpc.feature_codec import features_to_proto
@@ -72,10 +70,11 @@ class ProposerService:
             ),
             deployment.drain_grace_s,
         )
-        self._servicer = ProposerServicer(worker, self._hello, self._links, self._telemetry)
+        servicer = ProposerServicer(worker, self._hello, self._links, self._telemetry)
+        self._servicer = servicer
         self._server = GrpcServer(
             join_address(config.host, config.port),
-            self._register,
+            partial(proposer_pb2_grpc.add_ProposerServiceServicer_to_server, servicer),
             [SERVICE_NAME],
             health_address=deployment.health_address(config.host),
             tls=deployment.tls,
@@ -88,7 +87,7 @@ class ProposerService:
         methods = "-".join(method.name for method in config.methods)
         self._proposer_id = self._proposer_id or f"{socket.gethostname()}-{methods}-{port}"
         self._worker = worker
-        self._method = self._servicer.method = await worker.start(config.start_timeout_s)
+        self._method = servicer.method = await worker.start(config.start_timeout_s)
         self._metrics.session_limit.set(self._method.traits.max_sessions)
         await self._server.set_serving(True)
         self._dialling = asyncio.create_task(self._links.run())
@@ -116,10 +115,6 @@ class ProposerService:
         """Returns if the drafting thread ended by itself."""
         assert self._worker is not None
         await self._worker.ended.wait()
-
-    def _register(self, server: grpc.aio.Server) -> None:
-        assert self._servicer is not None
-        proposer_pb2_grpc.add_ProposerServiceServicer_to_server(self._servicer, server)
 
     def _next_hello(self) -> draft_pb2.Hello:
         self._incarnation += 1

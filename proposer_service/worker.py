@@ -76,7 +76,7 @@ class DraftWorker:
         self._built: Future[MethodInfo] = Future()
         self._method: MethodInfo | None = None
         self.ended = asyncio.Event()
-        """Set on the loop when the thread has ended, asked to or not."""
+        """Set on the loop when the thread, after `start`, has ended, asked to or not."""
         self.num_sessions = 0
 
     async def start(self, timeout_s: float) -> MethodInfo:

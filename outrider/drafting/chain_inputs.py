@@ -73,13 +73,11 @@ class LoopRows:
 class LoopBatches:
     """The device's side: tensors that a recorded loop computes anew from the buffer."""
 
+    rows: LoopRows
     catch_up: PackedBatch
     fed: Tensor  # int64 [fed, rows]: positions of what the steps feed, one slot after the other
     slots: Tensor  # int64 [fed, rows]
     seq_lens: Tensor  # int32 [fed, rows]
-    sampling: SamplingBatch  # for the token after the catch-up
-    source: Tensor  # int64 [rows]: pages to copy first
-    target: Tensor  # int64 [rows]
 
     def step(self, tokens: Tensor, step: int) -> tuple[PackedBatch, SamplingBatch]:
         """Step `step` (from 0): it feeds `tokens` int64 [rows]; and how the next are drawn."""
@@ -100,7 +98,8 @@ class LoopBatches:
             recorded=True,
             shared=first.shared,
         )
-        return batch, replace(self.sampling, position=self.sampling.position + step + 1)
+        sampling = self.rows.sampling
+        return batch, replace(sampling, position=sampling.position + step + 1)
 
     def level(self, tokens: Tensor, visible: Tensor, step: int) -> PackedBatch:
         """The batch of `step` for trees: nodes int64 [rows, width], all of one level.
@@ -244,13 +243,11 @@ class ChainInputs:
         )
         fed = start + counts + torch.arange(shape.num_fed, device=device)[:, None]
         return LoopBatches(
+            rows=known,
             catch_up=catch_up,
             fed=self._clamped(fed),
             slots=self._slots(table, fed.t()).t().contiguous(),
             seq_lens=(fed + 1).to(torch.int32),
-            sampling=known.sampling,
-            source=known.source,
-            target=known.target,
         )
 
     def _sampling_columns(self, params: SamplingParams) -> tuple[int, ...]:

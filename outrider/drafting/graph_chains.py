@@ -116,10 +116,10 @@ class GraphChains:
         """int32 [rows, places, numbers per place]"""
         inputs = self._inputs.batches(shape)
         if shape.fanout:
-            self._model.copy_pages(inputs.source, inputs.target)
+            self._model.copy_pages(inputs.rows.source, inputs.rows.target)
         drawn: list[Tensor] = []
         logits = self._model.logits(inputs.catch_up)
-        tokens = self._draw(logits, inputs.sampling, shape.fanout, drawn)
+        tokens = self._draw(logits, inputs.rows.sampling, shape.fanout, drawn)
         for step in range(shape.num_steps):
             batch, sampling = inputs.step(tokens, step)
             tokens = self._draw(self._model.logits(batch), sampling, shape.fanout, drawn)

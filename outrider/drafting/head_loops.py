@@ -142,7 +142,7 @@ class HeadLoops(HeadDrafter):
 
     def _chain(self, forward: HeadForward, inputs: LoopBatches, shape: LoopShape) -> Tensor:
         """int32 [rows, tokens, 1]"""
-        tokens = self._draws.choose(forward.forward(inputs.catch_up), inputs.sampling)
+        tokens = self._draws.choose(forward.forward(inputs.catch_up), inputs.rows.sampling)
         drawn = [tokens]
         for step in range(shape.num_steps):
             batch, sampling = inputs.step(tokens, step)
@@ -153,7 +153,7 @@ class HeadLoops(HeadDrafter):
     def _tree(self, forward: HeadForward, inputs: LoopBatches, shape: LoopShape) -> Tensor:
         """int32 [rows, nodes, 3]: tokens, parents, scores; the best nodes first."""
         rows, width, device = shape.rows, shape.width, self._head.device
-        draws = TargetDraws(inputs.sampling, self._draws.noised)
+        draws = TargetDraws(inputs.rows.sampling, self._draws.noised)
         row = torch.arange(rows, device=device)[:, None]
         ids, scores = draws.likeliest(forward.forward(inputs.catch_up)[:, None], 0, width)
         tokens, scores = ids[:, 0], scores[:, 0]  # of the latest level's nodes: [rows, width]

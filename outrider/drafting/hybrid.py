@@ -78,7 +78,7 @@ class HybridProposer(SessionMethod[_Session]):
         assert self._reader is not None
         return cast("FeatureProposer", self._children[self._reader]).projection
 
-    def features(self, session: SessionKey, start: int, rows: bytes) -> None:
+    def features(self, session: SessionKey, start: int, rows: bytes | memoryview) -> None:
         known = self._sessions.get(session)
         if self._reader is not None and known is not None and self._reader in known.open:
             child = cast("FeatureProposer", self._children[self._reader])

@@ -82,7 +82,7 @@ class DraftRound:
     trees: list[tuple[SessionKey, DraftTree]] = field(default_factory=list)
     """Beside that: drafts that the scorer has, with branches for the outcomes of verifying them."""
     methods: dict[SessionKey, int] = field(default_factory=dict)
-    """Which of the proposer's methods made a session's draft or tree; not the first one."""
+    """Of a proposer with several, by place in `traits.methods`: which made a draft or tree."""
     forward_s: float = 0.0  # time inside the model
 
 
