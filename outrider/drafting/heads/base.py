@@ -72,6 +72,9 @@ class RecurrentHead(Protocol):
         ...
 
     @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
     def device(self) -> torch.device: ...
 
     @property
