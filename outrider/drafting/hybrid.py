@@ -100,10 +100,12 @@ class HybridProposer(SessionMethod[_Session]):
         unfinished: set[SessionKey] = set()
         for rank in range(len(self._children)):
             for i, child in enumerate(self._children):
-                keys = [
+                keys = [  # but not what is lost by now: nobody would close it
                     key
                     for key, known in asking.items()
-                    if known.order[rank : rank + 1] == [i] and self._ensure_open(i, known)
+                    if known.order[rank : rank + 1] == [i]
+                    and key in self._sessions
+                    and self._ensure_open(i, known)
                 ]
                 if keys or rank == 0:  # a child that is not asked still says what it lost
                     round_ = child.draft(keys, pace)

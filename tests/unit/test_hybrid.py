@@ -6,17 +6,20 @@ import random
 from typing import Any
 
 import pytest
+import torch
 
 from outrider.drafting.branch_plan import NO_PACE
 from outrider.drafting.deterministic import DeterministicProposer
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.ngram import NgramProposer
+from outrider.drafting.one_shot import OneShotProposer
 from outrider.drafting.proposer import DraftRound, SessionStart
 from outrider.drafting.suffix import SuffixProposer
 from outrider.errors import ConfigError
 from outrider.params import Advice, SamplingParams
 from tests.support.hash_model import HashModel
+from tests.support.one_shot_drafts import medusa
 
 GREEDY = SamplingParams(temperature=0.0)
 ADVICE = Advice(token_ids=(1, 2, 3, 4, 5, 6, 7, 8), edit=True)
@@ -184,6 +187,26 @@ def test_every_session_that_is_asked_for_gets_one_answer(seed: int) -> None:
     for known in lengths:
         proposer.close(known)
     assert [child.num_sessions for child in (proposer, *children)] == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("first", "prompt"), [("ngram", [1, 2, 3, 4, 5]), ("medusa", [1, 2, 3, 1, 2])]
+)
+def test_a_session_that_its_reader_lost_is_given_to_no_method_again(
+    first: str, prompt: list[int]
+) -> None:
+    """Its features must all come again, after another Open: until then nobody would close it."""
+    reader = OneShotProposer(medusa(torch.float32, torch.device("cpu")), method="medusa", name="")
+    lookup = NgramProposer(max_tokens=12)
+    children = [lookup, reader] if first == "ngram" else [reader, lookup]
+    proposer = HybridProposer(children)
+    proposer.open(1, SessionStart(prompt, GREEDY, 2, 100))
+    proposer.open(2, SessionStart([5, 6, 7, 5, 6, 7, 5, 6], GREEDY, 2, 100))  # ngram loses 1
+    proposer.draft([2])
+    proposer.features(1, 5, b"")
+    assert proposer.draft([1]).lost == [1]
+    proposer.close(2)
+    assert [child.num_sessions for child in (proposer, *children)] == [0] * 3
 
 
 def test_it_holds_no_more_sessions_than_it_says() -> None:
