@@ -78,7 +78,12 @@ class _Lookup:
         return len(self._references) + len(self._follower.tokens)
 
     def commit(self) -> None:
-        pass  # the index catches up when it is used
+        # The index catches up when it is used; that of a text that grew too long never is again.
+        if self._follower.silent:
+            self._references = []
+            self._index.clear()
+            if self._counts is not None:
+                self._counts.clear()
 
     def end(self) -> None:
         pass
@@ -123,8 +128,6 @@ class _Lookup:
                 yield found
 
     def _catch_up(self, tokens: list[int]) -> None:
-        if not tokens:
-            self._index.clear()
         self._enter(tokens, range(self._indexed, len(tokens)), len(self._references))
         self._indexed = len(tokens)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.drafting.ngram import NgramProposer
+from outrider.drafting.ngram import NgramProposer, Prefer
 from outrider.drafting.proposer import SessionStart
 from outrider.errors import ConfigError
 from outrider.params import Advice, SamplingParams
@@ -126,6 +128,24 @@ def test_a_session_that_grows_too_long_falls_silent() -> None:
     assert [tree.token_ids for _, tree in done.drafts] == [()]
     proposer.commit(1, 7, [1], 4)  # no gap: nothing is followed any more
     assert proposer.draft([]).lost == []
+
+
+@pytest.mark.parametrize("prefer", ["recent", "frequent"])
+def test_a_session_that_fell_silent_takes_no_memory(prefer: Prefer) -> None:
+    """It counts for nothing, so there may be as many as sessions are."""
+    proposer = NgramProposer(prefer=prefer, max_model_len=5000)
+    advice = Advice(references=(tuple(range(4000)),))
+    start = SessionStart(list(range(5000)), GREEDY, 4, 10_000, advice=advice)
+    tracemalloc.start()
+    held, _ = tracemalloc.get_traced_memory()
+    proposer.open(1, start)
+    proposer.draft([1])
+    full, _ = tracemalloc.get_traced_memory()
+    proposer.commit(1, 5000, [1], 4)
+    silent, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert full - held > 1_000_000
+    assert silent - held < 300_000
 
 
 def test_unknown_sessions_are_ignored() -> None:
