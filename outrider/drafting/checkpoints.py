@@ -59,6 +59,17 @@ class Checkpoint:
         return frozenset(self._file_of) | frozenset(self._loaded)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
+        """As `stored`. Raises `ConfigError` for quantised weights, too: factors are not applied."""
+        found = self.stored(name, *shape)
+        plain = found.is_floating_point() and found.dtype.itemsize > 1
+        if name.endswith((".weight", ".bias")) and not plain:
+            raise ConfigError(
+                f"{name} in {self.folder} is stored as {found.dtype}: this format is read from "
+                "weights that are not quantised."
+            )
+        return found
+
+    def stored(self, name: str, *shape: int) -> Tensor:
         """On the host, as it is stored. Raises `ConfigError` unless it is there, in this shape."""
         if name not in self:
             raise ConfigError(f"{self.folder} holds no tensor {name}, which its format has.")
@@ -152,7 +163,7 @@ class TargetTensors:
 
     def _matrix(self, names: tuple[str, ...]) -> Tensor:
         name = next((each for each in names if each in self._checkpoint), names[0])
-        found = self._checkpoint.tensor(name, self.vocab_size, self.hidden_size)
+        found = self._checkpoint.stored(name, self.vocab_size, self.hidden_size)
         if found.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             raise ConfigError(
                 f"{name} in {self.folder} is stored as {found.dtype}: draft modules can share it "

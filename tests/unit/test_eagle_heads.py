@@ -327,6 +327,8 @@ def test_eagle3_without_what_it_was_trained_for(tmp_path: Path, target: Target) 
         ({"d2t": twice}, {}, "d2t"),
         ({"t2d": unnamed}, {}, "t2d"),
         ({"lm_head.weight": torch.zeros(40, 16)}, {}, "lm_head.weight"),
+        ({"lm_head.weight": torch.zeros(40)}, {}, r"lm_head.weight .* of shape \[40\]"),
+        ({"norm.weight": torch.ones(32).char()}, {}, "norm.weight .* as torch.int8"),
         ({"midlayer.extra.weight": torch.zeros(2)}, {}, "midlayer.extra.weight"),
         ({"embed_tokens.weight": torch.zeros(90, 32)}, {}, "embed_tokens.weight"),
         ({}, {aux: [2, 4, 10]}, aux),

@@ -242,6 +242,23 @@ def test_refuses_an_mlp_speculator_that_does_not_fit(
         load_mlp(folder, target)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_refuses_quantised_weights(tmp_path: Path, target: Path, dtype: torch.dtype) -> None:
+    """Their factors lie beside other tensors that are not read."""
+    config = mlp_config(tied=True, scaled=False)
+    tensors = mlp_speculator(config)
+    tensors["speculator.head.0.weight"] = tensors["speculator.head.0.weight"].to(dtype)
+    tensors["speculator.head.0.weight_scale"] = torch.ones(1)
+    folder = save(tmp_path / "mlp", config, tensors, "model.safetensors")
+    with pytest.raises(ConfigError, match=r"head\.0\.weight in .* is stored as torch"):
+        load_mlp(folder, target)
+    tensors = {f"medusa_head.{name}": tensor for name, tensor in medusa().items()}
+    tensors["medusa_head.1.1.weight"] = tensors["medusa_head.1.1.weight"].to(dtype)
+    folder = save(tmp_path / "medusa", {}, tensors, "model.safetensors")
+    with pytest.raises(ConfigError, match=r"medusa_head\.1\.1\.weight in .* is stored as torch"):
+        load(folder, target)
+
+
 def test_a_pickle_that_runs_code_is_refused(tmp_path: Path, target: Path) -> None:
     folder = save(tmp_path / "m", MEDUSA_CONFIG, {}, "medusa_lm_head.pt")
     torch.save({"0.0.linear.weight": Path}, folder / "medusa_lm_head.pt")

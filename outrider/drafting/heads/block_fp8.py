@@ -35,7 +35,7 @@ class DequantisedTensors:
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """On the host. Raises `ConfigError` unless it is there, in this shape."""
-        stored = self._checkpoint.tensor(name, *shape)
+        stored = self._checkpoint.stored(name, *shape)
         self.taken.add(name)
         if stored.is_floating_point() and stored.dtype.itemsize > 1:
             return stored
@@ -46,7 +46,7 @@ class DequantisedTensors:
                 "factors per block, which config.json announces as quantization_config."
             )
         rows, columns = -(-stored.shape[0] // self._block[0]), -(-stored.shape[1] // self._block[1])
-        factors = self._checkpoint.tensor(name + _SUFFIX, rows, columns)
+        factors = self._checkpoint.stored(name + _SUFFIX, rows, columns)
         self.taken.add(name + _SUFFIX)
         return dequantise(stored, factors, self._block)
 

@@ -88,8 +88,9 @@ def load_eagle3(
         if hidden != target_hidden:
             raise ConfigError(f"{folder} holds no tensor lm_head.weight, which it needs.")
         head = target.head()
-    elif head.shape[1] != hidden:
-        checkpoint.tensor(found.name("lm_head.weight"), len(head), hidden)  # says what is wrong
+    elif head.shape[1:] != (hidden,):
+        rows = head.shape[:1]
+        checkpoint.tensor(found.name("lm_head.weight"), *rows, hidden)  # says what is wrong
     target_ids = draft_vocabulary(found, len(head), target)
     whole_norm = part_norms = None
     if found.flag("norm_before_fc", "input_norm.weight"):
