@@ -179,8 +179,8 @@ def test_fp8_factors_multiply_blocks_and_those_at_the_edges() -> None:
         assert found[i, j] == weight[i, j].float() * factors[i // 128, j // 128]
 
 
-def drop(name: str) -> Callable[[MtpCheckpoint], object]:
-    return lambda checkpoint: checkpoint.tensors.pop(name)
+def drop(*names: str) -> Callable[[MtpCheckpoint], object]:
+    return lambda checkpoint: [checkpoint.tensors.pop(name) for name in names]
 
 
 def put(name: str, tensor: Tensor) -> Callable[[MtpCheckpoint], object]:
@@ -208,7 +208,22 @@ REFUSED: list[tuple[Callable[[], MtpCheckpoint], Callable[[MtpCheckpoint], objec
         put("model.layers.3.self_attn.indexer.wk.weight", torch.zeros(4, 4)),
         r"model\.layers\.3\.self_attn\.indexer\.wk\.weight",
     ),
-    (deepseek, drop("model.layers.3.enorm.weight"), r"no multi-token prediction module"),
+    (deepseek, drop("model.layers.3.enorm.weight"), r"no tensor model\.layers\.3\.enorm\.weight"),
+    (
+        lambda: deepseek(num_modules=2),
+        drop("model.layers.4.enorm.weight"),
+        r"no tensor model\.layers\.4\.enorm\.weight",
+    ),
+    (
+        lambda: rtp_qwen2(num_modules=2),
+        drop("model.layers.0.e_norm.weight"),
+        r"no tensor model\.layers\.0\.e_norm\.weight",
+    ),
+    (
+        deepseek,
+        drop(*(f"model.layers.3.{name}.weight" for name in ("enorm", "hnorm", "shared_head.norm"))),
+        r"no multi-token prediction module",
+    ),
     (deepseek, drop("model.embed_tokens.weight"), r"model\.embed_tokens\.weight"),
     (deepseek, setting("model_type", "deepseek_v9"), r"model_type 'deepseek_v9'.*deepseek_v3"),
     (deepseek, setting("feed_back", "sideways"), r"feed_back is 'sideways'.*post_norm, raw"),
@@ -239,7 +254,7 @@ REFUSED: list[tuple[Callable[[], MtpCheckpoint], Callable[[MtpCheckpoint], objec
     ),
     (
         lambda: deepseek(num_modules=3),
-        drop("model.layers.4.enorm.weight"),
+        drop(*(f"model.layers.4.{name}.weight" for name in ("enorm", "hnorm", "shared_head.norm"))),
         r"numbers \[3, 5\]",
     ),
     (lambda: qwen("qwen3_5"), drop("mtp.fc.weight"), r"mtp\.fc\.weight"),

@@ -67,7 +67,7 @@ class MtpFormat:
     """`{i}` in a name is the module's number in the checkpoint."""
 
     name: str
-    marker: re.Pattern[str]  # of a tensor that a module has in this format only; groups its number
+    marker: re.Pattern[str]  # of what a module has in this format only; groups its number
     root: str  # what comes before the names of all of a module's tensors,
     layer: str  # and before those of its decoder layer
     parts: Mapping[str, str]  # a module's own tensors: name here -> name in the checkpoint
@@ -97,7 +97,7 @@ class MtpFormat:
 
 _DEEPSEEK = MtpFormat(
     name="DeepSeek",
-    marker=re.compile(r"model\.layers\.(\d+)\.enorm\.weight"),
+    marker=re.compile(r"model\.layers\.(\d+)\.(?:enorm|hnorm|shared_head\.norm)\.weight"),
     root="model.layers.{i}.",
     layer="model.layers.{i}.",
     parts={
@@ -118,7 +118,7 @@ _DEEPSEEK = MtpFormat(
 )
 _QWEN = MtpFormat(
     name="Qwen",
-    marker=re.compile(r"mtp\.layers\.(\d+)\.input_layernorm\.weight"),
+    marker=re.compile(r"mtp\.layers\.(\d+)\..+"),
     root="mtp.",
     layer="mtp.layers.{i}.",
     parts={
@@ -149,7 +149,7 @@ _QWEN = MtpFormat(
 _QWEN2 = Family("qwen2", "Qwen2", typed_layers=True, llama=True)
 _RTP = MtpFormat(
     name="RTP-LLM",
-    marker=re.compile(r"model\.layers\.(\d+)\.e_norm\.weight"),
+    marker=re.compile(r"model\.layers\.(\d+)\.(?:e_norm|h_norm|final_head\.norm)\.weight"),
     root="model.layers.{i}.",
     layer="model.layers.{i}.",
     parts={
