@@ -140,7 +140,7 @@ class Scheduler:
             emitted=tuple(emitted),
             failures=tuple(failures),
             num_running=num_running,
-            temperature=sum(temperatures) / max(1, num_running),
+            temperature=sum(temperatures) / num_running,
             decoding=decoding,
             seconds=seconds,
             now=now,
@@ -272,7 +272,7 @@ class Scheduler:
             capacity = len(seq.block_table) * self.config.page_size
             assert seq.num_computed <= min(len(seq.token_ids) - 1, capacity), "computed too far"
             assert len(seq.token_ids) < seq.max_len, "should have ended"
-            assert seq.num_published <= len(seq.block_table)
+            assert seq.num_published == seq.num_computed // self.config.page_size
             if seq.draft is not None:
                 path = seq.token_ids[seq.draft.base_len :]
                 assert seq.draft.descend(path) == seq.draft_node, "the draft is not of this text"

@@ -105,13 +105,47 @@ async def test_a_scorer_that_does_not_come_back_ends_the_stream_with_an_error() 
 
 
 async def test_a_request_that_kills_every_scorer_is_given_up() -> None:
-    scorer = fake_scorer(scripted())
-    scorer.script.refuse = UnavailableError("gone")
-    async with running_gateway(scorer) as gateway:
+    """Else the request that is the cause would end the whole fleet."""
+    gone = UnavailableError("gone")
+    scorers = [fake_scorer(scripted(refuse=gone), name) for name in "abcdef"]
+    async with running_gateway(*scorers) as gateway:
+        await until_serving(gateway.http, len(scorers))
         with pytest.raises(openai.InternalServerError) as caught:
             await complete(gateway)
         assert caught.value.status_code == 503
-        assert len(scorer.requests) <= 4
+        assert len(requests_of(scorers)) == 4
+
+
+async def test_a_request_that_gets_on_may_outlive_any_number_of_scorers() -> None:
+    scorers = [fake_scorer(scripted(die_after=2), name) for name in "abcdef"]
+    async with running_gateway(*scorers) as gateway:
+        await until_serving(gateway.http, len(scorers))
+        answer = await complete(gateway, max_tokens=12)
+        assert answer.usage.completion_tokens == 12
+        assert TEXT.startswith(answer.choices[0].text)
+        assert answer.aux_info["retries"] == len(requests_of(scorers)) - 1 == 5
+
+
+async def test_a_request_under_way_waits_for_a_full_scorer() -> None:
+    scorer = fake_scorer(scripted(die_after=6))
+    async with running_gateway(scorer) as gateway:
+        stream = await complete(gateway, stream=True)
+        first = await anext(stream)
+        scorer.script.refuse = CapacityError("full")
+        await until(lambda: len(scorer.requests) >= 3)
+        scorer.script.refuse = scorer.script.die_after = None
+        rest = [chunk.choices[0].text async for chunk in stream]
+        assert first.choices[0].text + "".join(rest) == TEXT
+
+
+async def test_a_request_under_way_does_not_wait_for_ever() -> None:
+    scorer = fake_scorer(scripted(die_after=6))
+    async with running_gateway(scorer, resume_timeout_s=0.5) as gateway:
+        stream = await complete(gateway, stream=True)
+        scorer.script.refuse = CapacityError("full")
+        with pytest.raises(openai.APIError):
+            async for _ in stream:
+                pass
 
 
 async def until_serving(http: str, count: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.draft_tree import MAX_DRAFT_PROBS, DraftProbs
 from outrider.errors import InvalidRequestError
 from outrider.params import (
     Advice,
@@ -21,7 +22,7 @@ from outrider.params import (
 )
 from outrider.rpc import codec
 from outrider.types import FinishReason, MethodCounts, RequestStats, TokenKind, TokenLogprobs
-from outrider.v1 import common_pb2
+from outrider.v1 import common_pb2, draft_pb2
 
 UNIT = st.floats(0, 1, width=32)
 SAMPLING = st.builds(
@@ -187,10 +188,33 @@ def test_constraint_survives_the_wire(kind: ConstraintKind) -> None:
 
 
 def test_an_empty_constraint_is_refused_and_none_is_none() -> None:
+    assert codec.constraint_to_proto(None) is None
     assert codec.constraint_from_proto(common_pb2.Constraint()) is None
     with pytest.raises(InvalidRequestError) as caught:
         codec.constraint_from_proto(common_pb2.Constraint(regex=""))
     assert caught.value.param == "regex"
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**32 - 1), UNIT), max_size=MAX_DRAFT_PROBS))
+def test_draft_probs_survive_the_wire(pairs: list[tuple[int, float]]) -> None:
+    probs = DraftProbs(tuple(token for token, _ in pairs), tuple(prob for _, prob in pairs))
+    wire = codec.draft_probs_to_proto(probs).SerializeToString()
+    assert codec.draft_probs_from_proto(draft_pb2.DraftProbs.FromString(wire)) == probs
+
+
+def test_a_point_mass_is_empty_on_the_wire() -> None:
+    assert codec.draft_probs_to_proto(None) == draft_pb2.DraftProbs()
+
+
+@pytest.mark.parametrize(
+    ("num_ids", "num_bytes"),
+    [(MAX_DRAFT_PROBS + 1, 4), (1, 4 * MAX_DRAFT_PROBS + 4), (1, 3), (1, 5)],
+)
+def test_draft_probs_that_are_not_worth_converting(num_ids: int, num_bytes: int) -> None:
+    message = draft_pb2.DraftProbs(token_ids=[1] * num_ids, probs=bytes(num_bytes))
+    with pytest.raises(InvalidRequestError) as caught:
+        codec.draft_probs_from_proto(message)
+    assert caught.value.param == "draft_probs"
 
 
 def test_logprobs_survive_the_wire() -> None:

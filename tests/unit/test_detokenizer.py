@@ -30,7 +30,10 @@ def tokenizer(kind: str) -> Tokenizer:
 
 def pieces(kind: str, token_ids: list[int]) -> list[str]:
     detokenizer = tokenizer(kind).detokenizer()
-    return [detokenizer.push(token_id) for token_id in token_ids] + [detokenizer.flush()]
+    pushed = [detokenizer.push(token_id) for token_id in token_ids]
+    complete, flushed = detokenizer.complete, detokenizer.flush()
+    assert not (complete and flushed), "nothing was held back"
+    return [*pushed, flushed]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,6 +64,14 @@ def test_a_character_split_over_tokens_appears_once_it_is_whole() -> None:
         "🐎"
     ]
     assert detokenizer.flush() == ""
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+def test_a_whole_word_is_complete(kind: str) -> None:
+    detokenizer = tokenizer(kind).detokenizer()
+    said = [detokenizer.push(token_id) for token_id in tokenizer(kind).encode("ab c")]
+    assert "".join(said) == "ab c"
+    assert detokenizer.complete
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])

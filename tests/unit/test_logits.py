@@ -122,10 +122,27 @@ def test_plain_requests_have_nothing_to_edit() -> None:
     assert make_editors(endless, frozenset()) == ()
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(logit_bias=((5, 1.0),)),
+        SamplingParams(repetition_penalty=1.5),
+        SamplingParams(frequency_penalty=-1.5),
+        SamplingParams(presence_penalty=1.5),
+    ],
+)
+def test_each_of_the_parameters_is_heeded_without_the_others(params: SamplingParams) -> None:
+    """Token 5 is of the prompt and of the output."""
+    adjuster = make_adjuster(Request(1, (5, 6, 5), params, num_resumed_tokens=1))
+    assert adjuster is not None
+    logits = random_logits(1, seed=4)
+    assert adjusted(logits, adjuster)[0, 5] != logits[0, 5]
+
+
 def test_stops_are_masked_in_the_rows_before_min_tokens() -> None:
-    mask = MinTokens(frozenset({2, 5, VOCAB + 40}), 4)
+    mask = MinTokens(frozenset({2, 5, VOCAB, VOCAB + 40}), 4)
     logits = random_logits(3, seed=1)
-    for committed, masked_rows in ((0, 3), (2, 2), (1, 1), (1, 0), (7, 0)):
+    for committed, masked_rows in ((0, 3), (2, 2), (1, 1), (1, 0), (1, 0), (7, 0)):
         mask.commit((0,) * committed)
         result = logits.clone()
         mask.edit(result, (1, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Rows
 
 import pytest
 
@@ -12,7 +13,8 @@ from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
 from outrider.engine.measured import StepDone
 from outrider.engine.policy import Policy
-from outrider.engine.rounds import BlockFate
+from outrider.engine.rounds import BlockFate, Drafting
+from outrider.engine.sequence import Sequence
 from outrider.params import SamplingParams, StopParams
 from outrider.types import Commit, FinishReason, Request, StepEvents, TokenKind
 from tests.support.hash_model import HashModel, Sequential
@@ -192,6 +194,40 @@ def test_time_without_work_is_no_steps() -> None:
     e.set_drafting(1, "a", 0)
     run(e)
     assert seen == [False, True, True]
+
+
+def test_drafts_that_do_not_pay_are_not_verified() -> None:
+    class Thrifty(Policy):
+        def drafts_pay(self, rows: Rows[Sequence]) -> bool:
+            return len(rows) < 2
+
+    config = EngineConfig(page_size=4, num_pages=64, max_model_len=64)
+    e = Engine(HashModel(32, 4, 64, 64), config, policy=Thrifty(4, max_wait_s=0.0))
+    truths = {i: submit(e, i, prompt_len=4, start=i)[0] for i in (1, 2)}
+    step(e)
+    for i, truth in truths.items():
+        e.set_drafting(i, "a", 4)
+        e.post_block(i, DraftTree.chain(4, truth), "a", 0)
+    assert size(step(e)) == (2, 2), "a token each"
+    e.abort(2)
+    assert size(step(e)) == (1, 1 + 4)
+
+
+@pytest.mark.parametrize(
+    ("runs_ahead", "num_tokens", "wrong"),
+    [(False, 2, True), (True, 2, False), (True, 3, True), (True, 6, True)],
+)
+def test_no_guess_is_wrong_before_it_has_come(
+    runs_ahead: bool, num_tokens: int, wrong: bool
+) -> None:
+    """A block of K tokens is this round's draft; who runs ahead guesses what follows besides."""
+    drafting = Drafting(limit=4, runs_ahead=runs_ahead, num_draft_tokens=2)
+    seq = Sequence(
+        Request(1, (1, 2)), max_len=60, stop_ids=frozenset(), drafting=drafting, submitted_at=0.0
+    )
+    assert seq.take_block(DraftTree.chain(2, range(10, 10 + num_tokens))) is BlockFate.USEFUL
+    assert seq.commit((10, 11, 9), drafted=2) == wrong
+    assert seq.draft is None
 
 
 def test_the_context_length_ends_a_request() -> None:

@@ -11,8 +11,9 @@ from gateway.output import OutputAssembler, OutputToken
 from gateway.stop_strings import StopStringMatcher
 from outrider.types import TokenKind
 
-TEXT = st.text(alphabet="abc", max_size=30)
-STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=6), max_size=4)
+STOP = st.text(alphabet="ab", min_size=1, max_size=6)  # two letters: ends often begin it again
+TEXT = st.text(alphabet="ab", max_size=30)
+STOPS = st.lists(STOP, max_size=4)
 
 
 class Pieces:
@@ -127,7 +128,8 @@ def test_stop_strings_count_after_min_tokens(
 
 def test_an_incomplete_character_at_the_end_belongs_to_its_token() -> None:
     chunks, _ = run(["ab", "c~", "~"], ["x"])
-    assert [[token.text for token in chunk] for chunk in chunks] == [["ab"], [], [], ["c", "~~"]]
+    told = [[(token.id, token.text) for token in chunk] for chunk in chunks]
+    assert told == [[(0, "ab")], [], [], [(1, "c"), (2, "~~")]]
 
 
 def test_the_flushed_end_may_complete_a_stop_string() -> None:
@@ -141,7 +143,7 @@ def test_without_stop_strings_nothing_waits() -> None:
     assert [len(chunk) for chunk in chunks] == [1, 1, 1, 0]
 
 
-@given(text=TEXT, stop=st.text(alphabet="abc", min_size=1, max_size=6))
+@given(text=TEXT, stop=STOP)
 def test_pending_is_the_longest_end_that_begins_the_stop_string(text: str, stop: str) -> None:
     matcher = StopStringMatcher([stop])
     if stop in text:
