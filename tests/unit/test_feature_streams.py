@@ -102,12 +102,15 @@ def test_a_copy_that_fails_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> N
         assert window.on_the_way == 0
 
 
-def test_one_step_reads_a_bounded_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feature_streams, "MAX_READ_BYTES", 7 * CAPTURED.row_bytes)
+@pytest.mark.parametrize(("num_bytes", "most"), [(7 * CAPTURED.row_bytes, 7), (1, 1)])
+def test_one_step_reads_a_bounded_number_of_rows(
+    num_bytes: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feature_streams, "MAX_READ_BYTES", num_bytes)
     engine = make()
     order = FeatureOrder(1, CAPTURED, FeatureWindow())
     for session in (1, 2):
-        engine.submit(request(session, max_tokens=30))
+        engine.submit(request(session, max_tokens=60))
         engine.set_drafting(session, "p", 3, features=order)
     sent = {1: 0, 2: 0}
     while sent[1] + sent[2] < 2 * len(PROMPT):
@@ -118,7 +121,7 @@ def test_one_step_reads_a_bounded_number_of_rows(monkeypatch: pytest.MonkeyPatch
         features = events.features
         assert features is not None
         counts = [len(part.rows) // CAPTURED.row_bytes for part in features.rows]
-        assert 0 < sum(counts) <= 7
+        assert 0 < sum(counts) <= most
         for part, count in zip(features.rows, counts, strict=True):
             assert part.start == sent[part.session_id]
             sent[part.session_id] += count
