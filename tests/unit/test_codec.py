@@ -151,6 +151,13 @@ def test_stop_and_speculation_refuse_what_cannot_be() -> None:
     assert caught.value.param == "num_speculative_tokens"
 
 
+def test_a_rule_that_a_later_version_may_know_is_refused() -> None:
+    unknown = common_pb2.Verification(rule=99)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError) as caught:
+        codec.speculation_from_proto(common_pb2.SpeculationParams(verification=unknown))
+    assert caught.value.param == "verification"
+
+
 def test_method_names_resolve() -> None:
     def resolve(method: str) -> SpeculationParams:
         return codec.speculation_from_proto(common_pb2.SpeculationParams(method=method))

@@ -105,7 +105,7 @@ class Bench:
 
     def __init__(self, limits: DraftLimits | None = None, device: str = "GPU-1") -> None:
         self.worker = RecordingWorker()
-        metrics = ScorerMetrics(CollectorRegistry(), "default")
+        self.metrics = metrics = ScorerMetrics(CollectorRegistry(), "default")
         served = replace(SERVED, features=FINAL, device=device)
         self.hub = Hub(self.worker, served, limits or DraftLimits(), metrics)  # type: ignore[arg-type]
 
@@ -589,6 +589,28 @@ async def test_one_that_misses_deadlines_gives_way_to_one_that_does_not() -> Non
     assert session.proposer is quick
     assert bench.submit().proposer is quick
     assert session.epoch == 2
+
+
+async def test_attached_proposers_are_counted_by_pool_of_a_bounded_number() -> None:
+    bench = Bench()
+    for i in range(300):
+        bench.attach("a", pool=f"pool-{i % 2}")  # it dials anew
+    bench.attach("b", pool="pool-1")
+    bench.attach("c", pool="pool-1", method="ngram")
+
+    def counts() -> dict[tuple[str, str], float]:
+        (family,) = bench.metrics.proposers.collect()
+        return {
+            (sample.labels["pool"], sample.labels["method"]): sample.value
+            for sample in family.samples
+        }
+
+    drafts, copies = ("pool-1", "draft_model"), ("pool-1", "ngram")
+    assert counts() == {("pool-0", "draft_model"): 0, drafts: 2, copies: 1}
+    for i in range(1000):
+        bench.attach("c", pool=f"name-{i}")
+    assert len(counts()) == 256
+    assert (counts()[drafts], counts()[copies]) == (2, 0)
 
 
 async def test_where_all_miss_deadlines_sessions_stay() -> None:
