@@ -287,6 +287,22 @@ def test_a_lookahead_tree_serves_several_rounds() -> None:
     assert stats.k_histogram[3] == 2
 
 
+@pytest.mark.parametrize(("runs_ahead", "hits_after_hit"), [(False, 0), (True, 2)])
+def test_what_is_left_of_a_draft_is_a_hit_only_for_who_runs_ahead(
+    runs_ahead: bool, hits_after_hit: int
+) -> None:
+    e = engine()
+    truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
+    step(e)
+    e.set_drafting(1, "a", 3, runs_ahead=runs_ahead)
+    e.post_block(1, DraftTree.chain(5, truth[1:12]), "a", 10)
+    assert [len(step(e).commits[0].token_ids) for _ in range(3)] == [4, 4, 4]
+    e.set_drafting(1, None, 0)
+    stats = run(e)[1][-1].stats
+    assert stats is not None
+    assert (stats.hits_after_hit, stats.hits_after_miss) == (hits_after_hit, 0)
+
+
 def bushy(truth: list[int]) -> DraftTree:
     """The first three tokens of `truth` are nodes 1, 4 and 5; the preferred path is wrong."""
     a, b, c = truth[:3]
