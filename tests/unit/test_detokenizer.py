@@ -56,6 +56,14 @@ def test_text_survives_and_no_piece_is_broken(kind: str, text: str) -> None:
         assert not any("\ufffd" in piece for piece in got)
 
 
+def test_every_byte_that_utf_8_has_survives() -> None:
+    places = (*range(0x800), *range(0x800, 0xD800, 0x400), *range(0xE000, 0x110000, 0x400))
+    text = "".join(map(chr, places))
+    token_ids = tokenizer("byte_level").encode(text, add_special_tokens=False)
+    assert "".join(pieces("byte_level", token_ids)) == text
+    assert b"".join(map(tokenizer("byte_level").token_bytes, token_ids)) == text.encode()
+
+
 def test_a_character_split_over_tokens_appears_once_it_is_whole() -> None:
     detokenizer = tokenizer("byte_level").detokenizer()
     token_ids = tokenizer("byte_level").encode("🐎")[1:]

@@ -82,9 +82,10 @@ def test_a_half_does_not_wait_for_the_other() -> None:
 
 def test_a_step_waits_for_what_a_half_lacks_while_that_costs_less_than_to_miss_it() -> None:
     assert begins_at(4, [0.001] * 4, 0.006, 0.0) == 0.0, "it lacks none"
+    assert begins_at(7, [0.001], 0.006, 0.0) == 0.0, "more are ready than go"
     assert begins_at(1, [0.001] * 7, 0.006, 0.0) == 0.001
     assert begins_at(3, [0.004] * 5, 0.006, 0.0) == 0.0, "three rows wait for one"
-    assert begins_at(0, [0.005, 0.005, 0.009, 0.009], 0.004, 0.0) == 0.005, "nobody is delayed"
+    assert begins_at(0, [0.003, 0.005, 0.009, 0.009], 0.004, 0.0) == 0.005, "nobody is delayed"
 
 
 def test_turns_pay_while_the_proposer_keeps_up_with_both_halves() -> None:
