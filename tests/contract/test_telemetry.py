@@ -174,6 +174,8 @@ async def test_metrics_are_served_with_vllms_names_and_descriptions() -> None:
     assert float(lines[f"outrider:generation_tokens_total{label}"]) == 40
     attached = 'outrider:proposers_attached{method="draft_model",model_name="default",pool="test"}'
     assert float(lines[attached]) == 1
+    of_pool = 'outrider:pool_accepted_tokens_total{model_name="default",pool="test"}'
+    assert float(lines[of_pool]) == accepted
     aux = output.aux_info
     for fate, rounds in (("hit", aux.hits), ("late", aux.misses_late), ("wrong", aux.misses_wrong)):
         blocks = f'outrider:draft_blocks_total{{fate="{fate}",model_name="default"}}'

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from outrider.engine.acceptance import Acceptance, accepted
 from outrider.engine.costs import SIZES, Costs
 from outrider.engine.goodput import NEARLY, Goodput
 from outrider.engine.measured import Delay
-from outrider.engine.rounds import Drafting
+from outrider.engine.rounds import Drafting, chain_round
 
 
 def defined(costs: Costs, d: Drafting, limit: int) -> int:
@@ -54,3 +56,48 @@ def test_k_is_what_the_formulas_say() -> None:
         assert k == defined(costs, d, limit), seed
         chosen.add(k)
     assert {0, 1, 2, 3, 4} < chosen
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "runs_ahead", "proposer_id", "waits"),
+    [
+        (8, False, "good", True),
+        (2, False, "good", True),
+        (8, True, "good", False),
+        (8, False, "bad", False),
+        (8, False, "unknown", False),
+        (1, False, "good", False),
+    ],
+)
+def test_a_row_of_low_acceptance_waits_with_most_if_its_proposer_is_worth_it(
+    num_rows: int, runs_ahead: bool, proposer_id: str, waits: bool
+) -> None:
+    costs, acceptance = Costs(), Acceptance()
+    for tokens in (5 * num_rows, num_rows):
+        costs.observe_step(num_rows, tokens, 0.01 + tokens * 1e-5)
+    goodput = Goodput(costs, acceptance)
+    rows = {name: Drafting(limit=4, proposer_id=name, drafter="d") for name in ("good", "bad")}
+    for name, row in rows.items():
+        acceptance.begin(row)
+        for _ in range(200):
+            acceptance.observe(row, chain_round(4, 4 if name == "good" else 0))
+    for ahead in (False, True):
+        delayed = Drafting(limit=4, drafter="d", runs_ahead=ahead)
+        costs.observe_delay(delayed, Delay(0.0, 0.02, 0.004, 4, calm=True))
+    poor = Drafting(limit=4, proposer_id=proposer_id, drafter="d", runs_ahead=runs_ahead)
+    poor.successes, poor.trials, poor.wait_s, poor.num_draft_tokens = 1.0, 2.0, 0.02, 4
+    assert goodput.best_k(poor, 4) == 0, "alone it does not"
+    for _ in range(10 * num_rows):
+        assert goodput.best_k(rows["good"], 4) > 0
+    assert goodput.most_draft
+    assert (goodput.best_k(poor, 4) > 0) == waits
+    for _ in range(10 * num_rows):
+        assert goodput.best_k(rows["bad"], 4) == 0
+    assert not goodput.most_draft
+    assert goodput.best_k(poor, 4) == 0, "nor once the others have stopped"
+
+
+def test_nothing_is_compared_before_a_step_was_measured() -> None:
+    row = Drafting(limit=4, proposer_id="p", drafter="p")
+    Acceptance().begin(row)
+    assert Goodput(Costs(), Acceptance()).best_k(row, 3) == 3

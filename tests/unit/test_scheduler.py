@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
+from dataclasses import asdict
 
 import pytest
 
@@ -15,8 +16,15 @@ from outrider.engine.measured import StepDone
 from outrider.engine.policy import Policy
 from outrider.engine.rounds import BlockFate, Drafting
 from outrider.engine.sequence import Sequence
-from outrider.params import SamplingParams, StopParams
-from outrider.types import Commit, FinishReason, Request, StepEvents, TokenKind
+from outrider.params import SamplingParams, StopParams, VerificationRule
+from outrider.types import (
+    Commit,
+    FinishReason,
+    MethodCounts,
+    Request,
+    StepEvents,
+    TokenKind,
+)
 from tests.support.hash_model import HashModel, Sequential
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -285,6 +293,44 @@ def test_a_lookahead_tree_serves_several_rounds() -> None:
     assert stats is not None
     assert (stats.hits, stats.drafted, stats.accepted) == (3, 7, 7)
     assert stats.k_histogram[3] == 2
+
+
+def test_a_request_for_which_nobody_drafts_counts_nothing_but_its_tokens() -> None:
+    now = 0.0
+    e = engine(lambda: now)
+    submit(e, 1, prompt_len=4, max_tokens=3)
+    stats = run(e)[1][-1].stats
+    assert stats is not None
+    assert {name: value for name, value in asdict(stats).items() if value} == {
+        "prompt_tokens": 4,
+        "output_tokens": 3,
+        "iter_count": 3,
+        "rounds": 3,
+        "k_histogram": (3,),
+        "fallback_rounds": 2,
+        "verification": VerificationRule.COUPLED,
+    }
+
+
+def test_rounds_count_for_the_method_that_drafted() -> None:
+    e = engine()
+    truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
+    e.set_drafting(1, "a", 4)
+    step(e)
+    length = 4 + 1
+    for method, accepted, num_tokens in (("ngram", 1, 3), ("suffix", 2, 2), ("ngram", 0, 2)):
+        done = length - 4
+        wrong = [(token + 1) % 32 for token in truth[done + accepted : done + num_tokens]]
+        draft = truth[done : done + accepted] + wrong
+        e.post_block(1, DraftTree.chain(length, draft), "a", 10, method=method)
+        (commit,) = step(e).commits
+        last = TokenKind.BONUS if accepted == num_tokens else TokenKind.RECOVERED
+        assert commit.kinds == (TokenKind.ACCEPTED,) * accepted + (last,)
+        length += accepted + 1
+    stats = run(e)[1][-1].stats
+    assert stats is not None
+    assert stats.by_method == (MethodCounts("ngram", 5, 1), MethodCounts("suffix", 2, 2))
+    assert (stats.drafted, stats.accepted, stats.proposer_ids) == (7, 3, ("a",))
 
 
 @pytest.mark.parametrize(("runs_ahead", "hits_after_hit"), [(False, 0), (True, 2)])
