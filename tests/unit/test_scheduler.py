@@ -123,6 +123,36 @@ def test_admission_is_first_come_first_served_and_bounded() -> None:
     assert [c.session_id for c in step(e).commits] == [2, 3]
 
 
+@pytest.mark.parametrize(
+    ("prompts", "running"),
+    [
+        ((36, 36), 1),
+        ((28, 32), 1),
+        ((28, 31), 2),
+        ((28, 31, 1), 2),
+        ((8, 36, 8), 3),
+        ((8, 40, 8), 2),
+    ],
+)
+def test_requests_that_come_together_are_admitted_while_all_have_pages(
+    prompts: tuple[int, ...], running: int
+) -> None:
+    """Each for its prompt and a token more; what is promised to one is not another's."""
+    e = engine(num_pages=16, max_num_batched_tokens=8)
+    for i, prompt_len in enumerate(prompts):
+        submit(e, i, prompt_len=prompt_len, start=9 * i)
+    step(e)
+    assert (e.snapshot().running, e.snapshot().waiting) == (running, len(prompts) - running)
+
+
+def test_an_engine_without_work_need_not_be_asked_again() -> None:
+    e = engine()
+    submit(e, 1, prompt_len=4)
+    run(e)
+    assert e.step() is None
+    assert e.wake_at == float("inf")
+
+
 def test_the_youngest_is_preempted_and_its_text_is_the_same() -> None:
     e = engine(num_pages=16)
     truth = {i: submit(e, i, prompt_len=20, max_tokens=40, start=9 * i)[0] for i in (0, 1)}
