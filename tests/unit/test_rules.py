@@ -240,6 +240,20 @@ def test_a_residual_without_mass_falls_back_to_the_target() -> None:
     assert rules.rejection(2, row.draft_probs[0], [0.0, 0.999, 0.0], 0.5, [0.0] * 3) == 1
 
 
+def test_what_is_recovered_is_what_the_draft_lacks_however_little() -> None:
+    """The draft has a hundredth too much of token 0, and too little of token 3."""
+    n, drawn_from = 1000, DraftProbs((0, 1, 2, 3), (0.26, 0.25, 0.25, 0.24))
+    rows = [
+        RuledRow(2 * i, (0,), (drawn_from,), 7, SamplingParams(seed=i), REJECTION) for i in range(n)
+    ]
+    logits = torch.zeros(2 * n, 4)
+    drawn = draws(logits, rows)
+    rules.apply_rules(logits, rows, drawn)
+    counts = torch.bincount(drawn[::2], minlength=4).tolist()
+    assert counts[1:3] == [0, 0]
+    assert 15 < counts[3] < 70, "one in 26 is rejected"
+
+
 def test_the_same_drafts_give_the_same_tokens() -> None:
     once, again = (emitted_first(CUTS["all"], 3, 100) for _ in range(2))
     assert torch.equal(once, again)

@@ -15,6 +15,7 @@ from torch import Tensor
 from outrider.engine.sampling import (
     Lane,
     SamplingBatch,
+    choose,
     gumbel_noise,
     process_logits,
     sample,
@@ -180,6 +181,39 @@ def test_cuts_match_their_definition(
     assert kept
     at = torch.tensor(sorted(kept))
     assert torch.equal(processed[at], logits[at] / temperature)
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        (SamplingParams(top_p=0.49), 1),
+        (SamplingParams(top_p=0.51), 2),
+        (SamplingParams(top_p=0.79), 2),
+        (SamplingParams(top_p=0.81), 4),  # the two tokens of .08 are as likely
+        (SamplingParams(top_p=0.99), 5),
+        (SamplingParams(top_k=2), 2),
+        (SamplingParams(top_k=3), 4),
+        (SamplingParams(top_k=5), 5),
+        (SamplingParams(top_k=2, top_p=0.6), 1),  # .5 of .8
+        (SamplingParams(top_k=2, top_p=0.63), 2),
+        (SamplingParams(min_p=0.59), 2),
+        (SamplingParams(min_p=0.61), 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("others", [0, 1000], ids="{} tokens that hardly are".format)
+def test_cuts_by_hand(params: SamplingParams, kept: int, others: int) -> None:
+    logits = torch.tensor([0.5, 0.3, 0.08, 0.08, 0.04, *[1e-9] * others]).log()
+    processed = process_logits(logits[None], SamplingBatch.build([params], [0]))[0]
+    assert (processed > -torch.inf).nonzero().flatten().tolist() == [*range(kept)]
+
+
+def test_draws_without_cuts_are_the_same_from_tensors() -> None:
+    logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(3))
+    params = [SamplingParams(temperature=(0.0, 0.5, 1.3)[i % 3], seed=i) for i in range(40)]
+    batch = SamplingBatch.build(params, range(100, 140))
+    drawn = choose(logits, batch.temperature, batch.seed, batch.position)
+    assert drawn.tolist() == sample(logits, batch).tolist()
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
