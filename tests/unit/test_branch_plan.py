@@ -157,6 +157,27 @@ def test_rounds_without_a_draft_are_told_by_their_single_token() -> None:
     assert outcomes.undrafted(hit=True) == pytest.approx(0.1)
 
 
+def test_a_round_counts_once_however_often_it_is_asked_about() -> None:
+    outcomes, again = Outcomes(), Outcomes()
+    candidates = np.array([[1, 2, 3, 4], [5, 6, 7, 8]], np.int32)
+    for each in (outcomes, again):
+        for truth in ((1, 5, 9), (1,), (2,)):
+            each.observe(candidates, GAPS[:2], truth, hit=True)
+    for _ in range(3):
+        chances, undrafted = again.chances(GAPS), again.undrafted(hit=True)
+    assert (chances == outcomes.chances(GAPS)).all()
+    assert undrafted == outcomes.undrafted(hit=True)
+
+
+@pytest.mark.parametrize("every", [2, 4])
+def test_the_share_of_rounds_without_a_draft_is_measured(every: int) -> None:
+    outcomes = Outcomes()
+    candidates = np.array([[1, 2], [5, 6]], np.int32)
+    for i in range(400):
+        outcomes.observe(candidates, GAPS[:2, :2], (1,) if i % every == 0 else (1, 5), hit=True)
+    assert outcomes.undrafted(hit=True) == pytest.approx(1 / every, abs=0.03)
+
+
 def test_acceptance_is_that_of_the_best_candidates() -> None:
     outcomes = Outcomes()
     for i in range(400):

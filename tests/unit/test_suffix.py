@@ -92,6 +92,14 @@ def test_an_index_that_grows_and_shrinks_finds_the_same() -> None:
     assert len(index) == 40
 
 
+def test_an_index_has_room_for_at_most_four_times_what_it_holds() -> None:
+    index = SuffixIndex()
+    for added, dropped in ((200, 0), (5000, 200), (10, 4900), (0, 100), (3, 3), (20_000, 19_990)):
+        index.append(range(added))
+        index.drop(dropped)
+        assert len(index._tokens) <= max(256, 4 * len(index))
+
+
 def draft(proposer: SuffixProposer, session: int) -> list[int]:
     [(_, tree)] = proposer.draft([session]).drafts
     return list(tree.token_ids)
