@@ -7,6 +7,7 @@ import time
 from typing import cast
 
 from outrider.drafting.branch_plan import NO_PACE
+from outrider.drafting.copying import Limits
 from outrider.drafting.deterministic import DeterministicProposer
 from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.ngram import NgramProposer
@@ -50,20 +51,17 @@ def _build(method: MethodConfig, max_sessions: int) -> tuple[Proposer, str]:
         return _build_head(method, max_sessions)
     if isinstance(method, SuffixConfig):
         return _build_suffix(method, max_sessions), ""
-    limits = {
-        "max_sessions": max_sessions,
-        "max_draft_tokens": method.max_draft_tokens,
-        "max_branches": method.max_branches,
-    }
+    limits: Limits = {"max_sessions": max_sessions, "max_branches": method.max_branches}
     if isinstance(method, NgramConfig):
         ngram = NgramProposer(
             prompt_lookup_min=method.prompt_lookup_min,
             prompt_lookup_max=method.prompt_lookup_max,
             prefer=method.prefer,
+            max_draft_tokens=method.max_draft_tokens,
             **limits,
         )
         return ngram, ""
-    return DeterministicProposer(**limits), ""
+    return DeterministicProposer(max_draft_tokens=method.max_draft_tokens, **limits), ""
 
 
 def _build_suffix(method: SuffixConfig, max_sessions: int) -> Proposer:

@@ -58,5 +58,5 @@ class ProposerMetrics:
         self.sessions = gauge("sessions", "Sessions held.")
         self.session_limit = gauge("session_limit", "Sessions that can be held at once.")
         self.links = gauge("links", "Scorers connected.")
-        self.lost = counter("lost_sessions", "Sessions evicted.")
+        self.lost = counter("lost_sessions", "Sessions turned away for want of room, or evicted.")
         self.malformed = counter("malformed_messages", "Messages that were dropped.")

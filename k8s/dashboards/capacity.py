@@ -218,13 +218,13 @@ def capacity() -> Dashboard:
                     (Series("outrider:proposer_links", "{{pool}} {{instance}}"),),
                 ),
                 Graph(
-                    "Sessions evicted, messages dropped",
-                    "Evicted sessions are opened again when they are drafted for.",
+                    "Sessions turned away or evicted, messages dropped",
+                    "Without room newcomers are turned away; one is tried again every second.",
                     "cps",
                     (
                         Series(
                             total("outrider:proposer_lost_sessions_total", "pool", ALL),
-                            "{{pool}} evicted",
+                            "{{pool}} turned away",
                         ),
                         Series(
                             total("outrider:proposer_malformed_messages_total", "pool", ALL),

@@ -6,7 +6,8 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypedDict
 
 from outrider.draft_tree import DraftTree
@@ -105,13 +106,14 @@ class Limits(TypedDict, total=False):
     max_model_len: int
     max_tokens: int  # held, all sessions together
     max_branches: int  # per session
+    clock: Callable[[], float]
 
 
 class CopyingProposer(SessionMethod[_Session]):
     """Drafts by copying; a subclass says from where. Needs no model, and so no vocabulary.
 
-    All sessions together hold `max_tokens` tokens at most; beyond that the session that has not
-    been drafted for the longest is lost.
+    All sessions together hold `max_tokens` tokens at most; beyond that idle ones are lost, without
+    any the one that there is no room for.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class CopyingProposer(SessionMethod[_Session]):
         max_model_len: int = 131_072,
         max_tokens: int = 1_000_000,
         max_branches: int = 8,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(
             ProposerTraits(
@@ -133,7 +136,8 @@ class CopyingProposer(SessionMethod[_Session]):
                 max_draft_tokens=max_draft_tokens,
                 max_model_len=min(max_model_len, max_tokens),
                 runs_ahead=max_branches > 0,
-            )
+            ),
+            clock,
         )
         self._max_tokens = max_tokens
         self._max_branches = max_branches
@@ -144,7 +148,9 @@ class CopyingProposer(SessionMethod[_Session]):
 
     def open(self, session: SessionKey, start: SessionStart) -> None:
         super().open(session, start)
-        self._resize(self._sessions[session])
+        state = self._sessions.get(session)
+        if state is not None:  # there was room
+            self._resize(state)
 
     def close(self, session: SessionKey) -> None:
         state = self._forget(session)
@@ -191,4 +197,7 @@ class CopyingProposer(SessionMethod[_Session]):
         self._num_tokens += num_tokens - state.num_tokens
         state.num_tokens = num_tokens
         while self._num_tokens > self._max_tokens and len(self._sessions) > 1:
-            self._lose(next(key for key in self._sessions if key != state.key))
+            idle = self._idle()
+            self._lose(state.key if idle is None else idle)
+            if idle in (None, state.key):
+                return

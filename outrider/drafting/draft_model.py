@@ -85,7 +85,8 @@ class DraftModelProposer(SessionMethod[DraftState]):
                 max_draft_tokens=max_draft_tokens,
                 max_model_len=min(model.max_model_len, room),
                 runs_ahead=fork_drafter is not None and max_branches > 0,
-            )
+            ),
+            clock,
         )
         self._model = model
         self._page_size = model.page_size
@@ -93,7 +94,6 @@ class DraftModelProposer(SessionMethod[DraftState]):
         self._prefill_budget = prefill_budget
         self._chain_drafter = chain_drafter
         self._masks = masks
-        self._clock = clock
         self._outcomes = Outcomes()
         self._unpublished: dict[DraftState, None] = {}  # drafted for since there was time
         self._put_off = False  # prompts, in the last round
@@ -204,7 +204,6 @@ class DraftModelProposer(SessionMethod[DraftState]):
     def _plan(self, sessions: Sequence[SessionKey], done: DraftRound) -> list[DraftRow]:
         """Who takes part with how many tokens, their pages reserved; most drafts wanted first."""
         budget = self._prefill_budget
-        asked = set(sessions)
         rows: list[DraftRow] = []
         states = self._asked(sessions)
         self._unpublished.update(dict.fromkeys(states))
@@ -243,7 +242,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
                 else row
                 for row in rows
             ]
-        return [row for row in rows if self._reserve(row, asked)]
+        return [row for row in rows if self._reserve(row)]
 
     def _put_off_prompts(self, rows: list[DraftRow], done: DraftRound) -> list[DraftRow]:
         """Without the prompts, if others only wait for a draft: these have it sooner, and while it
@@ -255,18 +254,19 @@ class DraftModelProposer(SessionMethod[DraftState]):
         done.unfinished.extend([row.state.key for row in rows if row.num_tokens > _SHORT])
         return short
 
-    def _reserve(self, row: DraftRow, asked: set[SessionKey]) -> bool:
-        """Pages for what a row's round writes, at the cost of sessions not asked for.
+    def _reserve(self, row: DraftRow) -> bool:
+        """Pages for the text and what the round writes past it, at the cost of idle sessions.
 
-        Without them the session is lost.
+        Without them the session is lost, before any of its prompt is processed.
         """
-        num_tokens = row.end + max((row.num_forked or row.wanted) - 1, 0)
+        length = len(row.state.follower.tokens)
+        num_tokens = length + max((row.num_forked or row.wanted) - 1, 0)
         block_table = row.state.block_table
         needed = -(-num_tokens // self._page_size) - len(block_table)
         if needed <= 0:
             return True
         while needed > self._pool.num_free:
-            idle = next((s for s in self._sessions if s not in asked), None)
+            idle = self._idle()
             if idle is None:
                 self._lose(row.state.key)
                 return False

@@ -96,7 +96,7 @@ class Proposer(Protocol):
     def num_sessions(self) -> int: ...
 
     def open(self, session: SessionKey, start: SessionStart) -> None:
-        """A session begins."""
+        """A session begins; without room for it, it is lost: the next `draft` says so."""
         ...
 
     def commit(

@@ -199,7 +199,6 @@ class RecurrentProposer(FeatureMethod):
     def _plan(self, asked: list[FeatureSession], done: DraftRound) -> list[HeadRow]:
         """Who takes part with how many rows, their pages reserved; most drafts wanted first."""
         budget = self._prefill_budget
-        keys = {state.key for state in asked}
         rows: list[HeadRow] = []
         for state in asked:
             cache, length = self._caches[state.key], len(state.follower.tokens)
@@ -221,7 +220,7 @@ class RecurrentProposer(FeatureMethod):
             else:
                 rows.append(self._row(state, cache, missing, wanted))
         rows.sort(key=lambda row: -row.wanted)
-        return [row for row in rows if self._reserve_row(row, keys)]
+        return [row for row in rows if self._reserve_row(row)]
 
     def _plan_unasked(self) -> list[HeadRow]:
         """Rows that are worth a forward, or if many are held any; as far as there are pages."""
@@ -247,12 +246,12 @@ class RecurrentProposer(FeatureMethod):
         num_guessed = wanted - 1 if chain else nodes
         return HeadRow(state, cache, num_rows, wanted, editor, chain, max(0, num_guessed))
 
-    def _reserve_row(self, row: HeadRow, asked: set[SessionKey]) -> bool:
-        """As `_reserve`, at the cost of sessions not asked for; else the row's own is lost."""
+    def _reserve_row(self, row: HeadRow) -> bool:
+        """As `_reserve`, at the cost of idle sessions; without any the row's own is lost."""
         while not self._reserve(row):
-            idle = next((key for key in self._sessions if key not in asked), row.state.key)
-            self._lose(idle)
-            if idle == row.state.key:
+            idle = self._idle()
+            self._lose(row.state.key if idle is None else idle)
+            if idle is None:
                 return False
         return True
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, Generic, Protocol, TypeVar
 
 from outrider.drafting.proposer import Follower, ProposerTraits, SessionKey, SessionStart
+
+IDLE_S: Final = 5.0
+"""A session that no draft was asked of for so long is idle, and gives way to others."""
 
 
 class FollowedSession(Protocol):
@@ -24,12 +28,19 @@ S = TypeVar("S", bound=FollowedSession)
 class SessionMethod(Generic[S]):
     """Bookkeeping of a `Proposer`; a subclass has `draft` and `ahead`, and the hooks below.
 
-    Beyond `traits.max_sessions` the session that has not been drafted for the longest is lost.
+    Beyond `traits.max_sessions` newcomers are lost; only a session that is idle gives way to them.
+    Several scorers share a proposer, and each fills it by its own count: a session that gave way
+    while it is drafted for would be opened anew at the cost of the next, in turns, and each time
+    its prompt be processed again.
     """
 
-    def __init__(self, traits: ProposerTraits) -> None:
+    def __init__(
+        self, traits: ProposerTraits, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.traits = traits
+        self._clock = clock
         self._sessions: dict[SessionKey, S] = {}  # least recently drafted first
+        self._asked_at: dict[SessionKey, float] = {}  # or opened
         self._lost: list[SessionKey] = []
 
     @property
@@ -39,7 +50,12 @@ class SessionMethod(Generic[S]):
     def open(self, session: SessionKey, start: SessionStart) -> None:
         assert session not in self._sessions
         if len(self._sessions) >= self.traits.max_sessions:
-            self._lose(next(iter(self._sessions)))
+            idle = self._idle()
+            if idle is None or not start.num_draft_tokens:  # what wants no drafts can wait
+                self._lost.append(session)
+                return
+            self._lose(idle)
+        self._asked_at[session] = self._clock()
         self._sessions[session] = self._begin(session, Follower(start, self.traits), start)
 
     def commit(
@@ -73,12 +89,21 @@ class SessionMethod(Generic[S]):
     def _asked(self, sessions: Sequence[SessionKey]) -> list[S]:
         """Those of `sessions` that are known, which are now the most recently drafted."""
         asked: list[S] = []
+        now = self._clock()
         for session in sessions:
             state = self._sessions.pop(session, None)
             if state is not None:
                 self._sessions[session] = state
+                self._asked_at[session] = now
                 asked.append(state)
         return asked
+
+    def _idle(self) -> SessionKey | None:
+        """The idle session that no draft was asked of for the longest."""
+        first = next(iter(self._sessions), None)
+        if first is None or self._clock() - self._asked_at[first] < IDLE_S:
+            return None
+        return first
 
     def _lose(self, session: SessionKey) -> None:
         self._forget(session)
@@ -92,5 +117,6 @@ class SessionMethod(Generic[S]):
     def _forget(self, session: SessionKey) -> S | None:
         state = self._sessions.pop(session, None)
         if state is not None:
+            del self._asked_at[session]
             self._release(state)
         return state

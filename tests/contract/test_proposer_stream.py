@@ -19,6 +19,7 @@ from outrider.drafting.branch_plan import NO_PACE, Pace
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.ngram import NgramProposer
 from outrider.drafting.proposer import DraftRound, Proposer
+from outrider.drafting.sessions import IDLE_S
 from outrider.errors import CapacityError, DeadlineError, ProposerRefusedError
 from outrider.rpc.channel import open_channel
 from outrider.rpc.deployment import Deployment
@@ -36,6 +37,7 @@ from proposer_service.service import ProposerService
 from proposer_service.worker import DraftWorker
 from tests.support.draft_scorer import Conversation, DraftScorer, close, commit, open_
 from tests.support.hash_model import HashModel
+from tests.support.simulation import Clock
 
 PERIOD = [5, 6, 7, 5, 6, 7, 5, 6]  # prompt lookup goes on with 7, 5, 6, 7
 LINK = LinkConfig(backoff_first_s=0.01, backoff_max_s=0.1, refused_retry_s=0.2)
@@ -519,14 +521,17 @@ async def test_stops_while_the_scorer_is_away() -> None:
 
 async def test_evicted_sessions_are_reported_lost(scorer: DraftScorer) -> None:
     address = await scorer.start()
-    build = hash_model_proposer(num_pages=16)  # of 4 tokens: two sessions fit
-    async with running(ngram_config(address), build):
+    clock = Clock()
+    model = HashModel(num_pages=16)  # of 4 tokens: two sessions fit
+    method = DraftModelProposer(model, name="hash", clock=clock)
+    async with running(ngram_config(address), lambda _: (method, "abc")):
         stream = await scorer.attached()
         assert stream.hello.method == "draft_model"
         assert (stream.hello.vocab_size, stream.hello.tokenizer_hash) == (32, "abc")
         for session in (1, 2):
             stream.send(opens=[open_(session, [session] * 24, max_len=60)])
             assert (await stream.next_block()).base_len == 24
+        clock.now = IDLE_S
         stream.send(opens=[open_(3, [3] * 24, max_len=60)])
         message = await stream.next()
         assert message.HasField("blocks")
@@ -537,15 +542,37 @@ async def test_evicted_sessions_are_reported_lost(scorer: DraftScorer) -> None:
 
 async def test_a_session_may_be_evicted_and_closed_by_one_batch(scorer: DraftScorer) -> None:
     address = await scorer.start()
-    async with running(
-        ngram_config(address), lambda _: (NgramProposer(max_sessions=2, max_branches=0), "")
-    ):
+    clock = Clock()
+    method = NgramProposer(max_sessions=2, max_branches=0, clock=clock)
+    async with running(ngram_config(address), lambda _: (method, "")):
         stream = await scorer.attached()
         for session in (1, 2):
             stream.send(opens=[open_(session, PERIOD)])
             await stream.next_block()
+        clock.now = IDLE_S
         stream.send(opens=[open_(3, PERIOD)], commits=[commit(2, 8, [7])], closes=[close(1)])
         assert {block.session for block in await stream.next_blocks()} == {2, 3}
+
+
+async def test_without_room_newcomers_are_lost_and_proposals_refused(scorer: DraftScorer) -> None:
+    address = await scorer.start()
+    method = NgramProposer(max_sessions=2, max_branches=0)
+    async with running(ngram_config(address), lambda _: (method, "")) as (_, stub):
+        stream = await scorer.attached()
+        stream.send(opens=[open_(session, PERIOD) for session in (1, 2)])
+        assert len(await stream.next_blocks()) == 2
+        stream.send(opens=[open_(3, PERIOD)], commits=[commit(1, 8, [7])])
+        assert [block.session for block in await stream.next_blocks()] == [1]
+        lost = await stream.next_lost()
+        assert (lost.session, lost.epoch) == (3, 1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Propose(proposer_pb2.ProposeRequest(token_ids=PERIOD))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        stream.send(closes=[close(1)], commits=[commit(2, 8, [7])])
+        assert (await stream.next_block()).session == 2
+        assert (await stub.Propose(proposer_pb2.ProposeRequest(token_ids=PERIOD))).token_ids
+        stream.send(opens=[open_(3, PERIOD, epoch=2)])
+        assert (await stream.next_block()).session == 3
 
 
 async def test_long_prompts_take_turns_with_drafts(scorer: DraftScorer) -> None:
@@ -771,7 +798,8 @@ async def drained(stream: Conversation) -> None:
 async def test_survives_malformed_batches(scorer: DraftScorer, seed: int) -> None:
     address = await scorer.start()
     model = HashModel()
-    proposer = DraftModelProposer(model, name="hash", max_sessions=3)
+    # Room for every number that a session may be given, and for one that behaves.
+    proposer = DraftModelProposer(model, name="hash", max_sessions=8)
     rng = random.Random(seed)
     async with running(ngram_config(address), lambda _: (proposer, "")) as (service, _):
         stream = await scorer.attached()

@@ -15,12 +15,14 @@ from outrider.drafting.branch_plan import NO_PACE, Pace
 from outrider.drafting.branches import EagerForks
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.proposer import DraftRound, SessionStart
+from outrider.drafting.sessions import IDLE_S
 from outrider.engine.block_pool import BlockPool
 from outrider.engine.loader import build_paged_model
 from outrider.engine.sampling import Lane, SamplingBatch, process_logits, sample
 from outrider.errors import ConfigError
 from outrider.params import SamplingParams, VerificationRule
 from tests.support.hash_model import HashModel
+from tests.support.simulation import Clock
 
 GREEDY = SamplingParams(temperature=0.0)
 COUPLED, REJECTION = VerificationRule.COUPLED, VerificationRule.REJECTION
@@ -408,33 +410,47 @@ def test_full_acceptance_feeds_the_last_draft_again_in_one_forward() -> None:
     assert model.forwards - before == 4  # one that catches up two tokens, three of one
 
 
-def test_when_pages_run_out_the_least_recently_drafted_is_lost() -> None:
-    proposer = DraftModelProposer(HashModel(num_pages=16), name="hash")
+def test_when_pages_run_out_the_newcomer_is_lost_or_one_that_is_idle() -> None:
+    model, clock = HashModel(num_pages=16), Clock()
+    proposer = DraftModelProposer(model, name="hash", prefill_budget=16, clock=clock)
     for session in (1, 2):
         proposer.open(session, SessionStart([session] * 24, GREEDY, 4, 60))
-    proposer.draft([1, 2])
+    while proposer.draft([1, 2]).unfinished:
+        pass
+    clock.now = 1.0
     proposer.draft([1])
+    before = model.forwards
     proposer.open(3, SessionStart([3] * 24, GREEDY, 4, 60))
-    done = proposer.draft([3])
-    assert done.lost == [2]
-    assert [key for key, _ in done.drafts] == [3]
+    assert proposer.draft([3]).lost == [3]
+    assert model.forwards == before, "none of its prompt was processed"
+    clock.now = IDLE_S
+    proposer.open(4, SessionStart([3] * 24, GREEDY, 4, 60))
+    done = proposer.draft([4])
+    assert (done.lost, done.unfinished) == ([2], [4])
+    assert [key for key, _ in proposer.draft([4]).drafts] == [4]
     assert proposer.num_sessions == 2
+    proposer.check_invariants()
 
 
-def test_too_many_sessions_lose_the_least_recently_drafted() -> None:
-    proposer = DraftModelProposer(HashModel(), name="hash", max_sessions=2)
-    for session in (1, 2, 3):
+def test_a_newcomer_without_room_is_lost_before_its_prompt_is_processed() -> None:
+    model = HashModel()
+    proposer = DraftModelProposer(model, name="hash", max_sessions=2)
+    for session in (1, 2):
         proposer.open(session, SessionStart([1], GREEDY, 4, 60))
-    done = proposer.draft([1, 2, 3])
-    assert done.lost == [1]
-    assert [key for key, _ in done.drafts] == [2, 3]
+    assert [key for key, _ in proposer.draft([1, 2]).drafts] == [1, 2]
+    before = model.forwards
+    proposer.open(3, SessionStart([3] * 40, GREEDY, 4, 60))
+    done = proposer.draft([3])
+    assert (done.lost, done.drafts) == ([3], [])
+    assert model.forwards == before
+    proposer.check_invariants()
 
 
 def test_a_failure_does_not_hide_who_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     model = HashModel(32, 4, 64, 64)
     method = DraftModelProposer(model, name="hash", max_sessions=1)
     method.open(1, SessionStart([1, 2, 3], GREEDY, 4, 64))
-    method.open(2, SessionStart([1, 2, 3], GREEDY, 4, 64))  # 1 makes room
+    method.open(2, SessionStart([1, 2, 3], GREEDY, 4, 64))  # there is no room
 
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
@@ -443,7 +459,7 @@ def test_a_failure_does_not_hide_who_was_lost(monkeypatch: pytest.MonkeyPatch) -
         patch.setattr(model, "forward", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             method.draft([1, 2])
-    assert method.draft([2]).lost == [1]
+    assert method.draft([1]).lost == [2]
 
 
 @pytest.mark.parametrize("prefix", [[1] * 65, [1, 32], []])

@@ -151,5 +151,6 @@ def test_sessions_are_bounded() -> None:
     method = _method(max_sessions=2)
     for key in (1, 2, 3):
         method.open(key, SessionStart(range(5), GREEDY, 4, 20))
-    assert method.draft([2, 3]).lost == [1]
+        _send(method, key, 0, 5)
+    assert method.draft([2, 3]).lost == [3]
     assert method.num_sessions == 2

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from outrider.drafting.ngram import NgramProposer, Prefer
 from outrider.drafting.proposer import SessionStart
+from outrider.drafting.sessions import IDLE_S
 from outrider.errors import ConfigError
 from outrider.params import Advice, SamplingParams
+from tests.support.simulation import Clock
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -100,21 +102,50 @@ def test_contradicting_tokens_lose_the_session() -> None:
     assert proposer.draft([1]).lost == [1]
 
 
-def test_least_recently_drafted_session_is_evicted() -> None:
-    proposer = NgramProposer(max_sessions=2)
+def test_without_room_newcomers_are_lost_and_not_sessions_that_are_drafted_for() -> None:
+    clock = Clock()
+    proposer = NgramProposer(max_sessions=2, clock=clock)
     for session in (1, 2):
         proposer.open(session, SessionStart([1, 2], GREEDY, 4, 100))
-    proposer.draft([1])
-    proposer.open(3, SessionStart([1, 2], GREEDY, 4, 100))
-    assert proposer.draft([]).lost == [2]
+    for session in (3, 4, 5):
+        clock.now += IDLE_S / 2
+        proposer.open(session, SessionStart([1, 2], GREEDY, 4, 100))
+        round_ = proposer.draft([1, 2, session])
+        assert round_.lost == [session]
+        assert [key for key, _ in round_.drafts] == [1, 2]
+    proposer.close(1)
+    proposer.open(6, SessionStart([1, 2], GREEDY, 4, 100))
+    assert proposer.draft([2, 6]).lost == []
     assert proposer.num_sessions == 2
 
 
+def test_the_least_recently_drafted_gives_way_when_it_is_idle() -> None:
+    clock = Clock()
+    proposer = NgramProposer(max_sessions=3, clock=clock)
+    for session in (1, 2, 3):
+        proposer.open(session, SessionStart([1, 2], GREEDY, 4, 100))
+    clock.now = 1.0
+    proposer.draft([1])
+    clock.now = IDLE_S
+    proposer.open(4, SessionStart([1, 2], GREEDY, 0, 100))
+    assert proposer.draft([]).lost == [4], "it wants no drafts"
+    for session in (5, 6, 7):
+        proposer.open(session, SessionStart([1, 2], GREEDY, 4, 100))
+    assert proposer.draft([]).lost == [2, 3, 7]
+    clock.now = IDLE_S + 1.0
+    proposer.open(8, SessionStart([1, 2], GREEDY, 4, 100))
+    assert proposer.draft([]).lost == [1]
+
+
 def test_memory_is_bounded_in_tokens() -> None:
-    proposer = NgramProposer(max_tokens=10)
+    clock = Clock()
+    proposer = NgramProposer(max_tokens=10, clock=clock)
     proposer.open(1, SessionStart([1] * 6, GREEDY, 4, 100))
     proposer.open(2, SessionStart([1] * 4, GREEDY, 4, 100))
-    assert proposer.draft([1, 2]).lost == []
+    proposer.open(3, SessionStart([1] * 4, GREEDY, 4, 100))
+    assert proposer.draft([1, 2]).lost == [3]
+    clock.now = IDLE_S
+    proposer.draft([2])
     proposer.commit(2, 4, [1], 4)
     assert proposer.draft([]).lost == [1]
 
@@ -184,7 +215,7 @@ def test_references_count_as_memory() -> None:
     proposer.open(1, start)
     assert draft(proposer, 1) == (2, [3]), "the second reference did not fit"
     proposer.open(2, SessionStart([1] * 5, GREEDY, 4, 100))
-    assert proposer.draft([]).lost == [1]
+    assert proposer.draft([]).lost == [2]
 
 
 def test_bad_limits_are_refused() -> None:

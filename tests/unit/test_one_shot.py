@@ -341,13 +341,13 @@ def test_cut_tokens_are_not_drafted() -> None:
     assert tree == DraftTree.chain(2, expected)
 
 
-def test_evicts_the_session_that_waited_longest() -> None:
+def test_a_newcomer_without_room_is_lost() -> None:
     method = proposer("medusa", max_sessions=2)
     for session in (1, 2, 3):
         method.open(session, SessionStart([1, 2], GREEDY, 4, 20))
         feed(method, session, 0, 1)
-    round_ = method.draft([2, 3])
-    assert round_.lost == [1]
+    round_ = method.draft([1, 2, 3])
+    assert round_.lost == [3]
     assert len(round_.drafts) == 2
 
 

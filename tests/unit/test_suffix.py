@@ -10,11 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.drafting.proposer import SessionStart
+from outrider.drafting.sessions import IDLE_S
 from outrider.drafting.suffix import Responses, SuffixProposer
 from outrider.drafting.suffix_index import SuffixIndex
 from outrider.drafting.suffix_settings import SuffixSettings
 from outrider.errors import ConfigError
 from outrider.params import SamplingParams
+from tests.support.simulation import Clock
 
 GREEDY = SamplingParams(temperature=0.0)
 SMALL_TEXT = st.lists(st.integers(0, 2), max_size=40)
@@ -125,10 +127,12 @@ def test_a_copy_of_its_own_text_continues_a_period() -> None:
 
 
 def test_earlier_responses_are_drafts_and_losses_are_not() -> None:
-    proposer = SuffixProposer(max_sessions=1)
+    clock = Clock()
+    proposer = SuffixProposer(max_sessions=1, clock=clock)
     answered(proposer, 1, [1, 2, 3, 4, 5])
     proposer.open(2, SessionStart([90, 91], GREEDY, 8, 100))
     proposer.commit(2, 2, [6, 7, 8, 9], 8)
+    clock.now = IDLE_S
     proposer.open(3, SessionStart([2, 3], GREEDY, 8, 100))  # 2 is lost
     assert draft(proposer, 3) == [4, 5]
     assert len(proposer.responses) == 1
@@ -185,10 +189,14 @@ def test_a_tenant_that_had_all_of_the_memory_gives_it_back() -> None:
 
 
 def test_memory_of_sessions_is_bounded_in_tokens() -> None:
-    proposer = SuffixProposer(max_tokens=10)
+    clock = Clock()
+    proposer = SuffixProposer(max_tokens=10, clock=clock)
     proposer.open(1, SessionStart([1] * 6, GREEDY, 4, 100))
     proposer.open(2, SessionStart([1] * 4, GREEDY, 4, 100))
-    assert proposer.draft([1, 2]).lost == []
+    proposer.open(3, SessionStart([1] * 4, GREEDY, 4, 100))
+    assert proposer.draft([1, 2]).lost == [3]
+    clock.now = IDLE_S
+    proposer.draft([2])
     proposer.commit(2, 4, [1], 4)
     assert proposer.draft([]).lost == [1]
 
