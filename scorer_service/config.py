@@ -40,6 +40,8 @@ class DraftLimits:
     """Malformed messages of one stream until it is ended with BAD_BLOCKS."""
     max_reopens: int = 3
     """Lost messages of one session and proposer until the session is drafted for elsewhere."""
+    full_s: float = 1.0
+    """How long a proposer that had no room is given no more sessions than it has."""
     max_backlog_tokens: int = 1 << 20
     """Tokens and messages waiting for one proposer to read them; beyond, it is detached."""
     max_projection_bytes: int = 512 * 2**20

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.engine.constraint import ConstraintEditor
@@ -37,6 +37,8 @@ class Hub:
         served: ServedModel,
         limits: DraftLimits,
         metrics: ScorerMetrics,
+        *,
+        clock: Callable[[], float] | None = None,  # the event loop's
     ) -> None:
         self._worker = worker
         self._served = served
@@ -45,7 +47,7 @@ class Hub:
         self._ids = itertools.count(1)
         self._last_id = 0
         self._sessions: dict[int, Session] = {}
-        self.roster = Roster(worker, served, limits, metrics)
+        self.roster = Roster(worker, served, limits, metrics, clock=clock)
         self._deliveries = Deliveries()
         self._failed_steps = 0  # in a row
         self.failed = asyncio.Event()
@@ -81,6 +83,7 @@ class Hub:
         self._sessions[session.id] = session
         self._idle.clear()
         if session.num_speculative_tokens:
+            self.roster.probe()
             self.roster.assign(session)
         return session
 
@@ -128,6 +131,7 @@ class Hub:
                 self._forget(session)
                 session.mailbox.fail(failure.error)
         self.roster.detach_slow()
+        self.roster.probe()
         for session_id in events.set_aside:
             session = self._sessions.get(session_id)
             if session is not None:
@@ -155,7 +159,7 @@ class Hub:
         """What waited in a proposer's outbox is being written."""
         for window, size in proposer.outbox.taken_feature_bytes.items():
             self._worker.features.give_back(window, size)
-        if proposer.outbox.was_crowded:
+        if proposer.outbox.made_room:
             self.roster.assign_undrafted()
 
     def _watch_failures(self, events: StepEvents) -> None:
@@ -210,6 +214,8 @@ class Hub:
                 self._metrics.stale_blocks.inc()
             elif (checked := self._checked(proposer, session, block, now)) is not None:
                 good.append(checked)
+                if not session.drafted:
+                    self.roster.on_first_block(proposer, session)
                 continue
             if proposer.detached.done():
                 break

@@ -67,8 +67,8 @@ class Outbox:
         self._behind: deque[_Waiting] = deque()
         self._num_behind: Counter[int] = Counter()  # by session
         self._turn_of_prompts = False
-        self.was_crowded = False
-        """When the last batch was taken: others may have waited for that."""
+        self.made_room = False
+        """The last message that was taken was large, or had closes: others may have waited."""
         self._feature_bytes: Counter[FeatureWindow] = Counter()
         self.taken_feature_bytes: Counter[FeatureWindow] = Counter()
         """In the last message that was taken."""
@@ -82,6 +82,11 @@ class Outbox:
     def crowded(self) -> bool:
         """Whether sessions should not be opened until the next `take`."""
         return self._size > _CROWDED_TOKENS
+
+    @property
+    def num_closing(self) -> int:
+        """Sessions that have their places until the next `take`: in a message opens come first."""
+        return len(self._batch.closes)
 
     def open(self, session: Session) -> None:
         speculation, constraint = session.request.speculation, session.request.constraint
@@ -160,14 +165,14 @@ class Outbox:
 
     def _take_batch(self) -> SessionMessage:
         message = SessionMessage(self._batch, self._features)
-        self.was_crowded = self.crowded
+        self.made_room = self.crowded or self.num_closing > 0
         self.taken_feature_bytes, self._feature_bytes = self._feature_bytes, Counter()
         self._batch, self._features, self._size = draft_pb2.SessionBatch(), [], 0
         return message
 
     def _take_prompts(self) -> SessionMessage:
         sent: list[SentRows] = []
-        self.was_crowded = False
+        self.made_room = False
         self.taken_feature_bytes = Counter()
         room = _PROMPT_BYTES
         while self._behind and room > 0:

@@ -46,6 +46,10 @@ class AttachedProposer:
         self.own_device = served.device != "" and hello.device not in ("", served.device)
         self.max_model_len: int = hello.max_model_len or served.max_model_len
         self.sessions: dict[int, Session] = {}
+        self.limit = hello.max_sessions
+        """Sessions that it may have: fewer while it has no room, as other scorers' fill it."""
+        self.full_until = 0.0  # loop time; then one session more is tried
+        self.probing = False  # since that was tried: each that it drafts for lets others come
         self.outbox = Outbox(limits.max_backlog_tokens, self.methods)
         self.features = features
         self.window, self.prompt_window = FeatureWindow(), FeatureWindow()
@@ -63,8 +67,13 @@ class AttachedProposer:
         return len(self.sessions) / self.max_sessions
 
     @property
+    def num_held(self) -> int:
+        """Sessions that take a place."""
+        return len(self.sessions) + self.outbox.num_closing
+
+    @property
     def has_room(self) -> bool:
-        full = len(self.sessions) >= self.max_sessions or self.outbox.crowded
+        full = self.num_held >= self.limit or self.outbox.crowded
         return self.ready and not full and not self.draining
 
     def feature_order(self, session: Session) -> FeatureOrder | None:

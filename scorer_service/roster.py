@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from outrider.engine.worker import EngineWorker
 from outrider.errors import OutriderError, ProposerRefusedError, UnavailableError
@@ -33,6 +33,8 @@ class Roster:
         served: ServedModel,
         limits: DraftLimits,
         metrics: ScorerMetrics,
+        *,
+        clock: Callable[[], float] | None = None,  # the event loop's
     ) -> None:
         self._worker = worker
         self._served = served
@@ -42,7 +44,7 @@ class Roster:
         self._undrafted: dict[int, Session] = {}  # want a proposer and have none
         self._proposers: dict[str, AttachedProposer] = {}
         self._pools: set[tuple[str, str]] = set()  # pool and method of all that ever attached
-        self._now = asyncio.get_running_loop().time
+        self._now = clock or asyncio.get_running_loop().time
 
     @property
     def proposers(self) -> tuple[AttachedProposer, ...]:
@@ -118,11 +120,39 @@ class Roster:
         self._move_sessions(proposer)
 
     def on_lost(self, proposer: AttachedProposer, lost: draft_pb2.Lost) -> None:
-        """It evicted a session: opened anew, here or elsewhere, a few times at most."""
+        """It evicted a session, which is opened anew, here or elsewhere, a few times at most; or it
+        has no room: then it is given no more than it has, for a while."""
         session = proposer.sessions.get(lost.session)
-        if session is not None and session.epoch == lost.epoch:
+        if session is None or session.epoch != lost.epoch:
+            return
+        if session.drafted:
             session.losses[proposer.id] += 1
-            self.reassign(session)
+        else:
+            proposer.limit, proposer.probing = len(proposer.sessions) - 1, False
+            proposer.full_until = self._now() + self._limits.full_s
+        self.reassign(session)
+
+    def on_first_block(self, proposer: AttachedProposer, session: Session) -> None:
+        """It has room for a session; if that was in doubt, perhaps for two more."""
+        session.drafted = True
+        if proposer.probing:
+            self._offer(proposer, 2)
+
+    def probe(self) -> None:
+        """Tries one session more on each proposer that had no room a while ago."""
+        for proposer in self._proposers.values():
+            limited = proposer.limit < proposer.max_sessions
+            if limited and proposer.full_until <= self._now():
+                proposer.full_until = self._now() + self._limits.full_s
+                self._offer(proposer, 1)
+
+    def _offer(self, proposer: AttachedProposer, places: int) -> None:
+        """So many more sessions may be opened on it; if fewer want that, any number may."""
+        proposer.limit = min(proposer.num_held + places, proposer.max_sessions)
+        self.assign_undrafted()
+        if proposer.num_held < proposer.limit:
+            proposer.limit = proposer.max_sessions
+        proposer.probing = proposer.limit < proposer.max_sessions
 
     def on_set_aside(self, session: Session) -> None:
         """The engine no longer waits for a session's proposer: one that keeps up takes over.
@@ -174,6 +204,7 @@ class Roster:
         self._undrafted.pop(session.id, None)
         session.proposer = proposer
         session.epoch += 1
+        session.drafted = False
         k = proposer.draft_limit(session)
         # A draft model processes the prompt for its first draft: not where none is of use.
         session.num_draft_tokens = k if self._worker.drafting else 0
@@ -200,7 +231,7 @@ class Roster:
             self.assign(session)
 
     def leave(self, session: Session) -> None:
-        """The session has ended; another may have its place."""
+        """The session has ended; another may have its place, once the proposer is told."""
         self._undrafted.pop(session.id, None)
         if session.proposer is not None:
             self._release(session.proposer, session)

@@ -97,6 +97,7 @@ class Session:
     mailbox: Mailbox = field(init=False)
     epoch: int = 0  # of the latest Open
     proposer: AttachedProposer | None = None
+    drafted: bool = False  # a block came for this epoch: the proposer had room for it
     losses: Counter[str] = field(default_factory=Counter)  # Lost messages by proposer
     stats: RequestStats | None = None  # the latest that the engine told
     rounds: RoundSpans | None = None  # only of a request whose trace is sampled

@@ -25,8 +25,9 @@ The proposer dials ScorerService.Draft and the conversation goes:
                 Hello: those of every computed committed position, in order from 0,
                 without gaps; in a SessionBatch before the Commit they belong to.
   6. scorer   -> Close      the session is over; forget it.
-  7. proposer -> Lost       it evicted a session's state. The scorer opens it anew
-                            with a higher epoch, or drafts elsewhere.
+  7. proposer -> Lost       it evicted a session's state, or has no room for it. The
+                            scorer opens it anew with a higher epoch, or drafts
+                            elsewhere, or goes on without drafts until there is room.
   8. proposer -> Goodbye    it drains: no Open will follow. It closes its side
                             once it has read the Close of every session it had.
 

@@ -330,18 +330,18 @@ def test_fuzzed_blocks_cost_nothing_but_speed(rounds: list[list[dict[str, Any]]]
 
 async def test_a_lost_session_is_opened_anew_a_few_times_at_most() -> None:
     async with running_scorer(limits=DraftLimits(max_reopens=2), pause_s=SLOW_S) as scorer:
-        proposer = ScriptedProposer(scorer.stub, lambda _session: [])
+        losses: asyncio.Queue[draft_pb2.Lost] = asyncio.Queue()
+
+        def draft_and_lose(session: Drafted) -> list[draft_pb2.Block]:
+            del proposer.sessions[session.id]
+            losses.put_nowait(draft_pb2.Lost(session=session.id, epoch=session.epoch))
+            return [block(session, [])]
+
+        proposer = ScriptedProposer(scorer.stub, draft_and_lose)
 
         async def lose_all() -> None:
-            lost = 0
-            while lost < 3:
-                await asyncio.sleep(0.001)
-                for session in list(proposer.sessions.values()):
-                    del proposer.sessions[session.id]
-                    await proposer.send(
-                        lost=draft_pb2.Lost(session=session.id, epoch=session.epoch)
-                    )
-                    lost += 1
+            for _ in range(3):
+                await proposer.send(lost=await losses.get())
 
         async with proposing(proposer):
             losing = asyncio.create_task(lose_all())

@@ -3,154 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from dataclasses import replace
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from outrider.draft_tree import DraftTree
-from outrider.engine.worker import Block
 from outrider.errors import (
     CapacityError,
     InternalError,
     InvalidRequestError,
     UnavailableError,
 )
-from outrider.features import FeatureBatch, FeatureOrder, FeatureRows, FeatureSpec, FeatureWindow
-from outrider.params import NO_ADVICE, Advice, SamplingParams, SpeculationParams
+from outrider.features import FeatureRows
+from outrider.params import NO_ADVICE, Advice, SpeculationParams
 from outrider.rpc import codec
 from outrider.rpc.channel import MAX_MESSAGE_BYTES
-from outrider.rpc.feature_codec import response_to_bytes
 from outrider.types import (
     Commit,
     Failure,
     FinishReason,
-    Request,
     StepEvents,
-    StepTimings,
-    TokenKind,
 )
 from outrider.v1 import draft_pb2
-from scorer_service.config import DraftLimits, ServedModel
-from scorer_service.hub import Hub
-from scorer_service.metrics import ScorerMetrics
+from scorer_service.config import DraftLimits
 from scorer_service.outbox import HELD_TOKENS
 from scorer_service.proposers import AttachedProposer
-from scorer_service.sessions import Mailbox, Session
-from tests.support.scorer import TOKENIZER_HASH, VOCAB
+from scorer_service.sessions import Mailbox
+from tests.support.hub import FINAL, Bench, commit, sent
+from tests.support.scorer import VOCAB
 from tests.support.scripted_proposer import hello
-
-SERVED = ServedModel("s", "hash", "default", TOKENIZER_HASH, VOCAB, 1000, "float32", frozenset(), 4)
-FINAL = FeatureSpec(2, final_norm=True)
-TIMINGS = StepTimings(0.1, 1.0, 0.1, 0.1, 0.0, 1, 1)
-
-
-class RecordingFeatures:
-    """The part of `FeatureCommands` that the hub uses."""
-
-    def __init__(self) -> None:
-        self.given_back: list[tuple[FeatureWindow, int]] = []
-
-    def give_back(self, window: FeatureWindow, size: int) -> None:
-        self.given_back.append((window, size))
-
-
-class RecordingWorker:
-    """The part of `EngineWorker` that the hub uses; writes down what it is told."""
-
-    def __init__(self) -> None:
-        self.running = self.drafting = True
-        self.set: dict[int, tuple[str | None, int]] = {}
-        self.asked: dict[int, bool] = {}
-        self.own_device: dict[int, bool] = {}
-        self.blocks: list[tuple[int, DraftTree, str]] = []
-        self.methods: list[str] = []
-        self.orders: dict[int, FeatureOrder | None] = {}
-        self.features = RecordingFeatures()
-        self.aborted: list[int] = []
-        self.refuse: Exception | None = None
-
-    def submit(self, _request: Request, _constraint: None) -> None:
-        if self.refuse is not None:
-            raise self.refuse
-
-    def abort(self, session_id: int) -> None:
-        self.aborted.append(session_id)
-
-    def set_drafting(
-        self,
-        session_id: int,
-        proposer_id: str | None,
-        k: int,
-        *,
-        runs_ahead: bool = False,  # noqa: ARG002
-        own_device: bool = False,
-        asked: bool = True,
-        features: FeatureOrder | None = None,
-    ) -> None:
-        self.set[session_id] = (proposer_id, k)
-        self.asked[session_id] = asked
-        self.own_device[session_id] = own_device
-        self.orders[session_id] = features
-
-    def post_blocks(self, blocks: Iterable[Block]) -> None:
-        for session_id, tree, proposer_id, _, _, method in blocks:
-            self.blocks.append((session_id, tree, proposer_id))
-            self.methods.append(method)
-
-
-class Bench:
-    """A hub and its recording worker."""
-
-    def __init__(self, limits: DraftLimits | None = None, device: str = "GPU-1") -> None:
-        self.worker = RecordingWorker()
-        self.metrics = metrics = ScorerMetrics(CollectorRegistry(), "default")
-        served = replace(SERVED, features=FINAL, device=device)
-        self.hub = Hub(self.worker, served, limits or DraftLimits(), metrics)  # type: ignore[arg-type]
-
-    def attach(self, proposer_id: str, **fields: object) -> AttachedProposer:
-        return self.hub.roster.attach(hello(proposer_id=proposer_id, **fields))
-
-    def submit(
-        self,
-        prompt: tuple[int, ...] = (1, 2, 3),
-        speculation: SpeculationParams | None = None,
-    ) -> Session:
-        request = Request(
-            self.hub.next_session_id(),
-            prompt,
-            SamplingParams(temperature=0),
-            speculation=speculation or SpeculationParams(),
-        )
-        return self.hub.submit(request, "")
-
-    def step(
-        self,
-        *commits: Commit,
-        set_aside: tuple[int, ...] = (),
-        features: tuple[FeatureRows, ...] = (),
-        failures: tuple[Failure, ...] = (),
-        on_demand: bool = False,
-    ) -> None:
-        batch = FeatureBatch(features, 0.001) if features else None
-        self.hub.on_events(
-            StepEvents(commits, failures, TIMINGS, set_aside, features=batch, on_demand=on_demand)
-        )
-
-
-def commit(
-    session: Session, *tokens: int, finish: FinishReason | None = None, k: int = 3
-) -> Commit:
-    return Commit(
-        session.id, len(session.committed), tokens, (TokenKind.PLAIN,) * len(tokens), k, finish
-    )
-
-
-async def sent(proposer: AttachedProposer) -> draft_pb2.SessionBatch:
-    async with asyncio.timeout(5):
-        message = await proposer.outbox.take()
-    return draft_pb2.DraftResponse.FromString(response_to_bytes(message)).sessions
 
 
 @pytest.mark.parametrize(
@@ -414,7 +293,10 @@ async def test_load_is_shared_and_the_rest_wait_for_room() -> None:
     sessions = [bench.submit() for _ in range(4)]
     assert [s.proposer.id if s.proposer else None for s in sessions] == ["a", "b", "a", None]
     assert sessions[3].id not in bench.worker.set, "never waits"
+    await bench.sent(b)
     bench.step(commit(sessions[1], 1, finish=FinishReason.STOP))
+    assert sessions[3].proposer is None, "in a message, opens come first"
+    assert [each.session for each in (await bench.sent(b)).batch.closes] == [sessions[1].id]
     assert sessions[3].proposer is b
     assert bench.worker.set[sessions[3].id] == ("b", 4)
     assert a.load == b.load == 1.0
@@ -546,7 +428,7 @@ async def test_sessions_that_are_too_much_for_one_message_wait_for_the_next() ->
     while len(opened) < len(sessions):
         assert not proposer.outbox.overflowed, "it reads"
         batch = await sent(proposer)
-        assert proposer.outbox.was_crowded
+        assert proposer.outbox.made_room
         assert batch.ByteSize() < MAX_MESSAGE_BYTES
         total += batch.ByteSize()
         opened += [o.session for o in batch.opens]
@@ -563,11 +445,11 @@ async def test_a_session_that_finds_its_proposer_behind_waits_until_it_reads() -
     second = bench.submit()
     assert second.proposer is None
     assert [o.session for o in (await sent(proposer)).opens] == [first.id]
-    assert proposer.outbox.was_crowded
+    assert proposer.outbox.made_room
     bench.hub.roster.assign_undrafted()
     assert second.proposer is proposer
     await sent(proposer)
-    assert not proposer.outbox.was_crowded
+    assert not proposer.outbox.made_room
 
 
 async def test_advice_counts_as_what_waits_to_be_read() -> None:
