@@ -255,10 +255,8 @@ class DraftModelProposer(SessionMethod[DraftState]):
         return short
 
     def _reserve(self, row: DraftRow) -> bool:
-        """Pages for the text and what the round writes past it, at the cost of idle sessions.
-
-        Without them the session is lost, before any of its prompt is processed.
-        """
+        """Pages for the text and what the round writes past it, at the cost of branches and of idle
+        sessions; without them the session is lost, before any of its prompt is processed."""
         length = len(row.state.follower.tokens)
         num_tokens = length + max((row.num_forked or row.wanted) - 1, 0)
         block_table = row.state.block_table
@@ -266,13 +264,19 @@ class DraftModelProposer(SessionMethod[DraftState]):
         if needed <= 0:
             return True
         while needed > self._pool.num_free:
+            if self._drop_branches():
+                continue
             idle = self._idle()
+            self._lose(row.state.key if idle is None else idle)
             if idle is None:
-                self._lose(row.state.key)
                 return False
-            self._lose(idle)
         block_table.extend([self._pool.allocate() for _ in range(needed)])
         return True
+
+    def _drop_branches(self) -> bool:
+        """Whether there were any: their pages are free."""
+        dropped = [state.ahead.drop_branches(self._pool) for state in self._sessions.values()]
+        return any(dropped)
 
     def _run_chains(self, rows: list[DraftRow]) -> list[list[int]]:
         slices = [row.slice() for row in rows]

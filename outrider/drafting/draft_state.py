@@ -97,9 +97,15 @@ class Lookahead:
     def drop(self, pool: BlockPool) -> None:
         """Forgets all; the pages of the branches are free."""
         self.line, self.candidates, self.gaps = [], None, None
-        if self.branches:
-            drop(pool, self.branches)
-            self.branches, self.beyond = [], None
+        self.drop_branches(pool)
+
+    def drop_branches(self, pool: BlockPool) -> bool:
+        """Frees the pages of the branches; False if there are none."""
+        if not self.branches:
+            return False
+        drop(pool, self.branches)
+        self.branches, self.beyond = [], None
+        return True
 
 
 class DraftState(PageCache):

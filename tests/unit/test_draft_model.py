@@ -432,6 +432,25 @@ def test_when_pages_run_out_the_newcomer_is_lost_or_one_that_is_idle() -> None:
     proposer.check_invariants()
 
 
+def test_branches_give_their_pages_to_a_newcomer() -> None:
+    model, clock = HashModel(num_pages=16), Clock()
+    proposer = DraftModelProposer(
+        model, name="hash", fork_drafter=EagerForks(model), max_branches=16, clock=clock
+    )
+    for session in (1, 2):
+        proposer.open(session, SessionStart([session] * 16, GREEDY, 4, 60))
+    assert not proposer.draft([1, 2]).lost
+    proposer.commit(1, 16, [5], 4)
+    proposer.commit(2, 16, [5], 4)
+    assert not proposer.draft([1, 2]).lost
+    proposer.ahead([1, 2], NO_PACE)
+    assert proposer._pool.num_free < 5, "a page more is needed"
+    proposer.open(3, SessionStart([3] * 17, GREEDY, 4, 60))
+    done = proposer.draft([3])
+    assert (done.lost, [key for key, _ in done.drafts]) == ([], [3])
+    proposer.check_invariants()
+
+
 def test_a_newcomer_without_room_is_lost_before_its_prompt_is_processed() -> None:
     model = HashModel()
     proposer = DraftModelProposer(model, name="hash", max_sessions=2)
