@@ -6,17 +6,27 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import asdict
+from typing import cast
 
 import pytest
+from torch import Tensor
 
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
+from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.engine import Engine
 from outrider.engine.measured import StepDone
 from outrider.engine.policy import Policy
 from outrider.engine.rounds import BlockFate, Drafting
 from outrider.engine.sequence import Sequence
-from outrider.params import SamplingParams, StopParams, VerificationRule
+from outrider.params import (
+    Constraint,
+    ConstraintKind,
+    SamplingParams,
+    StopParams,
+    TokenIds,
+    VerificationRule,
+)
 from outrider.types import (
     Commit,
     FinishReason,
@@ -110,6 +120,46 @@ def test_drafts_leave_a_share_of_the_budget_to_prompts() -> None:
     events = step(e)
     assert size(events) == (4, 16)
     assert [len(c.token_ids) for c in events.commits] == [4, 4, 4], "12 of 16 tokens"
+
+
+class CutOnce:
+    """A constraint that forbids nothing, but looks at no draft of the first step that has one: as
+    where its lexer was replaced in the middle of it."""
+
+    error = None
+
+    def __init__(self) -> None:
+        self.end: int | None = None
+        self.cuts = 0
+
+    def edit(self, _logits: Tensor, draft: TokenIds) -> None:
+        self.end = 1 if draft and not self.cuts else None
+        self.cuts += self.end is not None
+
+    def commit(self, _tokens: TokenIds) -> None:
+        pass
+
+    def num_allowed(self, draft: TokenIds) -> int:
+        return len(draft)
+
+    def finish(self, reason: FinishReason | None) -> FinishReason | None:
+        return reason
+
+
+def test_what_a_constraint_cuts_off_is_computed_again() -> None:
+    e, constraint = engine(), CutOnce()
+    prompt = (1, 2, 3)
+    truth = Sequential(HashModel(32)).tokens(prompt, GREEDY, 8)
+    language = Constraint(ConstraintKind.REGEX, ".*")
+    request = Request(1, prompt, GREEDY, StopParams(max_tokens=8), constraint=language)
+    e.submit(request, cast(ConstraintEditor, constraint))
+    step(e)
+    e.set_drafting(1, "a", 4)
+    e.post_block(1, DraftTree.chain(4, truth[1:5]), "a", 0)
+    [cut] = step(e).commits
+    assert cut.token_ids == tuple(truth[1:2]), "of five that the draft brought"
+    assert [t for c in run(e)[1] for t in c.token_ids] == truth[2:]
+    assert constraint.cuts == 1
 
 
 def test_admission_is_first_come_first_served_and_bounded() -> None:
