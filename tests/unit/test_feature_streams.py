@@ -159,6 +159,20 @@ def test_rows_wait_in_the_pool_until_a_draft_is_asked_for() -> None:
     assert [start for start, _ in parts[1:]] == ends[:-1]
 
 
+def test_rows_are_sent_without_another_step_to_a_proposer_that_comes_later() -> None:
+    """The row may wait for its draft, and its draft for them."""
+    engine, window = make(), FeatureWindow()
+    engine.submit(request(1))
+    assert engine.step() is not None
+    engine.set_drafting(1, "p", 3, features=FeatureOrder(1, CAPTURED, window))
+    assert engine.collect()
+    events = engine.take_events()
+    assert events is not None
+    assert events.features is not None
+    [rows] = events.features.rows
+    assert (rows.start, len(rows.rows)) == (0, len(PROMPT) * CAPTURED.row_bytes)
+
+
 def test_rows_that_wait_for_room_wake_a_thread_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The only row waits for its draft, and its draft for what is read meanwhile."""
     monkeypatch.setattr("outrider.features.MAX_ON_THE_WAY", 3 * CAPTURED.row_bytes)

@@ -91,6 +91,13 @@ def test_a_long_prompt_goes_in_chunks_beside_decoding_rows() -> None:
     assert [[c.session_id for c in events.commits] for events in steps] == [[1], [1], [1, 2]]
 
 
+def test_a_prompt_for_which_no_token_of_the_budget_is_left_is_no_row() -> None:
+    e = engine()
+    submit(e, 1, prompt_len=20)
+    submit(e, 2, prompt_len=6, start=5)
+    assert [size(step(e)) for _ in range(3)] == [(1, 16), (2, 4 + 6), (2, 2)]
+
+
 def test_prompts_go_on_while_a_row_waits_for_its_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     e = engine(lambda: now)
@@ -250,15 +257,20 @@ def test_computing_a_preempted_row_again_is_no_round() -> None:
         assert stats.fallback_rounds == stats.rounds - 1 - i  # all but the steps of prompts
 
 
-def test_a_known_prefix_is_not_computed_again() -> None:
+@pytest.mark.parametrize(("prompt_len", "cached"), [(14, 12), (16, 12), (17, 16), (4, 0)])
+def test_a_known_prefix_is_not_computed_again(prompt_len: int, cached: int) -> None:
+    """But for the last token, whose forward yields the next."""
     e = engine()
-    submit(e, 1, prompt_len=14)
+    truth, _ = submit(e, 1, prompt_len)
     run(e)
-    submit(e, 2, prompt_len=14)
-    assert size(step(e)) == (1, 2)
-    stats = run(e)[2][-1].stats
+    submit(e, 2, prompt_len)
+    first = step(e)
+    assert size(first) == (1, prompt_len - cached)
+    commits = [*first.commits, *run(e)[2]]
+    assert [t for c in commits for t in c.token_ids] == truth
+    stats = commits[-1].stats
     assert stats is not None
-    assert stats.cached_prompt_tokens == 12
+    assert stats.cached_prompt_tokens == cached
 
 
 def test_a_prompt_in_flight_is_not_shared() -> None:
