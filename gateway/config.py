@@ -45,6 +45,8 @@ class GatewayConfig:
         if not self.scorers:
             raise ConfigError("--scorer must name at least one scorer (HOST:PORT[,HOST:PORT...]).")
         check_entries(self.scorers)
+        if self.http_port == self.grpc_port != 0:
+            raise ConfigError("--http-port and --grpc-port must differ.")
         for name in ("max_in_flight", "max_body_bytes", "default_max_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1.")

@@ -115,3 +115,8 @@ def test_a_health_port_is_beside_the_service() -> None:
     assert Deployment(health_port=0).health_address("::") == "[::]:0"
     with pytest.raises(ConfigError, match="drain-grace"):
         Deployment(drain_grace_s=float("nan"))
+
+
+def test_a_gateway_has_two_ports(capsys: pytest.CaptureFixture[str]) -> None:
+    assert SERVICES["gateway"]("--http-port", "8000", "--grpc-port", "8000") == 2
+    assert "--http-port and --grpc-port must differ" in capsys.readouterr().err
