@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -108,15 +110,27 @@ async def test_a_gateway_dials_a_scorer_that_turned_up_between_two_certificates(
         assert failures() == 2, "told once, however often it was tried"
 
 
-async def test_a_proposer_follows_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    names, port = Names(monkeypatch), port_free_on_both()
+@contextlib.asynccontextmanager
+async def drafting_for(names: Names, a: DraftScorer, b: DraftScorer) -> AsyncIterator[None]:
+    """A proposer dials the name `scorers`, whose addresses `a` and `b` may have; at first `a`."""
+    port = port_free_on_both()
     names.table["scorers"] = [A]
-    a, b = DraftScorer(), DraftScorer()
     service = proposer(f"dns:scorers:{port}")
     try:
         await a.start(port, A)
         await b.start(port, B)
         await service.start()
+        yield
+    finally:
+        await service.stop()
+        await a.stop()
+        await b.stop()
+
+
+async def test_a_proposer_follows_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = Names(monkeypatch)
+    a, b = DraftScorer(), DraftScorer()
+    async with drafting_for(names, a, b):
         first = await a.attached()
         first.send(opens=[open_(1, [5, 6, 7, 5, 6])])
         await first.next_block()
@@ -132,10 +146,6 @@ async def test_a_proposer_follows_a_name(monkeypatch: pytest.MonkeyPatch) -> Non
         second.send(closes=[close(9)])
         names.table["scorers"] = [A, B]
         await a.attached()
-    finally:
-        await service.stop()
-        await a.stop()
-        await b.stop()
 
 
 class Hesitant(DraftScorer):
@@ -154,14 +164,9 @@ class Hesitant(DraftScorer):
 async def test_a_proposer_leaves_a_scorer_that_answers_when_it_is_not_listed_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    names, port = Names(monkeypatch), port_free_on_both()
-    names.table["scorers"] = [A]
+    names = Names(monkeypatch)
     a, b = Hesitant(), DraftScorer()
-    service = proposer(f"dns:scorers:{port}")
-    try:
-        await a.start(port, A)
-        await b.start(port, B)
-        await service.start()
+    async with drafting_for(names, a, b):
         async with asyncio.timeout(10):
             await a.dialled.wait()
         names.table["scorers"] = [B]
@@ -171,10 +176,6 @@ async def test_a_proposer_leaves_a_scorer_that_answers_when_it_is_not_listed_any
         async with asyncio.timeout(10):
             await left.ended.wait()
         assert not kept.ended.is_set()
-    finally:
-        await service.stop()
-        await a.stop()
-        await b.stop()
 
 
 async def test_a_proposer_in_the_same_pod_dials_a_socket(tmp_path: Path) -> None:
