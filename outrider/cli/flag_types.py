@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 from outrider.methods import parse_methods
 
@@ -42,20 +43,14 @@ def key(text: str) -> str:
 
 
 def temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
+    value = _number(text)
     if not 0.0 <= value <= 2.0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 2")
     return value
 
 
 def seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
+    value = _number(text)
     if not 0.0 < value < 1e9:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return value
@@ -79,6 +74,14 @@ def seed(text: str) -> int:
 
 def speculative_tokens(text: str) -> int:
     return _integer(text, 0, 128)
+
+
+def _number(text: str) -> float:
+    """What is none is NaN, which no bounds include."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _integer(text: str, low: int, high: int) -> int:
