@@ -17,6 +17,11 @@ from outrider.models.modules import EMBEDDINGS, HEADS
 from outrider.models.resolve import TRAINING_STATE
 
 
+def is_quantised(tensor: Tensor) -> bool:
+    """Whether numbers are stored that mean nothing without factors beside them."""
+    return not tensor.is_floating_point() or tensor.dtype.itemsize == 1
+
+
 class TensorSource(Protocol):
     """Tensors by name."""
 
@@ -61,8 +66,7 @@ class Checkpoint:
     def tensor(self, name: str, *shape: int) -> Tensor:
         """As `stored`. Raises `ConfigError` for quantised weights, too: factors are not applied."""
         found = self.stored(name, *shape)
-        plain = found.is_floating_point() and found.dtype.itemsize > 1
-        if name.endswith((".weight", ".bias")) and not plain:
+        if name.endswith((".weight", ".bias")) and is_quantised(found):
             raise ConfigError(
                 f"{name} in {self.folder} is stored as {found.dtype}: this format is read from "
                 "weights that are not quantised."
@@ -164,7 +168,7 @@ class TargetTensors:
     def _matrix(self, names: tuple[str, ...]) -> Tensor:
         name = next((each for each in names if each in self._checkpoint), names[0])
         found = self._checkpoint.stored(name, self.vocab_size, self.hidden_size)
-        if found.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        if is_quantised(found):
             raise ConfigError(
                 f"{name} in {self.folder} is stored as {found.dtype}: draft modules can share it "
                 "only unquantised."

@@ -197,7 +197,5 @@ class CopyingProposer(SessionMethod[_Session]):
         self._num_tokens += num_tokens - state.num_tokens
         state.num_tokens = num_tokens
         while self._num_tokens > self._max_tokens and len(self._sessions) > 1:
-            idle = self._idle()
-            self._lose(state.key if idle is None else idle)
-            if idle in (None, state.key):
+            if not self._makes_room(state.key):
                 return

@@ -264,11 +264,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
         if needed <= 0:
             return True
         while needed > self._pool.num_free:
-            if self._drop_branches():
-                continue
-            idle = self._idle()
-            self._lose(row.state.key if idle is None else idle)
-            if idle is None:
+            if not self._drop_branches() and not self._makes_room(row.state.key):
                 return False
         block_table.extend([self._pool.allocate() for _ in range(needed)])
         return True

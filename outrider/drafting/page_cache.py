@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from outrider.engine.block_pool import ROOT_HASH, BlockPool, PageHash, page_hash
+from outrider.engine.block_pool import BlockPool, PageHash, extend_hashes
 
 
 class PageCache:
@@ -24,7 +24,8 @@ class PageCache:
 
     def adopt(self, pool: BlockPool, tokens: Sequence[int], page_size: int) -> None:
         """Begins with what other sessions left of the same prefix."""
-        self._hash(tokens, (len(tokens) - 1 - self._lead) // page_size, page_size)
+        num_pages = (len(tokens) - 1 - self._lead) // page_size
+        extend_hashes(self.hashes, tokens, num_pages, page_size, self._lead)
         pages = pool.match(self.hashes)
         pool.share(pages)
         self.block_table.extend(pages)
@@ -36,7 +37,7 @@ class PageCache:
         first = len(self.hashes)
         end = min(self.computed, len(tokens) - 1 - self._lead) // page_size
         if first < end:
-            self._hash(tokens, end, page_size)
+            extend_hashes(self.hashes, tokens, end, page_size, self._lead)
             for page, key in zip(self.block_table[first:end], self.hashes[first:], strict=True):
                 pool.publish(page, key)
 
@@ -44,9 +45,3 @@ class PageCache:
         """Forgets all; the pages are free."""
         pool.release(self.block_table)
         self.block_table, self.hashes, self.computed = array("i"), [], 0
-
-    def _hash(self, tokens: Sequence[int], num_pages: int, page_size: int) -> None:
-        for i in range(len(self.hashes), num_pages):
-            parent = self.hashes[-1] if i else page_hash(ROOT_HASH, tokens[: self._lead])
-            start = i * page_size + self._lead
-            self.hashes.append(page_hash(parent, tokens[start : start + page_size]))

@@ -249,9 +249,7 @@ class RecurrentProposer(FeatureMethod):
     def _reserve_row(self, row: HeadRow) -> bool:
         """As `_reserve`, at the cost of idle sessions; without any the row's own is lost."""
         while not self._reserve(row):
-            idle = self._idle()
-            self._lose(row.state.key if idle is None else idle)
-            if idle is None:
+            if not self._makes_room(row.state.key):
                 return False
         return True
 

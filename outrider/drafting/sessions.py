@@ -105,6 +105,14 @@ class SessionMethod(Generic[S]):
             return None
         return first
 
+    def _makes_room(self, session: SessionKey) -> bool:
+        """Loses the longest idle session for what this one needs; without any this one itself, and
+        is False."""
+        idle = self._idle()
+        lost = session if idle is None else idle
+        self._lose(lost)
+        return lost != session
+
     def _lose(self, session: SessionKey) -> None:
         self._forget(session)
         self._lost.append(session)

@@ -17,6 +17,22 @@ def page_hash(parent: PageHash, token_ids: Sequence[int]) -> PageHash:
     return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16, key=parent).digest()
 
 
+def extend_hashes(
+    hashes: list[PageHash],
+    token_ids: Sequence[int],
+    num_pages: int,
+    page_size: int,
+    lead: int = 0,
+) -> None:
+    """Appends what is missing of the keys of the first `num_pages` pages of a text, whose row p is
+    a function of the tokens up to p + `lead`."""
+    root = page_hash(ROOT_HASH, token_ids[:lead]) if lead else ROOT_HASH
+    for i in range(len(hashes), num_pages):
+        start = i * page_size + lead
+        page = token_ids[start : start + page_size]
+        hashes.append(page_hash(hashes[-1] if hashes else root, page))
+
+
 class BlockPool:
     """Reference-counted pages with prefix sharing.
 

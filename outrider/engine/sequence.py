@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.draft_tree import DraftTree
-from outrider.engine.block_pool import ROOT_HASH, PageHash, page_hash
+from outrider.engine.block_pool import PageHash, extend_hashes
 from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.logits import LogitsEditor, make_adjuster, make_editors
 from outrider.engine.rounds import USEFUL, BlockFate, Counters, Drafting
@@ -65,12 +65,8 @@ class Sequence:
 
     def hashes(self, num_pages: int, page_size: int) -> list[PageHash]:
         """Chained hashes of the first `num_pages` pages of `token_ids`."""
-        known = self.page_hashes
-        while len(known) < num_pages:
-            start = len(known) * page_size
-            parent = known[-1] if known else ROOT_HASH
-            known.append(page_hash(parent, self.token_ids[start : start + page_size]))
-        return known[:num_pages]
+        extend_hashes(self.page_hashes, self.token_ids, num_pages, page_size)
+        return self.page_hashes[:num_pages]
 
     def take_block(self, block: DraftTree, method: str = "") -> BlockFate:
         """Walks a block by what was committed since, and keeps it if something is left below.

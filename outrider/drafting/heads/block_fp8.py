@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outrider.drafting.checkpoints import Checkpoint
+from outrider.drafting.checkpoints import Checkpoint, is_quantised
 from outrider.errors import ConfigError
 
 _SUFFIX = "_scale_inv"
@@ -37,7 +37,7 @@ class DequantisedTensors:
         """On the host. Raises `ConfigError` unless it is there, in this shape."""
         stored = self._checkpoint.stored(name, *shape)
         self.taken.add(name)
-        if stored.is_floating_point() and stored.dtype.itemsize > 1:
+        if not is_quantised(stored):
             return stored
         if stored.dtype is not torch.float8_e4m3fn or stored.dim() != 2 or self._block is None:
             raise ConfigError(
