@@ -46,6 +46,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", default="cuda")
     p.add_argument("--num-speculative-tokens", type=int, default=4, help="K, of all systems")
     p.add_argument("--synthetic-acceptance-length", type=float, help="of all systems")
+    p.add_argument("--temperature", type=float, default=0.0, help="not of vLLM's requests")
+    p.add_argument("--top-p", type=float, default=1.0, help="likewise")
     p.add_argument("--max-tokens", type=int, default=128, help="output tokens of each request")
     p.add_argument("--max-prompt-tokens", type=int, default=512)
     p.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64])
@@ -99,7 +101,13 @@ def _measure(
         return int(bool(faults))
     systems: list[System] = [
         OutriderSystem(
-            f"outrider {method}", stack, method, frozenset(args.concurrency), args.request_timeout
+            f"outrider {method}",
+            stack,
+            method,
+            frozenset(args.concurrency),
+            args.request_timeout,
+            temperature=args.temperature,
+            top_p=args.top_p,
         )
         for method in ("none", "draft_model")
     ]
@@ -187,6 +195,8 @@ def _notes(args: argparse.Namespace) -> list[str]:
         )
     if args.vllm is None:
         notes.append("vLLM was left out.")
+    elif args.temperature:
+        notes.append("vLLM's requests are greedy, Outrider's are not.")
     return notes
 
 

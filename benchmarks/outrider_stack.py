@@ -84,6 +84,7 @@ class Job:
     prompt: TokenIds
     max_tokens: int
     temperature: float = 0.0
+    top_p: float = 1.0
     num_speculative_tokens: int | None = None  # K; None: the scorer's
     pool: str = ""  # of the proposers that draft, where the wrapper is `benchmarks.by_pool`
 
@@ -182,13 +183,15 @@ class Stack:
         method: str,
         through_gateway: bool,
         timeout_s: float,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
         num_speculative_tokens: int | None = None,
         pool: str = "",
     ) -> tuple[tuple[Completion, ...], float]:
         """Runs all prompts with `concurrency` in flight; returns completions and seconds."""
 
         def call(prompt: TokenIds) -> object:
-            job = Job(prompt, max_tokens, num_speculative_tokens=num_speculative_tokens, pool=pool)
+            job = Job(prompt, max_tokens, temperature, top_p, num_speculative_tokens, pool)
             return self._call(job, method, timeout_s, through_gateway=through_gateway)
 
         return self._runner.run(_run_all(call, prompts, concurrency))
@@ -222,7 +225,7 @@ class Stack:
             num_speculative_tokens=job.num_speculative_tokens,
         )
         stop = common_pb2.StopParams(max_tokens=job.max_tokens, ignore_eos=True)
-        sampling = common_pb2.SamplingParams(temperature=job.temperature)
+        sampling = common_pb2.SamplingParams(temperature=job.temperature, top_p=job.top_p)
         if not through_gateway:
             return self._scorer.Generate(
                 scorer_pb2.ScorerServiceGenerateRequest(
@@ -298,6 +301,8 @@ class OutriderSystem:
     through_gateway: bool = True
     num_speculative_tokens: int | None = None
     pool: str = ""
+    temperature: float = 0.0
+    top_p: float = 1.0
 
     def run(self, prompts: Sequence[TokenIds], max_tokens: int, concurrency: int) -> Run:
         """See `System.run`."""
@@ -308,6 +313,8 @@ class OutriderSystem:
             method=self.method,
             through_gateway=self.through_gateway,
             timeout_s=self.timeout_s,
+            temperature=self.temperature,
+            top_p=self.top_p,
             num_speculative_tokens=self.num_speculative_tokens,
             pool=self.pool,
         )
