@@ -147,7 +147,10 @@ class TritonPagedAttention:
         block_bytes = tiling.keys * (block_dim + block_value_dim) * query.element_size()
         # Triton's stages: the page table's loads take every second one.
         buffers = min(3, _SHARED_BYTES // block_bytes)
-        paged_attention_kernel[(tiles * splits, kv_heads, self._rows)](
+        grid = (splits, kv_heads, self._rows)
+        if tiles > 1:  # a row of a single token, say, has but one of so many as the longest has
+            grid = (tokens * group // block_m + self._rows, kv_heads, 1)
+        paged_attention_kernel[grid](
             query,
             query if rope is None else rope,
             batch.slot_mapping,
@@ -166,6 +169,7 @@ class TritonPagedAttention:
             lse,
             query.stride(0),
             batch.block_table.stride(0),
+            self._rows,
             params.sliding_window or 0,
             params.scaling,
             params.softcap or 0.0,
@@ -180,6 +184,7 @@ class TritonPagedAttention:
             rope is not None,
             min(16, block_m // triton.next_power_of_2(group)),
             joined,
+            tiles > 1,
             splits,
             block_m,
             tiling.keys,

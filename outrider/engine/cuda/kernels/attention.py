@@ -108,7 +108,23 @@ def _attend(
     return new_highest, total, sums
 
 
-@triton.jit(do_not_specialize=["table_stride"])  # it follows the longest context of the step
+@triton.jit
+def _row_of_tile(tile, cu_seqlens_ptr, num_rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The row that a tile is of, and the row's first tile.
+
+    A row that begins at token t has tiles from t * GROUP // BLOCK_M + row on, so that each has
+    enough of them, and nobody has to add up.
+    """
+    row = tl.full([], -1, tl.int32)
+    for some in range(0, num_rows, 64):
+        rows = some + tl.arange(0, 64)
+        start = tl.load(cu_seqlens_ptr + rows, mask=rows < num_rows, other=2**24)
+        row += tl.sum((start * GROUP // BLOCK_M + rows <= tile).to(tl.int32), axis=0)
+    return row, tl.load(cu_seqlens_ptr + row) * GROUP // BLOCK_M + row
+
+
+# What follows a step's longest context, and its number of rows, compiles nothing.
+@triton.jit(do_not_specialize=["table_stride", "num_rows"])
 def paged_attention_kernel(
     query_ptr,  # [tokens, kv_heads * GROUP, DIM], tokens query_stride apart; if NEW not turned
     # yet, and [2 * kv_heads, DIM] follow for each token: new keys, not turned either, and values
@@ -129,6 +145,7 @@ def paged_attention_kernel(
     lse_ptr,  # float32 [tokens, heads, SPLITS]: log2 of its sum of weights; unused if SPLITS is 1
     query_stride,
     table_stride,
+    num_rows,
     window,  # keys a query sees at most, read if HAS_WINDOW
     scale,
     softcap,  # read if HAS_SOFTCAP
@@ -145,6 +162,8 @@ def paged_attention_kernel(
     BLOCK_NEW: tl.constexpr,  # new keys that are turned at a time
     ROWS: tl.constexpr,  # that a tile joins at most, a power of two. More than 1: all of them have
     # as many queries, there is one tile of them, without window and trees
+    TILES: tl.constexpr,  # rows may have more than one, and lie one behind the other on the first
+    # axis, of as many programs as `_row_of_tile` asks for; ROWS and SPLITS are 1 then
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -154,10 +173,13 @@ def paged_attention_kernel(
     PDL: tl.constexpr,
 ):
     split = tl.program_id(0) % SPLITS
-    tile = tl.program_id(0) // SPLITS
+    tile = 0
     kv_head = tl.program_id(1)
     kv_heads = tl.num_programs(1)
     row = tl.program_id(2)
+    if TILES:
+        row, first_tile = _row_of_tile(tl.program_id(0), cu_seqlens_ptr, num_rows, GROUP, BLOCK_M)
+        split, tile = 0, tl.program_id(0) - first_tile
     start = tl.load(cu_seqlens_ptr + row)
     query_len = tl.load(cu_seqlens_ptr + row + 1) - start
     seq_len = tl.load(seq_lens_ptr + row)
@@ -166,7 +188,7 @@ def paged_attention_kernel(
     if ROWS > 1:
         # The rows from here on that follow one another in a run of those that share pages.
         nth = tl.arange(0, ROWS)
-        exists = row + nth < tl.num_programs(2)
+        exists = row + nth < num_rows
         first_place = tl.load(places_ptr + row)
         joined = tl.load(places_ptr + row + nth, mask=exists, other=-1) == first_place + nth
         lengths = tl.load(seq_lens_ptr + row + nth, mask=joined, other=0)
@@ -197,7 +219,7 @@ def paged_attention_kernel(
         # The batch was there before the first layer, and so were most keys: they may be on their
         # way while the kernel before still runs. A line fetched too early does no harm.
         gdc_launch_dependents()
-        if from_block < to_block:
+        if (from_block < to_block) & ~idle:
             early = from_block * BLOCK_N + tl.arange(0, BLOCK_N)
             early = tl.minimum(early, end - 1)
             page = tl.load(table_ptr + row * table_stride + early // PAGE_SIZE)
