@@ -6,6 +6,7 @@ keys and values go to the scratch page. Rows that are missing are empty, behind 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +19,9 @@ from torch import Tensor
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.twins import Twins
 
-_TOKENS = range(64, 513, 64)
+_TOKENS = (*range(64, 1024, 64), *range(1024, 2049, 128))
 """Beyond, a forward takes longer than launching its kernels one by one does."""
-_ROWS = (8, 64)  # then as many as there can be
+_ROWS = 64  # then as many as there can be
 _CPU = torch.device("cpu")
 
 
@@ -34,8 +35,8 @@ class RaggedBucket:
 
 def make_ragged(max_tokens: int, max_rows: int) -> list[RaggedBucket]:
     """All buckets for at most `max_rows` rows and, as far as it pays, `max_tokens` tokens."""
-    rows = [*(n for n in _ROWS if n < max_rows), max_rows]
-    tokens = _TOKENS[: -(-max_tokens // _TOKENS.step)]
+    rows = sorted({min(_ROWS, max_rows), max_rows})
+    tokens = _TOKENS[: bisect_left(_TOKENS, max_tokens) + 1]
     # A row of prompt and otherwise single tokens: more rows than tokens there cannot be.
     return sorted({RaggedBucket(t, min(n, t)) for t in tokens for n in rows})
 

@@ -179,6 +179,18 @@ def test_texts_stay_the_same(model: PagedModel, monkeypatch: pytest.MonkeyPatch)
     assert texts(model, runner) == expected
 
 
+def test_a_size_that_takes_longer_than_a_larger_one_is_not_used(model: PagedModel) -> None:
+    times = {(8, 2): 3.0, (8, 6): 1.0, (24, 2): 2.0, (24, 6): 5.0, (70, 2): 4.0, (70, 6): 4.0}
+    seconds = iter([times[bucket.tokens, bucket.rows] for bucket in sorted(BUCKETS)[::-1]])
+    forwards = RaggedForwards(model, BUCKETS, record=rerun, seconds=lambda _: next(seconds))
+    left = {(bucket.tokens, bucket.rows) for bucket in forwards._buckets}
+    assert left == {(8, 6), (24, 2), (70, 2), (70, 6)}
+    rows = make_rows(random.Random(3), [9, 1, 4])
+    logits = forwards.logits(rows)  # by (70, 6), in place of (24, 6)
+    assert logits is not None
+    torch.testing.assert_close(logits, model.forward(pack(rows, PAGE_SIZE, torch.device("cpu"))))
+
+
 def test_only_models_whose_layers_run_apart_have_them(model: PagedModel) -> None:
     assert model.layered
     assert not make_model(fused=False).layered
@@ -188,8 +200,9 @@ def test_only_models_whose_layers_run_apart_have_them(model: PagedModel) -> None
 def test_sizes() -> None:
     assert make_ragged(512, 8) == [RaggedBucket(n, 8) for n in range(64, 513, 64)]
     assert make_ragged(100, 300) == [
-        *(RaggedBucket(64, rows) for rows in (8, 64)),
-        *(RaggedBucket(128, rows) for rows in (8, 64, 128)),
+        RaggedBucket(64, 64),
+        *(RaggedBucket(128, rows) for rows in (64, 128)),
     ]
-    assert max(bucket.tokens for bucket in make_ragged(8192, 8)) == 512
+    assert make_ragged(1100, 64)[-2:] == [RaggedBucket(1024, 64), RaggedBucket(1152, 64)]
+    assert max(bucket.tokens for bucket in make_ragged(8192, 8)) == 2048
     assert make_ragged(1, 1) == [RaggedBucket(64, 1)]
