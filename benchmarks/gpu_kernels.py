@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu import gpu_name
+from benchmarks.gpu import gpu_name, wall_ms
 from outrider.engine.attention import AttentionBackend, AttentionParams, StepAttention
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.kv_cache import KVPools, PageMajorPool
@@ -44,6 +44,13 @@ PRODUCTS = {
 DRAFT_LAYERS, DRAFT_HEADS, DRAFT_KV = 16, 32, (8, 64, 64)  # a layer's query heads, and its pool
 BRANCHES = ((8, 8, 512), (8, 16, 512), (32, 4, 512), (32, 16, 512), (8, 16, 2048), (16, 16, 1024))
 ROWS = (1, 5, 8, 32, 40, 160)
+DRAWS = {
+    "T=0": SamplingParams(temperature=0.0),
+    "T=1": SamplingParams(temperature=1.0),
+    "top_p": SamplingParams(temperature=0.7, top_p=0.9),
+    "top_k, top_p": SamplingParams(temperature=0.7, top_k=20, top_p=0.8),
+    "min_p": SamplingParams(temperature=1.0, min_p=0.05),
+}
 COLD_BYTES = 192 * 2**20  # what a graph must read before it comes back: well above the L2 cache
 Record = dict[str, Any]
 AttendNew = Callable[[Tensor, Tensor, StepAttention, PageMajorPool, AttentionParams], Tensor]
@@ -268,23 +275,26 @@ def _triton_backend() -> AttentionBackend:
 
 
 def sampling() -> Iterator[Record]:
-    """Drawing tokens: torch's argmax, ours with and without noise, and the four best."""
-    from outrider.engine.cuda.triton_sampling import choose, choose_top
+    """Drawing tokens: torch's argmax, ours and torch's own with and without noise and cuts, and the
+    four best."""
+    from outrider.engine.cuda.triton_sampling import choose_top, sample
+    from outrider.engine.sampling import sample as torch_sample
 
     for rows in ROWS:
-        logits = _rand(rows, VOCAB)
+        logits = 3 * _rand(rows, VOCAB)
         yield {"op": "argmax", "rows": rows, "us": graph_us([partial(logits.argmax, -1)] * 16)}
-        for temperature in (0.0, 1.0):
-            params = [SamplingParams(temperature=temperature, seed=7)] * rows
-            batch = SamplingBatch.build(params, list(range(rows)), CUDA)
+        for name, params in DRAWS.items():
+            seeded = [replace(params, seed=seed) for seed in range(rows)]
+            batch = SamplingBatch.build(seeded, list(range(rows)), CUDA)
             drawn = (logits, batch.temperature, batch.seed, batch.position)
-            calls: dict[str, Callable[[], object]] = {
-                "choose": partial(choose, *drawn),
-                "choose_top": partial(choose_top, *drawn, 4),
+            # torch's waits for the device where it cuts, and cannot be recorded.
+            times = {
+                "sample": graph_us([partial(sample, logits, batch)] * 16),
+                "torch": 1e3 * wall_ms(partial(torch_sample, logits, batch), CUDA, 10),
+                "choose_top": graph_us([partial(choose_top, *drawn, 4)] * 16),
             }
-            for name, call in calls.items():
-                us = graph_us([call] * 16)
-                yield {"op": f"{name} T={temperature:g}", "rows": rows, "us": us}
+            for op, us in times.items():
+                yield {"op": f"{op}, {name}", "rows": rows, "us": us}
 
 
 def _rand(*shape: int) -> Tensor:

@@ -12,7 +12,7 @@ from outrider.drafting.branch_plan import NUM_RANKS
 from outrider.drafting.chain_inputs import LoopShape
 from outrider.drafting.graph_chains import GraphChains
 from outrider.drafting.recorded_loops import Recording, make_shapes
-from outrider.engine.cuda.graphs import CudaGraphs
+from outrider.engine.cuda.graphs import CudaGraphs, replay_seconds
 from outrider.engine.cuda.ragged_forwards import RaggedForwards
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.ragged_step import make_ragged
@@ -48,6 +48,8 @@ def loop_shapes(*, max_sessions: int, max_draft_tokens: int, max_branches: int) 
         )
     for cut, sizes in ((False, _ROWS), (True, _FEW_ROWS)):
         for count, query_lens, fanout in kinds:
+            if cut and not fanout:
+                continue  # a chain's draws cut in any loop
             shapes += make_shapes(
                 rows=_up_to(count, sizes),
                 query_lens=query_lens,
@@ -65,15 +67,15 @@ def head_shapes(*, max_rows: int, max_draft_tokens: int, width: int = 1) -> list
     """
     if width > 1:
         max_draft_tokens = min(max_draft_tokens, 1 + MAX_TREE_NODES // width)
-    rows = {cut: _up_to(max_rows, sizes) for cut, sizes in ((False, _ROWS), (True, _FEW_ROWS))}
+    few = _up_to(max_rows, _FEW_ROWS)
     shapes = [
         LoopShape(n, k + 1, k, cut=cut, width=width)
         for k in _lengths(max_draft_tokens)
-        for cut, sizes in rows.items()
+        for cut, sizes in ((False, _up_to(max_rows, _ROWS)), (True, few if width > 1 else ()))
         for n in sizes
     ]
     long = max(_LONG_CATCH_UP, max_draft_tokens + 2)
-    return shapes + [LoopShape(n, long, max_draft_tokens, width=width) for n in rows[True]]
+    return shapes + [LoopShape(n, long, max_draft_tokens, width=width) for n in few]
 
 
 def guess_shapes(*, max_rows: int, max_depth: int) -> list[LoopShape]:
@@ -117,7 +119,7 @@ def record_loops(
         forwards = None
         if model.layered:
             ragged = make_ragged(model.max_model_len, max_sessions)
-            forwards = RaggedForwards(model, ragged, record=how.record)
+            forwards = RaggedForwards(model, ragged, record=how.record, seconds=replay_seconds)
         return GraphChains(model, how, forwards)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.engine.cuda.graph_runner import GraphRunner
-from outrider.engine.cuda.graphs import CudaGraphs
+from outrider.engine.cuda.graphs import CudaGraphs, replay_seconds
 from outrider.engine.cuda.memory import (
     DeviceMemory,
     MemoryBudget,
@@ -19,7 +19,7 @@ from outrider.engine.cuda.memory import (
     measure_activations,
 )
 from outrider.engine.cuda.ragged_forwards import RaggedForwards
-from outrider.engine.cuda.triton_sampling import choose_and_verify
+from outrider.engine.cuda.triton_sampling import choose_and_verify, sample
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.ragged_step import RaggedBucket, make_ragged
 from outrider.engine.static_step import Bucket, make_buckets
@@ -126,12 +126,15 @@ def _record(
     try:
         forwards = None
         if ragged:
-            forwards = RaggedForwards(model, ragged, record=record, on_recorded=on_recorded)
+            forwards = RaggedForwards(
+                model, ragged, record=record, seconds=replay_seconds, on_recorded=on_recorded
+            )
         return GraphRunner(
             model,
             buckets,
             record=record,
             choose_and_verify=choose_and_verify,
+            sample=sample,
             forwards=forwards,
             on_recorded=on_recorded,
         )

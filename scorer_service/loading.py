@@ -11,7 +11,7 @@ from outrider.engine.loader import count_pages, kv_bytes_per_page, load_model, r
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.pool_memory import fitting
 from outrider.engine.ranks import RankGroup
-from outrider.engine.runner import StepRunner
+from outrider.engine.runner import Runner, StepRunner
 from outrider.errors import ConfigError
 from outrider.rpc import runtime
 
@@ -31,9 +31,8 @@ def join(options: Options) -> RankGroup | None:
 def load(
     folder: Path, options: Options, group: RankGroup | None
 ) -> tuple[PagedModel, StepRunner | None, list[tuple[int, int, float]]]:
-    """The model with its cache; what runs its steps if they are recorded, and how long they take.
-
-    Times are (rows, tokens, seconds). All ranks of a group load at the same time.
+    """The model with its cache; what runs its steps if not torch alone; and how long recorded ones
+    take: (rows, tokens, seconds). All ranks of a group load at the same time.
     """
     dtype = getattr(torch, options.dtype)
     device = _device(options.device) if group is None else group.device
@@ -77,6 +76,7 @@ def load(
         return load_given(), None, []
     # Imported here: without a CUDA device there may be no Triton.
     from outrider.engine.cuda.memory import TRIAL_PAGES, DeviceMemory, claim_activations
+    from outrider.engine.cuda.triton_sampling import sample
     from scorer_service.device import StepLimits, record_steps, size_cache
 
     def say(message: str) -> None:
@@ -103,13 +103,16 @@ def load(
     if group is not None:
         say("a model on several ranks: every step runs eagerly")
         return model, None, []
-    runner = record_steps(model, limits, say)
+    recorded = record_steps(model, limits, say)
     claim_activations(
         model,
+        sample,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
     )
-    return model, runner, [] if runner is None else runner.trial_times()
+    if recorded is None:
+        return model, Runner(model, sample=sample), []
+    return model, recorded, recorded.trial_times()
 
 
 def _device(name: str) -> torch.device:

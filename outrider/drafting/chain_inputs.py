@@ -28,7 +28,7 @@ from outrider.params import SamplingParams
 
 # Columns of a row's header; the tokens to catch up follow.
 _START, _COUNT, _SOURCE, _TARGET, _SAMPLING = range(5)
-_TEMPERATURE, _TOP_P, _MIN_P, _TOP_K, _KEYS = range(_SAMPLING, _SAMPLING + 5)
+_TEMPERATURE, _, _, _TOP_K, _KEYS = range(_SAMPLING, _SAMPLING + 5)  # then top_p and min_p
 _TOKENS = _KEYS + 2
 
 _MAX_COLUMNS = 4096  # sessions whose sampling is remembered
@@ -43,7 +43,7 @@ class LoopShape:
     query_len: int  # tokens to catch up per row
     num_tokens: int  # draft tokens per row
     fanout: int = 0  # candidates per place; 0: none, and the last draft token is not fed
-    cut: bool = False  # some row has top_k, top_p or min_p
+    cut: bool = False  # some row has top_k, top_p or min_p, and candidates or trees are made
     width: int = 1  # nodes that a step feeds per row: more than 1 for trees
 
     @property
@@ -194,15 +194,16 @@ class ChainInputs:
         ints = self._device[1 : self._end_of_rows(shape)].view(shape.rows, -1)
         header, floats = ints.to(torch.int64), ints.view(torch.float32)
         start, counts = header[:, _START], header[:, _COUNT]
+        temperature, top_p, min_p = floats[:, _TEMPERATURE:_TOP_K].t().contiguous()
         return LoopRows(
             tokens=header[:, _TOKENS:],
             start=start,
             counts=counts,
             sampling=SamplingBatch(
-                temperature=floats[:, _TEMPERATURE].contiguous(),
-                top_k=header[:, _TOP_K],
-                top_p=floats[:, _TOP_P],
-                min_p=floats[:, _MIN_P],
+                temperature=temperature,
+                top_k=header[:, _TOP_K].contiguous(),
+                top_p=top_p,
+                min_p=min_p,
                 seed=(header[:, _KEYS:_TOKENS] & 0xFFFFFFFF).contiguous(),
                 position=start + counts + (self._lead - 1),
                 all_greedy=False,

@@ -2,9 +2,10 @@
 
 What no recorded loop holds (rows within a constraint, very long drafts) goes the eager way.
 
-Rows with top_k, top_p or min_p run in loops of their own, which cost a partial sort per token: a
-token that the target must refuse is no draft. There the cuts look at the likeliest tokens only, so
-that nothing waits for the device; a cut that they do not decide is left out.
+Where a token's rivals are wanted, too, rows with top_k, top_p or min_p run in loops of their own,
+which cost a partial sort per token: a token that the target must refuse is no draft. There the cuts
+look at the likeliest tokens only, so that nothing waits for the device; a cut that they do not
+decide is left out.
 """
 
 from __future__ import annotations

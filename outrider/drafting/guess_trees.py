@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -79,13 +78,7 @@ def _cut(logits: Tensor, batch: SamplingBatch) -> Tensor:
     if not (batch.any_sorted or batch.any_min_p):
         return logits
     n, m, vocab_size = logits.shape
-    places = replace(
-        batch,
-        temperature=batch.temperature.repeat_interleave(m),
-        top_k=batch.top_k.repeat_interleave(m),
-        top_p=batch.top_p.repeat_interleave(m),
-        min_p=batch.min_p.repeat_interleave(m),
-    )
+    places = batch.repeated(m, batch.position.repeat_interleave(m))
     cut = cut_to_likeliest(logits.view(n * m, vocab_size), places).view(logits.shape)
     return torch.where((batch.temperature == 0.0)[:, None, None], logits, cut)
 

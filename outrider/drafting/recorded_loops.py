@@ -197,7 +197,8 @@ class RecordedLoops:
         self, rows: int, query_len: int, num_tokens: int, fanout: int, cut: bool
     ) -> LoopShape | None:
         fitting = [s for s in self._fitting(query_len, num_tokens, fanout) if s.rows >= rows]
-        # Without a loop that cuts, rows are drafted for as if they did not.
+        # Chains are cut in any loop. Else, without one that cuts, rows are drafted for as if they
+        # did not.
         return next((shape for shape in fitting if shape.cut == cut), next(iter(fitting), None))
 
     def _fitting(self, query_len: int, num_tokens: int, fanout: int) -> list[LoopShape]:

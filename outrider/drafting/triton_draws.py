@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from outrider.drafting.candidates import cut_to_likeliest
-from outrider.engine.cuda.triton_sampling import choose, choose_top, noised
+from outrider.engine.cuda.triton_sampling import choose_top, noised, sample
 from outrider.engine.sampling import SamplingBatch
 
 
@@ -13,8 +13,7 @@ class TritonDraws:
     """Implements `Draws`; safe to capture in a CUDA graph."""
 
     def choose(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        logits = cut_to_likeliest(logits, batch)
-        return choose(logits, batch.temperature, batch.seed, batch.position)
+        return sample(logits, batch)
 
     def candidates(self, logits: Tensor, batch: SamplingBatch, count: int) -> tuple[Tensor, Tensor]:
         logits = cut_to_likeliest(logits, batch)

@@ -13,7 +13,7 @@ from outrider.engine.batch import Model, RowSlice, pack
 from outrider.engine.logits import Adjustments, adjust
 from outrider.engine.logprobs import Asked, drawn_logprobs, to_token_logprobs
 from outrider.engine.rules import RuledRow, apply_rules, is_coupled, lane_of
-from outrider.engine.sampling import Lane, SamplingBatch, sample
+from outrider.engine.sampling import Lane, Sample, SamplingBatch, sample
 from outrider.engine.step import ScheduledRow, Step, StepResult
 from outrider.engine.tree_mask import depths
 from outrider.engine.tree_walk import padded, path_order, per_row, walk_trees
@@ -70,8 +70,11 @@ class Forwards(Protocol):
 class Runner:
     """Runs any step on any device, eagerly. Knows nothing of requests but their sampling."""
 
-    def __init__(self, model: Model, forwards: Forwards | None = None) -> None:
+    def __init__(
+        self, model: Model, *, sample: Sample = sample, forwards: Forwards | None = None
+    ) -> None:
         self.model = model
+        self._sample = sample
         self._forwards = forwards
 
     def launch(self, step: Step) -> Pending:
@@ -134,7 +137,7 @@ class Runner:
         """`_draw` from logits as they are."""
         if all(row.seq.request.sampling.greedy for row in rows):
             return logits.argmax(dim=-1)
-        drawn = sample(logits, self._sampling(rows))
+        drawn = self._sample(logits, self._sampling(rows))
         ruled = _ruled(rows)
         if ruled:
             apply_rules(logits, ruled, drawn)

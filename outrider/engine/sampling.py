@@ -11,7 +11,7 @@ proposer can add the same g to its own logits, the two agree with probability at
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -94,6 +94,22 @@ class SamplingBatch:
             position=self.position[rows],
         )
 
+    def repeated(self, times: int, position: Tensor) -> SamplingBatch:
+        """Every row's parameters so many times, for draws at `position` int64 [n * times]."""
+        return replace(
+            self,
+            temperature=self.temperature.repeat_interleave(times),
+            top_k=self.top_k.repeat_interleave(times),
+            top_p=self.top_p.repeat_interleave(times),
+            min_p=self.min_p.repeat_interleave(times),
+            seed=self.seed.repeat_interleave(times, dim=0),
+            position=position,
+        )
+
+
+Sample = Callable[[Tensor, SamplingBatch], Tensor]
+"""`sample`, or a faster equal of it."""
+
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """The token each row of `logits` [n, vocab] draws: int64 [n]. Rows do not affect each other."""
@@ -109,18 +125,6 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.any_greedy:
         return torch.where(batch.temperature == 0.0, logits.argmax(dim=-1), drawn)
     return drawn
-
-
-def choose(logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    """`sample` for rows without cuts, given as tensors: int64 [n].
-
-    logits [n, vocab]; temperature float32 [n], 0: greedy; keys int64 [n, 2] and positions int64
-    [n] as in `SamplingBatch`.
-    """
-    scores = gumbel_noise(keys, positions, logits.shape[-1])
-    greedy = temperature == 0.0
-    scores += logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
-    return torch.where(greedy, logits.argmax(dim=-1), scores.argmax(dim=-1))
 
 
 def process_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider.engine.batch import PackedBatch
 from outrider.engine.rules import is_coupled
-from outrider.engine.sampling import seed_keys
+from outrider.engine.sampling import SamplingBatch, seed_keys
 from outrider.engine.static_trees import TreeViews
 from outrider.engine.step import ScheduledRow
 from outrider.engine.tree_mask import TreeMask
@@ -30,6 +30,7 @@ from outrider.engine.verifier import VerifyBatch
 from outrider.params import SamplingParams
 
 _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)  # then every 64th
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # of `SamplingParams` and `SamplingBatch`
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -53,12 +54,6 @@ def make_buckets(
     rows = (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
     shapes = {(q, False) for q in query_lens} | {(q, True) for q in tree_lens}
     return sorted(Bucket(q, n, trees) for q, trees in shapes for n in rows)
-
-
-def cuts(params: SamplingParams) -> bool:
-    """Whether drawing a token cuts by top_k, top_p or min_p."""
-    cut = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-    return cut and not params.greedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +102,7 @@ class _Constants:
 
     table: Sequence[int]
     pages: NDArray[Any]  # int32: `table` as far as it was known, then the scratch page
-    temperature: float
+    sampling: SamplingParams
     keys: NDArray[Any]  # int64 [2]
     apart: bool  # drawing its tokens takes more than is recorded
     num_pages: int = 0
@@ -134,6 +129,9 @@ class StaticInputs:
                 "slots": (torch.int64, (tokens,)),
                 "keys": (torch.int64, (rows, 2)),
                 "temperature": (torch.float32, (rows,)),
+                "top_k": (torch.int64, (rows,)),
+                "top_p": (torch.float32, (rows,)),
+                "min_p": (torch.float32, (rows,)),
                 "draft_lens": (torch.int32, (rows,)),
                 "seq_lens": (torch.int32, (rows,)),
                 **(trees if sizes.trees else {}),
@@ -143,12 +141,14 @@ class StaticInputs:
         )
         self._views: dict[Bucket, _BucketViews] = {}
         self._keys = twins.host("keys")
-        self._temperature = twins.host("temperature")
+        self._sampling = {name: twins.host(name) for name in _SAMPLING}
         self._tables = twins.host("block_table")
         self._tables.fill(sizes.scratch_page)
         self._flat_tables = self._tables.ravel()
         pages = np.full(sizes.table_width, sizes.scratch_page, np.int32)
-        self._inert = _Constants((), pages, 0.0, np.zeros(2, np.int64), apart=False)
+        self._inert = _Constants(
+            (), pages, SamplingParams(temperature=0.0), np.zeros(2, np.int64), apart=False
+        )
         self._known: dict[object, _Constants] = {}  # by sequence
         self._at: list[_Constants] = [self._inert] * rows  # what each row of the buffer holds,
         self._lengths = [0] * rows  # and so much of its table
@@ -189,10 +189,16 @@ class StaticInputs:
         twins, rows, tokens = self._twins, bucket.rows, bucket.tokens
         return VerifyBatch(
             input_ids=twins.device("input_ids")[:tokens].view(rows, -1),
-            positions=twins.device("positions")[:tokens].view(rows, -1),
             draft_lens=twins.device("draft_lens")[:rows],
-            temperature=twins.device("temperature")[:rows],
-            keys=twins.device("keys")[:rows],
+            sampling=SamplingBatch(
+                **{name: twins.device(name)[:rows] for name in _SAMPLING},
+                seed=twins.device("keys")[:rows],
+                position=twins.device("positions")[:tokens],
+                all_greedy=False,
+                any_greedy=True,
+                any_sorted=True,
+                any_min_p=True,
+            ),
         )
 
     def fill(self, rows: Sequence[ScheduledRow], bucket: Bucket) -> bool:
@@ -278,10 +284,9 @@ class StaticInputs:
         self._known[row.seq] = constants = _Constants(
             table=row.slice.block_table,
             pages=np.full(self._sizes.table_width, self._sizes.scratch_page, np.int32),
-            temperature=params.temperature,
+            sampling=params,
             keys=seed_keys([params.seed])[0].numpy(),
             apart=row.seq.edits_logits
-            or cuts(params)
             or not is_coupled(row.seq.request)
             or row.seq.request.top_logprobs is not None,
         )
@@ -290,7 +295,8 @@ class StaticInputs:
     def _place(self, i: int, constants: _Constants) -> None:
         self._at[i], self._lengths[i] = constants, constants.num_pages
         self._tables[i] = constants.pages
-        self._temperature[i] = constants.temperature
+        for name, column in self._sampling.items():
+            column[i] = getattr(constants.sampling, name)
         self._keys[i] = constants.keys
 
     def _grow(self, i: int, constants: _Constants) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.engine.sampling import choose
+from outrider.engine.sampling import SamplingBatch, sample
 
 
 def verify(draft_tokens: Sequence[int], target_choices: Sequence[int]) -> int:
@@ -82,13 +82,12 @@ def verify_trees(drafts: Tensor, parents: Tensor, choices: Tensor, max_depth: in
 
 @dataclass(frozen=True, slots=True)
 class VerifyBatch:
-    """What drawing without cuts and verifying take besides logits: n rows of k + 1 tokens."""
+    """What drawing and verifying take besides logits: n rows of k + 1 tokens."""
 
     input_ids: Tensor  # int64 [n, k + 1]: the token before the drafts, then these
-    positions: Tensor  # int64 [n, k + 1]: of `input_ids`; the token after each is drawn
     draft_lens: Tensor  # int32 [n]: what follows so many drafts is not looked at
-    temperature: Tensor  # float32 [n]; 0: greedy
-    keys: Tensor  # int64 [n, 2], as `SamplingBatch.seed`
+    sampling: SamplingBatch  # one entry a row, but for its positions int64 [n * (k + 1)]: those of
+    # `input_ids`; the token after each is drawn
 
 
 ChooseAndVerify = Callable[[Tensor, VerifyBatch, Tensor], None]
@@ -101,10 +100,8 @@ def choose_and_verify(logits: Tensor, batch: VerifyBatch, out: Tensor) -> None:
     `out`, int32 [n, k + 2], gets per row how many drafts are accepted, and then what was drawn.
     """
     width = batch.input_ids.shape[1]
-    temperature = batch.temperature.repeat_interleave(width)
-    keys = batch.keys.repeat_interleave(width, dim=0)
-    drawn = choose(logits, temperature, keys, batch.positions.flatten() + 1)
-    choices = drawn.view(-1, width)
+    by_token = batch.sampling.repeated(width, batch.sampling.position + 1)
+    choices = sample(logits, by_token).view(-1, width)
     # What fills a draft up may be equal to a choice by chance.
     agreeing = verify_rows(batch.input_ids[:, 1:], choices)
     out[:, 0] = torch.minimum(agreeing, batch.draft_lens)

@@ -1,16 +1,18 @@
 """The CUDA kernels of what lies between products, and of draws, against plain torch."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.kernels import DEVICE, DTYPES, ON_GPU, close, randn  # isort: skip - before what needs Triton
 from outrider.engine.cuda.triton_ops import TritonOps
-from outrider.engine.cuda.triton_sampling import choose, choose_and_verify
+from outrider.engine.cuda.triton_sampling import choose_and_verify
+from outrider.engine.cuda.triton_sampling import sample as sample_on_device
 from outrider.engine.kv_cache import PageMajorPool
 from outrider.engine.llama_ops import TorchOps
-from outrider.engine.sampling import SamplingBatch, gumbel_noise, sample, seed_keys
+from outrider.engine.sampling import SamplingBatch, gumbel_noise, process_logits, sample
 from outrider.engine.verifier import VerifyBatch
 from outrider.engine.verifier import choose_and_verify as torch_choose_and_verify
 from outrider.params import SamplingParams
@@ -61,6 +63,16 @@ def test_a_negative_slot_stores_nothing() -> None:
     )
 
 
+def _moved(batch: SamplingBatch) -> SamplingBatch:
+    values: list[Any] = [getattr(batch, field.name) for field in fields(batch)]
+    return SamplingBatch(*[v.to(DEVICE) if isinstance(v, torch.Tensor) else v for v in values])
+
+
+def _drawn(logits: torch.Tensor, batch: SamplingBatch) -> list[int]:
+    tokens: list[int] = sample_on_device(logits.to(DEVICE), _moved(batch)).tolist()
+    return tokens
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [1000, 128256 if ON_GPU else 5000])
 def test_choose_draws_what_the_cpu_draws(dtype: torch.dtype, vocab_size: int) -> None:
@@ -72,8 +84,7 @@ def test_choose_draws_what_the_cpu_draws(dtype: torch.dtype, vocab_size: int) ->
     batch = SamplingBatch.build(params, [5, 100, 4000, 1, 2, 70000, 2**31 - 1])
     logits = randn(len(params), vocab_size, dtype=dtype) * 3
     expected = sample(logits.cpu(), batch)
-    on_device = [each.to(DEVICE) for each in (batch.temperature, batch.seed, batch.position)]
-    assert choose(logits, *on_device).tolist() == expected.tolist()
+    assert _drawn(logits, batch) == expected.tolist()
 
 
 def test_scores_that_float32_cannot_tell_apart_are_told_apart() -> None:
@@ -89,8 +100,7 @@ def test_scores_that_float32_cannot_tell_apart_are_told_apart() -> None:
     gaps = (logits.double() + noise).gather(1, close_ones).sort(dim=1).values.diff()
     assert gaps.max() < 1e-6
     assert len(set((expected[:, None] == close_ones).int().argmax(1).tolist())) == 3
-    on_device = [each.to(DEVICE) for each in (batch.temperature, batch.seed, batch.position)]
-    assert choose(logits.to(DEVICE), *on_device).tolist() == expected.tolist()
+    assert _drawn(logits, batch) == expected.tolist()
 
 
 def test_draws_from_logits_of_any_size() -> None:
@@ -104,39 +114,98 @@ def test_draws_from_logits_of_any_size() -> None:
     logits[5] = 0.0
     params = [SamplingParams(temperature=0.9, seed=seed) for seed in range(len(logits))]
     batch = SamplingBatch.build(params, [3] * len(logits))
-    on_device = [each.to(DEVICE) for each in (batch.temperature, batch.seed, batch.position)]
-    assert choose(logits.to(DEVICE), *on_device).tolist() == sample(logits, batch).tolist()
+    assert _drawn(logits, batch) == sample(logits, batch).tolist()
 
 
 def test_of_equal_logits_the_lowest_token_wins() -> None:
     logits = torch.zeros(2, 4000, device=DEVICE)
     logits[0, [1500, 3000, 3999]] = 1.0
-    keys = torch.zeros(2, 2, dtype=torch.int64, device=DEVICE)
-    zeros = torch.zeros(2, device=DEVICE)
-    assert choose(logits, zeros, keys, zeros.long()).tolist() == [1500, 0]
+    batch = SamplingBatch.build([SamplingParams(temperature=0.0)] * 2, [0, 0])
+    assert _drawn(logits, batch) == [1500, 0]
     assert logits.argmax(dim=-1).tolist() == [1500, 0]
 
 
-def test_choose_names_a_token_even_for_broken_logits() -> None:
-    logits = torch.full((2, 3000), float("nan"), device=DEVICE)
-    keys = torch.zeros(2, 2, dtype=torch.int64, device=DEVICE)
-    temperature = torch.tensor([0.0, 1.0], device=DEVICE)
-    chosen = choose(logits, temperature, keys, torch.zeros(2, dtype=torch.int64, device=DEVICE))
-    assert bool(((chosen >= 0) & (chosen < 3000)).all())
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.1}], ids=str)
+def test_a_token_is_named_even_for_broken_logits(cut: dict[str, float]) -> None:
+    logits = torch.full((5, 3000), float("nan"), device=DEVICE)
+    logits[2] = -torch.inf
+    logits[3, 70:] = 1.0
+    logits[4, 70:] = torch.inf
+    params = [SamplingParams(temperature=t, **cut) for t in (0.0, 1.0, 1.0, 1.0, 1.0)]  # type: ignore[arg-type]
+    batch = SamplingBatch.build(params, [0] * len(params))
+    assert all(0 <= token < 3000 for token in _drawn(logits, batch))
+
+
+CUTS = [
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 400},
+    {"top_k": 10**6},
+    {"top_p": 0.1},
+    {"top_p": 0.9},
+    {"top_p": 0.9999},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"top_k": 20, "top_p": 0.8},
+    {"top_k": 300, "top_p": 0.5, "min_p": 0.02},
+    {},
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spread", [0.3, 4.0], ids=["flat", "peaked"])
+@pytest.mark.parametrize("vocab_size", [1000, 128256 if ON_GPU else 20000])
+def test_cuts_leave_what_they_leave_on_the_cpu(
+    dtype: torch.dtype, spread: float, vocab_size: int
+) -> None:
+    temperatures = (0.0, 0.6, 1.3)
+    params = [
+        SamplingParams(temperature=t, seed=seed, **cut)  # type: ignore[arg-type]
+        for cut in CUTS
+        for t in temperatures
+        for seed in range(4 if ON_GPU else 1)
+    ]
+    batch = SamplingBatch.build(params, list(range(3, 3 + len(params))))
+    logits = (randn(len(params), vocab_size, dtype=torch.float32) * spread).to(dtype)
+    expected = sample(logits.cpu(), batch)
+    drawn = _drawn(logits, batch)
+    assert drawn == expected.tolist()
+    # Without cuts others would be drawn, so that they were put to the test.
+    free = replace(batch, any_sorted=False, any_min_p=False)
+    assert (sample(logits.cpu(), free) != expected).sum() > len(params) // 10
+
+
+def test_tokens_as_likely_as_the_last_that_a_cut_keeps_stay() -> None:
+    logits = torch.full((60, 2000), -9.0)
+    logits[:, 100:110] = 2.0  # of these ten top_k = 3 and top_p = 0.2 keep all,
+    logits[:, 7] = 1.0  # and nothing else
+    params = [
+        SamplingParams(temperature=1.0, seed=seed, top_k=3 * (seed % 2), top_p=1 - 0.4 * (seed % 3))
+        for seed in range(30)
+    ]
+    params += [SamplingParams(temperature=2.0, seed=seed, top_k=11) for seed in range(30)]
+    batch = SamplingBatch.build(params, [5] * len(params))
+    drawn = _drawn(logits, batch)
+    assert drawn == sample(logits, batch).tolist()
+    kept = torch.isfinite(process_logits(logits, batch)).sum(dim=1).tolist()
+    assert {10, 11, 2000} <= set(kept)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 3, 5])
 def test_drafts_are_verified_as_by_torch(dtype: torch.dtype, width: int) -> None:
-    temperature = torch.tensor([0.0, 1.0, 0.7, 0.0, 1.3, 1.0, 0.0])
-    rows, vocab_size = len(temperature), 5000 if not ON_GPU else 128256
+    temperatures = (0.0, 1.0, 0.7, 0.0, 1.3, 1.0, 0.0)
+    rows, vocab_size = len(temperatures), 5000 if not ON_GPU else 128256
     logits = randn(rows * width, vocab_size, dtype=dtype).cpu() * 3
+    params = [
+        SamplingParams(temperature=t, seed=2**64 - 1 - i, top_p=0.7 if i % 2 else 1.0)
+        for i, t in enumerate(temperatures)
+    ]
+    positions = torch.arange(rows)[:, None] * 1000 + torch.arange(width)
     batch = VerifyBatch(
         input_ids=torch.zeros(rows, width, dtype=torch.int64),
-        positions=torch.arange(rows)[:, None] * 1000 + torch.arange(width),
         draft_lens=torch.tensor([width - 1, width - 1, -1, width - 1, 1, width // 2, 0]).int(),
-        temperature=temperature,
-        keys=seed_keys([1, 2, 2**63 + 5, 4, 2**64 - 1, 6, 7]),
+        sampling=replace(SamplingBatch.build(params, [0] * rows), position=positions.flatten()),
     )
     expected = torch.empty(rows, 1 + width, dtype=torch.int32)
     torch_choose_and_verify(logits, batch, expected)
@@ -147,6 +216,8 @@ def test_drafts_are_verified_as_by_torch(dtype: torch.dtype, width: int) -> None
     accepted = torch.where(torch.arange(rows) == 3, 0, batch.draft_lens.clamp(max=width - 1))
     assert expected[real, 0].tolist() == accepted[real].tolist()
     actual = torch.full((rows, 1 + width), -7, dtype=torch.int32, device=DEVICE)
-    moved = [getattr(batch, field.name).to(DEVICE) for field in fields(batch)]
-    choose_and_verify(logits.to(DEVICE), VerifyBatch(*moved), actual)
+    moved = VerifyBatch(
+        batch.input_ids.to(DEVICE), batch.draft_lens.to(DEVICE), _moved(batch.sampling)
+    )
+    choose_and_verify(logits.to(DEVICE), moved, actual)
     assert actual[real.to(DEVICE)].tolist() == expected[real].tolist()

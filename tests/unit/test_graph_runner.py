@@ -25,8 +25,9 @@ from outrider.engine.policy import Policy
 from outrider.engine.rounds import Drafting
 from outrider.engine.rules import is_coupled
 from outrider.engine.runner import Pending, Runner
+from outrider.engine.sampling import SamplingBatch
 from outrider.engine.sequence import Sequence
-from outrider.engine.static_step import Bucket, StaticInputs, StaticSizes, cuts, make_buckets
+from outrider.engine.static_step import Bucket, StaticInputs, StaticSizes, make_buckets
 from outrider.engine.step import ScheduledRow, Step, StepResult
 from outrider.engine.verifier import choose_and_verify
 from outrider.params import (
@@ -106,8 +107,9 @@ def make_row(
     vocab: int,
     trees: bool = False,
     recorded: bool = False,
+    sampling: SamplingParams | None = None,
 ) -> ScheduledRow:
-    """`trees`: it may hold one; `recorded`: its draw is, too."""
+    """`trees`: it may hold one; `recorded`: its draw is, too; `sampling`: else any."""
     start = rng.randint(0, MAX_MODEL_LEN - 1 - num_drafts)
     tokens = tuple(rng.randrange(vocab) for _ in range(1 + num_drafts))
     needed = min(-(-(start + len(tokens)) // PAGE_SIZE) + rng.randint(0, 2), MAX_PAGES)
@@ -115,7 +117,7 @@ def make_row(
         Request(
             0,
             (1,),
-            sampling=rng.choice(SAMPLINGS[:3] if recorded else SAMPLINGS),
+            sampling=sampling or rng.choice(SAMPLINGS[:5] if recorded else SAMPLINGS),
             speculation=rng.choice(SPECULATIONS[:1] if recorded else SPECULATIONS),
             top_logprobs=None if recorded else rng.choice((None, None, 3)),
         ),
@@ -350,9 +352,18 @@ def test_buckets_hold_any_number_of_rows() -> None:
     assert len(make_buckets(4, (1, 1))) == 3  # K = 0
 
 
-def test_only_what_cuts_is_drawn_outside_the_recorded_step() -> None:
-    assert [cuts(params) for params in SAMPLINGS[:5]] == [False, False, False, True, True]
-    assert not cuts(SamplingParams(temperature=0.0, top_k=5))
+@pytest.mark.parametrize("params", SAMPLINGS, ids=str)
+def test_only_edits_are_drawn_outside_the_recorded_step(params: SamplingParams) -> None:
+    pages = list(range(NUM_PAGES))
+    row = make_row(random.Random(2), 2, pages, 50, recorded=True, sampling=params)
+    sizes = StaticSizes(1, 3, MAX_MODEL_LEN, PAGE_SIZE, NUM_PAGES)
+    inputs = StaticInputs(sizes, torch.device("cpu"))
+    assert inputs.fill([row], Bucket(3, 1)) == (params in SAMPLINGS[5:])
+    drawn_by = inputs.verify_batch(Bucket(3, 1)).sampling
+    inputs.copy(Bucket(3, 1))
+    expected = SamplingBatch.build([params], [0])
+    for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
+        assert getattr(drawn_by, name).tolist() == getattr(expected, name).tolist()
 
 
 class RecordableHashModel(HashModel):

@@ -15,6 +15,7 @@ from outrider.engine.cuda.memory import (
     largest_steps,
 )
 from outrider.engine.paged_model import PagedModel
+from outrider.engine.sampling import SamplingBatch, sample
 from outrider.errors import ConfigError
 from scorer_service.__main__ import resolve
 
@@ -77,6 +78,7 @@ class Counted:
     """Notes the tokens and logits of its forwards, and has memory for so many logits."""
 
     max_model_len, page_size, device = 64, 16, torch.device("cpu")
+    dtype = torch.bfloat16
 
     def __init__(self, most_logits: int) -> None:
         self.most_logits = most_logits
@@ -92,14 +94,23 @@ class Counted:
 
 def test_what_the_largest_steps_take_is_claimed_at_start() -> None:
     model = Counted(most_logits=48)
-    claim_activations(cast(PagedModel, model), max_num_seqs=4, max_num_batched_tokens=48)
+    drawn_from: list[torch.dtype] = []
+
+    def draw(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        drawn_from.append(logits.dtype)
+        return sample(logits, batch)
+
+    claim_activations(cast(PagedModel, model), draw, max_num_seqs=4, max_num_batched_tokens=48)
     assert model.forwards == [(48, 1), (48, 48)]
+    assert drawn_from == [torch.float32, torch.bfloat16] * 2  # its kernels are compiled now
 
 
 def test_a_largest_step_that_does_not_fit_says_what_to_lower() -> None:
     model = Counted(most_logits=47)
     with pytest.raises(ConfigError, match="--max-num-batched-tokens"):
-        claim_activations(cast(PagedModel, model), max_num_seqs=4, max_num_batched_tokens=48)
+        claim_activations(
+            cast(PagedModel, model), sample, max_num_seqs=4, max_num_batched_tokens=48
+        )
 
 
 def test_a_step_has_a_token_for_each_of_its_rows() -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 from outrider.engine.sampling import (
     Lane,
     SamplingBatch,
-    choose,
     gumbel_noise,
     process_logits,
     sample,
@@ -206,14 +205,6 @@ def test_cuts_by_hand(params: SamplingParams, kept: int, others: int) -> None:
     logits = torch.tensor([0.5, 0.3, 0.08, 0.08, 0.04, *[1e-9] * others]).log()
     processed = process_logits(logits[None], SamplingBatch.build([params], [0]))[0]
     assert (processed > -torch.inf).nonzero().flatten().tolist() == [*range(kept)]
-
-
-def test_draws_without_cuts_are_the_same_from_tensors() -> None:
-    logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(3))
-    params = [SamplingParams(temperature=(0.0, 0.5, 1.3)[i % 3], seed=i) for i in range(40)]
-    batch = SamplingBatch.build(params, range(100, 140))
-    drawn = choose(logits, batch.temperature, batch.seed, batch.position)
-    assert drawn.tolist() == sample(logits, batch).tolist()
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:

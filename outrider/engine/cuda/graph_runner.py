@@ -19,6 +19,7 @@ from torch import Tensor
 from outrider.engine.batch import Model, PackedBatch
 from outrider.engine.cuda.graphs import Record, Work
 from outrider.engine.runner import Forwards, Pending, Runner, to_logprobs
+from outrider.engine.sampling import Sample, sample
 from outrider.engine.static_step import Bucket, StaticInputs, StaticSizes
 from outrider.engine.step import Step, StepResult
 from outrider.engine.tree_walk import walk
@@ -43,7 +44,7 @@ class RecordableModel(Model, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """One bucket: its forward, and then a draw without cuts and the verification by it."""
+    """One bucket: its forward, and then a draw and the verification by it."""
 
     inputs: tuple[PackedBatch, VerifyBatch]  # kept, because the recorded work reads their tensors
     verified: Tensor  # int32 [rows, 1 + query_len]: per row, drafts accepted and then choices
@@ -65,6 +66,7 @@ class GraphRunner:
         *,
         record: Record,
         choose_and_verify: ChooseAndVerify,
+        sample: Sample = sample,
         forwards: Forwards | None = None,
         on_recorded: Callable[[], None] = lambda: None,
     ) -> None:
@@ -72,7 +74,7 @@ class GraphRunner:
         query_len = max(bucket.query_len for bucket in buckets)
         tokens = max(bucket.tokens for bucket in buckets)
         self._model = model
-        self._runner = Runner(model, forwards)
+        self._runner = Runner(model, sample=sample, forwards=forwards)
         self._choose_and_verify = choose_and_verify
         sizes = StaticSizes(
             rows,
@@ -112,7 +114,7 @@ class GraphRunner:
             recorded.walk()
         self._marks.mark(1)
         verified, on_host, logprobs = recorded.verified, recorded.on_host, None
-        if any_apart:  # sorts and edits, of a size that follows the numbers: not recorded
+        if any_apart:  # edits, of a size that follows the rows: not recorded
             verified, logprobs = self._runner.verify(step, self._real_logits(step, bucket))
             on_host = self._on_host[: verified.numel()].view(verified.shape)
         on_host.copy_(verified, non_blocking=True)

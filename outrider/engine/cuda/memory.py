@@ -13,11 +13,12 @@ from functools import partial
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.runner import MAX_EDITED
-from outrider.engine.sampling import SamplingBatch, sample
+from outrider.engine.sampling import Sample, SamplingBatch, sample
 from outrider.errors import ConfigError
 from outrider.params import SamplingParams
 
@@ -124,15 +125,18 @@ def measure_activations(
     return max(map(memory.peak, _largest_of(model, max_num_seqs, max_num_batched_tokens)))
 
 
-def claim_activations(model: PagedModel, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+def claim_activations(
+    model: PagedModel, draw: Sample, *, max_num_seqs: int, max_num_batched_tokens: int
+) -> None:
     """Runs the largest eager steps, so that the allocator keeps from the start what they take.
 
     Else memory would grow while serving, and what does not fit beside a KV cache of a given size
-    would be found out then. Raises `ConfigError`. The model's pages hold nothing afterwards.
+    would be found out then. Raises `ConfigError`. The model's pages hold nothing afterwards, and
+    `draw` is compiled.
     """
     try:
         for run in _largest_of(model, max_num_seqs, max_num_batched_tokens):
-            run()
+            _draw_both(draw, run(), model)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             "The largest step does not fit beside the KV cache: lower --max-num-batched-tokens or "
@@ -173,19 +177,32 @@ def largest_steps(
 
 def _largest_of(
     model: PagedModel, max_num_seqs: int, max_num_batched_tokens: int
-) -> Iterator[Callable[[], None]]:
+) -> Iterator[Callable[[], Tensor]]:
     sizes = (max_num_seqs, max_num_batched_tokens, model.max_model_len, model.page_size)
     return (partial(_try_out, model, rows) for rows in largest_steps(*sizes))
 
 
 @torch.inference_mode()
-def _try_out(model: PagedModel, rows: list[RowSlice]) -> None:
+def _try_out(model: PagedModel, rows: list[RowSlice]) -> Tensor:
+    """The step's logits."""
     logits = model.forward(pack(rows, model.page_size, model.device))
     # The most that drawing can take: an edited copy, noise, and a sort.
     edited = logits[: max(1, MAX_EDITED // logits.shape[1])].to(torch.float32, copy=True)
-    params = SamplingParams(temperature=1.0, top_p=0.5, min_p=0.1)
-    sample(logits, SamplingBatch.build([params] * len(logits), range(len(logits)), model.device))
+    sample(logits, _cutting(logits))
     del edited  # until now
+    return logits
+
+
+@torch.inference_mode()
+def _draw_both(draw: Sample, logits: Tensor, model: PagedModel) -> None:
+    """Draws from logits as an eager forward gives them, and as a recorded one does."""
+    for some in (logits[:1], logits[:1].to(model.dtype)):
+        draw(some, _cutting(some))
+
+
+def _cutting(logits: Tensor) -> SamplingBatch:
+    params = SamplingParams(temperature=1.0, top_p=0.5, min_p=0.1)
+    return SamplingBatch.build([params] * len(logits), range(len(logits)), logits.device)
 
 
 def _gib(size: int) -> str:

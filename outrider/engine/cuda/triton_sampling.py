@@ -1,4 +1,4 @@
-"""`sample` on the device for rows without top_k, top_p and min_p: two launches, no noise stored."""
+"""`sample` on the device: cuts without a sort, and no noise stored."""
 
 from __future__ import annotations
 
@@ -6,82 +6,67 @@ import torch
 import triton
 from torch import Tensor
 
+from outrider.engine.cuda.kernels.cuts import choose_row_kernel, verify_row_kernel
 from outrider.engine.cuda.kernels.sampling import (
     choose_block_kernel,
-    choose_row_kernel,
     noised_kernel,
     top_block_kernel,
     top_row_kernel,
-    verify_row_kernel,
 )
+from outrider.engine.sampling import SamplingBatch
 from outrider.engine.verifier import VerifyBatch
 
 _BLOCK = 1024  # of the vocabulary per program: enough programs for a whole GPU at one row
 _WARPS = 2
+_ROW_BLOCK, _ROW_WARPS = 16384, 32  # of a row that one program goes through
+_FEW = 4096
 
 
-def choose(logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """The token each row draws, as `outrider.engine.sampling.sample` does: int64 [n].
 
-    logits [n, vocab], any dtype; temperature float32 [n], 0: greedy; keys int64 [n, 2] and
-    positions int64 [n] as in `SamplingBatch`. Of equal scores the lowest token wins. The hash has
-    the same bits as on a CPU; its logarithm may differ in the last bit of a float64. Safe to
-    capture in a CUDA graph.
+    logits [n, vocab], any dtype; of `batch` only the tensors are read. Of equal scores the lowest
+    token wins. The hash has the same bits as on a CPU; its logarithm may differ in the last bit of
+    a float64, and a sum of weights that cuts in that of a float32. Safe to capture in a CUDA graph.
     """
-    best, token = _best_of_blocks(logits, temperature, keys, positions, repeat=1, ahead=0)
-    n, blocks = best.shape
-    chosen = torch.empty(n, dtype=torch.int64, device=logits.device)
-    choose_row_kernel[(n,)](best, token, chosen, blocks, triton.next_power_of_2(blocks))
-    return chosen
+    return _chosen(logits, batch, repeat=1, ahead=0)
 
 
 def choose_and_verify(logits: Tensor, batch: VerifyBatch, out: Tensor) -> None:
-    """As `outrider.engine.verifier.choose_and_verify`, drawing as `choose` does.
+    """As `outrider.engine.verifier.choose_and_verify`, drawing as `sample` does.
 
     All tensors contiguous. Safe to capture in a CUDA graph.
     """
     rows, width = batch.input_ids.shape
-    best, token = _best_of_blocks(
-        logits, batch.temperature, batch.keys, batch.positions, repeat=width, ahead=1
-    )
-    blocks = best.shape[1]
+    chosen = _chosen(logits, batch.sampling, repeat=width, ahead=1)
     verify_row_kernel[(rows,)](
-        best,
-        token,
+        chosen,
         batch.input_ids,
         batch.draft_lens,
         out,
-        blocks,
         width,
         triton.next_power_of_2(width),
-        triton.next_power_of_2(blocks),
+        num_warps=1,
     )
 
 
-def _best_of_blocks(
-    logits: Tensor,
-    temperature: Tensor,
-    keys: Tensor,
-    positions: Tensor,
-    *,
-    repeat: int,
-    ahead: int,
-) -> tuple[Tensor, Tensor]:
-    """The best score in each block of the vocabulary, and its token.
+def _chosen(logits: Tensor, batch: SamplingBatch, *, repeat: int, ahead: int) -> Tensor:
+    """The token each row draws: int64 [n].
 
-    float64 and int32 [n, blocks]. `repeat` rows of logits share a row of temperature and keys; each
-    draws the token `ahead` of its position.
+    `repeat` rows of logits share a row of `batch` but for positions; each draws the token `ahead`
+    of its position.
     """
     n, vocab = logits.shape
     assert logits.stride(1) == 1
     blocks = triton.cdiv(vocab, _BLOCK)
     best = torch.empty((n, blocks), dtype=torch.float64, device=logits.device)
     token = torch.empty((n, blocks), dtype=torch.int32, device=logits.device)
+    chosen = torch.empty(n, dtype=torch.int64, device=logits.device)
     choose_block_kernel[(n, blocks)](
         logits,
-        temperature,
-        keys,
-        positions,
+        batch.temperature,
+        batch.seed,
+        batch.position,
         best,
         token,
         logits.stride(0),
@@ -92,7 +77,29 @@ def _best_of_blocks(
         logits.is_cuda,
         num_warps=_WARPS,
     )
-    return best, token
+    choose_row_kernel[(n,)](
+        logits,
+        batch.temperature,
+        batch.top_k,
+        batch.top_p,
+        batch.min_p,
+        batch.seed,
+        batch.position,
+        best,
+        token,
+        chosen,
+        logits.stride(0),
+        vocab,
+        blocks,
+        repeat,
+        ahead,
+        triton.next_power_of_2(blocks),
+        min(_ROW_BLOCK, triton.next_power_of_2(vocab)),
+        min(_FEW, triton.next_power_of_2(vocab)),
+        logits.is_cuda,
+        num_warps=_ROW_WARPS,
+    )
+    return chosen
 
 
 def choose_top(
@@ -100,9 +107,10 @@ def choose_top(
 ) -> tuple[Tensor, Tensor]:
     """The `count` tokens of highest score per row, and how far each is from the best.
 
-    Arguments as of `choose`, which gives the first of them, but where scores differ by less than
-    float32 tells apart. Returns int64 [n, count], best first, and float32 [n, count]; where it is
-    infinite, the token is none (its logit is -inf, or the vocabulary ends). Safe to capture in a
+    temperature float32 [n], 0: greedy; keys int64 [n, 2] and positions int64 [n] as in
+    `SamplingBatch`. The first of them is `sample`'s without cuts, but where scores differ by less
+    than float32 tells apart. Returns int64 [n, count], best first, and float32 [n, count]; where it
+    is infinite, the token is none (its logit is -inf, or the vocabulary ends). Safe to capture in a
     CUDA graph.
     """
     n, vocab = logits.shape
@@ -136,7 +144,7 @@ def noised(
 ) -> Tensor:
     """`logits` [n, m, vocab] plus temperature times noise, which m places share: float32.
 
-    The noise is that of `positions` + `ahead`; the others are as `choose` takes them. Safe to
+    The noise is that of `positions` + `ahead`; the others are as `choose_top` takes them. Safe to
     capture in a CUDA graph.
     """
     n, repeat, vocab = logits.shape
