@@ -33,7 +33,7 @@ from outrider.rpc.data_connection import DataPort
 from outrider.rpc.deployment import Deployment
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.targets import join_address
-from outrider.rpc.tasks import in_thread
+from outrider.rpc.tasks import first_of, in_thread
 from outrider.rpc.telemetry import Telemetry, configure
 from outrider.types import Request, StepEvents
 from scorer_service.config import DraftLimits, ServedModel
@@ -184,9 +184,10 @@ class ScorerApp:
         self._telemetry.shutdown()
 
     async def wait_failed(self) -> None:
-        """Returns once the engine fails step after step."""
+        """Returns once the engine fails step after step, or hangs."""
         assert self._hub is not None
-        await self._hub.failed.wait()
+        assert self._worker is not None
+        await first_of(self._hub.failed.wait(), self._worker.until_hung())
 
     def _register(self, server: grpc.aio.Server) -> None:
         add_to_server(self._servicer, server)

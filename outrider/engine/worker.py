@@ -24,6 +24,7 @@ from outrider.errors import (
 )
 from outrider.features import FeatureOrder
 from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEvents
+from outrider.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class EngineWorker:
         self._build = build
         self._on_events = on_events
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._watchdog = Watchdog(self._thread)
         self._wakeup = threading.Condition()
         self.features = FeatureCommands(self._wakeup, self._push)
         # Under the condition's lock:
@@ -170,6 +172,11 @@ class EngineWorker:
         """False once it is to stop, or has broken down."""
         return not self._stopping
 
+    async def until_hung(self) -> None:
+        """Returns when a step hangs: the engine has broken down then."""
+        await self._watchdog.until_hung()
+        self._break_down()
+
     def snapshot(self) -> EngineSnapshot:
         """How full the engine is; requests not yet taken over count as waiting."""
         return self._snapshot
@@ -244,7 +251,9 @@ class EngineWorker:
             delay = engine.wake_at - time.perf_counter()
             idle = not (self._commands or self._blocks or self._stopping)
             if may_sleep and idle and delay > 0:
+                self._watchdog.rest()
                 self._wakeup.wait(min(delay, MAX_SLEEP_S))
+            self._watchdog.work()
             commands, self._commands = self._commands, deque()
             blocks, self._blocks = self._blocks, {}
             submitted, stop = self._submitted, self._stopping
@@ -276,6 +285,7 @@ class EngineWorker:
         with self._wakeup:
             self._stopping = True
             failures = tuple(Failure(session_id, error) for session_id in self._sessions)
+            self._sessions.clear()  # a step that hangs may come back
         self._on_events(StepEvents((), failures, None))
 
     def _publish(self, engine: Engine, events: StepEvents) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import defaultdict
@@ -13,6 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from outrider import watchdog
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import PackedBatch
@@ -414,6 +416,39 @@ def test_stop_gives_up_on_a_forward_that_hangs() -> None:
         with pytest.raises(DeadlineError):
             worker.stop(0.02)
         model.open.set()
+
+
+def until_hung(worker: EngineWorker, timeout_s: float) -> None:
+    asyncio.run(asyncio.wait_for(worker.until_hung(), timeout_s))
+
+
+def test_a_forward_that_hangs_ends_what_runs_and_takes_no_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watchdog, "PATIENCE_S", 0.2)
+    model = Gate()
+    with running(model) as (worker, inbox, _):
+        model.open.clear()
+        worker.submit(request(1))
+        until_hung(worker, BOUND_S)
+        assert isinstance(inbox.ended[1], UnavailableError), "it goes on elsewhere"
+        with pytest.raises(UnavailableError):
+            worker.submit(request(2))
+        model.open.set()
+    assert inbox.tokens == {}, "it came back too late"
+    assert "the engine thread hangs" in caplog.text
+    assert "in forward" in caplog.text, "where it hangs"
+    assert "the receiver of events failed" not in caplog.text
+
+
+def test_an_engine_without_work_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "PATIENCE_S", 0.1)
+    with running(Gate()) as (worker, inbox, _):
+        worker.submit(request(1))
+        inbox.wait(lambda box: 1 in box.ended)
+        with pytest.raises(TimeoutError):
+            until_hung(worker, 0.5)
+        assert worker.running
 
 
 def draft(session_id: int, base_len: int, token_ids: TokenIds) -> Block:
