@@ -62,7 +62,7 @@ class Conversation(ABC):
         Raises what it ended with, if not well.
         """
         try:
-            await self._run()
+            await first_of(self._run(), self._until_nobody_drafts())
         finally:
             self._stream.worker.detach(self._stream.link)
             self._ended.set()
@@ -91,6 +91,10 @@ class Conversation(ABC):
         else:
             self._all_closed.set()
 
+    async def _until_nobody_drafts(self) -> None:
+        await self._stream.worker.ended.wait()
+        raise UnavailableError("the proposer stops")
+
     @abstractmethod
     async def _run(self) -> None: ...
 
@@ -115,15 +119,10 @@ class Streamed(Conversation):
         stream = self._stream
         with contextlib.closing(stream.rows):
             stream.worker.attach(Attach(stream.link, send, stream.max_block_tokens))
-            await first_of(self._read_all(), self._write_all(), self._until_nobody_drafts())
+            await first_of(self._read_all(), self._write_all())
 
     async def _done_writing(self) -> None:
         self._put((None,))
-
-    async def _until_nobody_drafts(self) -> None:
-        """As a data connection, which the thread closes when it ends."""
-        await self._stream.worker.ended.wait()
-        raise UnavailableError("the proposer stops")
 
     def _put(self, messages: Sequence[draft_pb2.DraftRequest | None]) -> None:
         self._unsent.extend(messages)

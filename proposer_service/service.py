@@ -112,9 +112,9 @@ class ProposerService:
         await asyncio.gather(*ending)
 
     async def wait_failed(self) -> None:
-        """Returns if the drafting thread ended by itself."""
+        """Returns if the drafting thread ended by itself, or hangs."""
         assert self._worker is not None
-        await self._worker.ended.wait()
+        await self._worker.until_ended()
 
     def _next_hello(self) -> draft_pb2.Hello:
         self._incarnation += 1

@@ -22,8 +22,10 @@ from typing import Final, cast
 from outrider.drafting.proposer import FeatureProposer, Proposer, ProposerTraits
 from outrider.errors import CapacityError, DeadlineError
 from outrider.params import SamplingParams, TokenIds
+from outrider.rpc.tasks import first_of
 from outrider.rpc.telemetry import Telemetry
 from outrider.v1 import draft_pb2
+from outrider.watchdog import Watchdog
 from proposer_service.cycle import (
     Attach,
     Batch,
@@ -73,10 +75,11 @@ class DraftWorker:
         self._telemetry = telemetry
         self._inbox = Inbox()
         self._thread = threading.Thread(target=self._run, name="drafting", daemon=True)
+        self._watchdog = Watchdog(self._thread)
         self._built: Future[MethodInfo] = Future()
         self._method: MethodInfo | None = None
         self.ended = asyncio.Event()
-        """Set on the loop when the thread, after `start`, has ended, asked to or not."""
+        """Set on the loop when the thread, after `start`, has ended, asked to or not, or hangs."""
         self.num_sessions = 0
 
     async def start(self, timeout_s: float) -> MethodInfo:
@@ -87,6 +90,11 @@ class DraftWorker:
                 return await asyncio.wrap_future(self._built)
         except TimeoutError as error:
             raise DeadlineError(f"The method was not ready within {timeout_s:g} s.") from error
+
+    async def until_ended(self) -> None:
+        """Returns when the thread has ended or hangs; it is noticed here alone that it hangs."""
+        await first_of(self.ended.wait(), self._watchdog.until_hung())
+        self.ended.set()
 
     async def stop(self, timeout_s: float) -> None:
         """Ends the thread after its current cycle; waits for it within the time."""
@@ -159,12 +167,15 @@ class DraftWorker:
         failures = 0
         try:
             while failures < _MAX_FAILURES:
-                if not cycle.apply(self._inbox.take(wait=not cycle.has_work)):
+                self._watchdog.rest()
+                items = self._inbox.take(wait=not cycle.has_work)
+                self._watchdog.work()
+                if not cycle.apply(items):
                     return
                 try:
                     cycle.draft()
                     while self._inbox.is_empty and cycle.ahead():
-                        pass
+                        self._watchdog.work()
                     failures = 0
                 except Exception:  # a fault of the device or a bug: the sessions are given up
                     _log.exception("drafting failed")

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import random
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -14,11 +14,12 @@ import grpc
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from outrider import watchdog
 from outrider.device import device_id
 from outrider.drafting.branch_plan import NO_PACE, Pace
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.ngram import NgramProposer
-from outrider.drafting.proposer import DraftRound, Proposer
+from outrider.drafting.proposer import DraftRound, Proposer, SessionKey
 from outrider.drafting.sessions import IDLE_S
 from outrider.errors import CapacityError, DeadlineError, ProposerRefusedError
 from outrider.rpc.channel import open_channel
@@ -636,6 +637,42 @@ async def test_a_proposer_that_cannot_draft_any_more_waits_for_no_session(
             assert (await stream.next_lost()).epoch == epoch
         await service.wait_failed()
         await stream.ended.wait()
+
+
+class HangingProposer(NgramProposer):
+    """Its drafts do not return before they are told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.back = threading.Event()
+
+    def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:
+        if sessions:
+            assert self.back.wait(60)
+        return super().draft(sessions, pace)
+
+
+async def test_a_proposer_whose_draft_hangs_lets_its_sessions_go(
+    scorer: DraftScorer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watchdog, "PATIENCE_S", 0.1)
+    address = await scorer.start()
+    proposer = HangingProposer()
+    config = replace(
+        ngram_config(address),
+        link=LinkConfig(backoff_first_s=30),
+        deployment=Deployment(drain_grace_s=60),
+    )
+    async with asyncio.timeout(20), running(config, lambda _: (proposer, "")) as (service, _):
+        stream = await scorer.attached()
+        with pytest.raises(TimeoutError):  # nothing to draft for
+            await asyncio.wait_for(service.wait_failed(), 0.5)
+        stream.send(opens=[open_(1, PERIOD)])
+        await service.wait_failed()
+        await stream.ended.wait()
+        assert not proposer.back.is_set()
+        proposer.back.set()
+    assert "the drafting thread hangs" in caplog.text
 
 
 async def test_a_session_span_joins_the_trace(scorer: DraftScorer) -> None:

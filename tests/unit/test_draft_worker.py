@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from outrider import watchdog
 from outrider.drafting.branch_plan import Pace
 from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.ngram import NgramProposer
@@ -16,6 +18,7 @@ from outrider.drafting.proposer import DraftRound, Proposer, SessionKey
 from outrider.drafting.suffix import SuffixProposer
 from outrider.errors import DeadlineError
 from outrider.rpc.telemetry import configure
+from outrider.v1 import draft_pb2
 from proposer_service.cycle import Cycle
 from proposer_service.metrics import ProposerMetrics
 from proposer_service.worker import DraftWorker
@@ -45,6 +48,30 @@ def test_a_thread_that_outlives_its_loop_ends_quietly(monkeypatch: pytest.Monkey
     thread.join(30)
     assert not thread.is_alive()
     assert not failed
+
+
+async def test_guessing_ahead_for_long_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "PATIENCE_S", 0.1)
+    began = threading.Event()
+
+    def ahead(_: Cycle) -> bool:
+        began.set()
+        time.sleep(0.005)
+        return True
+
+    monkeypatch.setattr(Cycle, "ahead", ahead)
+    telemetry = configure("outrider-proposer")
+    metrics = ProposerMetrics(telemetry.registry)
+    worker = DraftWorker(
+        lambda: (NgramProposer(), ""), asyncio.get_running_loop(), metrics, telemetry
+    )
+    await worker.start(10)
+    worker.send(1, draft_pb2.DraftRequest())  # of no link: it only wakes the thread
+    assert await asyncio.to_thread(began.wait, 10)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(worker.until_ended(), 0.5)
+    await worker.stop(10)
+    await worker.until_ended()
 
 
 class Watched(NgramProposer):
