@@ -69,9 +69,8 @@ class Connection:
     def send(self, messages: Sequence[draft_pb2.DraftRequest]) -> None:
         """What the socket does not take now waits for `flush`."""
         try:
-            for message in messages:
-                if not self.failed:
-                    self._frames.send(message.SerializeToString())
+            if not self.failed:
+                self._frames.send([message.SerializeToString() for message in messages])
         except OutriderError as error:
             self._fail(error)
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Final
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.branch_plan import NO_PACE
@@ -13,6 +14,7 @@ from outrider.drafting.proposer import Proposer, SessionKey, SessionStart
 from outrider.errors import CapacityError, InternalError, UnavailableError
 from outrider.params import SamplingParams, TokenIds
 from outrider.rpc import codec
+from outrider.rpc.channel import MAX_MESSAGE_BYTES
 from outrider.rpc.telemetry import Telemetry
 from outrider.v1 import draft_pb2
 from proposer_service.connection import Connection
@@ -21,6 +23,12 @@ from proposer_service.routes import LinkId, Route, Routes
 
 Send = Callable[[Sequence[draft_pb2.DraftRequest]], None]
 Outgoing = dict[LinkId, list[draft_pb2.DraftRequest]]
+
+_MESSAGE_BYTES: Final = MAX_MESSAGE_BYTES // 4
+"""A message of blocks that takes so much takes no more; of them the last may be a megabyte."""
+_BLOCK_BYTES: Final = 256  # counted for one: more than it takes, so that a message has 2^14 at most
+_NODE_BYTES: Final = 26  # at most: a token, its parent, and what its distribution begins with
+_DRAWN_BYTES: Final = 9  # at most, of a token that may have been drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +136,7 @@ class Cycle:
         return True
 
     def draft(self) -> None:
-        """Drafts for every session that wants it and hands the blocks over, one message a link."""
+        """Drafts for every session that wants it and hands the blocks over."""
         asked = [*self._routes.wanting, *self._asked]
         round_ = self._proposer.draft(asked, self._routes.pace.pace)
         draft_us = self._elapsed_us()
@@ -144,9 +152,8 @@ class Cycle:
                 blocks.add(self._routes.route(key), tree)
         for key, tree in round_.trees:
             blocks.add(self._routes.route(key), tree)
-        outgoing = blocks.messages()
-        self._lose(round_.lost, outgoing)
-        self._hand_over(outgoing)
+        self._lose(round_.lost, blocks.messages)
+        self._hand_over(blocks.messages)
         # What is noted only now delays no draft.
         now = time.perf_counter()
         for key in answered:
@@ -178,9 +185,8 @@ class Cycle:
         blocks = _Blocks(self._links, self._elapsed_us(), round_.methods)
         for key, tree in round_.trees:
             blocks.add(self._routes.route(key), tree)
-        outgoing = blocks.messages()
-        self._lose(round_.lost, outgoing)
-        self._hand_over(outgoing)
+        self._lose(round_.lost, blocks.messages)
+        self._hand_over(blocks.messages)
         self._routes.handed_ahead([key for key, _ in round_.trees], time.perf_counter())
         if round_.trees:
             self._metrics.ahead.observe(time.perf_counter() - self._started)
@@ -238,7 +244,10 @@ class Cycle:
 
 
 class _Blocks:
-    """One message of blocks a link, filled where it is sent: protobuf copies what it is given."""
+    """Messages of blocks by link, filled where they are sent: protobuf copies what it is given.
+
+    Nearly always one of a link: the scorer has all of a round at once.
+    """
 
     def __init__(
         self, links: Mapping[LinkId, Attach], draft_us: int, methods: Mapping[SessionKey, int]
@@ -246,30 +255,32 @@ class _Blocks:
         self._links = links
         self._draft_us = draft_us
         self._methods = methods
-        self._messages: dict[LinkId, draft_pb2.DraftRequest] = {}
-        self._adding: dict[LinkId, Callable[..., draft_pb2.Block]] = {}  # a block to its message
+        self.messages: Outgoing = {}
+        self._adding: dict[LinkId, Callable[..., draft_pb2.Block]] = {}  # a block to the last one
+        self._room: dict[LinkId, int] = {}  # bytes, in the last one
 
     def add(self, route: Route, tree: DraftTree) -> None:
         link = route.link
-        adding = self._adding.get(link)
-        if adding is None:
-            message = self._messages[link] = draft_pb2.DraftRequest()
-            adding = self._adding[link] = message.blocks.blocks.add
+        if self._room.get(link, 0) <= 0:
+            message = draft_pb2.DraftRequest()
+            self.messages.setdefault(link, []).append(message)
+            self._adding[link] = message.blocks.blocks.add
+            self._room[link] = _MESSAGE_BYTES
         tree = tree.at_most(self._links[link].max_block_tokens)
-        block = adding(
+        block = self._adding[link](
             session=route.session,
             epoch=route.epoch,
             base_len=tree.base_len,
             token_ids=tree.token_ids,
             draft_us=self._draft_us,
         )
+        size = _BLOCK_BYTES + _NODE_BYTES * len(tree.token_ids)
         # Most have none of these, and to say so takes time, too.
         if not tree.is_chain:
             block.parents.extend(tree.parents)
         if tree.probs:
             block.draft_probs.extend([codec.draft_probs_to_proto(probs) for probs in tree.probs])
+            size += _DRAWN_BYTES * sum([len(probs.token_ids) for probs in tree.probs if probs])
         if self._methods:
             block.method_index = self._methods.get(route.key, 0)
-
-    def messages(self) -> Outgoing:
-        return {link: [message] for link, message in self._messages.items()}
+        self._room[link] -= size

@@ -29,7 +29,7 @@ _KEY_BYTES: Final = 32
 _WELCOME: Final = b"\x01"
 _KEY_TIMEOUT_S: Final = 5.0
 _MAX_UNSENT_BYTES: Final = 4 * 2**20
-"""Blocks that a scorer has not read, with some thousand sessions' in each."""
+"""Blocks that a scorer has not read as the next are made, with some thousand sessions' in each."""
 _MAX_STRANGERS: Final = 64
 """Connections whose key has not come yet; of more the first is hung up on."""
 

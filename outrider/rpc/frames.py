@@ -10,6 +10,7 @@ import asyncio
 import socket
 import ssl
 import struct
+from collections.abc import Iterable
 from typing import Final
 
 from outrider.errors import InvalidRequestError, UnavailableError
@@ -65,7 +66,8 @@ class Frames:
 class FrameSocket:
     """One end of a connection, of a thread that may wait for none of its connections alone.
 
-    A message is at most `max_bytes` long, and as much as `max_unsent` may wait to be sent.
+    A message is at most `max_bytes` long. While more than `max_unsent` wait to be sent, no others
+    are taken.
     """
 
     def __init__(self, connected: socket.socket, max_bytes: int, max_unsent: int) -> None:
@@ -110,15 +112,16 @@ class FrameSocket:
             raise UnavailableError("the data connection broke", reason=ENDED)
         return messages
 
-    def send(self, message: bytes) -> None:
+    def send(self, messages: Iterable[bytes]) -> None:
         """What the socket does not take now waits for `flush`.
 
-        Raises `UnavailableError` if the connection has ended, or the peer does not read.
+        Raises `UnavailableError` if the connection has ended, or the peer has not read what was
+        sent before.
         """
-        framed = _framed(message, self._max_bytes)
         if len(self._unsent) > self._max_unsent:
             raise UnavailableError("the scorer does not read its blocks")
-        self._unsent += framed
+        for message in messages:
+            self._unsent += _framed(message, self._max_bytes)
         self.flush()
 
     def flush(self) -> None:

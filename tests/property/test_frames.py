@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.errors import InvalidRequestError
-from outrider.rpc.frames import READ_AHEAD_BYTES, Frames
+from outrider.errors import InvalidRequestError, UnavailableError
+from outrider.rpc.frames import READ_AHEAD_BYTES, Frames, FrameSocket
 
 MAX_BYTES = 300
 MESSAGES = st.lists(st.binary(max_size=MAX_BYTES), max_size=8)
@@ -98,3 +98,20 @@ def test_a_message_that_is_too_long_is_not_waited_for() -> None:
             await read([(4).to_bytes(4, "little") + b"fits", long], max_bytes=4)
 
     asyncio.run(run())
+
+
+def test_all_that_is_sent_at_once_is_taken_unless_what_was_sent_before_is_not_read() -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        peer = FrameSocket(far, 2**20, 0)
+        frames = FrameSocket(near, 2**20, max_unsent=2**20)
+        sent = [bytes([i]) * 2**20 for i in range(8)]
+        for _ in range(2):
+            frames.send(sent)
+            with pytest.raises(UnavailableError, match="does not read"):
+                frames.send([b"more"])
+            received = []
+            while len(received) < len(sent):
+                frames.flush()
+                received += peer.receive()
+            assert received == sent
