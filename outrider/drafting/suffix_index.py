@@ -13,6 +13,7 @@ from outrider.drafting.suffix_kernels import END, ORDERS, Ints
 
 _SMALLEST = 256
 _MAX_ROOM = 4  # times what is held; beyond, memory is given back
+_MAX_PLACE = 2**31 - 1  # as links hold them
 NO_PATH: Ints = np.empty(0, np.int32)
 
 
@@ -30,25 +31,37 @@ class SuffixIndex:
     """Token ids with links from each place to the last one that was preceded by the same tokens.
 
     Takes 36 bytes per token that there is room for, and has room for at most four times what it
-    holds.
+    holds. What is dropped leaves its room to what comes: nothing is moved.
     """
 
-    def __init__(self, tokens: Sequence[int] = ()) -> None:
-        self._start = self._end = 0  # of what counts in _tokens
-        self._make_arrays(len(tokens))
+    def __init__(self, tokens: Sequence[int] | Ints = ()) -> None:
+        self._begin(tokens)
+
+    def _begin(self, tokens: Sequence[int] | Ints) -> None:
+        """Holds just these, in new arrays."""
+        self._start = self._end = 0  # of the places that count
+        room = _room(len(tokens))
+        self._tokens: Ints = np.empty(room, np.int32)
+        self._links: Ints = np.empty((ORDERS, room), np.int32)
+        self._heads: Ints = np.full((ORDERS, room), -1, np.int32)
         self.append(tokens)
 
     def __len__(self) -> int:
         return self._end - self._start
 
-    def append(self, tokens: Sequence[int]) -> None:
+    def append(self, tokens: Sequence[int] | Ints) -> None:
         """The text goes on."""
-        if self._end + len(tokens) > len(self._tokens):
-            self._move(len(tokens))
-        end = self._end + len(tokens)
-        self._tokens[self._end : end] = tokens
-        kernels.enter(self._tokens, self._links, self._heads, self._start, self._end, end)
-        self._end = end
+        if self._end + len(tokens) > _MAX_PLACE:
+            self._begin(self._held())
+        copies = _room(len(self) + len(tokens)) // len(self._tokens)
+        if copies > 1:
+            # A place finds itself in one of the copies, an n-gram the head of its old slot.
+            self._tokens = np.tile(self._tokens, copies)
+            self._links = np.tile(self._links, copies)
+            self._heads = np.tile(self._heads, copies)
+        fresh = np.array(tokens, np.int32)
+        kernels.enter(fresh, self._tokens, self._links, self._heads, self._start, self._end)
+        self._end += len(fresh)
 
     def end_document(self) -> None:
         """What comes next does not follow what came before."""
@@ -58,7 +71,7 @@ class SuffixIndex:
         """Forgets the first tokens."""
         self._start += num_tokens
         if _SMALLEST < len(self._tokens) > _MAX_ROOM * len(self):
-            self._move(0)
+            self._begin(self._held())
 
     def draft(
         self,
@@ -106,16 +119,11 @@ class SuffixIndex:
         )
         return [int(token) for token in found[:length]]
 
-    def _move(self, extra: int) -> None:
-        """Makes room for `extra` tokens in new arrays, without the tokens that were dropped."""
-        kept = self._tokens[self._start : self._end]
-        self._start, self._end = 0, len(kept)
-        self._make_arrays(len(kept) + extra)
-        self._tokens[: len(kept)] = kept
-        kernels.enter(self._tokens, self._links, self._heads, 0, 0, len(kept))
+    def _held(self) -> Ints:
+        held: Ints = self._tokens[np.arange(self._start, self._end) % len(self._tokens)]
+        return held
 
-    def _make_arrays(self, num_tokens: int) -> None:
-        capacity = max(_SMALLEST, 1 << (num_tokens * 5 // 4).bit_length())
-        self._tokens = np.empty(capacity, np.int32)
-        self._links = np.empty((ORDERS, capacity), np.int32)
-        self._heads = np.full((ORDERS, capacity), -1, np.int32)
+
+def _room(num_tokens: int) -> int:
+    """A power of two."""
+    return max(_SMALLEST, 1 << (num_tokens - 1).bit_length())

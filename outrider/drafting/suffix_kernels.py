@@ -5,6 +5,9 @@ ends before, and from each place a link leads to the one before, as in LZ77's ha
 token costs a fixed number of words, nothing is ever deleted (old places are merely out of range),
 and what a suffix tree counts is counted over the `RECENT` latest places of a context.
 
+Places are numbered without end; of tokens and links the last ones are kept, as many as there is
+room for, which is a power of two: that of a place is at the place modulo the room.
+
 All kernels are in this one file: Numba notices a changed file, not a changed callee elsewhere.
 """
 
@@ -39,29 +42,31 @@ def _slot(key: int, size: int) -> Any:
 
 
 @compiled
-def enter(tokens: Ints, links: Ints, heads: Ints, first: int, start: int, end: int) -> None:
-    """Enters the places start .. end - 1: the n-grams that end before them are followed by a token.
+def enter(fresh: Ints, tokens: Ints, links: Ints, heads: Ints, start: int, end: int) -> None:
+    """Enters `fresh` after tokens[start:end], each after the n-grams that end before it.
 
-    tokens [capacity], of which those from `first` on count; links [ORDERS, capacity], heads
-    [ORDERS, table]; -1: none.
+    tokens [room], links [ORDERS, room], heads [ORDERS, table]; -1: none.
     """
-    for place in range(start, end):
+    mask = len(tokens) - 1
+    for i in range(len(fresh)):
+        place = end + i
+        tokens[place & mask] = fresh[i]
         key = np.uint64(0)
         order, size = 0, 1
-        if tokens[place] != END:
-            for back in range(1, min(1 << (ORDERS - 1), place - first) + 1):
-                token = tokens[place - back]
+        if fresh[i] != END:
+            for back in range(1, min(1 << (ORDERS - 1), place - start) + 1):
+                token = tokens[(place - back) & mask]
                 if token == END:
                     break
                 key = _mixed(key, token)
                 if back == size:
                     slot = _slot(key, heads.shape[1])
-                    links[order, place] = heads[order, slot]
+                    links[order, place & mask] = heads[order, slot]
                     heads[order, slot] = place
                     order += 1
                     size *= 2
         while order < ORDERS:
-            links[order, place] = -1
+            links[order, place & mask] = -1
             order += 1
 
 
@@ -84,21 +89,21 @@ def _places(
     size = 1 << order
     if known < size:
         return 0
-    key = np.uint64(0)
+    key, mask = np.uint64(0), len(tokens) - 1
     for back in range(1, size + 1):
         key = _mixed(key, context[known - back])
     place = heads[order, _slot(key, heads.shape[1])]
     found = visited = 0
     while place > start and found < RECENT and visited < _VISITED:
         visited += 1
-        length = 0
+        length, last = 0, place - 1
         most = min(known, place - start)
-        while length < most and tokens[place - 1 - length] == context[known - 1 - length]:
+        while length < most and tokens[(last - length) & mask] == context[known - 1 - length]:
             length += 1
         if length >= size:
             places[found], lengths[found] = place, length
             found += 1
-        place = links[order, place]
+        place = links[order, place & mask]
     return found
 
 
@@ -106,7 +111,7 @@ def _places(
 def _next(tokens: Ints, end: int, place: int, tail: Ints) -> int:
     """The token at `place`; beyond the end of the text `tail` goes on."""
     if place < end:
-        return int(tokens[place])
+        return int(tokens[place & (len(tokens) - 1)])
     return int(tail[place - end]) if place - end < len(tail) else END
 
 

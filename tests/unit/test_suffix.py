@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tracemalloc
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.drafting import suffix_index
 from outrider.drafting.proposer import SessionStart
 from outrider.drafting.sessions import IDLE_S
 from outrider.drafting.suffix import Responses, SuffixProposer
@@ -92,6 +94,38 @@ def test_an_index_that_grows_and_shrinks_finds_the_same() -> None:
     gone = np.array([380, 381], np.int32)
     assert index.draft(gone, 4, factor=1.0, min_prob=0.1).token_ids == []
     assert len(index) == 40
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_equal_the_definition_wherever_the_text_lies(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it goes round its room, gets more and less of it, and comes to the last place."""
+    monkeypatch.setattr(suffix_index, "_SMALLEST", 8)
+    monkeypatch.setattr(suffix_index, "_MAX_PLACE", 500)
+    chance = random.Random(seed)
+    index, texts = SuffixIndex(), list[list[int]]()
+    for i in range(400):
+        most = 5 if i // 20 % 2 else 1
+        while len(texts) >= most:
+            index.drop(len(texts.pop(0)) + 1)
+        texts.append(chance.choices(range(3), k=chance.randrange(12)))
+        index.append(texts[-1])
+        index.end_document()
+        context = chance.choices(range(3), k=chance.randrange(1, 10))
+        score, tokens = definition(texts, context, 6, 1.0, 0.1)
+        found = index.draft(np.array(context, np.int32), 6, factor=1.0, min_prob=0.1)
+        assert found.token_ids == tokens
+        assert found.score == pytest.approx(score)
+
+
+def test_an_index_that_forgets_as_much_as_it_learns_moves_nothing() -> None:
+    index = SuffixIndex(range(1000))
+    links = index._links
+    for _ in range(200):
+        index.drop(40)
+        index.append(range(40))
+    assert index._links is links
 
 
 def test_an_index_has_room_for_at_most_four_times_what_it_holds() -> None:
