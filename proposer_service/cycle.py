@@ -198,7 +198,7 @@ class Cycle:
         keys = [*self._routes.wanting, *self._routes.drafted]
         outgoing: Outgoing = {}
         for key in (*keys, *self._asked):
-            self._proposer.close(key)
+            self._proposer.forget(key)
         self._lose(keys, outgoing)
         asked, self._asked = self._asked, {}
         for proposal in asked.values():

@@ -105,7 +105,8 @@ class Routes:
         for closed in batch.closes:
             route = self._by_name.get((link, closed.session))
             if route is not None and route.epoch == closed.epoch:
-                self._close(route)
+                self._proposer.close(route.key)
+                self._forget(route)
 
     def answered(self, key: SessionKey) -> None:
         """The session of `key` has its draft now, or had it at hand."""
@@ -152,7 +153,8 @@ class Routes:
 
     def drop_link(self, link: LinkId) -> None:
         for route in [route for route in self._by_name.values() if route.link == link]:
-            self._close(route)
+            self._proposer.forget(route.key)
+            self._forget(route)
         self._on_demand.discard(link)
 
     def _open(self, link: LinkId, opened: draft_pb2.Open) -> None:
@@ -160,7 +162,8 @@ class Routes:
         if former is not None:
             if former.epoch >= opened.epoch:
                 return
-            self._close(former)
+            self._proposer.forget(former.key)
+            self._forget(former)
         try:
             start = _start(opened)
         except InvalidRequestError as error:
@@ -192,10 +195,6 @@ class Routes:
             self.wanting[key] = None
         else:
             self.wanting.pop(key, None)
-
-    def _close(self, route: Route) -> None:
-        self._proposer.close(route.key)
-        self._forget(route)
 
     def _forget(self, route: Route) -> None:
         del self._by_name[route.link, route.session]

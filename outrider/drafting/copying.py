@@ -44,7 +44,7 @@ class Source(Protocol):
         ...
 
     def end(self) -> None:
-        """The session is over; not called for one that is lost."""
+        """The session is over; not called for one that is forgotten."""
         ...
 
 
@@ -152,11 +152,6 @@ class CopyingProposer(SessionMethod[_Session]):
         if state is not None:  # there was room
             self._resize(state)
 
-    def close(self, session: SessionKey) -> None:
-        state = self._forget(session)
-        if state is not None:
-            state.source.end()
-
     def draft(
         self,
         sessions: Sequence[SessionKey],
@@ -187,6 +182,9 @@ class CopyingProposer(SessionMethod[_Session]):
     def _follow(self, state: _Session, fresh: Sequence[int]) -> None:  # noqa: ARG002
         state.source.commit()
         self._resize(state)
+
+    def _end(self, state: _Session) -> None:
+        state.source.end()
 
     def _release(self, state: _Session) -> None:
         self._num_tokens -= state.num_tokens

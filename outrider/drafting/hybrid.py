@@ -153,9 +153,14 @@ class HybridProposer(SessionMethod[_Session]):
         if state.drafted_by not in state.trees:
             state.drafted_by = None
 
-    def _release(self, state: _Session) -> None:
+    def _end(self, state: _Session) -> None:
         for i in state.open:
             self._children[i].close(state.key)
+        state.open.clear()
+
+    def _release(self, state: _Session) -> None:
+        for i in state.open:
+            self._children[i].forget(state.key)
 
     def _take(
         self, i: int, round_: DraftRound, asking: dict[SessionKey, _Session], done: DraftRound

@@ -22,7 +22,7 @@ TREE_WIDTH: Final = 8
 """Of draft trees: children of a node that are looked at, nodes of a depth that may get some."""
 
 SessionKey = int
-"""Names a session within one proposer process. Never used again after `close`."""
+"""Names a session within one proposer process. Never used again after `close` or `forget`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,11 @@ class Proposer(Protocol):
         ...
 
     def close(self, session: SessionKey) -> None:
-        """Forgets a session, known or not."""
+        """The session, known or not, is over."""
+        ...
+
+    def forget(self, session: SessionKey) -> None:
+        """As `close`, but its text goes on: here, under another key, or elsewhere."""
         ...
 
     def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:

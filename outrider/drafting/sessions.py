@@ -71,7 +71,16 @@ class SessionMethod(Generic[S]):
             self._follow(state, fresh)
 
     def close(self, session: SessionKey) -> None:
-        self._forget(session)
+        state = self._sessions.get(session)
+        if state is not None:
+            self._end(state)
+            self.forget(session)
+
+    def forget(self, session: SessionKey) -> None:
+        state = self._sessions.pop(session, None)
+        if state is not None:
+            del self._asked_at[session]
+            self._release(state)
 
     def _begin(self, key: SessionKey, follower: Follower, start: SessionStart) -> S:
         """What is kept of a session that begins."""
@@ -82,8 +91,11 @@ class SessionMethod(Generic[S]):
         silent (now)."""
         raise NotImplementedError
 
+    def _end(self, state: S) -> None:
+        """The session is over: its text is whole."""
+
     def _release(self, state: S) -> None:
-        """The session is over: what it holds is to be given up, if it was not before."""
+        """The session is forgotten: what it holds is to be given up, if it was not before."""
         raise NotImplementedError
 
     def _asked(self, sessions: Sequence[SessionKey]) -> list[S]:
@@ -114,17 +126,10 @@ class SessionMethod(Generic[S]):
         return lost != session
 
     def _lose(self, session: SessionKey) -> None:
-        self._forget(session)
+        self.forget(session)
         self._lost.append(session)
 
     def _take_lost(self) -> list[SessionKey]:
         """The sessions that were lost since it was asked last."""
         lost, self._lost = self._lost, []
         return lost
-
-    def _forget(self, session: SessionKey) -> S | None:
-        state = self._sessions.pop(session, None)
-        if state is not None:
-            del self._asked_at[session]
-            self._release(state)
-        return state

@@ -1,11 +1,11 @@
-"""The drafting thread at its end, and in spare time."""
+"""The drafting thread at its end and in spare time, and what becomes of sessions that go on."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -19,9 +19,10 @@ from outrider.drafting.suffix import SuffixProposer
 from outrider.errors import DeadlineError
 from outrider.rpc.telemetry import configure
 from outrider.v1 import draft_pb2
-from proposer_service.cycle import Cycle
+from proposer_service.cycle import Attach, Batch, Cycle, Detach, Item
 from proposer_service.metrics import ProposerMetrics
 from proposer_service.worker import DraftWorker
+from tests.support.draft_scorer import close, commit, open_
 
 
 def test_a_thread_that_outlives_its_loop_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,3 +94,39 @@ def test_spare_time_is_any_methods() -> None:
         cycle = Cycle(method, ProposerMetrics(CollectorRegistry()), telemetry)
         assert not cycle.ahead()
     assert alone.calls == joined.calls == [[]]
+
+
+def told(link: int, batch: draft_pb2.SessionBatch) -> Item:
+    return Batch(link, batch, [], 0.0)
+
+
+def attach(link: int) -> Item:
+    return Attach(link, lambda _: None, 512)
+
+
+ENDS: dict[str, tuple[Callable[[Cycle], object], int]] = {
+    # and over which link the session then goes on
+    "its stream went down": (lambda cycle: cycle.apply([Detach(1), attach(2)]), 2),
+    "it is opened anew": (lambda _: None, 1),
+    "drafting failed": (lambda cycle: cycle.give_up(), 1),
+}
+
+
+@pytest.mark.parametrize("what", ENDS)
+def test_a_response_that_goes_on_is_remembered_once_it_is_whole(what: str) -> None:
+    end, link = ENDS[what]
+    suffix = SuffixProposer()
+    telemetry = configure("outrider-proposer")
+    cycle = Cycle(suffix, ProposerMetrics(CollectorRegistry()), telemetry)
+    opened, committed = open_(1, [1, 2]), commit(1, 2, [3, 4])
+    cycle.apply([attach(1), told(1, draft_pb2.SessionBatch(opens=[opened], commits=[committed]))])
+    end(cycle)
+    again = open_(1, [1, 2, 3, 4], epoch=2)
+    again.num_output_tokens = 2
+    cycle.apply([told(link, draft_pb2.SessionBatch(opens=[again]))])
+    assert (len(suffix.responses), suffix.num_sessions) == (0, 1)
+    closing = draft_pb2.SessionBatch(
+        commits=[commit(1, 4, [5], epoch=2)], closes=[close(1, epoch=2)]
+    )
+    cycle.apply([told(link, closing)])
+    assert suffix.responses.num_tokens == 6, "with an end"

@@ -210,6 +210,24 @@ def test_a_session_that_its_reader_lost_is_given_to_no_method_again(
     assert [child.num_sessions for child in (proposer, *children)] == [0] * 3
 
 
+def test_a_response_is_remembered_once_however_often_its_session_was_lost() -> None:
+    reader = OneShotProposer(medusa(torch.float32, torch.device("cpu")), method="medusa", name="")
+    suffix = SuffixProposer()
+    proposer = HybridProposer([suffix, reader])
+    text = [1, 2, 3]
+    proposer.open(0, SessionStart(text[:2], GREEDY, 2, 100))
+    for session in range(3):
+        proposer.commit(session, len(text) - 1, text[-1:], 2)
+        proposer.features(session, 5, b"")  # a gap: the reader loses it
+        assert proposer.draft([session]).lost == [session]
+        again = SessionStart(text, GREEDY, 2, 100, num_output_tokens=len(text) - 2)
+        proposer.open(session + 1, again)
+        text.append(session + 4)
+    assert len(suffix.responses) == 0
+    proposer.close(3)
+    assert len(suffix.responses) == 1
+
+
 def test_it_holds_no_more_sessions_than_it_says() -> None:
     small = [NgramProposer(max_sessions=2), SuffixProposer(max_sessions=2)]
     proposer = HybridProposer(small)
