@@ -215,12 +215,11 @@ class RecurrentProposer(FeatureMethod):
                 budget -= missing
             if missing < fresh or not state.ready:
                 wanted = 0
-            if missing == 0:
-                done.unfinished.append(state.key)
-            else:
-                rows.append(self._row(state, cache, missing, wanted))
+            rows.append(self._row(state, cache, missing, wanted))
         rows.sort(key=lambda row: -row.wanted)
-        return [row for row in rows if self._reserve_row(row)]
+        rows = [row for row in rows if self._reserve_text(row)]
+        done.unfinished.extend([row.state.key for row in rows if not row.num_rows])
+        return [row for row in rows if row.num_rows]
 
     def _plan_unasked(self) -> list[HeadRow]:
         """Rows that are worth a forward, or if many are held any; as far as there are pages."""
@@ -233,7 +232,7 @@ class RecurrentProposer(FeatureMethod):
             if fresh < least or not budget:
                 continue
             row = self._row(state, cache, min(fresh, budget), 0)
-            if self._reserve(row):
+            if self._reserve(cache, row.end):
                 rows.append(row)
                 budget -= row.num_rows
         return rows
@@ -246,18 +245,18 @@ class RecurrentProposer(FeatureMethod):
         num_guessed = wanted - 1 if chain else nodes
         return HeadRow(state, cache, num_rows, wanted, editor, chain, max(0, num_guessed))
 
-    def _reserve_row(self, row: HeadRow) -> bool:
-        """As `_reserve`, at the cost of idle sessions; without any the row's own is lost."""
-        while not self._reserve(row):
+    def _reserve_text(self, row: HeadRow) -> bool:
+        """Pages for all of the text and what the round writes past it, at the cost of idle
+        sessions; without them the session is lost, before any of its prompt is fed."""
+        while not self._reserve(row.cache, row.length - 1 + row.num_guessed):
             if not self._makes_room(row.state.key):
                 return False
         return True
 
-    def _reserve(self, row: HeadRow) -> bool:
-        """Takes the pages for what a row's round writes; False if too few are free."""
-        table = row.cache.block_table
-        missing = -(-(row.end + row.num_guessed) // self._page_size) - len(table)
+    def _reserve(self, cache: PageCache, num_rows: int) -> bool:
+        """Takes the pages that so many rows need; False if too few are free."""
+        missing = -(-num_rows // self._page_size) - len(cache.block_table)
         if missing > self._pool.num_free:
             return False
-        table.extend([self._pool.allocate() for _ in range(missing)])
+        cache.block_table.extend([self._pool.allocate() for _ in range(missing)])
         return True

@@ -231,6 +231,29 @@ def test_a_session_without_all_its_rows_has_no_draft_yet(tmp_path: Path) -> None
     assert again == tree
 
 
+def test_a_prompt_has_room_for_all_of_it_before_any_is_fed_or_its_session_is_lost(
+    tmp_path: Path,
+) -> None:
+    head = _load("eagle3", tmp_path / "files")
+    proposer = _proposer(head, 40, prefill_budget=16)  # pages of 4 tokens
+    texts = {key: [key + i % 7 for i in range(length)] for key, length in enumerate((64, 100, 80))}
+    for key, text in texts.items():
+        proposer.open(key, SessionStart(text, GREEDY, 3, 120))
+        proposer.features(key, 0, _rows(text, 0, len(text) - 1, head.features.width))
+    done = proposer.draft([0, 1])
+    assert (done.lost, done.unfinished) == ([1], [0])
+    proposer.check_invariants()
+    assert proposer.draft([2]).unfinished == [2]
+    proposer.open(3, SessionStart(list(range(30, 50)), GREEDY, 3, 120))
+    assert proposer.draft([3]).lost == [3], "it wants a page more than the prompts leave"
+    drafted: list[int] = []
+    while len(drafted) < 2:
+        done = proposer.draft([key for key in (0, 2) if key not in drafted])
+        assert not done.lost
+        drafted += [key for key, _ in done.drafts]
+        proposer.check_invariants()
+
+
 def test_a_text_of_one_token_has_no_row_to_draft_from(tmp_path: Path) -> None:
     head = _load("eagle3", tmp_path / "files")
     proposer = _proposer(head, 32, 100)
