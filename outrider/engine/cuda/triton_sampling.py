@@ -18,8 +18,7 @@ from outrider.engine.verifier import VerifyBatch
 
 _BLOCK = 1024  # of the vocabulary per program: enough programs for a whole GPU at one row
 _WARPS = 2
-_ROW_BLOCK, _ROW_WARPS = 16384, 32  # of a row that one program goes through
-_FEW = 4096
+_LANES, _ROW_WARPS = 8192, 16  # of a row, which one program goes through
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -59,7 +58,7 @@ def _chosen(logits: Tensor, batch: SamplingBatch, *, repeat: int, ahead: int) ->
     n, vocab = logits.shape
     assert logits.stride(1) == 1
     blocks = triton.cdiv(vocab, _BLOCK)
-    best = torch.empty((n, blocks), dtype=torch.float64, device=logits.device)
+    best = torch.empty((n, blocks), dtype=torch.float32, device=logits.device)
     token = torch.empty((n, blocks), dtype=torch.int32, device=logits.device)
     chosen = torch.empty(n, dtype=torch.int64, device=logits.device)
     choose_block_kernel[(n, blocks)](
@@ -94,8 +93,8 @@ def _chosen(logits: Tensor, batch: SamplingBatch, *, repeat: int, ahead: int) ->
         repeat,
         ahead,
         triton.next_power_of_2(blocks),
-        min(_ROW_BLOCK, triton.next_power_of_2(vocab)),
-        min(_FEW, triton.next_power_of_2(vocab)),
+        _BLOCK,
+        min(_LANES, triton.next_power_of_2(vocab)),
         logits.is_cuda,
         num_warps=_ROW_WARPS,
     )

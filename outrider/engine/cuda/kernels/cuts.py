@@ -1,14 +1,16 @@
-"""Draws from what top_k, top_p and min_p leave, without a sort; and verifies drafts by them."""
+"""A row's draw from what top_k, top_p and min_p leave, without a sort, and verification by it."""
 
 import triton
 import triton.language as tl
 
-from outrider.engine.cuda.kernels.noise import better, order, over, rough_scores, unorder
+from outrider.engine.cuda.kernels.noise import better, nearly, order, over, rough_scores, unorder
+
+_STAGES = tl.constexpr(3)  # of logits on their way
 
 
 @triton.jit
-def _best_token(best_ptr, token_ptr, blocks, BLOCKS: tl.constexpr):
-    """int32: the lowest of the tokens with the best score."""
+def _likeliest(best_ptr, token_ptr, blocks, BLOCKS: tl.constexpr):
+    """int32: the lowest of the tokens with the best score, of a greedy row."""
     block = tl.arange(0, BLOCKS)
     inside = block < blocks
     best = tl.load(best_ptr + block, mask=inside, other=-float("inf"))
@@ -20,17 +22,52 @@ def _best_token(best_ptr, token_ptr, blocks, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _at_least(logits_ptr, vocab, bound, BLOCK: tl.constexpr):
+def _best_of_blocks(
+    best_ptr,
+    logits_ptr,
+    vocab,
+    blocks,
+    temperature,
+    keys_ptr,
+    position,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """int32: the token of best score of all, from the blocks that come close to it roughly."""
+    block = tl.arange(0, BLOCKS)
+    rough = tl.load(best_ptr + block, mask=block < blocks, other=-float("inf"))
+    ahead = tl.max(rough, axis=0)
+    best = tl.full([], -float("inf"), tl.float64)
+    chosen = tl.full([], 0, tl.int32) + vocab - 1
+    first = ahead
+    while (first >= nearly(ahead)) & (first > -float("inf")):  # mostly once
+        at = tl.min(tl.where(rough == first, block, BLOCKS), axis=0)
+        token = at * BLOCK + tl.arange(0, BLOCK)
+        logits = tl.load(logits_ptr + token, mask=token < vocab, other=-float("inf"))
+        scores = rough_scores(logits, temperature, keys_ptr, position, token, ASM)
+        scores = tl.where(token < vocab, scores, -float("inf"))
+        best, chosen, _ = better(
+            best, chosen, ahead, scores, token, logits_ptr, temperature, keys_ptr, position
+        )
+        rough = tl.where(block == at, -float("inf"), rough)
+        first = tl.max(rough, axis=0)
+    return chosen
+
+
+@triton.jit
+def _at_least(logits_ptr, vocab, bound, LANES: tl.constexpr):
     """How many logits of a row are not below `bound`, and the smallest of them."""
-    count = tl.full([], 0, tl.int32)
-    smallest = tl.full([], float("inf"), tl.float32)
-    for start in range(0, vocab, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        logits = tl.load(logits_ptr + token, mask=token < vocab, other=float("nan")).to(tl.float32)
-        there = logits >= bound
-        count += tl.sum(there.to(tl.int32), axis=0)
-        smallest = tl.minimum(smallest, tl.min(tl.where(there, logits, float("inf")), axis=0))
-    return count, smallest
+    count = tl.zeros([LANES], tl.int32)
+    smallest = tl.full([LANES], float("inf"), tl.float32)
+    for start in tl.range(0, vocab, LANES, num_stages=_STAGES):
+        token = start + tl.arange(0, LANES)
+        logits = tl.load(logits_ptr + token, mask=token < vocab, other=-float("inf"))
+        logits = logits.to(tl.float32)
+        there = (logits >= bound) & (token < vocab)
+        count += there.to(tl.int32)
+        smallest = tl.minimum(smallest, tl.where(there, logits, float("inf")))
+    return tl.sum(count, axis=0), tl.min(smallest, axis=0)
 
 
 @triton.jit
@@ -44,42 +81,42 @@ def _narrowed(low, middle, high, found, count):
 
 
 @triton.jit
-def _kth_largest(logits_ptr, vocab, count, highest, lanes, BLOCK: tl.constexpr):
+def _kth_largest(logits_ptr, vocab, count, highest, lanes, LANES: tl.constexpr):
     """float32: a row's `count`th largest logit.
 
-    `lanes` [BLOCK] are the largest of every BLOCKth logit each. Their own `count`th largest is not
+    `lanes` [LANES] are the largest of every LANESth logit each. Their own `count`th largest is not
     above it, nearly always it is it; if not, it is found by bisection.
     """
     top = order(highest)
-    low = order(tl.where(count > BLOCK, -float("inf"), tl.min(lanes, axis=0)))
+    low = order(tl.where(count > LANES, -float("inf"), tl.min(lanes, axis=0)))
     high = top
     while low < high:
         middle = low + (high - low + 1) // 2
         found = tl.sum((lanes >= unorder(middle)).to(tl.int32), axis=0)
         low, high = _narrowed(low, middle, high, found, count)
-    found, smallest = _at_least(logits_ptr, vocab, unorder(low), BLOCK)
+    found, smallest = _at_least(logits_ptr, vocab, unorder(low), LANES)
     if found > count:
         high = top
         while low < high:
             middle = low + (high - low + 1) // 2
-            found, _ = _at_least(logits_ptr, vocab, unorder(middle), BLOCK)
+            found, _ = _at_least(logits_ptr, vocab, unorder(middle), LANES)
             low, high = _narrowed(low, middle, high, found, count)
-        found, smallest = _at_least(logits_ptr, vocab, unorder(low), BLOCK)
+        found, smallest = _at_least(logits_ptr, vocab, unorder(low), LANES)
     return smallest
 
 
 @triton.jit
-def _masses(logits_ptr, vocab, temperature, highest, kth, value, BLOCK: tl.constexpr):
-    """float64: the weights of a row's tokens from `kth` on, and of those above `value`."""
-    total, above = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
-    for start in range(0, vocab, BLOCK):
-        token = start + tl.arange(0, BLOCK)
+def _masses(logits_ptr, vocab, temperature, highest, kth, value, LANES: tl.constexpr):
+    """float32: the weights of a row's tokens from `kth` on, and of those above `value`."""
+    total, above = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
+    for start in tl.range(0, vocab, LANES, num_stages=_STAGES):
+        token = start + tl.arange(0, LANES)
         logits = tl.load(logits_ptr + token, mask=token < vocab, other=-float("inf"))
         scaled = over(logits, temperature)
         weights = tl.where(scaled >= kth, tl.exp(scaled - highest), 0.0)
-        total += tl.sum(weights, axis=0).to(tl.float64)
-        above += tl.sum(tl.where(scaled > value, weights, 0.0), axis=0).to(tl.float64)
-    return total, above
+        total += weights
+        above += tl.where(scaled > value, weights, 0.0)
+    return tl.sum(total, axis=0), tl.sum(above, axis=0)
 
 
 @triton.jit
@@ -91,15 +128,15 @@ def _best_above(
     position,
     value,
     least,
-    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """int32: the token of best score among those above `value` and from `least` on; -1 if none."""
     best = tl.full([], -float("inf"), tl.float64)
     ahead = tl.full([], -float("inf"), tl.float32)
     chosen = tl.full([], -1, tl.int32)
-    for start in range(0, vocab, BLOCK):
-        token = start + tl.arange(0, BLOCK)
+    for start in range(0, vocab, LANES):
+        token = start + tl.arange(0, LANES)
         logits = tl.load(logits_ptr + token, mask=token < vocab, other=-float("inf"))
         scaled = over(logits, temperature)
         there = (scaled > value) & (scaled >= least)
@@ -121,7 +158,7 @@ def choose_row_kernel(
     min_p_ptr,  # float32
     keys_ptr,  # int64, two each
     position_ptr,  # int64 [n]
-    best_ptr,  # float64 [n, blocks]
+    best_ptr,  # float32 [n, blocks], as `choose_block_kernel` left it, like the next
     token_ptr,  # int32 [n, blocks]
     out_ptr,  # int64 [n]
     logits_stride,
@@ -130,8 +167,8 @@ def choose_row_kernel(
     REPEAT: tl.constexpr,  # as for `choose_block_kernel`
     AHEAD: tl.constexpr,
     BLOCKS: tl.constexpr,  # at least blocks
-    BLOCK: tl.constexpr,
-    FEW: tl.constexpr,  # scores at a time
+    BLOCK: tl.constexpr,  # tokens of each of them
+    LANES: tl.constexpr,  # tokens that are looked at together
     ASM: tl.constexpr,
 ):
     """The best of a row's tokens that its cuts leave.
@@ -141,39 +178,55 @@ def choose_row_kernel(
     kept if those above it have less than top_p of the mass.
     """
     row = tl.program_id(0).to(tl.int64)
-    token = _best_token(best_ptr + row * blocks, token_ptr + row * blocks, blocks, BLOCKS)
-    tl.store(out_ptr + row, token.to(tl.int64))
     params = row // REPEAT
+    best_ptr += row * blocks
     temperature = tl.load(temperature_ptr + params)
-    top_k, top_p = tl.load(top_k_ptr + params), tl.load(top_p_ptr + params)
-    min_p = tl.load(min_p_ptr + params)
-    if (temperature == 0.0) | ((top_k == 0) & (top_p >= 1.0) & (min_p == 0.0)):
+    if temperature == 0.0:
+        token = _likeliest(best_ptr, token_ptr + row * blocks, blocks, BLOCKS)
+        tl.store(out_ptr + row, token.to(tl.int64))
         return
     logits_ptr += row * logits_stride
     keys_ptr += 2 * params
     position = tl.load(position_ptr + row) + AHEAD
-    lanes = tl.full([BLOCK], -float("inf"), tl.float32)
-    for start in range(0, vocab, BLOCK):
-        some = start + tl.arange(0, BLOCK)
+    token = _best_of_blocks(
+        best_ptr,
+        logits_ptr,
+        vocab,
+        blocks,
+        temperature,
+        keys_ptr,
+        position,
+        BLOCKS,
+        BLOCK,
+        ASM,
+    )
+    tl.store(out_ptr + row, token.to(tl.int64))
+    top_k, top_p = tl.load(top_k_ptr + params), tl.load(top_p_ptr + params)
+    min_p = tl.load(min_p_ptr + params)
+    if (top_k == 0) & (top_p >= 1.0) & (min_p == 0.0):
+        return
+    lanes = tl.full([LANES], -float("inf"), tl.float32)
+    for start in tl.range(0, vocab, LANES, num_stages=_STAGES):
+        some = start + tl.arange(0, LANES)
         logits = tl.load(logits_ptr + some, mask=some < vocab, other=-float("inf"))
         lanes = tl.maximum(lanes, logits.to(tl.float32))
     largest = tl.max(lanes, axis=0)
     highest = over(largest, temperature)
     kth = tl.full([], -float("inf"), tl.float32)
     if (top_k > 0) & (top_k < vocab):
-        kth = over(_kth_largest(logits_ptr, vocab, top_k, largest, lanes, BLOCK), temperature)
+        kth = over(_kth_largest(logits_ptr, vocab, top_k, largest, lanes, LANES), temperature)
     least = tl.maximum(kth, highest + tl.log(min_p))
     looking = tl.full([], True, tl.int1)
     while looking:
         value = over(tl.load(logits_ptr + token), temperature)
         kept = value >= least
         if kept & (top_p < 1.0):
-            total, above = _masses(logits_ptr, vocab, temperature, highest, kth, value, BLOCK)
-            kept = above < top_p.to(tl.float64) * total
+            total, above = _masses(logits_ptr, vocab, temperature, highest, kth, value, LANES)
+            kept = above < top_p * total
         looking = ~kept
         if looking:
             other = _best_above(
-                logits_ptr, vocab, temperature, keys_ptr, position, value, least, FEW, ASM
+                logits_ptr, vocab, temperature, keys_ptr, position, value, least, LANES, ASM
             )
             looking = other >= 0  # none: the numbers are broken
             token = tl.where(looking, other, token)

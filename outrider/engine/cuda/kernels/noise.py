@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 
 _LN2 = tl.constexpr(0.6931471805599453)
-# A rough score that is less than this below the best, or than this share of it, may be the best.
-_NEAR, _NEAR_SHARE = tl.constexpr(1e-3), tl.constexpr(2**-20)
 
 
 @triton.jit
@@ -75,6 +73,12 @@ def rough_scores(logits, temperature, keys_ptr, position, token, ASM: tl.constex
 
 
 @triton.jit
+def nearly(ahead):
+    """From where on a rough score may be of the best token, if the best rough one is `ahead`."""
+    return ahead - 1e-3 - 2**-20 * tl.minimum(tl.abs(ahead), 3e38)
+
+
+@triton.jit
 def better(
     best,  # float64: the highest score before,
     chosen,  # int32: the lowest token that has it,
@@ -89,8 +93,7 @@ def better(
     """The first three when these tokens are looked at, too. Of scores of -inf none is chosen."""
     first = tl.max(rough, axis=0)
     ahead = tl.maximum(ahead, first)
-    near = ahead - _NEAR - _NEAR_SHARE * tl.minimum(tl.abs(ahead), 3e38)
-    while (first >= near) & (first > -float("inf")):  # nearly always once
+    while (first >= nearly(ahead)) & (first > -float("inf")):  # nearly always once
         one = tl.min(tl.where(rough == first, token, 2147483647), axis=0)
         score = exact_scores(tl.load(logits_ptr + one), temperature, keys_ptr, position, one)
         wins = (score > best) | ((score == best) & (one < chosen))

@@ -1,14 +1,13 @@
 """Coupled sampling without noise in memory: hash, log and argmax in one pass over the logits.
 
 Two logarithms of a float64 for every token of the vocabulary take as long as a layer's products;
-so the noise is made in float32, and in float64 only of what comes close to the best.
+so the noise is made in float32, and in float64 only of what comes close to a row's best (cuts.py).
 """
 
 import triton
 import triton.language as tl
 
 from outrider.engine.cuda.kernels.noise import (
-    better,
     gumbel_noise,
     rank,
     rough_scores,
@@ -48,7 +47,7 @@ def choose_block_kernel(
     temperature_ptr,  # float32 [n / REPEAT]; 0: greedy
     keys_ptr,  # int64 [n / REPEAT, 2]
     position_ptr,  # int64 [n]
-    best_ptr,  # float64 [n, blocks]: the best score of each block
+    best_ptr,  # float32 [n, blocks]: the best score of each block, exact if greedy, else rough,
     token_ptr,  # int32 [n, blocks]: and the lowest token that has it
     logits_stride,
     vocab,
@@ -59,34 +58,21 @@ def choose_block_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    logits_ptr += row * logits_stride
     temperature = tl.load(temperature_ptr + row // REPEAT)
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
-    logits = tl.load(logits_ptr + token, mask=inside, other=-float("inf"))
-    # Whatever the scores are, even NaN, the token exists.
-    if temperature == 0.0:
-        highest = tl.max(logits, axis=0)
-        lowest = tl.min(tl.where((logits == highest) & inside, token, vocab - 1), axis=0)
-        best = highest.to(tl.float64)
-    else:
-        keys_ptr += 2 * (row // REPEAT)
+    logits = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=-float("inf"))
+    scores = logits.to(tl.float32)
+    if temperature != 0.0:
         position = tl.load(position_ptr + row) + AHEAD
-        rough = rough_scores(logits, temperature, keys_ptr, position, token, ASM)
-        rough = tl.where(inside, rough, -float("inf"))
-        best, lowest, _ = better(
-            tl.full([], -float("inf"), tl.float64),
-            tl.full([], 0, tl.int32) + vocab - 1,
-            tl.full([], -float("inf"), tl.float32),
-            rough,
-            token,
-            logits_ptr,
-            temperature,
-            keys_ptr,
-            position,
-        )
+        keys_ptr += 2 * (row // REPEAT)
+        scores = rough_scores(logits, temperature, keys_ptr, position, token, ASM)
+        scores = tl.where(inside, scores, -float("inf"))
+    best = tl.max(scores, axis=0)
     at = row * tl.num_programs(1) + block
     tl.store(best_ptr + at, best)
+    # Whatever the scores are, even NaN, the token exists.
+    lowest = tl.min(tl.where((scores == best) & inside, token, vocab - 1), axis=0)
     tl.store(token_ptr + at, lowest)
 
 
