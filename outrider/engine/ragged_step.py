@@ -21,7 +21,6 @@ from outrider.engine.twins import Twins
 
 _TOKENS = (*range(64, 1024, 64), *range(1024, 2049, 128))
 """Beyond, a forward takes longer than launching its kernels one by one does."""
-_ROWS = 64  # then as many as there can be
 _CPU = torch.device("cpu")
 
 
@@ -34,11 +33,12 @@ class RaggedBucket:
 
 
 def make_ragged(max_tokens: int, max_rows: int) -> list[RaggedBucket]:
-    """All buckets for at most `max_rows` rows and, as far as it pays, `max_tokens` tokens."""
-    rows = sorted({min(_ROWS, max_rows), max_rows})
+    """All buckets for at most `max_rows` rows and, as far as it pays, `max_tokens` tokens.
+
+    Rows that are missing cost next to nothing; and more rows than tokens there cannot be.
+    """
     tokens = _TOKENS[: bisect_left(_TOKENS, max_tokens) + 1]
-    # A row of prompt and otherwise single tokens: more rows than tokens there cannot be.
-    return sorted({RaggedBucket(t, min(n, t)) for t in tokens for n in rows})
+    return [RaggedBucket(t, min(max_rows, t)) for t in tokens]
 
 
 class RaggedInputs:
