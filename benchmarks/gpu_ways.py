@@ -24,11 +24,12 @@ from benchmarks import report
 from benchmarks.gpu import gpu_name
 from benchmarks.inflate import SHAPES
 from benchmarks.program import say
+from outrider.engine.cuda import bulk_tiles
 from outrider.engine.cuda.launch import launch_options
 from outrider.engine.cuda.products import FewRowsLinear
 from outrider.engine.cuda.triton_ops import TritonOps
 from outrider.engine.cuda.tuning import Chain, timed
-from outrider.engine.cuda.ways import BlockPlanes, Planes, Strips, Tiles, Way
+from outrider.engine.cuda.ways import BlockPlanes, BulkTiles, Planes, Strips, Tiles, Way
 from outrider.engine.llama_ops import Use
 
 _COMPILERS = 16  # processes at most, each with half a gigabyte of the device
@@ -62,6 +63,12 @@ _BLOCK_PLANES = (
     *((128, 256, 3, 4, 128), (128, 256, 4, 4, 128), (128, 512, 2, 4, 128), (256, 128, 4, 8, 128)),
 )
 
+# A program's rows of the weight, programs that divide it at most, and programs on a multiprocessor.
+_BULK_TILES = (
+    *((128, 1, 1), (128, 66, 1), (128, 100, 1), (128, 132, 1), (128, 1, 2), (128, 132, 2)),
+    *((128, 264, 2), (256, 1, 1), (256, 66, 1), (256, 100, 1)),
+)
+
 
 def _ways(rows: int, *, int8: bool) -> list[Way]:
     ways: list[Way] = []
@@ -75,6 +82,9 @@ def _ways(rows: int, *, int8: bool) -> list[Way]:
     if int8 and rows > 1:
         ways += [BlockPlanes(*how) for how in _BLOCK_PLANES if rows <= 16]
         ways += [Planes(*how) for how in _PLANES if rows > 8]
+    if rows > 2 and bulk_tiles.available():
+        ways += [BulkTiles(*how) for how in _BULK_TILES]
+        ways += [BulkTiles(*how, int8=True) for how in _BULK_TILES if int8]
     return ways
 
 

@@ -5,11 +5,13 @@ import torch
 from torch import Tensor
 
 from tests.support.kernels import ON_GPU, close, randn  # isort: skip - before what needs Triton
+from outrider.engine.cuda import bulk_tiles
+from outrider.engine.cuda.candidates import CANDIDATES, candidates
 from outrider.engine.cuda.graphs import CudaGraphs
 from outrider.engine.cuda.products import FewRowsLinear, Int8Weight
 from outrider.engine.cuda.triton_ops import TritonOps
-from outrider.engine.cuda.tuning import Chain, Kind
-from outrider.engine.cuda.ways import BlockPlanes, Planes, Strips, Tiles, Way
+from outrider.engine.cuda.tuning import Chain, Kind, _variants
+from outrider.engine.cuda.ways import BlockPlanes, BulkTiles, Planes, Strips, Tiles, Way
 from outrider.engine.llama_ops import TorchOps, Use
 
 pytestmark = pytest.mark.gpu
@@ -63,7 +65,7 @@ def test_products_of_few_rows(
         plain.norm_gated(x, norm, 1e-5, layer),
         layer.add(x, residual.clone()),
     )
-    assert way.takes(inner)
+    assert way.takes(128, inner)
     monkeypatch.setattr(layer, "choice", lambda _: way)
     out = torch.empty_like(residual)
     actual = (
@@ -124,6 +126,47 @@ def test_the_fastest_way_that_is_right_is_chosen(monkeypatch: pytest.MonkeyPatch
     us[fast] = us[faster] = 9.99  # is noise
     chain.choose()
     assert layers[0].choices == layers[1].choices == {}
+
+
+def test_bulk_tiles_take_the_place_of_planes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk_tiles, "available", lambda: False)
+    without = {rows: candidates(rows, int8=True) for rows in CANDIDATES}
+    assert not any(isinstance(way, BulkTiles) for ways in without.values() for way in ways)
+    assert any(isinstance(way, Planes) for way in without[64])
+    monkeypatch.setattr(bulk_tiles, "available", lambda: True)
+    for rows, ways in without.items():
+        kept = [way for way in ways if not isinstance(way, Planes)]
+        now = candidates(rows, int8=True)
+        assert [way for way in now if not isinstance(way, BulkTiles)] == kept
+        bulk_of_int8 = any(way.int8 for way in now if isinstance(way, BulkTiles))
+        assert bulk_of_int8 == (8 <= rows <= 96)
+    assert {way.int8 for way in candidates(64, int8=False)} == {False}
+
+
+@pytest.mark.parametrize(
+    ("way", "outputs", "inner", "splits"),
+    [
+        (BulkTiles(128, 100), 4096, 4096, 3),  # of 32 tiles
+        (BulkTiles(256, 100), 4096, 4096, 6),
+        (BulkTiles(128, 100), 128256, 4096, 1),  # more tiles than programs
+        (BulkTiles(128, 264), 256, 8192, 8),  # a cluster has no more
+        (BulkTiles(128, 264), 256, 384, 3),  # of three blocks
+    ],
+)
+def test_clusters_are_as_large_as_programs_allow(
+    way: BulkTiles, outputs: int, inner: int, splits: int
+) -> None:
+    variant = way.variant(33, outputs, inner, gated=False, add=True)
+    assert (variant.rows, variant.splits) == (40, splits)
+
+
+def test_what_launched_steps_need_is_compiled_at_start() -> None:
+    """Logits are of any number of rows: each has the kernel that was chosen for it."""
+    layer = FewRowsLinear(torch.empty(256, 384, device="meta"))
+    layer.choices = {16: BulkTiles(128, 2), 32: Tiles(64, 64, 3, 4, 1), 40: BulkTiles(256, 1)}
+    variants = set(_variants([(Use(layer), layer)], range(1, 161), lambda w, n: (w.choice(n),)))
+    assert {(v.rows, v.groups) for v in variants} == {(16, 2), (40, 4)}
+    assert all(v.add and not v.gated for v in variants)
 
 
 def test_ways_are_chosen_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.engine.cuda.ways import CANDIDATES, INT8_CANDIDATES, OUTPUTS, Product, Way
+from outrider.engine.cuda.candidates import CANDIDATES, candidates
+from outrider.engine.cuda.ways import OUTPUTS, Product, Way
 from outrider.engine.linear import PackedLinear
 
 _QUANTIZED_AT_ONCE = 4096  # rows of a weight, to bound what lies in memory beside it
@@ -70,9 +71,8 @@ class FewRowsLinear(PackedLinear):
         self._int8 = Int8Weight.of(self.weight)
 
     def candidates(self, rows: int) -> tuple[Way, ...]:
-        """The ways to choose among for up to so many rows, a key of `CANDIDATES`; those that read
-        the least first."""
-        return (() if self._int8 is None else INT8_CANDIDATES[rows]) + CANDIDATES[rows]
+        """The ways to choose among for up to so many rows, a key of `CANDIDATES`."""
+        return candidates(rows, int8=self._int8 is not None)
 
     def choice(self, rows: int) -> Way | None:
         """How this number of rows is computed; None: by cuBLAS, as none at all (in mid-prompt)."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import logging
 import os
 import tempfile
@@ -21,9 +22,11 @@ from typing import TextIO
 import torch
 from torch import Tensor
 
+from outrider.engine.cuda import bulk_tiles
+from outrider.engine.cuda.candidates import CANDIDATES
 from outrider.engine.cuda.launch import graph_us
 from outrider.engine.cuda.products import FewRowsLinear
-from outrider.engine.cuda.ways import CANDIDATES, Way
+from outrider.engine.cuda.ways import BulkTiles, Way
 from outrider.engine.llama_ops import Use
 
 logger = logging.getLogger(__name__)
@@ -77,10 +80,29 @@ def tune(uses: Sequence[Use], run: Run, *, int8: bool = False) -> None:
         return
     with _one_at_a_time():
         began = time.perf_counter()
+        bulk_tiles.build(_variants(chain, CANDIDATES, FewRowsLinear.candidates))
         for rows in CANDIDATES:
+            if not any(linear.candidates(rows) for _, linear in chain):
+                continue
             logger.info("products of %d rows: %s", rows, Chain(chain, rows, run).choose())
+    all_rows = range(1, max(CANDIDATES) + 1)  # of launched steps: logits are of any number
+    chosen = _variants(chain, all_rows, lambda linear, rows: (linear.choice(rows),))
+    bulk_tiles.load(chosen, chain[0][1].weight.device)
     torch.cuda.empty_cache()
     logger.info("measured products of few rows in %.1f s", time.perf_counter() - began)
+
+
+def _variants(
+    chain: Iterable[tuple[Use, FewRowsLinear]],
+    numbers_of_rows: Iterable[int],
+    ways: Callable[[FewRowsLinear, int], Iterable[Way | None]],
+) -> Iterator[bulk_tiles.Variant]:
+    """What the bulk tiles among these ways are computed by."""
+    for (use, linear), rows in itertools.product(chain, numbers_of_rows):
+        for way in ways(linear, rows):
+            if isinstance(way, BulkTiles) and way.takes(*linear.weight.shape):
+                add = use.norm is None and not use.alone
+                yield way.variant(rows, *linear.weight.shape, gated=use.gated, add=add)
 
 
 def timed(uses: Sequence[Use], *, int8: bool) -> list[tuple[Use, FewRowsLinear]]:
@@ -207,7 +229,7 @@ class Chain:
         expected = self._outputs(kind)
         times: dict[Way | None, float] = {None: self._us()}
         for way in ways:
-            if way.takes(kind.inner):
+            if way.takes(kind.outputs, kind.inner):
                 self.take(kind, way)
                 if (us := self._us_if_right(way, kind, expected)) is not None:
                     times[way] = us

@@ -1,4 +1,4 @@
-"""How products of few rows are divided among programs, and which divisions are tried."""
+"""How products of few rows are divided among programs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from outrider.engine.cuda import bulk_tiles
 from outrider.engine.cuda.kernels.planes import (
     block_plane_kernel,
     plane_tile_kernel,
@@ -53,8 +54,8 @@ class Strips:
 
     norms: ClassVar[bool] = True
 
-    def takes(self, inner: int) -> bool:
-        """Whether rows of a weight may be of this length."""
+    def takes(self, _outputs: int, inner: int) -> bool:
+        """Whether a weight may have this shape."""
         return inner <= _MAX_STRIP
 
     def __call__(self, product: Product) -> None:
@@ -89,8 +90,8 @@ class _Tiled:
     warps: int
     programs: int  # at most, among which tiles are divided; a power of two
 
-    def takes(self, inner: int) -> bool:
-        """Whether rows of a weight may be of this length."""
+    def takes(self, _outputs: int, inner: int) -> bool:
+        """Whether a weight may have this shape."""
         return inner % self.inner == 0
 
     def _launch(
@@ -150,18 +151,7 @@ class Planes(_Tiled):
     int8: ClassVar[bool] = True
 
     def __call__(self, product: Product) -> None:
-        x = product.x
-        planes = torch.empty(2, *x.shape, dtype=torch.int8, device=x.device)
-        units = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        norm = x if product.norm is None else product.norm
-        block = triton.next_power_of_2(x.shape[1])
-        planes_kernel[(len(x),)](
-            *(x, norm, planes, units, x.shape[1], product.eps),
-            *(product.norm is not None, block),
-            num_warps=row_warps(block),
-            **launch_options(),
-        )
-        reads = (planes, units, product.weight, product.scales)
+        reads = (*_planes(product), product.weight, product.scales)
         self._launch(plane_tile_kernel, reads, product)
 
 
@@ -180,6 +170,62 @@ class BlockPlanes(_Tiled):
         reads = (product.x, norm, product.eps, product.weight, product.scales)
         kinds = (product.norm is not None, product.x.is_cuda)
         self._launch(block_plane_kernel, reads, product, *kinds, least_rows=8)
+
+
+@dataclass(frozen=True, slots=True)
+class BulkTiles:
+    """How `bulk_tile_kernel` divides a weight among its programs."""
+
+    weight_rows: int  # per program, 128 or 256
+    programs: int  # at most, among which tiles are divided
+    resident: int = 1  # programs on a multiprocessor
+    int8: bool = False  # reads the weight that is quantized
+
+    @property
+    def norms(self) -> bool:
+        return self.int8  # as it makes planes of x
+
+    def takes(self, outputs: int, inner: int) -> bool:
+        """Whether a weight may have this shape."""
+        return outputs % self.weight_rows == 0 and inner % bulk_tiles.INNER == 0
+
+    def variant(
+        self, rows: int, outputs: int, inner: int, *, gated: bool, add: bool
+    ) -> bulk_tiles.Variant:
+        """What computes this of x [rows, inner] and a weight [outputs, inner]."""
+        splits = self.programs * self.weight_rows // outputs
+        return bulk_tiles.Variant(
+            rows=8 * triton.cdiv(rows, 8),
+            groups=self.weight_rows // bulk_tiles.GROUP_ROWS,
+            resident=self.resident,
+            splits=max(1, min(splits, bulk_tiles.MOST_SPLITS, inner // bulk_tiles.INNER)),
+            gated=gated,
+            add=add,
+            int8=self.int8,
+        )
+
+    def __call__(self, product: Product) -> None:
+        weight, out = product.weight, product.out
+        x, units = _planes(product) if self.int8 else (product.x, product.x)
+        variant = self.variant(len(out), *weight.shape, gated=product.gated, add=product.add)
+        early = launch_options()["PDL"]
+        bulk_tiles.launch(variant, x, weight, out, units, product.scales, early=early)
+
+
+def _planes(product: Product) -> tuple[Tensor, Tensor]:
+    """x as int8 [2, rows, inner], normed if it is to be, and its units float32 [rows]."""
+    x = product.x
+    planes = torch.empty(2, *x.shape, dtype=torch.int8, device=x.device)
+    units = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    norm = x if product.norm is None else product.norm
+    block = triton.next_power_of_2(x.shape[1])
+    planes_kernel[(len(x),)](
+        *(x, norm, planes, units, x.shape[1], product.eps),
+        *(product.norm is not None, block),
+        num_warps=row_warps(block),
+        **launch_options(),
+    )
+    return planes, units
 
 
 def _splits(tiles: int, blocks: int, programs: int) -> int:
@@ -206,39 +252,4 @@ def _left_by_programs(device: torch.device) -> tuple[Tensor, Tensor]:
     return partial, torch.zeros(_TILES, dtype=torch.int32, device=device)
 
 
-Way = Strips | Tiles | Planes | BlockPlanes
-
-_FEW = (
-    Tiles(64, 256, 3, 4, 256),
-    Tiles(128, 128, 4, 4, 256),
-    Tiles(64, 128, 4, 4, 256, weight_left=True),
-)
-_FEW_INT8 = (
-    BlockPlanes(128, 256, 4, 4, 128),
-    BlockPlanes(64, 256, 6, 4, 128),
-    BlockPlanes(128, 256, 3, 4, 128),
-)
-
-# What is tried for up to so many rows of x. Large products are at the bandwidth where each
-# multiprocessor has one program with 100 KB and more of weights on their way.
-CANDIDATES: dict[int, tuple[Way, ...]] = {
-    1: (Strips(64, 8), Strips(128, 4)),
-    2: (Strips(128, 4), *_FEW),
-    8: _FEW,
-    16: _FEW,
-    32: (
-        Tiles(128, 128, 4, 4, 256, weight_left=True),
-        Tiles(64, 128, 4, 4, 256, weight_left=True),
-    ),
-    64: (Tiles(128, 128, 4, 4, 256, weight_left=True),),
-}
-
-# Beside these where weights may be quantized: half the bytes.
-INT8_CANDIDATES: dict[int, tuple[Way, ...]] = {
-    1: (Strips(256, 4, int8=True), Strips(512, 4, int8=True), Strips(64, 8, int8=True)),
-    2: (Strips(128, 4, int8=True), *_FEW_INT8),
-    8: _FEW_INT8,
-    16: _FEW_INT8,
-    32: (Planes(128, 128, 5, 4, 128), Planes(128, 128, 4, 4, 256), Planes(64, 256, 4, 4, 128)),
-    64: (Planes(128, 256, 3, 4, 128), Planes(128, 128, 5, 4, 128)),
-}
+Way = Strips | Tiles | Planes | BlockPlanes | BulkTiles

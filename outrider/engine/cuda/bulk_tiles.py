@@ -1,0 +1,252 @@
+"""Compiles and launches `kernels/bulk_tiles.cu`, for compute capability 9.0."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LINE = 128  # bytes of a row that are fetched at once
+_SHARED = 226 * 1024  # bytes of a multiprocessor that programs may take
+_ALIGNED = 1024  # bytes, that blocks begin at
+_MAPS = 8192  # that are remembered: of a model's weights, and of what they multiply
+_MOST_STAGES = 12
+INNER = 128  # divides the inner dimension
+GROUP_ROWS = 64  # of a weight, that a warpgroup takes
+MOST_SPLITS = 8  # programs of a cluster that every device takes
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What the kernel is compiled for, by the names in its source."""
+
+    rows: int  # a multiple of 8
+    groups: int
+    resident: int
+    splits: int
+    gated: bool
+    add: bool
+    int8: bool
+
+    @property
+    def _stage_bytes(self) -> int:
+        return _LINE * (GROUP_ROWS * self.groups + self.rows * (2 if self.int8 else 1))
+
+    @property
+    def stages(self) -> int:
+        return min(_MOST_STAGES, (_SHARED // self.resident - _ALIGNED) // self._stage_bytes)
+
+    @property
+    def shared_bytes(self) -> int:
+        sums = 4 * self.rows * (GROUP_ROWS * self.groups + 4)
+        return _ALIGNED + max(self.stages * self._stage_bytes, sums)
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.groups
+
+    def source(self) -> str:
+        constants = {
+            "ROWS": self.rows,
+            "GROUPS": self.groups,
+            "STAGES": self.stages,
+            "RESIDENT": self.resident,
+            "SPLITS": self.splits,
+            "GATED": int(self.gated),
+            "ADD": int(self.add),
+            "INT8": int(self.int8),
+        }
+        names = ", ".join(f"{name} = {value}" for name, value in constants.items())
+        text = files("outrider.engine.cuda").joinpath("kernels/bulk_tiles.cu").read_text()
+        return f"constexpr int {names};\n{self._multiply()}\n{text}"
+
+    def _multiply(self) -> str:
+        """wgmma names each of its registers: as many as there are sums."""
+        kind, columns, inner, letter = ("float", self.rows, "k16.f32.bf16.bf16", "f")
+        flags = ", 1, 1, 0, 0"  # as they are, not negated, not transposed
+        if self.int8:
+            kind, columns, inner, letter, flags = "int", 2 * self.rows, "k32.s32.s8.s8", "r", ""
+        count = columns // 2
+        places = ", ".join(f"%{i}" for i in range(count))
+        sums = ", ".join(f'"+{letter}"(sums[{i}])' for i in range(count))
+        return (
+            f"typedef {kind} Sum;\n"
+            "__device__ __forceinline__ void multiply(\n"
+            "    Sum *sums, unsigned long long weight, unsigned long long x) {\n"
+            '  asm volatile("{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned"\n'
+            f'      ".m64n{columns}{inner} {{{places}}}, %{count}, %{count + 1}, p{flags}; }}"\n'
+            f'      : {sums} : "l"(weight), "l"(x));\n'
+            "}\n"
+        )
+
+
+@cache
+def available() -> bool:
+    """Whether this device and environment can run it."""
+    return (
+        torch.cuda.is_available()
+        and torch.cuda.get_device_capability() == (9, 0)
+        and importlib.util.find_spec("cuda") is not None
+        and importlib.util.find_spec("cuda.bindings") is not None
+    )
+
+
+def build(variants: Iterable[Variant]) -> None:
+    """Compiles them side by side: one after another they take seconds at a first start.
+
+    What does not compile fails again, and says why, when it is loaded or launched.
+    """
+    sources = {variant.source() for variant in variants}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        wait([pool.submit(_binary, source) for source in sources])
+
+
+def load(variants: Iterable[Variant], device: torch.device) -> None:
+    """So that none is compiled when it is first launched, while requests wait.
+
+    Raises RuntimeError.
+    """
+    wanted = set(variants)
+    build(wanted)
+    for variant in wanted:
+        _function(variant, device)
+
+
+def launch(
+    variant: Variant,
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    units: Tensor,
+    scales: Tensor,
+    *,
+    early: bool,
+) -> None:
+    """`out` [rows, N] of x [rows, K], if int8 [2, rows, K], and a weight [N or 2 * N, K].
+
+    K is a multiple of `INNER`, N of a tile's outputs. `early`: before the kernel before has ended.
+    """
+    from cuda.bindings import driver
+
+    rows, outputs = out.shape
+    inner = weight.shape[1]
+    function = _function(variant, x.device)
+    maps = (
+        _map(weight.data_ptr(), *weight.shape, GROUP_ROWS, variant.int8),
+        _map(x.data_ptr(), x.numel() // inner, inner, variant.rows, variant.int8),
+    )
+    pointers = (ctypes.c_void_p(each.data_ptr()) for each in (units, scales, out))
+    given = (*pointers, *(ctypes.c_int(n) for n in (rows, outputs, inner)))
+    places = (*(int(each.getPtr()) for each in maps), *(ctypes.addressof(each) for each in given))
+    config = _config(variant, len(weight) // (GROUP_ROWS * variant.groups), early)
+    config.hStream = torch.cuda.current_stream().cuda_stream
+    parameters = (ctypes.c_void_p * len(places))(*places)
+    _checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(parameters), 0))
+
+
+@lru_cache
+def _config(variant: Variant, tiles: int, early: bool) -> Any:
+    from cuda.bindings import driver
+
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = tiles * variant.splits, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = variant.threads, 1, 1
+    config.sharedMemBytes = variant.shared_bytes
+    cluster, dependent = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
+    cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    cluster.value.clusterDim.x = variant.splits
+    cluster.value.clusterDim.y = cluster.value.clusterDim.z = 1
+    kind = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    dependent.id = kind
+    dependent.value.programmaticStreamSerializationAllowed = 1
+    attributes = [cluster] * (variant.splits > 1) + [dependent] * early
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    return config
+
+
+@lru_cache(maxsize=_MAPS)
+def _map(address: int, rows: int, inner: int, rows_at_once: int, int8: bool) -> Any:
+    """How rows lie in memory, for the copy engine."""
+    from cuda.bindings import driver
+
+    kinds = driver.CUtensorMapDataType
+    size = 1 if int8 else 2
+    return _checked(
+        driver.cuTensorMapEncodeTiled(
+            kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8 if int8 else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            2,
+            address,
+            [driver.cuuint64_t(n) for n in (inner, rows)],
+            [driver.cuuint64_t(inner * size)],
+            [driver.cuuint32_t(n) for n in (_LINE // size, rows_at_once)],
+            [driver.cuuint32_t(1)] * 2,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,  # zeros
+        )
+    )
+
+
+@cache
+def _function(variant: Variant, device: torch.device) -> Any:  # noqa: ARG001 - a function is of one device
+    """The kernel on the current device."""
+    from cuda.bindings import driver
+
+    module = _checked(driver.cuModuleLoadData(_binary(variant.source())))
+    function = _checked(driver.cuModuleGetFunction(module, b"bulk_tile_kernel"))
+    most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _checked(driver.cuFuncSetAttribute(function, most, variant.shared_bytes))
+    return function
+
+
+def _binary(source: str) -> bytes:
+    """Compiled, or as an earlier start has left it where Triton leaves its own."""
+    from cuda.bindings import nvrtc
+    from triton.runtime.cache import get_cache_manager
+
+    version = _checked(nvrtc.nvrtcVersion())
+    kept = get_cache_manager(hashlib.sha256(f"{version}{source}".encode()).hexdigest())
+    if (path := kept.get_file("bulk_tiles.cubin")) is not None:
+        return Path(path).read_bytes()
+    binary = compiled(source)
+    kept.put(binary, "bulk_tiles.cubin")
+    return binary
+
+
+def compiled(source: str) -> bytes:
+    """Of CUDA C++, for compute capability 9.0; raises RuntimeError with what the compiler says."""
+    from cuda.bindings import nvrtc
+
+    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"bulk_tiles.cu", 0, [], []))
+    try:
+        options = [b"--gpu-architecture=sm_90a", b"--std=c++17"]
+        error, *_ = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if int(error):
+            log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise RuntimeError(log.decode())
+        binary = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
+        _checked(nvrtc.nvrtcGetCUBIN(program, binary))
+        return bytes(binary)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """What a call of CUDA's returns behind its status; raises RuntimeError."""
+    error, *rest = result
+    if int(error):
+        raise RuntimeError(f"CUDA: {error}")
+    return rest[0] if len(rest) == 1 else tuple(rest)

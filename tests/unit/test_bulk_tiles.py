@@ -1,0 +1,49 @@
+"""What `bulk_tiles.cu` is compiled for; that it computes the right thing only a device can tell."""
+
+import itertools
+import re
+
+import pytest
+
+from outrider.engine.cuda.bulk_tiles import Variant
+
+_MULTIPROCESSOR = (
+    227 * 1024
+)  # bytes of shared memory that compute capability 9.0 lets programs have
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("groups", "resident"), [(2, 1), (2, 2), (4, 1)])
+def test_blocks_and_sums_fit_into_shared_memory(groups: int, resident: int, int8: bool) -> None:
+    for rows in range(8, 97 if int8 else 161, 8):
+        variant = Variant(rows, groups, resident, 3, False, True, int8)
+        block = 128 * (64 * groups + rows * (2 if int8 else 1))
+        assert variant.stages >= 2  # one on its way while the other is multiplied
+        assert variant.shared_bytes >= max(variant.stages * block, rows * 4 * 64 * groups)
+        assert resident * (variant.shared_bytes + 1024) <= _MULTIPROCESSOR + 1024
+
+
+def test_tensor_cores_are_told_of_every_sum() -> None:
+    for rows, int8 in itertools.product((8, 40, 96), (False, True)):
+        source = Variant(rows, 2, 1, 1, False, False, int8).source()
+        columns = 2 * rows if int8 else rows  # two planes
+        shape = re.search(r"\.m64n(\d+)k(\d+)\.\w+\.(\w+)", source)
+        assert shape is not None
+        assert shape.groups() == (str(columns), *(("32", "s8") if int8 else ("16", "bf16")))
+        sums = re.findall(r'"\+[fr]"\(sums\[(\d+)\]\)', source)
+        assert [int(i) for i in sums] == list(range(columns // 2))
+        assert f"%{columns // 2 + 1}, p" in source  # its two operands come behind them
+
+
+def test_variants_differ_in_their_source() -> None:
+    first = Variant(40, 2, 1, 3, False, True, False)
+    for other in (
+        Variant(48, 2, 1, 3, False, True, False),
+        Variant(40, 4, 1, 3, False, True, False),
+        Variant(40, 2, 2, 3, False, True, False),
+        Variant(40, 2, 1, 2, False, True, False),
+        Variant(40, 2, 1, 3, True, True, False),
+        Variant(40, 2, 1, 3, False, False, False),
+        Variant(40, 2, 1, 3, False, True, True),
+    ):
+        assert other.source() != first.source()
