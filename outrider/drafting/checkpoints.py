@@ -149,9 +149,9 @@ class TargetTensors:
         config = self._checkpoint.config
         self.folder = folder
         self.config: dict[str, Any] = {**config, **self._checkpoint.group("text_config")}
-        self.hidden_size = self._number("hidden_size")
+        self.hidden_size = self._number("hidden_size", "n_embd")
         self.vocab_size = self._number("vocab_size")
-        self.num_layers = self._number("num_hidden_layers")
+        self.num_layers = self._number("num_hidden_layers", "n_layer")
 
     def embedding(self) -> Tensor:
         """[vocab_size, hidden_size], as it is stored."""
@@ -175,11 +175,13 @@ class TargetTensors:
             )
         return found
 
-    def _number(self, key: str) -> int:
-        value = self.config.get(key)
-        if not isinstance(value, int):
-            raise ConfigError(f"config.json in {self.folder} has no {key}.")
-        return value
+    def _number(self, *keys: str) -> int:
+        """By the first of its names that is there: Llama's, or GPT-2's."""
+        values = (self.config.get(key) for key in keys)
+        found = next((value for value in values if isinstance(value, int)), None)
+        if found is None:
+            raise ConfigError(f"config.json in {self.folder} has no {keys[0]}.")
+        return found
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -13,9 +13,15 @@ EMBEDDINGS: Final = (
     "model.language_model.embed_tokens.weight",
     "language_model.model.embed_tokens.weight",
     "embed_tokens.weight",
+    *("model.decoder.embed_tokens.weight", "decoder.embed_tokens.weight"),  # OPT
+    *("transformer.wte.weight", "wte.weight"),  # GPT-2
+    "gpt_neox.embed_in.weight",
 )
 """Names that targets give their embedding."""
-HEADS: Final = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
+HEADS: Final = (
+    *("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight"),
+    "embed_out.weight",  # GPT-NeoX
+)
 """And their output layer."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")  # modules are published in all of these
 

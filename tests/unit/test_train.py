@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from outrider.cli.stack import free_port
+from outrider.drafting.checkpoints import TargetTensors
 from outrider.drafting.heads.eagle3 import load_eagle3
 from outrider.drafting.heads.medusa import load_medusa
 from outrider.drafting.heads.mlp_speculator import load_mlp_speculator
@@ -398,6 +399,13 @@ def test_targets_may_name_their_sizes_otherwise(
     assert config["head_dim"] == 8
     assert config["intermediate_size"] == (64 if kind == "GPTNeoX" else 128)
     assert config["rms_norm_eps"] == (1e-6 if kind == "OPT" else 1e-5)
+    if method == "draft_model":
+        return
+    read: Any = load_eagle3 if method == "eagle3" else load_mtp
+    assert read(tmp_path / "out", target, torch.float32, CPU).vocab_size == config["vocab_size"]
+    shared, model = TargetTensors(target), AutoModelForCausalLM.from_pretrained(target)
+    assert torch.equal(shared.embedding(), model.get_input_embeddings().weight)
+    assert torch.equal(shared.head(), model.get_output_embeddings().weight)
 
 
 def test_targets_that_lack_what_training_needs_are_told(
