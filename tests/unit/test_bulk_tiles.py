@@ -4,7 +4,9 @@ import itertools
 import re
 
 import pytest
+import torch
 
+from outrider.engine.cuda import bulk_tiles
 from outrider.engine.cuda.bulk_tiles import Variant
 
 _MULTIPROCESSOR = (
@@ -47,3 +49,28 @@ def test_variants_differ_in_their_source() -> None:
         Variant(40, 2, 1, 3, False, True, True),
     ):
         assert other.source() != first.source()
+
+
+def test_what_fails_to_load_is_said_once_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("CUDA: no binary for this driver")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.empty(0))
+    monkeypatch.setattr(bulk_tiles.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(bulk_tiles, "_function", fails)
+    bulk_tiles.available.cache_clear()
+    try:
+        assert not bulk_tiles.available()
+        assert not bulk_tiles.available()
+        assert [record.getMessage() for record in caplog.records] == [
+            "products are computed without bulk copies: CUDA: no binary for this driver"
+        ]
+        monkeypatch.setattr(bulk_tiles, "_function", lambda *_: None)
+        bulk_tiles.available.cache_clear()
+        assert bulk_tiles.available()
+    finally:
+        bulk_tiles.available.cache_clear()

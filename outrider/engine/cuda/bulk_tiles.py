@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import logging
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 _LINE = 128  # bytes of a row that are fetched at once
 _SHARED = 226 * 1024  # bytes of a multiprocessor that programs may take
@@ -93,13 +96,18 @@ class Variant:
 
 @cache
 def available() -> bool:
-    """Whether this device and environment can run it."""
-    return (
-        torch.cuda.is_available()
-        and torch.cuda.get_device_capability() == (9, 0)
-        and importlib.util.find_spec("cuda") is not None
-        and importlib.util.find_spec("cuda.bindings") is not None
-    )
+    """Whether this device and environment can run it: tried once, with a small variant."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return False
+    if importlib.util.find_spec("cuda") is None:
+        return False
+    try:
+        where = torch.zeros(1, device="cuda").device  # there is a context then
+        _function(Variant(8, 2, 1, 1, gated=False, add=False, int8=False), where)
+    except Exception as error:  # whatever it is, other products always work
+        logger.warning("products are computed without bulk copies: %s", error)
+        return False
+    return True
 
 
 def build(variants: Iterable[Variant]) -> None:
