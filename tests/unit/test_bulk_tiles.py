@@ -9,9 +9,10 @@ import torch
 from outrider.engine.cuda import bulk_tiles
 from outrider.engine.cuda.bulk_tiles import Variant
 
-_MULTIPROCESSOR = (
-    227 * 1024
-)  # bytes of shared memory that compute capability 9.0 lets programs have
+_MULTIPROCESSOR = 228 * 1024  # bytes of shared memory, by compute capability 9.0
+_PROGRAM = 227 * 1024  # of them, that one may have
+_SYSTEM = 1024  # that it takes besides
+_UNIT = 128  # in which they are handed out
 
 
 @pytest.mark.parametrize("int8", [False, True])
@@ -22,7 +23,9 @@ def test_blocks_and_sums_fit_into_shared_memory(groups: int, resident: int, int8
         block = 128 * (64 * groups + rows * (2 if int8 else 1))
         assert variant.stages >= 2  # one on its way while the other is multiplied
         assert variant.shared_bytes >= max(variant.stages * block, rows * 4 * 64 * groups)
-        assert resident * (variant.shared_bytes + 1024) <= _MULTIPROCESSOR + 1024
+        taken = variant.shared_bytes + 2 * 8 * variant.stages  # barriers: full, and empty
+        assert taken <= _PROGRAM
+        assert resident * (-(-taken // _UNIT) * _UNIT + _SYSTEM) <= _MULTIPROCESSOR
 
 
 def test_tensor_cores_are_told_of_every_sum() -> None:

@@ -21,8 +21,9 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 _LINE = 128  # bytes of a row that are fetched at once
-_SHARED = 226 * 1024  # bytes of a multiprocessor that programs may take
+_SHARED = 228 * 1024  # bytes of a multiprocessor, whose programs share them
 _ALIGNED = 1024  # bytes, that blocks begin at
+_BESIDE = 1024 + 256  # bytes that a program takes beside: the system's own, and barriers
 _MAPS = 8192  # that are remembered: of a model's weights, and of what they multiply
 _MOST_STAGES = 12
 INNER = 128  # divides the inner dimension
@@ -48,7 +49,8 @@ class Variant:
 
     @property
     def stages(self) -> int:
-        return min(_MOST_STAGES, (_SHARED // self.resident - _ALIGNED) // self._stage_bytes)
+        room = _SHARED // self.resident - _BESIDE - _ALIGNED
+        return min(_MOST_STAGES, room // self._stage_bytes)
 
     @property
     def shared_bytes(self) -> int:
