@@ -128,6 +128,8 @@ def build_paged_model(
             prepack_linears(model)
         parts.set_attn_implementation(ATTENTION_NAME)
         step = TransformersStep(model, pools)
+    if group is not None:  # ranks of one machine choose their products one after another
+        group.meet()
     leads = group is not None and group.ranks.leads
     make = partial(LeadingModel, group) if group is not None and leads else PagedModel
     paged = make(

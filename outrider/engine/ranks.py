@@ -116,6 +116,10 @@ class RankGroup:
         dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._loading)
         return int(tensor)
 
+    def meet(self) -> None:
+        """Waits for all ranks, as long as a start may take: a call waits for none that long."""
+        dist.barrier(group=self._loading)
+
     # The leader.
 
     def call(self, method: str, *args: object) -> None:

@@ -69,15 +69,11 @@ def llama_with_biases() -> nn.Module:
 BUILDS = {**ARCHITECTURES, "llama with biases": llama_with_biases}
 
 
-def said_by_two(folder: Path, dtype: str, *names: str) -> dict[str, Any]:
-    """What two ranks say, by architecture."""
-    out = folder / "said.json"
-    folders = [folder / name for name in names]
-    for name, path in zip(names, folders, strict=True):
-        random_model(BUILDS[name], torch.float64).save_pretrained(path)  # type: ignore[operator]
+def run_two(module: str, *args: str | Path) -> None:
+    """Two ranks run a module as a program."""
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = subprocess.run(
-        [sys.executable, "-m", *torchrun, "-m", "tests.support.shards", out, dtype, *folders],
+        [sys.executable, "-m", *torchrun, "-m", module, *args],
         env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -85,6 +81,15 @@ def said_by_two(folder: Path, dtype: str, *names: str) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr
     assert "Warning: `torch" not in done.stderr  # nothing that a rank runs is deprecated
+
+
+def said_by_two(folder: Path, dtype: str, *names: str) -> dict[str, Any]:
+    """What two ranks say, by architecture."""
+    out = folder / "said.json"
+    folders = [folder / name for name in names]
+    for name, path in zip(names, folders, strict=True):
+        random_model(BUILDS[name], torch.float64).save_pretrained(path)  # type: ignore[operator]
+    run_two("tests.support.shards", out, dtype, *folders)
     said: dict[str, Any] = json.loads(out.read_text())
     return {Path(path).name: what for path, what in said.items()}
 
@@ -103,6 +108,12 @@ def test_two_ranks_say_what_one_process_says(tmp_path: Path) -> None:
     said = said_by_two(tmp_path, "float64", *names)
     for name in names:
         check(tmp_path, name, "float64", said[name])
+
+
+def test_a_leader_may_take_longer_to_load_than_a_call_takes(tmp_path: Path) -> None:
+    """Ranks of one machine choose products one after another, whoever comes first."""
+    random_model(ARCHITECTURES["llama"], torch.float64).save_pretrained(tmp_path)  # type: ignore[operator]
+    run_two("tests.support.slow_rank", tmp_path)
 
 
 @pytest.mark.slow

@@ -1,0 +1,52 @@
+"""A rank of two, of which the leader takes longer to load than a call may take: as a program.
+
+`torchrun ... -m tests.support.slow_rank FOLDER`
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+import torch
+
+import outrider.engine.loader as loader
+from outrider.engine.llama_ops import LlamaOps, TorchOps
+from outrider.engine.ranks import RankGroup, Ranks
+from tests.support.shards import DEADLINE_S, load
+
+CALL_S: Final = 2.5
+
+
+class SlowOps(TorchOps):
+    """Choose their products for longer than a call may take."""
+
+    def tune(self, _uses: object) -> None:
+        time.sleep(2 * CALL_S)
+
+
+def main(folder: str) -> None:
+    torch.set_num_threads(1)
+    ranks = Ranks.of(os.environ)
+    assert ranks is not None
+
+    def choose(*_: object, **__: object) -> LlamaOps:
+        return SlowOps() if ranks.leads else TorchOps()
+
+    loader.choose_llama_ops = choose
+    device = torch.device("cpu")
+    group = RankGroup(ranks, device, start_timeout_s=DEADLINE_S, timeout_s=CALL_S)
+    model = load(Path(folder), torch.float64, group)
+    if ranks.leads:
+        group.stop()
+    else:
+        group.follow(model)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+    sys.stdout.flush()
+    os._exit(0)
