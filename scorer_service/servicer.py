@@ -126,6 +126,7 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
         span.set_attributes(_request_attributes(request, serving.served))
         rounds = RoundSpans() if span.is_recording() else None
         constraint = await serving.constraints.editor(request)
+        self._ready()  # still: compiling takes up to seconds
         session = hub.submit(request, dict(inject(span)).get("traceparent", ""), constraint)
         if rounds is not None:
             rounds.submitted()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import pytest
 
 from outrider import errors
-from outrider.engine.constraint import ConstraintCompiler
+from outrider.engine.constraint import ConstraintCompiler, ConstraintEditor
 from outrider.rpc import status
 from outrider.v1 import common_pb2, scorer_pb2
 from tests.support.byte_tokenizer import EOS, byte_tokenizer
@@ -110,6 +113,26 @@ async def test_what_cannot_be_compiled_is_refused(param: str, source: str, messa
         assert error.param == param
         assert message in error.message
         assert (await running.info()).running_requests == 0
+
+
+async def test_what_is_compiled_when_the_scorer_drains_is_sent_elsewhere() -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    class Slow(ConstraintCompiler):
+        def editor(self, *args: Any) -> ConstraintEditor:
+            began.set()
+            assert go_on.wait(10)
+            return super().editor(*args)
+
+    compiler = Slow(TOKENIZER.to_str(), VOCAB, frozenset({EOS}))
+    async with running_scorer(vocab_size=VOCAB, compiler=compiler) as running:
+        asked = asyncio.create_task(output(running, constrained(regex="[ab]{12}")))
+        assert await asyncio.to_thread(began.wait, 10)
+        await running.servicer.drain(10)
+        go_on.set()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asked
+        assert isinstance(status.from_rpc_error(caught.value), errors.UnavailableError)
 
 
 async def test_a_model_without_a_tokenizer_takes_no_constraint() -> None:
