@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.drafting.proposer import TREE_WIDTH
 from outrider.drafting.suffix_settings import SuffixSettings
-from outrider.errors import OutriderError
+from outrider.errors import ConfigError, OutriderError
 from outrider.methods import HIDDEN_STATE_METHODS, METHODS, parse_methods
 from outrider.rpc.deployment import Help, add_deployment_flags, port, take_deployment
 from outrider.rpc.targets import DNS_REFRESH_S, parse_entries
@@ -87,9 +87,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
     )
     add(
         "--model",
-        default=draft.model,
         help="draft_model: embedded, a folder, Hugging Face id; for methods that read hidden "
-        "states their checkpoint, likewise",
+        f"states their checkpoint, likewise; unset: {draft.model}",
     )
     add(
         "--target-model",
@@ -162,9 +161,15 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
     add_deployment_flags(parser)
     add("--exit-with-parent", action="store_true", help="stop when the parent process is gone")
     args = parser.parse_args(argv)
+    methods = tuple(_method(name, args) for name in args.method)
+    if args.model is not None and not any(isinstance(each, ModelConfig) for each in methods):
+        raise ConfigError(
+            f"--model is of no use with --method {','.join(args.method)}: leave it out, or add a "
+            "method that reads a model, such as draft_model."
+        )
     config = ProposerConfig(
         scorers=parse_entries(args.scorer),
-        methods=tuple(_method(name, args) for name in args.method),
+        methods=methods,
         proposer_id=args.proposer_id,
         pool=args.pool,
         host=args.host,
@@ -206,7 +211,7 @@ def _model(name: str, args: argparse.Namespace, common: dict[str, Any]) -> Model
     if len(args.method) > 1:
         common.setdefault("max_draft_tokens", _BESIDE_OTHERS)
     common |= {
-        "model": args.model,
+        "model": draft.model if args.model is None else args.model,
         "dtype": args.dtype,
         "threads": args.threads,
         "kv_cache_memory": args.kv_cache_memory

@@ -42,6 +42,17 @@ def test_weights_are_quantized_where_there_are_kernels_for_it() -> None:
     assert method.int8_weights
 
 
+def test_a_model_that_no_method_reads_is_refused() -> None:
+    argv = ["--scorer", "127.0.0.1:1", "--model", "embedded", "--method"]
+    for methods in ("ngram", "suffix,deterministic"):
+        with pytest.raises(ConfigError, match=f"no use with --method {methods}: leave it out, or"):
+            parse([*argv, methods])
+    for methods in ("draft_model", "ngram,draft_model", "eagle3"):
+        config, _ = parse([*argv, methods])
+        assert isinstance(config.methods[-1], ModelConfig)
+        assert config.methods[-1].model == "embedded"
+
+
 def test_a_gpu_s_eagle3_lets_the_scorer_project() -> None:
     on_cpu = HeadConfig(name="eagle3")
     on_cuda = replace(on_cpu, device="cuda")
