@@ -143,13 +143,16 @@ def check_hello(hello: draft_pb2.Hello, served: ServedModel) -> None:
     if hello.method != methods[0]:
         raise InvalidRequestError("Hello.method must be the first of methods", param="method")
     copies = _COPYING_METHODS.issuperset(methods)
-    if hello.vocab_size != served.vocab_size and not (copies and hello.vocab_size == 0):
+    theirs, ours = hello.tokenizer_hash, served.tokenizer_hash
+    # Models of a family fill their vocabularies up differently, beyond all that the tokenizer has.
+    smaller = theirs == ours != "" and 0 < hello.vocab_size < served.vocab_size
+    fits = smaller or hello.vocab_size == served.vocab_size
+    if not fits and not (copies and hello.vocab_size == 0):
         raise ProposerRefusedError(
             f"the draft's vocabulary has {hello.vocab_size} tokens, the target's "
-            f"{served.vocab_size}: use a draft with the target's tokenizer",
+            f"{served.vocab_size}: use a draft with the target's tokenizer and no more tokens",
             reason="VOCAB_MISMATCH",
         )
-    theirs, ours = hello.tokenizer_hash, served.tokenizer_hash
     if ours and theirs != ours and not (copies and not theirs):
         raise ProposerRefusedError(
             f"the draft's tokenizer ({theirs[:12] or 'none'}) is not the target's ({ours[:12]}): "

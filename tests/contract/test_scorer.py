@@ -423,6 +423,20 @@ async def test_a_proposer_that_does_not_fit_is_told_why(reason: str) -> None:
             assert output.aux_info.accepted > 0, "the one that fits is not disturbed"
 
 
+async def test_a_draft_may_be_padded_less_than_the_target() -> None:
+    async with running_scorer() as scorer:
+        for tokenizer_hash in ("", "cd" * 32):  # only the tokenizer says that nothing is missing
+            other = hello(vocab_size=VOCAB - 1, tokenizer_hash=tokenizer_hash)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await ScriptedProposer(scorer.stub, follow(greedy_truth), other).dial()
+            assert status.from_rpc_error(caught.value).reason == "VOCAB_MISMATCH"
+        smaller = hello(vocab_size=VOCAB - 1)
+        async with proposing(ScriptedProposer(scorer.stub, follow(greedy_truth), smaller)):
+            output = await scorer.generate(PROMPT)
+    assert output.token_ids == greedy_text(PROMPT, 40)
+    assert output.aux_info.accepted > 0
+
+
 async def test_a_proposer_of_the_next_version_comes_down_to_ours() -> None:
     newer = hello(protocol_version=2)
     newer.MergeFromString(b"\xf8\x7f\x01")  # a field of number 2047 that we do not know
