@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from outrider.engine.loader import read_text_config
 from outrider.errors import ConfigError
 from outrider.models.modules import EMBEDDINGS, HEADS
 from outrider.models.resolve import TRAINING_STATE
@@ -149,9 +150,9 @@ class TargetTensors:
         config = self._checkpoint.config
         self.folder = folder
         self.config: dict[str, Any] = {**config, **self._checkpoint.group("text_config")}
-        self.hidden_size = self._number("hidden_size", "n_embd")
+        self.hidden_size = self._number("hidden_size")
         self.vocab_size = self._number("vocab_size")
-        self.num_layers = self._number("num_hidden_layers", "n_layer")
+        self.num_layers = self._number("num_hidden_layers")
 
     def embedding(self) -> Tensor:
         """[vocab_size, hidden_size], as it is stored."""
@@ -175,13 +176,13 @@ class TargetTensors:
             )
         return found
 
-    def _number(self, *keys: str) -> int:
-        """By the first of its names that is there: Llama's, or GPT-2's."""
-        values = (self.config.get(key) for key in keys)
-        found = next((value for value in values if isinstance(value, int)), None)
-        if found is None:
-            raise ConfigError(f"config.json in {self.folder} has no {keys[0]}.")
-        return found
+    def _number(self, key: str) -> int:
+        value = self.config.get(key)
+        if value is None:  # it has another name, or is this kind of model's default
+            value = getattr(read_text_config(self.folder), key, None)
+        if not isinstance(value, int):
+            raise ConfigError(f"config.json in {self.folder} has no {key}.")
+        return value
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -216,7 +216,7 @@ def kv_bytes_per_page(
     From config.json alone: lets a service turn a memory budget into `num_pages` before it loads
     the weights.
     """
-    config = _text_config(folder)
+    config = read_text_config(folder)
     width = _kv_width(config)
     if getattr(config, "kv_lora_rank", None) is None:  # latents are on every rank
         width //= num_ranks
@@ -246,11 +246,12 @@ def read_eos_token_ids(folder: Path) -> frozenset[int]:
 
 def read_features(folder: Path, text: str) -> FeatureSpec:
     """What `--hidden-features` asks of the model in a folder. Raises `ConfigError`."""
-    config = _text_config(folder)
+    config = read_text_config(folder)
     return parse_features(text, int(config.num_hidden_layers), int(config.hidden_size))
 
 
-def _text_config(folder: Path) -> Any:
+def read_text_config(folder: Path) -> Any:
+    """Of the decoder in a folder, as `transformers` knows it: complete. Raises `ConfigError`."""
     return _config(folder).get_text_config(decoder=True)
 
 

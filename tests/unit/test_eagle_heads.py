@@ -13,7 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Gemma3TextConfig
 
+from outrider.drafting.checkpoints import TargetTensors
 from outrider.drafting.head_forward import HeadForward
 from outrider.drafting.heads.base import RecurrentHead
 from outrider.drafting.heads.eagle import load_eagle
@@ -373,6 +375,23 @@ def test_groups_of_settings_may_be_null(tmp_path: Path, target: Target) -> None:
     path.write_text(json.dumps({"text_config": "llama"}))
     with pytest.raises(ConfigError, match="text_config must be a group"):
         load_eagle3(folder, target.folder, torch.float32, CPU)
+
+
+def test_what_a_target_s_config_leaves_out_is_its_kind_s_default(tmp_path: Path) -> None:
+    # As Gemma 3's makers publish it: without vocab_size.
+    text = {"model_type": "gemma3_text", "hidden_size": 8, "num_hidden_layers": 9}
+    config = {"model_type": "gemma3", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    size = Gemma3TextConfig().vocab_size
+    embedding = torch.arange(8 * size).view(size, 8).bfloat16()
+    name = "language_model.model.embed_tokens.weight"
+    save_file({name: embedding}, tmp_path / "model.safetensors")
+    shared = TargetTensors(tmp_path)
+    assert (shared.vocab_size, shared.hidden_size, shared.num_layers) == (size, 8, 9)
+    assert torch.equal(shared.head(), embedding), "tied"
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": text}))
+    with pytest.raises(ConfigError, match="cannot be read"):  # whose default?
+        TargetTensors(tmp_path)
 
 
 def test_of_a_target_in_parts_only_some_are_needed(tmp_path: Path, target: Target) -> None:
