@@ -75,8 +75,7 @@ __device__ __forceinline__ void wait_for_the_kernel_before() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_meets() {
-  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
-               ::: "memory");
+  asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
 }
 
 // A block for tensor cores: lines swizzled as TMA does, eight to 1,024 bytes.
