@@ -29,7 +29,7 @@ from tests.support.up import Up, complete
 
 pytestmark = pytest.mark.timeout(400)
 
-ADDED_BY_PROMETHEUS = {"instance"}
+ADDED_BY_PROMETHEUS = {"instance", "job", "namespace"}  # the last by a ServiceMonitor
 RECORDED = {rule["record"] for rule in rules() if "record" in rule}
 REASONS = {
     error.reason
