@@ -12,6 +12,7 @@ from outrider.errors import ConfigError
 from outrider.rpc.deployment import Help, add_deployment_flags, port, take_deployment
 from outrider.rpc.runtime import EXIT_CONFIG, run
 from outrider.rpc.targets import parse_entries
+from outrider.signals import end_at_sigterm
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(GatewayConfig)}
 
@@ -31,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     # Before grpc is imported: its C core logs in its own way what we report in ours.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # Imported late: a wrong flag is answered at once.
+    end_at_sigterm()
     try:
         from gateway.service import Gateway
         from outrider.rpc.telemetry import configure

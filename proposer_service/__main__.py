@@ -14,6 +14,7 @@ from outrider.errors import ConfigError, OutriderError
 from outrider.methods import HIDDEN_STATE_METHODS, METHODS, parse_methods
 from outrider.rpc.deployment import Help, add_deployment_flags, port, take_deployment
 from outrider.rpc.targets import DNS_REFRESH_S, parse_entries
+from outrider.signals import end_at_sigterm
 from proposer_service.config import (
     START_TIMEOUT_S,
     DeterministicConfig,
@@ -251,6 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # long as a step takes on a GPU; less than 0.1 ms brings no more, because the loop is then kept
     # from going on.
     sys.setswitchinterval(0.0001)
+    end_at_sigterm()
     try:
         from outrider.rpc import runtime
 

@@ -12,6 +12,7 @@ from typing import Any
 from outrider.config import SPECULATION_POLICIES
 from outrider.errors import ConfigError
 from outrider.rpc.deployment import Help, add_deployment_flags, port, take_deployment
+from outrider.signals import end_at_sigterm
 
 _DEFAULTS: dict[str, dict[str, int | None]] = {
     "cpu": {"max_num_batched_tokens": 512, "kv_cache_memory": 512, "page_size": 16},
@@ -159,6 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Python's default (5 ms) doubles the mean time between two steps; 0.1 ms is no better than 1.
     sys.setswitchinterval(0.0005)
 
+    end_at_sigterm()
     try:
         from outrider.rpc import runtime
 

@@ -32,6 +32,8 @@ def follow(options: Options, ranks: Ranks) -> int:
         level=logging.INFO, stream=sys.stderr, format=f"{name} %(levelname)s %(message)s"
     )
     transformers.utils.logging.disable_progress_bar()
+    # A handler of ours would wait for what C++ waits for: the other ranks.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with _health(options, ranks) as healthy:
             folder = resolve_model(options.model, "target")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from outrider.errors import ConfigError
 from outrider.models.modules import resolve_module
 from outrider.models.resolve import resolve_model
+from outrider.signals import end_at_sigterm
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="MODEL is a draft module: fetch it in any format, and of its target what both share",
     )
     args = parser.parse_args(argv)
+    end_at_sigterm()
     try:
         if args.module_of is not None:
             print(*resolve_module(args.model, "draft", args.module_of), sep="\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -146,3 +147,18 @@ def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("fetch: org/other is not a folder here")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_download_that_takes_its_time_ends_at_sigterm(tmp_path: Path) -> None:
+    with socket.socket() as hub_without_answers:
+        hub_without_answers.bind(("127.0.0.1", 0))
+        hub_without_answers.listen()
+        endpoint = f"http://127.0.0.1:{hub_without_answers.getsockname()[1]}"
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "outrider.models.fetch", "org/model"],
+            env=os.environ | {"HF_HOME": str(tmp_path), "HF_ENDPOINT": endpoint},
+        )
+        hub_without_answers.settimeout(60)
+        hub_without_answers.accept()[0].close()  # it asks again
+        process.terminate()
+        assert process.wait(10) == 143  # also as the first process of a container

@@ -103,6 +103,21 @@ def test_a_signal_while_modules_are_imported_leaves_no_traceback(argv: list[str]
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["gateway.__main__", "--scorer", "127.0.0.1:1"],
+        ["proposer_service.__main__", "--scorer", "127.0.0.1:1", "--method", "ngram"],
+        ["scorer_service.__main__"],
+    ],
+)
+def test_a_containers_first_process_ends_at_sigterm_while_it_imports(argv: list[str]) -> None:
+    program = [sys.executable, "-c", INTERRUPTED.replace("SIGINT", "SIGTERM"), *argv]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    # Not -15: without a handler the kernel ends any process but the first of a container.
+    assert (ended.returncode, ended.stdout) == (143, "")
+
+
 def test_a_start_up_error_is_one_readable_line() -> None:
     with service("refuse") as process:
         out, err = process.communicate(timeout=20)
