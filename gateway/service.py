@@ -23,6 +23,7 @@ from outrider.models.tokenizer import Tokenizer
 from outrider.rpc.runtime import progress
 from outrider.rpc.server import ClientLimits, GrpcServer
 from outrider.rpc.targets import Targets, join_address
+from outrider.rpc.tasks import in_thread
 from outrider.rpc.telemetry import Telemetry
 from outrider.v1 import generation_pb2_grpc, scorer_pb2
 
@@ -47,7 +48,7 @@ class Gateway:
         """Comes up; returns the addresses. Raises `ConfigError`."""
         config = self._config
         api_keys = ApiKeys.load(config.api_key_file)
-        tokenizer = Tokenizer.load(resolve_model(config.model, "target", tokenizer_only=True))
+        tokenizer = await asyncio.wrap_future(in_thread(lambda: _tokenizer(config.model)))
         self._socket = _bind(config.host, config.http_port)
         progress("gateway", f"waiting for a scorer at {', '.join(config.scorers)}")
         self._pool = ScorerPool(
@@ -128,6 +129,11 @@ def check_scorer(info: scorer_pb2.GetScorerInfoResponse, tokenizer: Tokenizer) -
         raise ConfigError(
             f"{who} knows {info.vocab_size} tokens, the tokenizer has {tokenizer.vocab_size}."
         )
+
+
+def _tokenizer(model: str | None) -> Tokenizer:
+    """Maybe after a download. Raises `ConfigError`."""
+    return Tokenizer.load(resolve_model(model, "target", tokenizer_only=True))
 
 
 class _HttpServer(uvicorn.Server):

@@ -116,10 +116,8 @@ class ScorerApp:
         port = await self._server.start()
         data_port = await self._data_port.start()
         metrics_url = self._telemetry.serve_metrics(options.host, options.metrics_port)
-        folder = resolve_model(options.model, "target")
-        # Before the weights: a broken file is to be told at once.
-        hash_ = tokenizer_hash(folder) if (folder / "tokenizer.json").is_file() else ""
         loop = asyncio.get_running_loop()
+        found: list[tuple[Path, str]] = []  # the model's folder, its tokenizer's hash
         hubs: list[Hub] = []  # filled before the first request
 
         def on_events(events: StepEvents) -> None:
@@ -127,11 +125,16 @@ class ScorerApp:
                 loop.call_soon_threadsafe(hubs[0].on_events, events)
 
         def build() -> Engine:
+            folder = resolve_model(options.model, "target")  # maybe a download
+            # Before the weights: a broken file is to be told at once.
+            hash_ = tokenizer_hash(folder) if (folder / "tokenizer.json").is_file() else ""
+            found.append((folder, hash_))
             self._group = join(options)
             return build_engine(folder, options, self._group)
 
         self._worker = worker = EngineWorker(build, on_events)
         info = await asyncio.wrap_future(in_thread(lambda: worker.start(options.start_timeout)))
+        folder, hash_ = found[0]
         if self._group is not None:
             self._group.watch(_end)
         served = ServedModel(

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pytest
+
 COMMIT = "0123456789012345678901234567890123456789"
 FILES = {
     "config.json": b"{}",
@@ -149,16 +151,47 @@ def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_a_download_that_takes_its_time_ends_at_sigterm(tmp_path: Path) -> None:
-    with socket.socket() as hub_without_answers:
-        hub_without_answers.bind(("127.0.0.1", 0))
-        hub_without_answers.listen()
-        endpoint = f"http://127.0.0.1:{hub_without_answers.getsockname()[1]}"
+@contextmanager
+def downloading(cache: Path, *args: str) -> Iterator[subprocess.Popen[str]]:
+    """What asks a hub that does not answer."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        listening.settimeout(60)
+        endpoint = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        patient = {"HF_HUB_ETAG_TIMEOUT": "300", "HF_HUB_DOWNLOAD_TIMEOUT": "300"}
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "outrider.models.fetch", "org/model"],
-            env=os.environ | {"HF_HOME": str(tmp_path), "HF_ENDPOINT": endpoint},
+            [sys.executable, "-P", "-m", *args],
+            env=os.environ | {"HF_HOME": str(cache), "HF_ENDPOINT": endpoint} | patient,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        hub_without_answers.settimeout(60)
-        hub_without_answers.accept()[0].close()  # it asks again
+        try:
+            with listening.accept()[0]:
+                yield process
+        finally:
+            process.kill()
+            process.communicate(timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (["outrider.models.fetch", "org/model"], 143),  # also as a container's first process
+        (["scorer_service", "--model=org/model"], 0),
+        (["gateway", "--model=org/model", "--scorer=127.0.0.1:1"], 0),
+    ],
+)
+def test_what_downloads_ends_at_sigterm(args: list[str], code: int, tmp_path: Path) -> None:
+    with downloading(tmp_path, *args) as process:
         process.terminate()
-        assert process.wait(10) == 143  # also as the first process of a container
+        assert process.wait(10) == code
+
+
+def test_a_download_counts_as_a_part_of_the_start(tmp_path: Path) -> None:
+    with downloading(
+        tmp_path, "scorer_service", "--model=org/model", "--start-timeout=0.5"
+    ) as process:
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 2
+    assert "was not ready within" in errors
