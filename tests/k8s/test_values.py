@@ -49,6 +49,10 @@ from tests.support import helm
         ("proposers.draft.device=cuda", "proposers.draft.device is cuda: its resources need a GPU"),
         ("tls.enabled=true", "tls.enabled needs tls.secretName or tls.certManager.enabled"),
         ("tls.certManager.enabled=true", "needs tls.certManager.issuerRef.name"),
+        (
+            "tls.enabled=true,tls.secretName=tls,tls.certManager.enabled=true",
+            "tls.secretName and tls.certManager.enabled exclude each other",
+        ),
         ("scorer.tensorParallel.size=3,scorer.tensorParallel.nodes=2", "shared out evenly over 2"),
         (
             "scorer.device=cuda,scorer.tensorParallel.size=4,scorer.tensorParallel.nodes=2",
