@@ -73,6 +73,11 @@ def test_scaling_that_cannot_work_is_refused() -> None:
     assert "a sidecar is scaled with its scorer" in sidecar.stderr
     zero = helm.template(on, "proposers.draft.autoscaling.minReplicas=0")
     assert "needs autoscaling.engine keda" in zero.stderr
+    for owner in ("gateway", "scorer", "proposers.draft"):
+        sets = [f"{owner}.autoscaling.{value}" for value in ("minReplicas=3", "maxReplicas=2")]
+        helm.render(*sets)  # which nobody reads
+        most = helm.template(*sets, f"{owner}.autoscaling.enabled=true")
+        assert f"{owner}.autoscaling: minReplicas 3 is more than maxReplicas 2" in most.stderr
 
 
 @pytest.mark.parametrize("values", sorted(helm.EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
