@@ -109,6 +109,14 @@ def test_flags_take_the_form_of_the_command_line() -> None:
     assert (parsed.max_num_seqs, parsed.enable_prefix_caching) == (64, False)
 
 
+@pytest.mark.parametrize("name", ["Llama 3: 8B", "coder #2", 'the "fast" one'])
+def test_a_served_name_may_hold_what_yaml_reads_as_its_own(name: str) -> None:
+    for workload in helm.workloads(helm.render(f"model.servedName={name}")):
+        (container,) = helm.containers(workload)
+        if container["name"] != "proposer":
+            assert f"--served-model-name={name}" in container["args"]
+
+
 def test_a_switch_of_a_pool_can_be_off_by_name() -> None:
     values = ("proposers.draft.method=suffix", "proposers.draft.flags.shared-memory-across-tenants")
     pool = helm.only(

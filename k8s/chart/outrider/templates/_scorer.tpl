@@ -90,7 +90,7 @@ spec:
         - --health-port=9201
         - --scorer-id=$(POD_NAME)
         - --model={{ .root.Values.model.name }}
-        - --served-model-name={{ .root.Values.model.servedName }}
+        - {{ printf "--served-model-name=%s" .root.Values.model.servedName | quote }}
         - --dtype={{ .root.Values.model.dtype }}
         - --device={{ $values.device }}
         - --start-timeout={{ .root.Values.startSeconds }}
