@@ -16,7 +16,7 @@ from outrider.v1 import scorer_pb2
 
 _PROBE_UP_S, _PROBE_DOWN_S = 1.0, 0.2
 _AFFINITY_TOKENS = 16  # a page: what a scorer can have in its prefix cache
-_AFFINITY_SLACK = 4  # requests more than the runner-up before affinity gives way to load
+_AFFINITY_SLACK = 4  # requests more than the least busy before affinity gives way to load
 _log = logging.getLogger(__name__)
 
 
@@ -95,8 +95,8 @@ class ScorerPool:
     ) -> Scorer:
         """The scorer for a prompt, waiting at most `timeout_s` until one serves.
 
-        Rendezvous hashing sends prompts with the same first page to the same scorer, unless the
-        second choice is clearly less busy. Raises `UnavailableError`.
+        Rendezvous hashing ranks the scorers for prompts with the same first page: the first that is
+        not clearly busier than the least busy one. Raises `UnavailableError`.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -105,9 +105,9 @@ class ScorerPool:
         except TimeoutError as error:
             raise UnavailableError("No scorer can be reached. Try again soon.") from error
         page = array("I", prompt_token_ids[:_AFFINITY_TOKENS]).tobytes()
-        ranked = sorted(candidates, key=lambda scorer: _rendezvous(scorer.target, page))
-        first, second = ranked[0], ranked[min(1, len(ranked) - 1)]
-        return second if first.in_flight > second.in_flight + _AFFINITY_SLACK else first
+        most = min(scorer.in_flight for scorer in candidates) + _AFFINITY_SLACK
+        idle_enough = [scorer for scorer in candidates if scorer.in_flight <= most]
+        return min(idle_enough, key=lambda scorer: _rendezvous(scorer.target, page))
 
     def mark_down(self, scorer: Scorer) -> None:
         """A request could not reach it: it gets none until a probe succeeds."""

@@ -182,6 +182,17 @@ async def test_the_same_first_page_goes_to_the_same_scorer_until_it_is_busy() ->
         assert sorted(len(scorer.requests) for scorer in scorers)[1] >= 4
 
 
+async def test_prompts_that_begin_alike_are_shared_out_over_all_scorers() -> None:
+    """As with one system prompt for all: no scorer is left idle while others are busy."""
+    scorers = [fake_scorer(scripted(delay_s=0.1), name) for name in ("a", "b", "c", "d")]
+    async with running_gateway(*scorers) as gateway:
+        await until_serving(gateway.http, 4)
+        await asyncio.gather(*(complete(gateway) for _ in range(40)))
+    shares = sorted(len(scorer.requests) for scorer in scorers)
+    assert sum(shares) == 40
+    assert shares[-1] - shares[0] <= 5
+
+
 @pytest.mark.parametrize(
     ("info", "message"),
     [({"tokenizer_hash": "other"}, "another tokenizer"), ({"vocab_size": 5}, "knows 5 tokens")],
