@@ -88,8 +88,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             token_ids = list(request.tokens.token_ids)
         elif param == "chat":
             operation = "chat"
-            messages = [{"role": m.role, "content": m.content} for m in request.chat.messages]
-            token_ids = await intake.encode_chat(messages, param)
+            token_ids = await intake.encode_chat([*map(_message, request.chat.messages)], param)
         else:
             raise InvalidRequestError("One of text, tokens and chat must be set.", param="prompt")
         stop = request.stop
@@ -118,6 +117,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
 def _metadata(context: Context) -> Metadata:
     return [(str(key), value) for key, value in context.invocation_metadata() or ()]
+
+
+def _message(message: generation_pb2.ChatMessage) -> dict[str, str]:
+    """As chat templates know it."""
+    fields = {"role": message.role, "content": message.content}
+    return fields | {"name": message.name} if message.HasField("name") else fields
 
 
 def _token(token: OutputToken) -> generation_pb2.OutputToken:

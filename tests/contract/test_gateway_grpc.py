@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.cli.client import GenerateOptions, stream
 from outrider.errors import CapacityError, OutriderError, PromptTooLongError
+from outrider.models.chat_template import ChatTemplate
 from outrider.rpc.channel import open_channel
 from outrider.rpc.status import from_rpc_error
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
@@ -81,6 +82,23 @@ async def test_tokens_and_chat_prompts() -> None:
         assert not responses[-1].HasField("aux_info")
         expected = [0, *tokens("<|user|>hello\n<|assistant|>")]
         assert list(gateway.scorer.requests[-1].prompt_token_ids) == expected
+
+
+async def test_a_chat_messages_name_reaches_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered: list[dict[str, str]] = []
+
+    def render(_: ChatTemplate, messages: Sequence[dict[str, str]]) -> str:
+        rendered.extend(messages)
+        return "x"
+
+    monkeypatch.setattr(ChatTemplate, "render", render)
+    turns = [{"role": "user", "content": "hello", "name": "alice"}, {"role": "user", "content": ""}]
+    chat = generation_pb2.ChatPrompt(
+        messages=[generation_pb2.ChatMessage(**turn) for turn in turns]
+    )
+    async with running_gateway(Script(tokens(TEXT))) as gateway:
+        await generate(gateway, generation_pb2.GenerateRequest(chat=chat))
+    assert rendered == turns
 
 
 async def test_stop_strings_cut_tokens_with_their_text() -> None:
