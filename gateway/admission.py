@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator, Iterator
 from gateway.metrics import GatewayMetrics
 from outrider.errors import CapacityError, DeadlineError, InvalidRequestError, UnavailableError
 
+_TIMER_S = 0.01  # by which a timer may go off early
+
 
 class Admission:
     """Places for completions, their deadlines, and draining."""
@@ -19,7 +21,11 @@ class Admission:
         metrics.limit.set(max_in_flight)
         self._in_flight = 0
         self._running: set[asyncio.Timeout] = set()
-        self.draining = False
+        self._grace_end: float | None = None  # loop time, while draining
+
+    @property
+    def draining(self) -> bool:
+        return self._grace_end is not None
 
     def check_size(self, completions: int, param: str) -> None:
         """Raises `InvalidRequestError` naming `param` for more completions than could ever run."""
@@ -64,10 +70,18 @@ class Admission:
                 "The request took too long. What was streamed so far is valid."
             ) from error
 
+    def cancelled_by(self, deadline: float) -> str:
+        """Who cancels a completion with this deadline now, as an outcome: this gateway, as `until`
+        would have it, or the client.
+        """
+        now = deadline_after(_TIMER_S)
+        if self._grace_end is not None and now >= min(deadline, self._grace_end):
+            return UnavailableError.reason
+        return DeadlineError.reason if now >= deadline else "cancelled"
+
     def drain(self, grace_s: float) -> None:
         """No new requests from now on; those under way have `grace_s` seconds to end."""
-        self.draining = True
-        end = deadline_after(grace_s)
+        self._grace_end = end = deadline_after(grace_s)
         for timeout in self._running:
             deadline = timeout.when()
             if not timeout.expired():  # its body is being ended already

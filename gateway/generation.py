@@ -61,8 +61,10 @@ class Generator:
         self.pool = pool
         self.intake = Intake(config, tokenizer, pool)
         self.telemetry = telemetry
-        self._replayer = Replayer(pool, telemetry, config.resume_timeout_s)
         self._metrics = GatewayMetrics(telemetry.registry)
+        self._replayer = Replayer(
+            pool, telemetry, config.resume_timeout_s, self._metrics.retries.inc
+        )
         self._metrics.scorers.set_function(lambda: len(pool.serving))
         self.admission = Admission(config.max_in_flight, self._metrics)
 
@@ -95,7 +97,7 @@ class Generator:
         )
         model = self.config.served_model_name
         with (
-            self._metrics.outcome(request.operation, deadline),
+            self._metrics.outcome(request.operation, lambda: self.admission.cancelled_by(deadline)),
             self.telemetry.server_span(
                 f"{request.operation} {model}", metadata, _span_attributes(request, model)
             ) as span,
@@ -147,7 +149,7 @@ class Generator:
         )
         times = RequestTimes(cost_s, time_to_first_token_s, usage.completion_tokens)
         self.telemetry.latency.record(request.operation, self.config.served_model_name, times, span)
-        self._metrics.completed(usage, ending.aux_info)
+        self._metrics.completed(usage)
 
 
 def _new_tokens(

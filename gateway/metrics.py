@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from outrider.errors import DeadlineError, OutriderError
+from outrider.errors import OutriderError
 from outrider.rpc.telemetry import METRIC_PREFIX
 from outrider.v1 import common_pb2
-
-_TIMER_S = 0.01  # by which a timer may go off early
 
 
 class GatewayMetrics:
@@ -55,21 +53,20 @@ class GatewayMetrics:
             "Tokens returned to clients, counted when their completion ends.",
             registry=registry,
         )
-        self._retries = Counter(
+        self.retries = Counter(
             f"{METRIC_PREFIX}gateway_retries",
             "Times a completion was moved to another scorer.",
             registry=registry,
         )
 
     @contextlib.contextmanager
-    def outcome(self, operation: str, deadline: float) -> Iterator[None]:
-        """Counts how its body ends; it is cancelled at the deadline (loop time), too."""
+    def outcome(self, operation: str, cancelled_by: Callable[[], str]) -> Iterator[None]:
+        """Counts how its body ends; `cancelled_by` says what a cancelled one ends as."""
         outcome = "ok"
         try:
             yield
         except (asyncio.CancelledError, GeneratorExit):
-            late = asyncio.get_running_loop().time() >= deadline - _TIMER_S
-            outcome = DeadlineError.reason if late else "cancelled"
+            outcome = cancelled_by()
             raise
         except OutriderError as error:
             outcome = error.reason
@@ -80,8 +77,7 @@ class GatewayMetrics:
         finally:
             self._requests.labels(operation, outcome).inc()
 
-    def completed(self, usage: common_pb2.Usage, aux_info: common_pb2.AuxInfo) -> None:
+    def completed(self, usage: common_pb2.Usage) -> None:
         """A completion that ended well."""
         self._prompt_tokens.inc(usage.prompt_tokens)
         self._generation_tokens.inc(usage.completion_tokens)
-        self._retries.inc(aux_info.retries)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -67,12 +67,19 @@ class Round:
 
 
 class Replayer:
-    """Streams requests from the pool's scorers."""
+    """Streams requests from the pool's scorers; `on_retry` is told when one is moved."""
 
-    def __init__(self, pool: ScorerPool, telemetry: Telemetry, resume_timeout_s: float) -> None:
+    def __init__(
+        self,
+        pool: ScorerPool,
+        telemetry: Telemetry,
+        resume_timeout_s: float,
+        on_retry: Callable[[], None],
+    ) -> None:
         self._pool = pool
         self._telemetry = telemetry
         self._resume_timeout_s = resume_timeout_s
+        self._on_retry = on_retry
 
     async def stream(
         self, request: ScorerRequest, account: Account, parent: Span, deadline: float
@@ -113,9 +120,10 @@ class Replayer:
                 give_up = self._patience(deadline) if give_up is None else give_up
                 self._pool.mark_down(scorer)
                 failures += 1
-                account.retries += 1
                 if failures >= _MAX_FAILURES or _now() >= give_up:
                     raise
+                account.retries += 1
+                self._on_retry()
                 _log.warning(
                     "request %s: scorer %s failed after %d tokens (%s); continuing elsewhere",
                     *(request.request_id, scorer.target, len(committed), error.message),

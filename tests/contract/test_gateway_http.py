@@ -420,6 +420,17 @@ async def test_the_deadline_gives_504_or_an_error_event() -> None:
         assert f"outrider:gateway_requests_total{{{late}}} 2.0\n" in metrics
 
 
+async def test_what_a_drain_cuts_off_is_no_clients_doing() -> None:
+    async with httpx.AsyncClient() as client:
+        async with running_gateway(Script(tokens(TEXT), hang_after=2)) as gateway:
+            url = f"{gateway.http}/v1/completions"
+            cut = asyncio.create_task(client.post(url, json={"prompt": "x"}))
+            await until(lambda: gateway.scorer.running == 1)
+        assert (await cut).status_code == 503
+    outcome = {"operation": "text_completion", "outcome": "UNAVAILABLE"}
+    assert gateway.metric("gateway_requests_total", **outcome) == 1
+
+
 async def test_a_prompt_that_waits_to_be_encoded_has_the_same_deadline() -> None:
     async with running_gateway(Script(tokens(TEXT)), request_timeout_s=0.2) as gateway:
         with tokenizers_that_hang():

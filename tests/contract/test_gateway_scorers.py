@@ -114,6 +114,7 @@ async def test_a_request_that_kills_every_scorer_is_given_up() -> None:
             await complete(gateway)
         assert caught.value.status_code == 503
         assert len(requests_of(scorers)) == 4
+        assert gateway.metric("gateway_retries_total") == 3, "told though the request failed"
 
 
 async def test_a_request_that_gets_on_may_outlive_any_number_of_scorers() -> None:
