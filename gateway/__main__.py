@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         ("host", str, "address to listen on"),
         ("http_port", port, "0: any free port"),
         ("grpc_port", port, "0: any free port"),
+        ("metrics_port", port, "/metrics while it drains, too; 0: any free port; unset: none"),
         ("api_key_file", str, "one key per line; without it, anyone may ask"),
         ("max_in_flight", int, "completions at once; more get 429"),
         ("max_body_bytes", int, "larger requests get 413, over gRPC RESOURCE_EXHAUSTED"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import combinations
 
 from outrider.errors import ConfigError
 from outrider.rpc.deployment import Deployment
@@ -22,6 +23,9 @@ class GatewayConfig:
     host: str = "127.0.0.1"
     http_port: int = 0
     grpc_port: int = 0
+    metrics_port: int | None = None
+    """For metrics until the process ends; `http_port` has them until it drains. None: there alone.
+    """
     api_key_file: str | None = None
     """One key per line. None: anyone may ask."""
     max_in_flight: int = 256
@@ -45,8 +49,10 @@ class GatewayConfig:
         if not self.scorers:
             raise ConfigError("--scorer must name at least one scorer (HOST:PORT[,HOST:PORT...]).")
         check_entries(self.scorers)
-        if self.http_port == self.grpc_port != 0:
-            raise ConfigError("--http-port and --grpc-port must differ.")
+        for one, other in combinations(("http_port", "grpc_port", "metrics_port"), 2):
+            if getattr(self, one) and getattr(self, one) == getattr(self, other):
+                one, other = (f"--{name.replace('_', '-')}" for name in (one, other))
+                raise ConfigError(f"{one} and {other} must differ.")
         for name in ("max_in_flight", "max_body_bytes", "default_max_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1.")

@@ -70,6 +70,11 @@ class Gateway:
             limits=ClientLimits(config.max_body_bytes, config.request_timeout_s),
         )
         grpc_port = await self._grpc.start()
+        metrics = (
+            {}
+            if config.metrics_port is None
+            else {"metrics": self._telemetry.serve_metrics(config.host, config.metrics_port)}
+        )
         await self._grpc.set_serving(True)
 
         self._http = _HttpServer(
@@ -91,12 +96,14 @@ class Gateway:
         return {
             "http": f"http://{join_address(config.host, http_port)}",
             "grpc": join_address(config.host, grpc_port),
+            **metrics,
         }
 
     async def stop(self) -> None:
         """Streams under way get the grace to end; then they are ended with an error.
 
-        No connection is taken meanwhile, so that clients who come back find another gateway.
+        No connection is taken meanwhile, so that clients who come back find another gateway; the
+        metrics port goes on to the end.
         """
         grace_s = self._config.deployment.drain_grace_s
         if self._generator is not None:

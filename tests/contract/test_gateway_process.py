@@ -97,6 +97,33 @@ async def test_a_stream_under_way_ends_within_the_grace() -> None:
             assert process.returncode == 0
 
 
+async def test_metrics_on_their_own_port_outlive_the_drain() -> None:
+    script = Script(tokens("hello world"), hang_after=2)
+    async with serving(fake_scorer(script)) as scorer:
+        flags = ("--scorer", scorer.target, "--model", str(model_folder()))
+        flags = (*flags, "--metrics-port", "0", "--drain-grace-seconds", "1")
+        async with gateway_process(*flags) as process:
+            ready = await ready_line(process)
+            async with httpx.AsyncClient(base_url=ready["http"]) as client:
+                stream = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
+                await until(lambda: scorer.running == 1)
+                process.send_signal(signal.SIGTERM)
+                async with httpx.AsyncClient() as scraper:
+                    while True:
+                        metrics = (await scraper.get(ready["metrics"])).text
+                        assert "outrider:gateway_requests_in_flight 1.0\n" in metrics
+                        try:
+                            await scraper.get(f"{ready['http']}/health")
+                        except httpx.NetworkError:
+                            break
+                    metrics = (await scraper.get(ready["metrics"])).text
+                    assert not stream.done(), "the drain goes on"
+                assert "outrider:gateway_requests_in_flight 1.0\n" in metrics
+                assert (await stream).status_code == 503
+            await asyncio.wait_for(process.communicate(), 10)
+            assert process.returncode == 0
+
+
 async def refused(*flags: str) -> str:
     """The one line on stderr of a gateway that does not start."""
     async with gateway_process(*flags) as process:

@@ -127,7 +127,7 @@ def test_policies_let_pass_what_is_needed_and_no_more(manifests: list[helm.Manif
     assert not _rule(manifests, scorer, gateway, 7002, "ingress", "from")
     assert not allows(manifests, draft, gateway, 50051)
     assert not allows(manifests, gateway, draft, 7003)
-    for target, ports in {gateway: [8000], scorer: [9101, 9102, 9103], draft: [9102]}.items():
+    for target, ports in {gateway: [8000, 9100], scorer: [9101, 9102, 9103], draft: [9102]}.items():
         for port in ports:  # Prometheus', which has no policy of ours
             assert _rule(manifests, target, "prometheus", port, "ingress", "from")
 

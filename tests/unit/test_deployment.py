@@ -120,3 +120,5 @@ def test_a_health_port_is_beside_the_service() -> None:
 def test_a_gateway_has_two_ports(capsys: pytest.CaptureFixture[str]) -> None:
     assert SERVICES["gateway"]("--http-port", "8000", "--grpc-port", "8000") == 2
     assert "--http-port and --grpc-port must differ" in capsys.readouterr().err
+    assert SERVICES["gateway"]("--grpc-port", "8000", "--metrics-port", "8000") == 2
+    assert "--grpc-port and --metrics-port must differ" in capsys.readouterr().err
