@@ -36,15 +36,21 @@ class Admission:
                 param=param,
             )
 
-    @contextlib.contextmanager
-    def admitted(self, completions: int) -> Iterator[None]:
-        """Holds places for a number of completions; raises `CapacityError` if there are none."""
+    def check_room(self, completions: int) -> None:
+        """Refuses what `admitted` would refuse now, before its prompt is worked on.
+
+        Raises `CapacityError`, or `UnavailableError` while draining.
+        """
         if self.draining:
             raise UnavailableError("This gateway is shutting down. Try another.")
-        limit = self.max_in_flight
-        if self._in_flight + completions > limit:
+        if self._in_flight + completions > self.max_in_flight:
             self._metrics.refused.inc()
             raise CapacityError("Too many requests are under way. Try again soon.")
+
+    @contextlib.contextmanager
+    def admitted(self, completions: int) -> Iterator[None]:
+        """Holds places for a number of completions; raises what `check_room` does."""
+        self.check_room(completions)
         self._set_in_flight(self._in_flight + completions)
         try:
             yield

@@ -47,8 +47,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             tenant = self._check_key(context)
             async with self._generator.admission.until(deadline):
                 self._generator.intake.check_model(request.model)
-                work = await self._prepare(request, tenant)
                 with self._generator.admission.admitted(1):
+                    work = await self._prepare(request, tenant)
                     chunks = self._generator.generate(work, deadline, _metadata(context))
                     async with aclosing(chunks):
                         async for chunk in chunks:

@@ -99,7 +99,7 @@ class _OpenAI:
     async def _completions(self, request: Request, tenant: str, deadline: float) -> Response:
         body = await self._parsed(CompletionRequest, request)
         prompts = body.prompts()
-        self._check_size(body, len(prompts))
+        self._check_places(body, len(prompts))
         intake, tokenizer = self._generator.intake, self._generator.tokenizer
         token_ids = [
             await intake.encode(prompt, "prompt") if isinstance(prompt, str) else prompt
@@ -110,7 +110,7 @@ class _OpenAI:
 
     async def _chat(self, request: Request, tenant: str, deadline: float) -> Response:
         body = await self._parsed(ChatRequest, request)
-        self._check_size(body, 1)
+        self._check_places(body, 1)
         messages = [message.for_template() for message in body.messages]
         token_ids = await self._generator.intake.encode_chat(messages, "messages")
         return await self._answer(body, [token_ids], tenant, deadline)
@@ -120,10 +120,11 @@ class _OpenAI:
         self._generator.intake.check_model(body.model)
         return body
 
-    def _check_size(self, body: OpenAIRequest, prompts: int) -> None:
+    def _check_places(self, body: OpenAIRequest, prompts: int) -> None:
         n, per_prompt = body.num_choices()
         param = "prompt" if prompts > 1 else "best_of" if per_prompt > n else "n"
         self._generator.admission.check_size(prompts * per_prompt, param)
+        self._generator.admission.check_room(prompts * per_prompt)
 
     async def _work(
         self,

@@ -7,13 +7,16 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import httpx
 import openai
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from outrider.errors import CapacityError, UnavailableError
-from outrider.v1 import common_pb2
+from outrider.models.tokenizer import Tokenizer
+from outrider.rpc.channel import open_channel
+from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from tests.support.fake_scorer import Script
 from tests.support.gateway import (
     MAX_MODEL_LEN,
@@ -418,6 +421,26 @@ async def test_the_deadline_gives_504_or_an_error_event() -> None:
             metrics = (await client.get("/metrics")).text
         late = 'operation="text_completion",outcome="DEADLINE_EXCEEDED"'
         assert f"outrider:gateway_requests_total{{{late}}} 2.0\n" in metrics
+
+
+async def test_a_full_gateway_refuses_before_it_encodes_a_prompt() -> None:
+    """Or refusing would cost as much as serving, just when there is too much of it."""
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    async with running_gateway(Script(tokens(TEXT), hang_after=2), max_in_flight=1) as gateway:
+        running = asyncio.create_task(post(gateway, "/v1/completions", {"prompt": "x"}, timeout=60))
+        await until(lambda: gateway.scorer.running == 1)
+        with pytest.MonkeyPatch.context() as patch:
+            for method in ("encode", "apply_chat_template"):
+                patch.delattr(Tokenizer, method)
+            for path, body in (("completions", {"prompt": "x"}), ("chat/completions", chat)):
+                assert (await post(gateway, f"/v1/{path}", body)).status_code == 429
+            async with open_channel(gateway.grpc) as channel:
+                stub = generation_pb2_grpc.GenerationServiceStub(channel)
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await stub.Generate(generation_pb2.GenerateRequest(text="x")).read()
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert gateway.metric("gateway_requests_refused_total") == 3
+        running.cancel()
 
 
 async def test_what_a_drain_cuts_off_is_no_clients_doing() -> None:
