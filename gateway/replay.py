@@ -29,7 +29,7 @@ from outrider.rpc.codec import (
     speculation_to_proto,
     stop_to_proto,
 )
-from outrider.rpc.status import from_rpc_error
+from outrider.rpc.status import from_rpc_error, from_service
 from outrider.rpc.telemetry import Telemetry, inject
 from outrider.types import FinishReason, TokenKind, TokenLogprobs
 from outrider.v1 import common_pb2, scorer_pb2
@@ -207,8 +207,10 @@ def _round(response: scorer_pb2.ScorerServiceGenerateResponse) -> Round:
 
 
 def _scorer_error(error: grpc.aio.AioRpcError) -> OutriderError:
-    # A process that is killed can show as UNKNOWN from the transport, never from its own code.
-    if error.code() is grpc.StatusCode.UNKNOWN:
+    # Not the scorer's own words: a process that is killed can show as UNKNOWN, and where a proxy of
+    # a mesh resets the stream as INTERNAL.
+    broken = error.code() in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
+    if broken and not from_service(error):
         return UnavailableError(error.details() or "the scorer vanished")
     return from_rpc_error(error)
 

@@ -125,8 +125,13 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.OutriderError:
 
 def nothing_answers(error: grpc.aio.AioRpcError) -> bool:
     """Whether gRPC could not reach anybody at the address."""
-    unavailable = error.code() is grpc.StatusCode.UNAVAILABLE and _details(error)[0] is None
+    unavailable = error.code() is grpc.StatusCode.UNAVAILABLE and not from_service(error)
     return unavailable and "failed to connect" in (error.details() or "")  # of any cause
+
+
+def from_service(error: grpc.aio.AioRpcError) -> bool:
+    """Whether a service of ours said so with `abort`, not gRPC itself or a proxy on the way."""
+    return _details(error)[0] is not None
 
 
 def _shortened(message: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -35,9 +36,18 @@ def requests_of(scorers: list[FakeScorer]) -> list[Any]:
     return [request for scorer in scorers for request in scorer.requests]
 
 
-async def test_another_scorer_continues_the_same_text() -> None:
+@pytest.mark.parametrize(
+    "dies_as",
+    [
+        (grpc.StatusCode.UNAVAILABLE, "Socket closed"),
+        (grpc.StatusCode.UNKNOWN, "Stream removed"),
+        (grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2"),  # from Envoy
+    ],
+)
+async def test_another_scorer_continues_the_same_text(dies_as: tuple[grpc.StatusCode, str]) -> None:
     # Whichever is asked first dies after 6 tokens; each dies only once.
-    scorers = [fake_scorer(scripted(die_after=6, delay_s=0.05), name) for name in ("a", "b")]
+    dying = scripted(die_after=6, dies_as=dies_as, delay_s=0.05)
+    scorers = [fake_scorer(replace(dying), name) for name in ("a", "b")]
     async with running_gateway(*scorers) as gateway:
         task = asyncio.create_task(complete(gateway, seed=7, max_tokens=100))
         await until(lambda: bool(requests_of(scorers)))

@@ -32,7 +32,8 @@ class Script:
     method: str = "draft_model"  # by which all drafts are made
     together: int = 0  # nobody is answered before so many requests have run at once
     refuse: OutriderError | None = None
-    die_after: int | None = None  # tokens sent before the stream breaks
+    die_after: int | None = None  # tokens sent before the stream breaks ...
+    dies_as: tuple[grpc.StatusCode, str] = (grpc.StatusCode.UNAVAILABLE, "Socket closed")
     hang_after: int | None = None  # tokens sent before nothing more comes
 
 
@@ -113,7 +114,7 @@ class FakeScorer(scorer_pb2_grpc.ScorerServiceServicer):
                 response.aux_info.CopyFrom(self._account(sent, rounds, accepted))
             yield response
             if script.die_after is not None and sent >= script.die_after:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+                await context.abort(*script.dies_as)
             if script.hang_after is not None and sent >= script.hang_after:
                 await asyncio.sleep(3600)
 
