@@ -33,7 +33,7 @@ from outrider.train.draft_model import DraftModel
 from outrider.train.eagle3 import Eagle3
 from outrider.train.evaluate import acceptance
 from outrider.train.export import round_module, write
-from outrider.train.files import check_folder
+from outrider.train.files import check_folder, writing
 from outrider.train.generate import continue_rows, responses
 from outrider.train.layers import BlockShape
 from outrider.train.mtp import Mtp
@@ -102,16 +102,18 @@ def _train(args: argparse.Namespace, config: TrainConfig, processes: Processes) 
         logger.info(f"stopped after step {progress.step}; --resume goes on from there")
     elif processes.rank == 0:
         round_module(head, args.mantissa_bits)
-        write(head.export(), args.out)
-        if args.method == "draft_model":
-            _copy_tokenizer(folder, args.out)
+        with writing(args.out):
+            write(head.export(), args.out)
+            if args.method == "draft_model":
+                _copy_tokenizer(folder, args.out)
         zero = torch.zeros(len(prompts), device=target.device)
         text = continue_rows(target, prompts.to(target.device), args.new_tokens // 2, zero)
         result = acceptance(head, target, text, prompts.shape[1], args.num_draft_tokens)
         for line in result.lines():
             logger.info(line)
         facts = {"parameters": parameters, **asdict(progress), **asdict(result)}
-        (args.out / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
+        with writing(args.out):
+            (args.out / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
 @contextlib.contextmanager

@@ -149,8 +149,9 @@ class Trainer:
                 "optimiser": self._optimiser.state(),
                 "progress": asdict(self._progress),
             }
-            with written_whole(self._state_file) as part:
-                torch.save(state, part)
+            # Given a name, torch would not say why it could not write.
+            with written_whole(self._state_file) as part, part.open("wb") as file:
+                torch.save(state, file)
 
     def _backward(self, token_ids: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Adds a step's gradients, part by part; the mean loss, and the last part's matches."""

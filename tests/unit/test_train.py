@@ -315,6 +315,16 @@ def test_a_file_that_is_no_state_is_told(
     assert "state.pt is no saved training" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["state.part", "config.json", "training.json"])
+def test_a_full_disk_is_told(
+    name: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).symlink_to("/dev/full")
+    assert main(flags("medusa", folder, "--steps", "1", "--out", str(tmp_path))) == 2
+    assert "cannot be written: No space left on device." in capsys.readouterr().err
+    assert not (tmp_path / "state.part").exists()
+
+
 def test_a_step_in_parts_is_the_same_step(folder: Path, tmp_path: Path) -> None:
     run_steps(folder, tmp_path / "whole")
     run_steps(folder, tmp_path / "parts", tokens_per_forward=48)
