@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,7 +48,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-length", type=_positive, default=256, help="of generated rows")
     parser.add_argument("--new-tokens", type=_positive, default=256, help="of generated rows")
     parser.add_argument("--generate-batch", type=_positive, default=256, help="rows at a time")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=_seed, default=0)
 
 
 def _add_method(parser: argparse.ArgumentParser, method: str) -> None:
@@ -55,16 +56,16 @@ def _add_method(parser: argparse.ArgumentParser, method: str) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--heldout", type=Path, help="a file like --data (default: its last 2 %%)")
     parser.add_argument(
-        "--generate", type=int, default=0, metavar="N", help="also train on N responses"
+        "--generate", type=_count, default=0, metavar="N", help="also train on N responses"
     )
     parser.add_argument("--steps", type=_positive)
-    parser.add_argument("--seconds", type=float, help="the bound that comes first counts")
+    parser.add_argument("--seconds", type=_above_zero, help="the bound that comes first counts")
     parser.add_argument("--resume", action="store_true", help="go on from OUT/state.pt")
     parser.add_argument("--length", type=_positive, default=1024, help="tokens of a window")
     parser.add_argument("--tokens-per-step", type=_positive, default=32768, help="of each process")
     parser.add_argument("--num-draft-tokens", type=_positive, default=4, help="positions trained")
-    parser.add_argument("--lr", type=float, default=4e-3, help="of matrices (Muon)")
-    parser.add_argument("--table-lr", type=float, default=4e-3, help="of the rest (AdamW)")
+    parser.add_argument("--lr", type=_rate, default=4e-3, help="of matrices (Muon)")
+    parser.add_argument("--table-lr", type=_rate, default=4e-3, help="of the rest (AdamW)")
     parser.add_argument("--save-steps", type=_positive, default=1000)
     parser.add_argument("--mantissa-bits", type=int, default=7, choices=range(2, 8))
     parser.add_argument("--eval-rows", type=_positive, default=128, help="held-out prompts")
@@ -86,9 +87,42 @@ def _add_method(parser: argparse.ArgumentParser, method: str) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
+    return _whole(text, 1)
+
+
+def _count(text: str) -> int:
+    return _whole(text, 0)
+
+
+def _seed(text: str) -> int:
+    return _whole(text, 0, 2**32 - 1)  # sums and products with it are seeds, too
+
+
+def _whole(text: str, low: int, high: int = 2**31 - 1) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = low - 1
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+    return value
+
+
+def _above_zero(text: str) -> float:
+    value = _rate(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
+    return value
+
+
+def _rate(text: str) -> float:
+    """What is no number is NaN, which no bounds include."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
     return value
 
 

@@ -395,6 +395,22 @@ def test_wrong_set_ups_are_told(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--seconds=0", "--seconds=-1", "--seconds=nan", "--seconds=inf", "--lr=nan"),
+        *("--table-lr=-1", "--generate=-1", "--steps=0", "--steps=few", f"--seed={2**64}"),
+    ],
+)
+def test_numbers_that_cannot_be_are_told(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    needed = ["medusa", "--target", "embedded", "--data", "text", "--out", "head"]
+    with pytest.raises(SystemExit) as ended:
+        build_parser().parse_args([*needed, flag])
+    name, _, value = flag.partition("=")
+    assert ended.value.code == 2
+    assert f"argument {name}: {value!r} is not" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", sorted({*OTHERS} - {"Bloom"}))
 @pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_model"])
 def test_targets_may_name_their_sizes_otherwise(
