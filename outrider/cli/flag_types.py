@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import math
 
+from outrider.flag_numbers import number, whole
 from outrider.methods import parse_methods
 
 
@@ -43,52 +43,34 @@ def key(text: str) -> str:
 
 
 def temperature(text: str) -> float:
-    value = _number(text)
+    value = number(text)
     if not 0.0 <= value <= 2.0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 2")
     return value
 
 
 def seconds(text: str) -> float:
-    value = _number(text)
+    value = number(text)
     if not 0.0 < value < 1e9:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return value
 
 
 def port(text: str) -> int:
-    return _integer(text, 0, 65535)
+    return whole(text, 0, 65535)
 
 
 def positive(text: str) -> int:
-    return _integer(text, 1, 2**31 - 1)
+    return whole(text, 1)
 
 
 def top_k(text: str) -> int:
-    return _integer(text, 0, 2**31 - 1)
+    return whole(text, 0)
 
 
 def seed(text: str) -> int:
-    return _integer(text, 0, 2**64 - 1)
+    return whole(text, 0, 2**64 - 1)
 
 
 def speculative_tokens(text: str) -> int:
-    return _integer(text, 0, 128)
-
-
-def _number(text: str) -> float:
-    """What is none is NaN, which no bounds include."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def _integer(text: str, low: int, high: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = low - 1
-    if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
-    return value
+    return whole(text, 0, 128)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outrider.errors import ConfigError, OutriderError
+from outrider.flag_numbers import number, whole
 
 METHODS = {
     "eagle3": "one layer over three of the target's states (EAGLE-3)",
@@ -87,25 +88,15 @@ def _add_method(parser: argparse.ArgumentParser, method: str) -> None:
 
 
 def _positive(text: str) -> int:
-    return _whole(text, 1)
+    return whole(text, 1)
 
 
 def _count(text: str) -> int:
-    return _whole(text, 0)
+    return whole(text, 0)
 
 
 def _seed(text: str) -> int:
-    return _whole(text, 0, 2**32 - 1)  # sums and products with it are seeds, too
-
-
-def _whole(text: str, low: int, high: int = 2**31 - 1) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = low - 1
-    if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
-    return value
+    return whole(text, 0, 2**32 - 1)  # sums and products with it are seeds, too
 
 
 def _above_zero(text: str) -> float:
@@ -116,11 +107,7 @@ def _above_zero(text: str) -> float:
 
 
 def _rate(text: str) -> float:
-    """What is no number is NaN, which no bounds include."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = number(text)
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
     return value

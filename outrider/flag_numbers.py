@@ -1,0 +1,25 @@
+"""Numbers that flags say."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+
+def number(text: str) -> float:
+    """What is none is NaN, which no bounds include."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def whole(text: str, low: int, high: int = 2**31 - 1) -> int:
+    """Raises `ArgumentTypeError` for what is no whole number within these bounds."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = low - 1
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+    return value
