@@ -73,8 +73,7 @@ class Variant:
             "INT8": int(self.int8),
         }
         names = ", ".join(f"{name} = {value}" for name, value in constants.items())
-        text = files("outrider.engine.cuda").joinpath("kernels/bulk_tiles.cu").read_text()
-        return f"constexpr int {names};\n{self._multiply()}\n{text}"
+        return f"constexpr int {names};\n{self._multiply()}\n{_kernel_text()}"
 
     def _multiply(self) -> str:
         """wgmma names each of its registers: as many as there are sums."""
@@ -94,6 +93,11 @@ class Variant:
             f'      : {sums} : "l"(weight), "l"(x));\n'
             "}\n"
         )
+
+
+@cache
+def _kernel_text() -> str:
+    return files("outrider.engine.cuda").joinpath("kernels/bulk_tiles.cu").read_text()
 
 
 @cache
@@ -165,7 +169,7 @@ def launch(
     _checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(parameters), 0))
 
 
-@lru_cache
+@cache  # of as many as there are variants and products
 def _config(variant: Variant, tiles: int, early: bool) -> Any:
     from cuda.bindings import driver
 

@@ -15,10 +15,15 @@ _FEW_INT8 = (
     BlockPlanes(64, 256, 6, 4, 128),
     BlockPlanes(128, 256, 3, 4, 128),
 )
-_MORE = (Tiles(128, 128, 4, 4, 256, weight_left=True),)
 # More than 100 programs in clusters of three or four do not all find room at once.
 _BULK = (BulkTiles(128, 100), BulkTiles(256, 100), BulkTiles(128, 264, 2))
 _BULK_INT8 = tuple(replace(way, int8=True) for way in (*_BULK, BulkTiles(128, 66)))
+_MORE: tuple[Way, ...] = (Tiles(128, 128, 4, 4, 256, weight_left=True), *_BULK)
+_MORE_INT8: tuple[Way, ...] = (
+    Planes(128, 256, 3, 4, 128),
+    Planes(128, 128, 5, 4, 128),
+    *_BULK_INT8,
+)
 
 # What is tried for up to so many rows of x. Large products are at the bandwidth where each
 # multiprocessor has one program with 100 KB and more of weights on their way.
@@ -27,9 +32,9 @@ CANDIDATES: dict[int, tuple[Way, ...]] = {
     2: (Strips(128, 4), *_FEW),
     8: (*_FEW, *_BULK),
     16: (*_FEW, *_BULK),
-    32: (*_MORE, Tiles(64, 128, 4, 4, 256, weight_left=True), *_BULK),
-    40: (*_MORE, *_BULK),  # eight requests with four tokens to verify
-    64: (*_MORE, *_BULK),
+    32: (Tiles(64, 128, 4, 4, 256, weight_left=True), *_MORE),
+    40: _MORE,  # eight requests with four tokens to verify
+    64: _MORE,
     96: _BULK,
     160: _BULK,
 }
@@ -46,8 +51,8 @@ INT8_CANDIDATES: dict[int, tuple[Way, ...]] = {
         Planes(64, 256, 4, 4, 128),
         *_BULK_INT8,
     ),
-    40: (Planes(128, 256, 3, 4, 128), Planes(128, 128, 5, 4, 128), *_BULK_INT8),
-    64: (Planes(128, 256, 3, 4, 128), Planes(128, 128, 5, 4, 128), *_BULK_INT8),
+    40: _MORE_INT8,
+    64: _MORE_INT8,
     96: _BULK_INT8,
     160: (),
 }
