@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-import traceback
 from collections import deque
 from collections.abc import Sequence
 from functools import cache
@@ -15,8 +14,6 @@ import torch
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
-
-import triton
 
 from outrider.drafting.branch_plan import Pace
 from outrider.drafting.proposer import FeatureProposer, Proposer, SessionStart
@@ -61,19 +58,6 @@ SAMPLING = (
     SamplingParams(temperature=1.0, top_k=20, min_p=0.05, seed=3),
     SamplingParams(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.2, seed=4),
 )
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that are compiled, or read from Triton's cache, from now on."""
-    found: list[str] = []
-
-    def note(**kernel: object) -> None:
-        here = [f"{each.name}:{each.lineno}" for each in traceback.extract_stack()[-16:]]
-        found.append(f"{kernel['repr']} by {' '.join(here)}")
-
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
-    return found
 
 
 def _requests(count: int, seed: int) -> list[Request]:

@@ -6,7 +6,6 @@ import ctypes
 import hashlib
 import importlib.util
 import logging
-import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -116,23 +115,14 @@ def available() -> bool:
     return True
 
 
-def build(variants: Iterable[Variant]) -> None:
-    """Compiles them side by side: one after another they take seconds at a first start.
-
-    What does not compile fails again, and says why, when it is loaded or launched.
-    """
-    sources = {variant.source() for variant in variants}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        wait([pool.submit(_binary, source) for source in sources])
-
-
 def load(variants: Iterable[Variant], device: torch.device) -> None:
     """So that none is compiled when it is first launched, while requests wait.
 
-    Raises RuntimeError.
+    Compiles them side by side: one after another they take seconds. Raises RuntimeError.
     """
     wanted = set(variants)
-    build(wanted)
+    with ThreadPoolExecutor() as pool:
+        wait([pool.submit(_binary, variant.source()) for variant in wanted])
     for variant in wanted:
         _function(variant, device)
 

@@ -60,7 +60,11 @@ INT8_CANDIDATES: dict[int, tuple[Way, ...]] = {
 
 def candidates(rows: int, *, int8: bool) -> tuple[Way, ...]:
     """The ways to choose among for up to so many rows, a key of `CANDIDATES`; those that read the
-    least first. Where bulk tiles are to be had, planes by other kernels were never faster."""
-    ways = (INT8_CANDIDATES[rows] if int8 else ()) + CANDIDATES[rows]
-    unwanted = Planes if bulk_tiles.available() else BulkTiles
+    least first. Where bulk tiles are to be had, planes by other kernels were never faster, and
+    weights that are not quantized only at one row, or beyond what int8 is tried for."""
+    bulk = bulk_tiles.available()
+    ways = INT8_CANDIDATES[rows] if int8 else ()
+    if rows == 1 or not (ways and bulk):
+        ways += CANDIDATES[rows]
+    unwanted = Planes if bulk else BulkTiles
     return tuple(way for way in ways if not isinstance(way, unwanted))

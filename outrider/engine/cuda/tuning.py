@@ -8,14 +8,17 @@ cache. What is fastest alone may lose there, because neighbours overlap.
 from __future__ import annotations
 
 import contextlib
+import copy
 import fcntl
 import itertools
 import logging
 import os
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -24,7 +27,7 @@ from torch import Tensor
 
 from outrider.engine.cuda import bulk_tiles
 from outrider.engine.cuda.candidates import CANDIDATES
-from outrider.engine.cuda.launch import graph_us
+from outrider.engine.cuda.launch import graph_us, launch_options
 from outrider.engine.cuda.products import FewRowsLinear
 from outrider.engine.cuda.ways import BulkTiles, Way
 from outrider.engine.llama_ops import Use
@@ -34,7 +37,8 @@ logger = logging.getLogger(__name__)
 Run = Callable[[Use, Tensor, Tensor], Tensor]
 """The outputs of x [rows, in]; may write to its [rows, out]."""
 
-_COLD_BYTES = 2**32  # of weights in a row: a step's millisecond, of which a product is a part
+_COLD_BYTES = 2**29  # of weights in a row, at least, so that a cache holds few of them;
+_EACH = 8  # and products of each kind, of which one is a small part of the time
 _REPEATS = 20
 _GAIN = 0.002  # of the chain's time, that a candidate must save: less is noise
 _NEAR = 0.03  # of it: so much slower than the best, a way may be faster beside other ways
@@ -80,38 +84,65 @@ def tune(uses: Sequence[Use], run: Run, *, int8: bool = False) -> None:
         return
     with _one_at_a_time():
         began = time.perf_counter()
-        bulk_tiles.build(_variants(chain, CANDIDATES, FewRowsLinear.candidates))
+        _compile(chain, run)
         for rows in CANDIDATES:
             if not any(linear.candidates(rows) for _, linear in chain):
                 continue
             logger.info("products of %d rows: %s", rows, Chain(chain, rows, run).choose())
     all_rows = range(1, max(CANDIDATES) + 1)  # of launched steps: logits are of any number
-    chosen = _variants(chain, all_rows, lambda linear, rows: (linear.choice(rows),))
-    bulk_tiles.load(chosen, chain[0][1].weight.device)
+    bulk_tiles.load(_variants(chain, all_rows), chain[0][1].weight.device)
     torch.cuda.empty_cache()
     logger.info("measured products of few rows in %.1f s", time.perf_counter() - began)
 
 
+def _compile(chain: Sequence[tuple[Use, FewRowsLinear]], run: Run) -> None:
+    """Computes everything once that is going to be tried, side by side.
+
+    One after another the kernels take half a minute to compile. What fails fails again, and says
+    why, when it is measured.
+    """
+
+    def once(use: Use, linear: FewRowsLinear, rows: int, way: Way) -> None:
+        alone = copy.copy(linear)
+        alone.choices = dict.fromkeys(CANDIDATES, way)
+        weight = linear.weight
+        with torch.cuda.device(weight.device), torch.inference_mode():
+            x = weight.new_zeros(rows, linear.in_features)
+            run(replace(use, linear=alone), x, weight.new_zeros(rows, linear.out_features))
+
+    launch_options()  # is measured: not beside those that compile
+    first = {Kind.of(use, linear): (use, linear) for use, linear in chain}
+    with ThreadPoolExecutor() as pool:
+        wait(
+            [
+                pool.submit(once, use, linear, rows, way)
+                for (use, linear), rows in itertools.product(first.values(), CANDIDATES)
+                for way in linear.candidates(rows)
+                if way.takes(*linear.weight.shape)
+            ]
+        )
+
+
 def _variants(
-    chain: Iterable[tuple[Use, FewRowsLinear]],
-    numbers_of_rows: Iterable[int],
-    ways: Callable[[FewRowsLinear, int], Iterable[Way | None]],
+    chain: Iterable[tuple[Use, FewRowsLinear]], numbers_of_rows: Iterable[int]
 ) -> Iterator[bulk_tiles.Variant]:
-    """What the bulk tiles among these ways are computed by."""
+    """What the bulk tiles are computed by that were chosen."""
     for (use, linear), rows in itertools.product(chain, numbers_of_rows):
-        for way in ways(linear, rows):
-            if isinstance(way, BulkTiles) and way.takes(*linear.weight.shape):
-                add = use.norm is None and not use.alone
-                yield way.variant(rows, *linear.weight.shape, gated=use.gated, add=add)
+        way = linear.choice(rows)
+        if isinstance(way, BulkTiles):
+            add = use.norm is None and not use.alone
+            yield way.variant(rows, *linear.weight.shape, gated=use.gated, add=add)
 
 
 def timed(uses: Sequence[Use], *, int8: bool) -> list[tuple[Use, FewRowsLinear]]:
-    """What is to be timed of a step's uses: as many as it takes to read weights from memory.
+    """What is to be timed of a step's uses: some of each kind, as many as it takes to read weights
+    from memory.
 
     All that are of one kind share their choices from now on, and are quantized if `int8`.
     """
     choices: dict[Kind, dict[int, Way]] = {}
     chain: list[tuple[Use, FewRowsLinear]] = []
+    taken: Counter[Kind] = Counter()
     size = 0
     for use in uses:
         linear = use.linear
@@ -120,8 +151,9 @@ def timed(uses: Sequence[Use], *, int8: bool) -> list[tuple[Use, FewRowsLinear]]
         if int8:
             linear.quantize()
         kind = Kind.of(use, linear)
-        if kind not in choices or size < _COLD_BYTES:
+        if taken[kind] < _EACH or size < _COLD_BYTES:
             chain.append((use, linear))
+            taken[kind] += 1
             size += 2 * kind.size
         linear.choices = choices.setdefault(kind, {})
     return chain
