@@ -36,8 +36,9 @@ class Admission:
                 param=param,
             )
 
-    def check_room(self, completions: int) -> None:
-        """Refuses what `admitted` would refuse now, before its prompt is worked on.
+    @contextlib.contextmanager
+    def admitted(self, completions: int) -> Iterator[None]:
+        """Holds places for a number of completions, from before their prompts are worked on.
 
         Raises `CapacityError`, or `UnavailableError` while draining.
         """
@@ -46,11 +47,6 @@ class Admission:
         if self._in_flight + completions > self.max_in_flight:
             self._metrics.refused.inc()
             raise CapacityError("Too many requests are under way. Try again soon.")
-
-    @contextlib.contextmanager
-    def admitted(self, completions: int) -> Iterator[None]:
-        """Holds places for a number of completions; raises what `check_room` does."""
-        self.check_room(completions)
         self._set_in_flight(self._in_flight + completions)
         try:
             yield

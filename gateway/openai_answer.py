@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import Any
 
 from starlette.requests import Request
@@ -33,27 +33,32 @@ class Answer(Response):
         shaper: Shaper,
         deadline: float,
         names: Mapping[str, str],
+        places: ExitStack,
         *,
         stream: bool,
     ) -> None:
-        """`names`: what the client calls parameters that a scorer may refuse."""
+        """`names`: what the client calls parameters that a scorer may refuse. `places`: for all of
+        `work`, given back when it has run.
+        """
         super().__init__()
         self._generator = generator
         self._work = work
         self._shaper = shaper
         self._deadline = deadline
         self._names = names
+        self._places = places
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.create_task(self._run(scope, receive, send))
-        leaving = asyncio.create_task(_disconnected(receive))
-        try:
-            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (sending, leaving):
-                task.cancel()
-            await asyncio.gather(sending, leaving, return_exceptions=True)
+        with self._places:
+            sending = asyncio.create_task(self._run(scope, receive, send))
+            leaving = asyncio.create_task(_disconnected(receive))
+            try:
+                await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in (sending, leaving):
+                    task.cancel()
+                await asyncio.gather(sending, leaving, return_exceptions=True)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
@@ -64,14 +69,13 @@ class Answer(Response):
             await _start_stream(send)
 
         try:
-            with self._generator.admission.admitted(len(self._work)):
-                async with self._generator.admission.until(self._deadline):
-                    chunks = merged(self._streams(Request(scope).headers.items()))
-                    async with aclosing(chunks):
-                        if self._stream:
-                            await self._send_events(chunks, send, start_stream)
-                            return
-                        response: Response = JSONResponse(await self._collect(chunks))
+            async with self._generator.admission.until(self._deadline):
+                chunks = merged(self._streams(Request(scope).headers.items()))
+                async with aclosing(chunks):
+                    if self._stream:
+                        await self._send_events(chunks, send, start_stream)
+                        return
+                    response: Response = JSONResponse(await self._collect(chunks))
         except Exception as error:
             shown = self._renamed(public_error(error))
             if started:  # the status is gone: an error event, and the end

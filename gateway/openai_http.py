@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
@@ -99,32 +100,39 @@ class _OpenAI:
     async def _completions(self, request: Request, tenant: str, deadline: float) -> Response:
         body = await self._parsed(CompletionRequest, request)
         prompts = body.prompts()
-        self._check_places(body, len(prompts))
         intake, tokenizer = self._generator.intake, self._generator.tokenizer
-        token_ids = [
-            await intake.encode(prompt, "prompt") if isinstance(prompt, str) else prompt
-            for prompt in prompts
-        ]
-        echoes = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts if body.echo]
-        return await self._answer(body, token_ids, tenant, deadline, tuple(echoes))
+        with self._places(body, len(prompts)) as places:
+            token_ids = [
+                await intake.encode(prompt, "prompt") if isinstance(prompt, str) else prompt
+                for prompt in prompts
+            ]
+            echoes = [
+                prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+                for prompt in prompts
+                if body.echo
+            ]
+            return await self._answer(body, token_ids, tenant, deadline, places, tuple(echoes))
 
     async def _chat(self, request: Request, tenant: str, deadline: float) -> Response:
         body = await self._parsed(ChatRequest, request)
-        self._check_places(body, 1)
-        messages = [message.for_template() for message in body.messages]
-        token_ids = await self._generator.intake.encode_chat(messages, "messages")
-        return await self._answer(body, [token_ids], tenant, deadline)
+        with self._places(body, 1) as places:
+            messages = [message.for_template() for message in body.messages]
+            token_ids = await self._generator.intake.encode_chat(messages, "messages")
+            return await self._answer(body, [token_ids], tenant, deadline, places)
 
     async def _parsed(self, kind: type[B], request: Request) -> B:
         body = parse(kind, await self._body(request))
         self._generator.intake.check_model(body.model)
         return body
 
-    def _check_places(self, body: OpenAIRequest, prompts: int) -> None:
+    def _places(self, body: OpenAIRequest, prompts: int) -> ExitStack:
+        """Those of all completions: given back when it is closed."""
         n, per_prompt = body.num_choices()
         param = "prompt" if prompts > 1 else "best_of" if per_prompt > n else "n"
         self._generator.admission.check_size(prompts * per_prompt, param)
-        self._generator.admission.check_room(prompts * per_prompt)
+        places = ExitStack()
+        places.enter_context(self._generator.admission.admitted(prompts * per_prompt))
+        return places
 
     async def _work(
         self,
@@ -169,8 +177,10 @@ class _OpenAI:
         prompts: Sequence[Sequence[int]],
         tenant: str,
         deadline: float,
+        places: ExitStack,
         echoes: tuple[str, ...] = (),
     ) -> Answer:
+        """Takes the places over. Raises `InvalidRequestError`."""
         request_id = uuid.uuid4().hex
         work = await self._work(body, prompts, tenant, request_id)
         n, per_prompt = body.num_choices()
@@ -189,7 +199,15 @@ class _OpenAI:
         )
         constraint, param = body.constraint()
         names = {} if constraint is None else {constraint.kind.value: param}
-        return Answer(self._generator, work, shaper, deadline, names, stream=bool(body.stream))
+        return Answer(
+            self._generator,
+            work,
+            shaper,
+            deadline,
+            names,
+            places.pop_all(),
+            stream=bool(body.stream),
+        )
 
     async def _models(self, _request: Request, _tenant: str, _deadline: float) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_card()]})

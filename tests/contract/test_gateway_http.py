@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -441,6 +442,30 @@ async def test_a_full_gateway_refuses_before_it_encodes_a_prompt() -> None:
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert gateway.metric("gateway_requests_refused_total") == 3
         running.cancel()
+
+
+async def test_requests_that_come_together_take_their_places_before_they_are_encoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encoded: list[str] = []
+
+    def slowly(self: Tokenizer, text: str, **options: Any) -> list[int]:
+        encoded.append(text)
+        time.sleep(0.05)  # others come meanwhile
+        return encode(self, text, **options)
+
+    async with running_gateway(Script(tokens(TEXT)), max_in_flight=2) as gateway:
+        encode = Tokenizer.encode
+        monkeypatch.setattr(Tokenizer, "encode", slowly)
+        bodies = [{"prompt": "x" * i} for i in range(1, 8)]
+        answers = await asyncio.gather(*(post(gateway, "/v1/completions", b) for b in bodies))
+        assert sorted(answer.status_code for answer in answers) == [200] * 2 + [429] * 5
+        assert len(encoded) == 2
+        # Nor does one that is refused after that keep its place.
+        for _ in range(3):
+            answer = await post(gateway, "/v1/completions", {"prompt": ["x", ""]})
+            assert answer.status_code == 400
+        assert gateway.metric("gateway_requests_in_flight") == 0
 
 
 async def test_what_a_drain_cuts_off_is_no_clients_doing() -> None:
