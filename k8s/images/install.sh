@@ -21,7 +21,7 @@ case "$1 $2" in
   install_dependencies --torch-backend cpu --requirements pyproject.toml
   ;;
 "dependencies cuda")
-  install_dependencies --extra cuda --requirements pyproject.toml
+  install_dependencies --constraints k8s/images/cuda.txt --extra cuda --requirements pyproject.toml
   ;;
 "services gateway")
   source=$(mktemp -d)

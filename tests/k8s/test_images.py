@@ -56,6 +56,22 @@ def test_the_gateways_image_installs_what_the_project_needs_and_pins() -> None:
     assert not [name for name in names if f"\n{name.replace('_', '-')}==" not in pinned]
 
 
+def test_a_cuda_image_installs_what_is_pinned() -> None:
+    lines = [
+        line.split("==")
+        for file in ("constraints.txt", "k8s/images/cuda.txt")
+        for line in (helm.ROOT / file).read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
+    pins = {name.lower().replace("_", "-"): version for name, version in lines}
+    assert len(pins) == len(lines)
+    project = tomllib.loads((helm.ROOT / "pyproject.toml").read_text())["project"]
+    for needed in project["optional-dependencies"]["cuda"]:
+        name, _, version = re.fullmatch(r"([\w-]+)(\[\w+\])?([=>]=[\w.]+);.*", needed).groups()
+        assert version in (f"=={pins[name]}", f">={pins[name].split('.')[0]}")
+    assert {"torch", "triton", "nvidia-nccl-cu13"} <= pins.keys()
+
+
 def copy_context(context: Path) -> Path:
     """What .dockerignore lets through, copied."""
     ignored = shutil.ignore_patterns("__pycache__")
