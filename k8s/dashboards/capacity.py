@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
-from k8s.dashboards.panels import ALL, MODEL, Graph, Series, build, total
+from k8s.dashboards.panels import HERE, MODEL, Graph, Series, build, rate, total
 
 _STEP = "outrider:step_time_seconds"
 _FORWARD = f'{MODEL},part="forward"'
@@ -34,8 +34,7 @@ def capacity() -> Dashboard:
                     "percentunit",
                     (
                         Series(
-                            "avg by (pool) (rate(outrider:proposer_cycle_seconds_sum"
-                            "[$__rate_interval]))",
+                            f"avg by (pool) ({rate('outrider:proposer_cycle_seconds_sum', HERE)})",
                             "{{pool}}",
                         ),
                     ),
@@ -166,8 +165,11 @@ def capacity() -> Dashboard:
                     "Held by a pool, and what it can hold.",
                     "short",
                     (
-                        Series("sum by (pool) (outrider:proposer_sessions)", "{{pool}}"),
-                        Series("sum by (pool) (outrider:proposer_session_limit)", "{{pool}} limit"),
+                        Series(f"sum by (pool) (outrider:proposer_sessions{{{HERE}}})", "{{pool}}"),
+                        Series(
+                            f"sum by (pool) (outrider:proposer_session_limit{{{HERE}}})",
+                            "{{pool}} limit",
+                        ),
                     ),
                 ),
                 Graph(
@@ -176,11 +178,11 @@ def capacity() -> Dashboard:
                     "short",
                     (
                         Series(
-                            total("outrider:proposer_draft_tokens_total", "pool", ALL),
+                            total("outrider:proposer_draft_tokens_total", "pool", HERE),
                             "{{pool}}",
                         ),
                         Series(
-                            total("outrider:proposer_ahead_tokens_total", "pool", ALL),
+                            total("outrider:proposer_ahead_tokens_total", "pool", HERE),
                             "{{pool}} ahead",
                         ),
                     ),
@@ -191,9 +193,9 @@ def capacity() -> Dashboard:
                     "short",
                     (
                         Series(
-                            total("outrider:proposer_cycle_sessions_sum", "pool", ALL)
+                            total("outrider:proposer_cycle_sessions_sum", "pool", HERE)
                             + " / "
-                            + total("outrider:proposer_cycle_sessions_count", "pool", ALL),
+                            + total("outrider:proposer_cycle_sessions_count", "pool", HERE),
                             "{{pool}}",
                         ),
                     ),
@@ -205,8 +207,7 @@ def capacity() -> Dashboard:
                     "percentunit",
                     (
                         Series(
-                            "avg by (pool) (rate(outrider:proposer_ahead_seconds_sum"
-                            "[$__rate_interval]))",
+                            f"avg by (pool) ({rate('outrider:proposer_ahead_seconds_sum', HERE)})",
                             "{{pool}}",
                         ),
                     ),
@@ -215,7 +216,7 @@ def capacity() -> Dashboard:
                     "Scorers connected",
                     "By proposer: 0 means that every scorer is away or refuses it.",
                     "short",
-                    (Series("outrider:proposer_links", "{{pool}} {{instance}}"),),
+                    (Series(f"outrider:proposer_links{{{HERE}}}", "{{pool}} {{instance}}"),),
                 ),
                 Graph(
                     "Sessions turned away or evicted, messages dropped",
@@ -223,11 +224,11 @@ def capacity() -> Dashboard:
                     "cps",
                     (
                         Series(
-                            total("outrider:proposer_lost_sessions_total", "pool", ALL),
+                            total("outrider:proposer_lost_sessions_total", "pool", HERE),
                             "{{pool}} turned away",
                         ),
                         Series(
-                            total("outrider:proposer_malformed_messages_total", "pool", ALL),
+                            total("outrider:proposer_malformed_messages_total", "pool", HERE),
                             "{{pool}} dropped",
                         ),
                     ),
@@ -239,8 +240,8 @@ def capacity() -> Dashboard:
                     "Completions under way, and how many may be.",
                     "short",
                     (
-                        Series("outrider:gateway_requests_in_flight", "{{instance}}"),
-                        Series("outrider:gateway_requests_limit", "{{instance}} limit"),
+                        Series(f"outrider:gateway_requests_in_flight{{{HERE}}}", "{{instance}}"),
+                        Series(f"outrider:gateway_requests_limit{{{HERE}}}", "{{instance}} limit"),
                     ),
                     width=12,
                 ),
@@ -250,10 +251,10 @@ def capacity() -> Dashboard:
                     "short",
                     (
                         Series(
-                            total("outrider:gateway_prompt_tokens_total", matchers=ALL), "prompt"
+                            total("outrider:gateway_prompt_tokens_total", matchers=HERE), "prompt"
                         ),
                         Series(
-                            total("outrider:gateway_generation_tokens_total", matchers=ALL),
+                            total("outrider:gateway_generation_tokens_total", matchers=HERE),
                             "generated",
                         ),
                     ),
@@ -265,11 +266,11 @@ def capacity() -> Dashboard:
                     "reqps",
                     (
                         Series(
-                            total("outrider:gateway_requests_total", "outcome", ALL),
+                            total("outrider:gateway_requests_total", "outcome", HERE),
                             "{{outcome}}",
                         ),
                         Series(
-                            total("outrider:gateway_requests_refused_total", matchers=ALL),
+                            total("outrider:gateway_requests_refused_total", matchers=HERE),
                             "refused",
                         ),
                     ),
@@ -280,9 +281,9 @@ def capacity() -> Dashboard:
                     "Scorers that gateways can reach, and completions moved to another one.",
                     "short",
                     (
-                        Series("min (outrider:gateway_scorers_serving)", "scorers"),
+                        Series(f"min (outrider:gateway_scorers_serving{{{HERE}}})", "scorers"),
                         Series(
-                            total("outrider:gateway_retries_total", matchers=ALL),
+                            total("outrider:gateway_retries_total", matchers=HERE),
                             "retries per second",
                         ),
                     ),
@@ -296,7 +297,7 @@ def capacity() -> Dashboard:
                     "short",
                     (
                         Series(
-                            "count by (component, version) (outrider:build_info)",
+                            f"count by (component, version) (outrider:build_info{{{HERE}}})",
                             "{{component}} {{version}}",
                         ),
                     ),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
-from k8s.dashboards.panels import ALL, Graph, Series, build, quantiles, total
+from k8s.dashboards.panels import HERE, MODEL, Graph, Series, build, quantiles, total
 
 # The gateways' operations are chat and text_completion, the scorers' is generate.
-_CLIENTS = 'gen_ai_operation_name!="generate",gen_ai_request_model=~"$model"'
+_CLIENTS = f'{HERE},gen_ai_operation_name!="generate",gen_ai_request_model=~"$model"'
 _STEP = "outrider:step_time_seconds"
-_FORWARD = 'model_name=~"$model",part="forward"'
+_FORWARD = f'{MODEL},part="forward"'
 _EXEMPLARS = " Dots are requests whose trace was kept: click one to open it."
 
 
@@ -82,7 +82,7 @@ def latency() -> Dashboard:
                     "s",
                     tuple(
                         Series(
-                            f"histogram_quantile(0.95, {total(bucket, 'pool, le', ALL)})",
+                            f"histogram_quantile(0.95, {total(bucket, 'pool, le', HERE)})",
                             legend,
                         )
                         for bucket, legend in (

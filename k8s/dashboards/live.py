@@ -156,7 +156,8 @@ def check_panels(prometheus: str) -> int:
     for path in sorted(HERE.glob("*.json")):
         for panel in json.loads(path.read_text())["panels"]:
             for target in panel.get("targets", ()):
-                expr = target["expr"].replace("$__rate_interval", "20s").replace("$model", ".*")
+                expr = target["expr"].replace("$__rate_interval", "20s")
+                expr = expr.replace("$model", ".*").replace("$namespace", ".*")
                 result = ask(prometheus, "query", query=expr)["result"]
                 values = [float(series["value"][1]) for series in result]
                 shown = ", ".join(f"{value:.4g}" for value in values[:8])

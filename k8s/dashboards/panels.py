@@ -22,10 +22,11 @@ from grafana_foundation_sdk.models.dashboard import (
 )
 
 TAG: Final = "outrider"
-MODEL: Final = 'model_name=~"$model"'
-"""The labels' part that picks the series of the models chosen at the top of a dashboard."""
-ALL: Final = ""
-"""No matchers: gateways and proposers do not name a model."""
+HERE: Final = 'namespace=~"$namespace"'
+"""The labels' part that picks the series of the namespaces chosen at the top of a dashboard, where
+there are any: gateways and proposers do not name a model."""
+MODEL: Final = f'{HERE},model_name=~"$model"'
+"""And of the models."""
 _SOURCE: Final = DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 
@@ -64,7 +65,7 @@ Panel = Graph | Number
 
 def rate(counter: str, matchers: str = MODEL) -> str:
     """How fast a counter grows, per second, over an interval that Grafana chooses."""
-    return f"rate({counter}{f'{{{matchers}}}' if matchers else ''}[$__rate_interval])"
+    return f"rate({counter}{{{matchers}}}[$__rate_interval])"
 
 
 def total(counter: str, by: str = "", matchers: str = MODEL) -> str:
@@ -106,15 +107,9 @@ def build(
         .with_variable(
             dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus")
         )
+        .with_variable(_choice("namespace", "Namespace", "outrider:build_info, namespace"))
         .with_variable(
-            dashboard.QueryVariable("model")
-            .label("Model")
-            .datasource(_SOURCE)
-            .query("label_values(outrider:num_requests_running, model_name)")
-            .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
-            .include_all(True)
-            .all_value(".*")
-            .multi(True)
+            _choice("model", "Model", f"outrider:num_requests_running{{{HERE}}}, model_name")
         )
     )
     for heading, panels in rows.items():
@@ -122,6 +117,20 @@ def build(
         for panel in panels:
             builder.with_panel(_graph(panel) if isinstance(panel, Graph) else _number(panel))
     return builder
+
+
+def _choice(name: str, label: str, values: str) -> dashboard.QueryVariable:
+    """A variable of the values of a metric's label, any number of them or all."""
+    return (
+        dashboard.QueryVariable(name)
+        .label(label)
+        .datasource(_SOURCE)
+        .query(f"label_values({values})")
+        .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .include_all(True)
+        .all_value(".*")
+        .multi(True)
+    )
 
 
 def _graph(panel: Graph) -> timeseries.Panel:

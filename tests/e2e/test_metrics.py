@@ -115,7 +115,7 @@ def exported(selector: Selector, scrape: Scrape) -> bool:
     outcomes = [m for m in selector.matchers if m.label == "outcome"]
     rest = [m for m in selector.matchers if m.label != "outcome"]
     return all(set(m.value.split("|")) <= REASONS for m in outcomes) and any(
-        {m.label for m in selector.matchers} <= labels.keys()
-        and all(m.accepts(labels[m.label]) for m in rest)
+        {m.label for m in selector.matchers} <= labels.keys() | ADDED_BY_PROMETHEUS
+        and all(m.accepts(labels.get(m.label, "")) for m in rest)
         for labels in scrape.labels.get(selector.metric, ())
     )

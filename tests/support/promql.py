@@ -14,7 +14,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 DASHBOARDS = ROOT / "k8s/dashboards"
 ALERTS = ROOT / "k8s/chart/outrider/files/alerts.yaml"
-_VARIABLES = {"$__rate_interval": "5m", "$model": ".*"}
+_VARIABLES = {"$__rate_interval": "5m", "$model": ".*", "$namespace": ".*"}
 
 
 @dataclass(frozen=True)
