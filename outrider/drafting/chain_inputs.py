@@ -78,20 +78,20 @@ class LoopBatches:
     fed: Tensor  # int64 [fed, rows]: positions of what the steps feed, one slot after the other
     slots: Tensor  # int64 [fed, rows]
     seq_lens: Tensor  # int32 [fed, rows]
+    starts: Tensor  # int32 [rows + 1]: of what a step feeds
+    numbers: Tensor  # int64: 0, 1, ..., as many as a step feeds
 
     def step(self, tokens: Tensor, step: int) -> tuple[PackedBatch, SamplingBatch]:
         """Step `step` (from 0): it feeds `tokens` int64 [rows]; and how the next are drawn."""
-        rows = len(tokens)
-        index = torch.arange(rows + 1, device=tokens.device)
-        first = self.catch_up
+        rows, first = len(tokens), self.catch_up
         batch = PackedBatch(
             input_ids=tokens,
             positions=self.fed[step],
             slot_mapping=self.slots[step],
-            cu_seqlens_q=index.to(torch.int32),
+            cu_seqlens_q=self.starts,
             seq_lens=self.seq_lens[step],
             block_table=first.block_table,
-            logits_index=index[:rows],
+            logits_index=self.numbers,
             query_lens=(1,) * rows,
             context_lens=first.context_lens,
             page_size=first.page_size,
@@ -99,7 +99,7 @@ class LoopBatches:
             shared=first.shared,
         )
         sampling = self.rows.sampling
-        return batch, replace(sampling, position=sampling.position + step + 1)
+        return batch, replace(sampling, position=sampling.position + (step + 1))
 
     def level(self, tokens: Tensor, visible: Tensor, step: int) -> PackedBatch:
         """The batch of `step` for trees: nodes int64 [rows, width], all of one level.
@@ -107,17 +107,17 @@ class LoopBatches:
         `visible` int64 [rows, width] is what they see of the nodes, as a `TreeMask` says it.
         """
         rows, width = tokens.shape
-        first, device = self.catch_up, tokens.device
+        first = self.catch_up
         fed = slice(step * width, (step + 1) * width)
         starts = self.seq_lens[0] - 1  # the first node's slot
         return PackedBatch(
             input_ids=tokens.flatten(),
             positions=self.fed[step].repeat_interleave(width),
             slot_mapping=self.slots[fed].t().flatten(),
-            cu_seqlens_q=torch.arange(rows + 1, device=device, dtype=torch.int32) * width,
+            cu_seqlens_q=self.starts,
             seq_lens=self.seq_lens[(step + 1) * width - 1],
             block_table=first.block_table,
-            logits_index=torch.arange(rows * width, device=device),
+            logits_index=self.numbers,
             query_lens=(width,) * rows,
             context_lens=first.context_lens,
             page_size=first.page_size,
@@ -152,6 +152,16 @@ class ChainInputs:
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
         self._ints = self._host.numpy()
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        # What a loop need not compute: a launch takes as long as all that is in it.
+        most = max(max(s.rows * s.width, s.query_len, s.num_fed) for s in shapes)
+        self._numbers = torch.arange(max(most, self._table_width), device=device)
+        self._starts = {  # of rows of so many tokens, one after another
+            (shape.rows, each): torch.arange(
+                0, shape.rows * each + 1, each, dtype=torch.int32, device=device
+            )
+            for shape in shapes
+            for each in (shape.query_len, shape.width)
+        }
         # By the parameters' id, which is theirs as long as they are kept: hashing them takes longer
         # than all else of a row.
         self._columns: dict[int, tuple[SamplingParams, tuple[int, ...]]] = {}
@@ -217,13 +227,12 @@ class ChainInputs:
 
     def batches(self, shape: LoopShape) -> LoopBatches:
         """The tensors of a loop, computed from the buffer on the device. May be recorded."""
-        rows, query_len, device = shape.rows, shape.query_len, self.device
+        rows, query_len = shape.rows, shape.query_len
         known = self.rows(shape)
         start, counts = known.start, known.counts
         table = self._table(rows, self._end_of_rows(shape))
-        places = torch.arange(query_len, device=device)
-        positions = start[:, None] + places
-        first = torch.arange(rows, device=device) * query_len
+        positions = start[:, None] + self._numbers[:query_len]
+        starts = self._starts[rows, query_len]
         seq_lens = (start + query_len).to(torch.int32)
         shared = None
         if shape.fanout and rows >= _SHARING_ROWS:
@@ -232,23 +241,25 @@ class ChainInputs:
             input_ids=known.tokens.flatten(),
             positions=self._clamped(positions).flatten(),
             slot_mapping=self._slots(table, positions).flatten(),
-            cu_seqlens_q=torch.arange(rows + 1, device=device, dtype=torch.int32) * query_len,
+            cu_seqlens_q=starts,
             seq_lens=seq_lens,
             block_table=table,
-            logits_index=first + counts - 1,
+            logits_index=starts[:-1] + (counts - 1),
             query_lens=(query_len,) * rows,
             context_lens=(self._table_width * self._page_size,) * rows,
             page_size=self._page_size,
             recorded=True,
             shared=shared,
         )
-        fed = start + counts + torch.arange(shape.num_fed, device=device)[:, None]
+        fed = start + counts + self._numbers[: shape.num_fed, None]
         return LoopBatches(
             rows=known,
             catch_up=catch_up,
             fed=self._clamped(fed),
             slots=self._slots(table, fed.t()).t().contiguous(),
             seq_lens=(fed + 1).to(torch.int32),
+            starts=self._starts[rows, shape.width],
+            numbers=self._numbers[: rows * shape.width],
         )
 
     def _sampling_columns(self, params: SamplingParams) -> tuple[int, ...]:
@@ -264,10 +275,9 @@ class ChainInputs:
 
     def _table(self, rows: int, begin: int) -> Tensor:
         """int32 [rows, table width]: the rows' pages in the buffer, then the scratch page."""
-        flat, device = self._device, self._device.device
-        column = torch.arange(self._table_width, device=device)
+        flat, column = self._device, self._numbers[: self._table_width]
         num_pages = flat[0]
-        at = begin + torch.arange(rows, device=device)[:, None] * num_pages
+        at = begin + self._numbers[:rows, None] * num_pages
         at = at + torch.minimum(column, num_pages - 1)
         return flat[at].masked_fill(column >= num_pages, self._scratch_page)
 

@@ -54,12 +54,11 @@ class FeatureRows:
 
         What fills a row up has the states of the row's last token.
         """
-        rows, query_len = len(batch.query_lens), batch.max_query_len
-        device = self._device.device
-        first = torch.arange(rows, device=device) * query_len
-        last = batch.logits_index - first  # of a row's own tokens: [rows]
-        begin = (last + 1).cumsum(0) - (last + 1)
-        place = torch.minimum(torch.arange(query_len, device=device), last[:, None])
+        last = batch.logits_index - batch.cu_seqlens_q[:-1]  # of a row's own tokens: [rows]
+        counts = last + 1
+        begin = counts.cumsum(0) - counts
+        places = torch.arange(batch.max_query_len, device=self._device.device)
+        place = torch.minimum(places, last[:, None])
         return self._device.index_select(0, (begin[:, None] + place).flatten())
 
 
