@@ -225,7 +225,6 @@ class EngineSnapshot:
     waiting: int
     free_pages: int
     total_pages: int
-    dropped_blocks: int = 0  # for sessions that are gone, or on tokens never committed
     undrafted_sizes: frozenset[int] = frozenset()
     """Where nothing is drafted at present: numbers of rows, by their bit length."""
 

@@ -91,7 +91,6 @@ class Engine:
         # True, and not yet told; with the seconds that it took to make it true.
         self._unsettled: tuple[Committed, StepTimings, StepResult, float] | None = None
         self._events: StepEvents | None = None  # until they are taken
-        self._dropped_blocks = 0
 
     def step(self) -> StepEvents | None:
         """One round of all ready rows; None if none is ready before `wake_at`."""
@@ -243,16 +242,13 @@ class Engine:
         """
         seq = self._scheduler.by_session.get(session_id)
         if seq is None or seq.drafting.proposer_id != proposer_id:
-            self._dropped_blocks += 1
             return None
         fate = seq.take_block(block, method)
         at = self._clock() if arrived_at is None else arrived_at
         arrived = seq, block, fate, proposer_id, method, draft_us * 1e-6, at
         if fate is USEFUL:  # the row has what it needs
             self._arrived.append(arrived)
-        elif fate is BlockFate.INVALID:
-            self._dropped_blocks += 1
-        else:
+        elif fate is not BlockFate.INVALID:
             note_block(self._policy, *arrived)
         return fate
 
@@ -271,7 +267,6 @@ class Engine:
             waiting=len(self._scheduler.waiting),
             free_pages=self._pool.num_free,
             total_pages=self.info.num_pages,
-            dropped_blocks=self._dropped_blocks,
             undrafted_sizes=self._policy.undrafted_sizes,
         )
 

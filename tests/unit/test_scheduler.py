@@ -370,7 +370,6 @@ def test_what_becomes_of_blocks() -> None:
     assert post(4, [truth[0], 9]) is BlockFate.USEFUL, "but not the other way round"
     assert step(e).commits[0].token_ids == tuple(truth[1:6])
     assert e.post_block(77, DraftTree.chain(1, (1,)), "a", 10) is None
-    assert e.snapshot().dropped_blocks == 3
 
 
 def test_a_lookahead_tree_serves_several_rounds() -> None:
