@@ -233,11 +233,11 @@ def document(
         [
             f"{r.temperature:g} {r.rule}",
             "" if r.acceptance is None else f"{r.acceptance:.1%}",
-            "" if r.length is None else f"{r.length:.2f}",
+            report.number(r.length),
             f"{r.tokens_per_round:.2f}",
             f"{r.tokens_per_s:.1f}",
             f"{r.speed_up:.2f}",
-            "" if r.bytes_per_round is None else f"{r.bytes_per_round:.0f}",
+            report.number(r.bytes_per_round, 0),
             f"{r.equal:.0%}",
         ]
         for r in rows

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from benchmarks.ahead_model import Times, drafted_ahead, on_demand
 from benchmarks.ahead_pair import Sample
 from benchmarks.records import Run
-from benchmarks.report import table
+from benchmarks.report import number, share, table
 
 _HOST_MS = 0.5  # c of the formulas: two event loops and the engine's own time
 
@@ -164,9 +164,6 @@ _HEAD = (
 
 
 def _cells(row: Row) -> list[str]:
-    def number(value: float | None, digits: int = 2) -> str:
-        return "" if value is None else f"{value:.{digits}f}"
-
     return [
         *(row.mode, f"{row.round_trip_ms:g}", str(row.batch), f"{row.temperature:g}"),
         *(number(row.tokens_per_s, 1), number(row.plain_tokens_per_s, 1), number(row.speed_up)),
@@ -174,7 +171,7 @@ def _cells(row: Row) -> list[str]:
         *(number(row.acceptance), number(row.hit_rate), number(row.hits_after_hit)),
         *(number(row.hits_after_miss), number(row.late), number(row.wrong)),
         *(number(row.bytes_to, 0), number(row.bytes_from, 0)),
-        "" if row.texts_equal is None else f"{row.texts_equal:.0%}",
+        share(row.texts_equal),
     ]
 
 

@@ -192,22 +192,18 @@ def document(
         body = [
             [
                 each.way,
-                _number(each.acceptance_length, 2),
-                "" if each.hit_rate is None else f"{each.hit_rate:.0%}",
-                _number(each.bytes_per_token, 0),
-                _number(each.bytes_per_round, 0),
-                _number(None if each.prompt_bytes is None else each.prompt_bytes / 1024, 1),
-                _number(each.sending_us, 0),
+                report.number(each.acceptance_length),
+                report.share(each.hit_rate),
+                report.number(each.bytes_per_token, 0),
+                report.number(each.bytes_per_round, 0),
+                report.number(None if each.prompt_bytes is None else each.prompt_bytes / 1024, 1),
+                report.number(each.sending_us, 0),
                 f"{each.equal:.0%}",
             ]
             for each in here
         ]
         lines += [*report.table(head, body), ""]
     return lines
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
 
 
 def _spread(value: Spread | None, digits: int) -> str:

@@ -250,7 +250,7 @@ def _markdown(table: list[Row], setup: dict[str, Any]) -> str:
         ratio = None if row.vllm_ms is None else row.vllm_ms / ours
         numbers = [row.floor_ms, row.kv_ms, e.device_ms, e.device_ms / (row.floor_ms + row.kv_ms)]
         rest = [e.runner_ms, e.engine_ms, e.gap_ms, row.transformers_ms, row.vllm_ms, ratio]
-        cells = ["" if x is None else f"{x:.2f}" for x in [*numbers, *rest]]
+        cells = [report.number(x) for x in [*numbers, *rest]]
         lines.append([str(row.rows), str(row.query_len), str(row.context), *cells])
     shown = ("date", "commit", "gpu", "torch", "transformers")
     about = "; ".join(f"{name} {setup[name]}" for name in shown)

@@ -259,10 +259,10 @@ def document(
         [
             f"{r.temperature:g} {r.name}",
             f"{r.shape} {r.k}" if r.shape else "",
-            "" if r.length is None else f"{r.length:.2f}",
+            report.number(r.length),
             " ".join(f"{share:.0%}" for share in r.positions),
-            "" if r.drafted is None else f"{r.drafted:.1f}",
-            "" if r.draft_ms is None else f"{r.draft_ms:.2f}",
+            report.number(r.drafted, 1),
+            report.number(r.draft_ms),
             f"{r.state_bytes}" if r.state_bytes else "",
             f"{r.speed_up:.2f}",
             f"{r.equal:.0%}",

@@ -143,15 +143,15 @@ def markdown(found: dict[str, Any], title: str = "The pair on a CPU") -> str:
         speeds = [
             [
                 r["system"],
-                _number(r["tokens_per_s"], 1),
+                number(r["tokens_per_s"], 1),
                 f"{r['tokens_per_s_min']:.0f}-{r['tokens_per_s_max']:.0f}",
-                _number(r["ratio"], 2),
-                _number(r["ttft_ms"], 0),
-                _number(r["tpot_ms"], 1),
-                _number(r.get("mean_acceptance_length"), 2),
-                _number(r.get("tokens_per_round"), 2),
-                _share(r.get("acceptance_rate")),
-                _share(r.get("hit_rate")),
+                number(r["ratio"]),
+                number(r["ttft_ms"], 0),
+                number(r["tpot_ms"], 1),
+                number(r.get("mean_acceptance_length")),
+                number(r.get("tokens_per_round")),
+                share(r.get("acceptance_rate")),
+                share(r.get("hit_rate")),
             ]
             for r in sorted(rows, key=lambda r: -r["tokens_per_s"])
         ]
@@ -160,9 +160,7 @@ def markdown(found: dict[str, Any], title: str = "The pair on a CPU") -> str:
         if parts:
             lines += ["Where a round's time goes, ms (benchmarks/README.md says what each is):", ""]
             names = [*_PARTS, *(["host_overhead"] if concurrency == 1 else [])]
-            body = [
-                [r["system"], *(_number(r["round_ms"].get(n), 2) for n in names)] for r in parts
-            ]
+            body = [[r["system"], *(number(r["round_ms"].get(n)) for n in names)] for r in parts]
             lines += [*table(["system", *(n.replace("_", " ") for n in names)], body), ""]
     return "\n".join(lines)
 
@@ -181,11 +179,13 @@ def write(found: dict[str, Any], text: str, out: Path) -> None:
     out.with_suffix(".md").write_text(text)
 
 
-def _number(value: float | None, digits: int) -> str:
+def number(value: float | None, digits: int = 2) -> str:
+    """A table's cell; empty for what is not known."""
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def _share(value: float | None) -> str:
+def share(value: float | None) -> str:
+    """The same in percent."""
     return "" if value is None else f"{value:.0%}"
 
 
