@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 from benchmarks.processes import REPO, Child, ProcessError, Worker
 from benchmarks.records import Completion, Run, TokenIds
+from outrider.cli.stack import free_port
 
 HOST = "127.0.0.1"
 _CONVERT_TIMEOUT_S = 300.0
@@ -227,10 +227,7 @@ def start_llama(
     children: list[Child],
 ) -> LlamaCppSystem:
     """llama.cpp's server on GGUF files, 2 threads, 16 slots."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port = int(probe.getsockname()[1])
-    slots = max(concurrencies)
+    port, slots = free_port(), max(concurrencies)
     command = [server, "--model", str(target), "--host", HOST, "--port", str(port), "--offline"]
     command += [
         "--threads",

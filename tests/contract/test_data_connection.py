@@ -8,7 +8,6 @@ import os
 import queue
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ from tests.support.guessing import draft_model, greedy_text
 from tests.support.reader_service import serving
 from tests.support.scorer import RunningScorer, running_scorer
 from tests.support.scripted_proposer import ScriptedProposer, hello
+from tests.support.waiting import wait_until
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 LENGTH = 140
@@ -153,10 +153,7 @@ def test_a_connection_that_comes_when_all_has_ended_is_closed(
     monkeypatch.setattr(link, "connect", late)
     frames = asyncio.run(end_meanwhile())
     ended.set()
-    deadline = time.monotonic() + 10
-    while frames.fileno() >= 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: frames.fileno() < 0, 10, "the late connection to be closed")
 
 
 async def test_a_stalled_connection_costs_drafts_and_no_token() -> None:

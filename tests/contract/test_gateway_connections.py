@@ -13,7 +13,8 @@ import pytest
 
 from gateway.http_connection import PatientProtocol
 from tests.support.fake_scorer import Script
-from tests.support.gateway import Running, running_gateway, tokens, until
+from tests.support.gateway import Running, running_gateway, tokens
+from tests.support.waiting import until
 
 PATIENCE_S = 0.2
 DEADLINE_S = 15.0

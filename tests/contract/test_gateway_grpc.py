@@ -24,8 +24,8 @@ from tests.support.gateway import (
     running_gateway,
     tokenizers_that_hang,
     tokens,
-    until,
 )
+from tests.support.waiting import until
 
 TEXT = "hello 🎉 world, naïve café 日本語"
 

@@ -25,8 +25,8 @@ from tests.support.gateway import (
     running_gateway,
     tokenizers_that_hang,
     tokens,
-    until,
 )
+from tests.support.waiting import until
 
 TEXT = "hello 🎉 world, naïve café 日本語"
 AUX_INFO = {field.name for field in common_pb2.AuxInfo.DESCRIPTOR.fields}
@@ -257,9 +257,8 @@ async def test_stop_string_ends_before_itself_and_cancels_the_scorer(stream: boo
         assert aux_info["iter_count"] == aux_info["rounds"] + 1  # the scorer's own account
         assert aux_info["accepted"] <= aux_info["output_len"]
         assert last.usage.prompt_tokens_details.cached_tokens == 1
-        await asyncio.sleep(0.1)
+        await until(lambda: gateway.scorer.running == 0)
         assert gateway.scorer.cancelled == 1
-        assert gateway.scorer.running == 0
 
 
 # aux_info

@@ -18,7 +18,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.rpc.channel import open_channel
 from tests.support.fake_scorer import Script, serving
-from tests.support.gateway import fake_scorer, model_folder, tokens, until
+from tests.support.gateway import fake_scorer, model_folder, tokens
+from tests.support.waiting import until
 
 
 @asynccontextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
@@ -13,10 +12,12 @@ import httpx
 import openai
 import pytest
 
+from outrider.cli.stack import free_port
 from outrider.errors import CapacityError, ConfigError, UnavailableError
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 from tests.support.fake_scorer import FakeScorer, Script, serving
-from tests.support.gateway import Running, fake_scorer, running_gateway, tokens, until
+from tests.support.gateway import Running, fake_scorer, running_gateway, tokens
+from tests.support.waiting import until
 
 TEXT = "hello world, the quick brown fox jumps over the lazy dog; naïve café 日本語 🎉"
 PROMPT = [5, 6, 7]
@@ -74,10 +75,7 @@ async def test_another_scorer_continues_the_same_text(dies_as: tuple[grpc.Status
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_only_scorer_comes_back(stream: bool) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    scorer = fake_scorer(scripted(delay_s=0.02))
+    scorer, port = fake_scorer(scripted(delay_s=0.02)), free_port()
     async with AsyncExitStack() as life:
         await life.enter_async_context(serving(scorer, port))
         async with running_gateway(scorer) as gateway:

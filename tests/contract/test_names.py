@@ -18,8 +18,9 @@ from proposer_service.service import ProposerService
 from tests.support.certificates import Issuer
 from tests.support.draft_scorer import Context, DraftScorer, Requests, close, open_
 from tests.support.fake_scorer import Script, serving
-from tests.support.gateway import fake_scorer, running_gateway, tokens, until
+from tests.support.gateway import fake_scorer, running_gateway, tokens
 from tests.support.names import Names
+from tests.support.waiting import until
 
 A, B = "127.0.0.1", "127.0.0.2"  # the addresses of two pods
 TEXT = "hello world, the quick brown fox jumps over the lazy dog"

@@ -28,8 +28,8 @@ from tests.support.up import (
     service,
     until_attached,
     until_idle,
-    wait_until,
 )
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(400)
 

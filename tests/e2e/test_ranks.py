@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.cli.stack import free_port
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from scorer_service.servicer import SERVICE_NAME
@@ -23,13 +23,6 @@ pytestmark = pytest.mark.timeout(400)
 
 GONE_S = 60.0  # a rank that is killed is noticed in seconds
 FLAGS = ("--threads", "1", "--kv-cache-memory", "16")
-
-
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port: int = held.getsockname()[1]
-    return port
 
 
 @contextmanager

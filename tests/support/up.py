@@ -18,6 +18,7 @@ from pathlib import Path
 from outrider.cli.client import GenerateOptions, stream
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
+from tests.support.waiting import wait_until
 
 START_DEADLINE_S = 180.0  # a cold machine that also runs something else
 EVERY_ROUND = ("--speculation-policy", "fixed")  # whether drafting pays on this machine or not
@@ -191,14 +192,6 @@ async def until_attached(address: str, timeout_s: float, proposer_id: str = "") 
             if any(proposer_id in ("", proposer.proposer_id) for proposer in attached):
                 return
             await asyncio.sleep(0.1)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    """Polls. Fails the test when the time has passed."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
-        time.sleep(0.02)
 
 
 def children(pid: int) -> list[int]:

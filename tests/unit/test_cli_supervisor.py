@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from outrider.cli.specs import StackConfig
 from outrider.cli.stack import Stack, check_port, free_port, with_free_ports
 from outrider.errors import ConfigError, InternalError, UnavailableError
 from outrider.v1 import proposer_pb2, proposer_pb2_grpc
+from tests.support.waiting import until
 
 READY = """
 import json, sys, time
@@ -50,12 +51,6 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def test_ready_line_and_relay() -> None:
@@ -242,7 +237,7 @@ async def test_a_dead_proposer_comes_back() -> None:
         watch = asyncio.create_task(stack.supervise())
         first = stack.pids["proposer"]
         os.kill(first, signal.SIGKILL)
-        await until(lambda: ("proposer", "is back") in lines)
+        await until(lambda: ("proposer", "is back") in lines, timeout_s=10.0)
         assert stack.pids["proposer"] != first
         assert any("ended with signal 9" in line for _, line in lines)
         watch.cancel()
@@ -255,7 +250,9 @@ async def test_a_proposer_that_cannot_come_back_ends_nothing(services: dict[str,
         watch = asyncio.create_task(stack.supervise())
         services["proposer"] = FAIL
         os.kill(stack.pids["proposer"], signal.SIGKILL)
-        await until(lambda: sum("restarting it in" in line for _, line in lines) >= 2)
+        await until(
+            lambda: sum("restarting it in" in line for _, line in lines) >= 2, timeout_s=10.0
+        )
         assert not watch.done()
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)

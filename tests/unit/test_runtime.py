@@ -6,11 +6,13 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+
+from tests.support.up import alive
+from tests.support.waiting import wait_until
 
 PROGRAM = """
 import asyncio, sys
@@ -146,15 +148,4 @@ def test_an_orphan_stops() -> None:
     with process:
         child = int(first_line(process))
         process.kill()
-    deadline = time.monotonic() + 10
-    while _alive(child):
-        assert time.monotonic() < deadline, "the orphan lives on"
-        time.sleep(0.05)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    wait_until(lambda: not alive(child), 10, "the orphan to end")
