@@ -22,7 +22,7 @@ from outrider.rpc.frames import FrameSocket
 from proposer_service import conversation, link
 from scorer_service.config import DraftLimits
 from tests.support.certificates import Issuer
-from tests.support.guessing import draft_model, greedy_text
+from tests.support.guessing import draft_model
 from tests.support.reader_service import serving
 from tests.support.scorer import RunningScorer, running_scorer
 from tests.support.scripted_proposer import ScriptedProposer, hello
@@ -54,7 +54,7 @@ async def is_drafted_for(scorer: RunningScorer) -> None:
     async with asyncio.timeout(10):
         while not accepted:
             output = await scorer.generate(PROMPT)
-            assert output.token_ids == greedy_text(scorer, PROMPT, 40)
+            assert output.token_ids == scorer.model.greedy_text(PROMPT, 40)
             accepted = output.aux_info.accepted
 
 
@@ -107,7 +107,7 @@ async def test_what_breaks_is_dialled_anew_and_drafted_for_again(what: str) -> N
             await scorer.until(lambda: session.proposer not in (None, first), "it is opened anew")
             before = data.num_bytes["to"]
             await scorer.until(lambda: data.num_bytes["to"] > before + 100, "and drafted for")
-            assert (await request).token_ids == greedy_text(scorer, PROMPT, LENGTH)
+            assert (await request).token_ids == scorer.model.greedy_text(PROMPT, LENGTH)
             await is_drafted_for(scorer)
 
 
@@ -167,7 +167,7 @@ async def test_a_stalled_connection_costs_drafts_and_no_token() -> None:
         await scorer.until(lambda: data.num_bytes["to"] > 100, "it is drafted for")
         await stall(data)
         output = await request
-        assert output.token_ids == greedy_text(scorer, PROMPT, LENGTH)
+        assert output.token_ids == scorer.model.greedy_text(PROMPT, LENGTH)
         assert output.aux_info.accepted > 0
         assert scorer.hub.roster.proposers == (proposer,), "nobody hung up"
 
@@ -337,5 +337,5 @@ async def test_a_proposer_that_stops_says_goodbye(warnings: Callable[[], list[st
             [proposer] = scorer.hub.roster.proposers
             await scorer.until(lambda: bool(proposer.sessions), "it is drafted for")
         await scorer.until(lambda: not scorer.hub.roster.proposers, "it is gone")
-        assert (await request).token_ids == greedy_text(scorer, PROMPT, LENGTH)
+        assert (await request).token_ids == scorer.model.greedy_text(PROMPT, LENGTH)
     assert not warnings()

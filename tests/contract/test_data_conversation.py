@@ -18,7 +18,7 @@ from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits
 from scorer_service.wire import through_frames
 from tests.support.data_wire import DataWire, framed
-from tests.support.guessing import greedy_text, guessing
+from tests.support.guessing import guessing
 from tests.support.scorer import Output, RunningScorer, running_scorer
 from tests.support.scripted_proposer import ScriptedProposer, hello, proposing
 
@@ -84,7 +84,7 @@ async def test_what_is_no_message_ends_the_stream_and_no_request(what: str) -> N
                 assert proposer.error is not None
                 assert proposer.error.code() is grpc.StatusCode.INVALID_ARGUMENT
                 assert told in str(proposer.error.details())
-        assert output.token_ids == greedy_text(scorer, PROMPT, LENGTH)
+        assert output.token_ids == scorer.model.greedy_text(PROMPT, LENGTH)
         assert output.aux_info.accepted > 0
         async with proposing(guessing(scorer)):  # and dials anew
             assert (await scorer.generate(PROMPT)).aux_info.accepted > 0
@@ -128,7 +128,7 @@ async def test_no_message_comes_through_the_stream_once_the_connection_is_used()
             output = await in_the_middle(scorer, proposer, lambda: proposer.call.write(stray))
             assert proposer.error is not None
             assert proposer.error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert output.token_ids == greedy_text(scorer, PROMPT, LENGTH)
+        assert output.token_ids == scorer.model.greedy_text(PROMPT, LENGTH)
 
 
 async def replaced(scorer: RunningScorer) -> None:
@@ -166,7 +166,7 @@ async def test_a_scorer_that_ends_the_stream_says_why(how: str) -> None:
                 assert isinstance(error, errors.UnavailableError)
             assert proposer.data is not None
             await proposer.data.until_closed()
-        assert output.token_ids == greedy_text(scorer, PROMPT, LENGTH)
+        assert output.token_ids == scorer.model.greedy_text(PROMPT, LENGTH)
 
 
 async def test_after_goodbye_both_are_closed_without_an_error() -> None:

@@ -34,12 +34,10 @@ def half_right(scorer: RunningScorer) -> Callable[[Sequence[int], int], DraftTre
     """The target's own next tokens; every third draft ends in a wrong one."""
 
     def guess(tokens: Sequence[int], k: int) -> DraftTree:
-        text = list(tokens)
-        for _ in range(k):
-            text.append(int(scorer.model.logits_of(text).argmax()))
+        text = scorer.model.greedy_text(tokens, k)
         if len(tokens) % 3 == 0 and k:
             text[-1] = (text[-1] + 1) % VOCAB
-        return DraftTree.chain(len(tokens), text[len(tokens) :])
+        return DraftTree.chain(len(tokens), text)
 
     return guess
 
@@ -63,13 +61,6 @@ async def attached(scorer: RunningScorer, method: Proposer) -> AsyncIterator[Non
         yield
 
 
-async def truth(scorer: RunningScorer, prompt: Sequence[int], count: int) -> list[int]:
-    text = list(prompt)
-    for _ in range(count):
-        text.append(int(scorer.model.logits_of(text).argmax()))
-    return text[len(prompt) :]
-
-
 @pytest.mark.parametrize(
     "spec",
     [FINAL, FeatureSpec(SIZE, (2,)), FeatureSpec(SIZE, (NUM_LAYERS, 0)), CAPTURED],
@@ -82,7 +73,7 @@ async def test_every_row_is_sent_and_right(spec: FeatureSpec) -> None:
         async with attached(scorer, method):
             outputs = await asyncio.gather(*(scorer.generate(p, max_tokens=30) for p in prompts))
         for prompt, output in zip(prompts, outputs, strict=True):
-            assert output.token_ids == await truth(scorer, prompt, 30)
+            assert output.token_ids == scorer.model.greedy_text(prompt, 30)
         assert sum(output.aux_info.accepted for output in outputs) > 20
         assert method.wrong == 0
         assert method.rows_seen > sum(map(len, prompts))
@@ -175,7 +166,7 @@ async def test_a_session_that_is_opened_anew_is_sent_everything_again() -> None:
             await scorer.until(lambda: len(method.seen) == 2, "and opened anew")
             output = await request
             assert session.losses.total() == 0
-        assert output.token_ids == await truth(scorer, prompt, 100)
+        assert output.token_ids == scorer.model.greedy_text(prompt, 100)
         assert method.wrong == 0
         assert min(method.seen.values()) >= 20
 
@@ -187,7 +178,7 @@ async def test_one_of_several_methods_may_read_features() -> None:
         both = HybridProposer([method, NgramProposer(max_branches=0)])
         async with attached(scorer, both):
             output = await scorer.generate(prompt, max_tokens=30)
-        assert output.token_ids == await truth(scorer, prompt, 30)
+        assert output.token_ids == scorer.model.greedy_text(prompt, 30)
         assert (method.wrong, method.rows_seen > 24) == (0, True)
 
 

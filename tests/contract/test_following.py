@@ -54,10 +54,7 @@ async def test_a_proposer_that_rested_has_every_token_and_every_state(temperatur
     async with running_scorer(features=CAPTURED, policy=Spells) as scorer:
 
         def guess(tokens: Tokens[int], k: int) -> DraftTree:
-            text = list(tokens)
-            for _ in range(k):
-                text.append(int(scorer.model.logits_of(text).argmax()))
-            return DraftTree.chain(len(tokens), tuple(text[len(tokens) :]))
+            return DraftTree.chain(len(tokens), scorer.model.greedy_text(tokens, k))
 
         plain = await scorer.generate(
             prompt, max_tokens=length, temperature=temperature, enabled=False

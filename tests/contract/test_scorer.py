@@ -39,21 +39,11 @@ from tests.support.scripted_proposer import (
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 SLOW_S = 0.003
 _model = PacedModel()
+greedy_text = _model.greedy_text
 
 
 def greedy_truth(tokens: Sequence[int]) -> list[int]:
-    """The next 8 greedy tokens, straight from the model's definition."""
-    context = list(tokens)
-    for _ in range(8):
-        context.append(int(np.argmax(_model.logits_of(context))))
-    return context[len(tokens) :]
-
-
-def greedy_text(prompt: Sequence[int], length: int) -> list[int]:
-    text: list[int] = []
-    while len(text) < length:
-        text += greedy_truth([*prompt, *text])
-    return text[:length]
+    return greedy_text(tokens, 8)
 
 
 def known_text(prompt: Sequence[int], text: Sequence[int]) -> Callable[[Sequence[int]], list[int]]:

@@ -39,10 +39,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
 
 def right(scorer: RunningScorer) -> Callable[[Sequence[int], int], DraftTree]:
     def guess(tokens: Sequence[int], k: int) -> DraftTree:
-        text = list(tokens)
-        for _ in range(k):
-            text.append(int(scorer.model.logits_of(text).argmax()))
-        return DraftTree.chain(len(tokens), text[len(tokens) :])
+        return DraftTree.chain(len(tokens), scorer.model.greedy_text(tokens, k))
 
     return guess
 

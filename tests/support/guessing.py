@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from outrider.drafting.draft_model import DraftModelProposer
 from tests.support.hash_model import HashModel
 from tests.support.scorer import MAX_LEN, VOCAB, RunningScorer
 from tests.support.scripted_proposer import ScriptedProposer, follow, hello
 
 
-def greedy_text(scorer: RunningScorer, prompt: Sequence[int], length: int) -> list[int]:
-    """What the scorer says without speculation, straight from its model's definition."""
-    text = list(prompt)
-    for _ in range(length):
-        text.append(int(scorer.model.logits_of(text).argmax()))
-    return text[len(prompt) :]
-
-
 def guessing(scorer: RunningScorer, name: str = "proposer-0") -> ScriptedProposer:
     """Scripted: what comes next."""
 
-    script = follow(lambda tokens: greedy_text(scorer, tokens, 4))
+    script = follow(lambda tokens: scorer.model.greedy_text(tokens, 4))
     return ScriptedProposer(scorer.stub, script, hello(proposer_id=name))
 
 

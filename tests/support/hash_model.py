@@ -99,6 +99,13 @@ class HashModel:
         """float32 [vocab_size]: what a forward over just this context returns."""
         return self._logits(np.array([context_hash(context)], np.uint64))[0]
 
+    def greedy_text(self, prompt: Sequence[int], length: int) -> list[int]:
+        """What it says without speculation at temperature 0, straight from its definition."""
+        text = list(prompt)
+        for _ in range(length):
+            text.append(int(self.logits_of(text).argmax()))
+        return text[len(prompt) :]
+
 
 def context_hash(context: Sequence[int]) -> int:
     """32 bits that depend on every token and its place."""

@@ -23,16 +23,11 @@ from outrider.engine.worker import EngineWorker
 from outrider.features import FeatureOrder, FeatureWindow
 from outrider.params import SamplingParams, StopParams
 from outrider.types import Request, StepEvents
-from tests.support.feature_world import Done, Eager
-from tests.support.features import CAPTURED, FeatureHash, row
-from tests.support.hash_model import HashModel
+from tests.support.feature_world import Done, Eager, FeatureModel
+from tests.support.features import CAPTURED, row
 
 CONFIG = EngineConfig(page_size=4, num_pages=64, max_model_len=128, max_num_batched_tokens=64)
 PROMPT = tuple(range(20))
-
-
-class FeatureModel(FeatureHash, HashModel):
-    """The target."""
 
 
 def make(max_wait_s: float = 0.0, policy: Policy | None = None) -> Engine:

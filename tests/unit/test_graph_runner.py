@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import chain
 
@@ -40,6 +39,7 @@ from outrider.types import Request
 from tests.property.test_engine_equality import EOS, MAX_LEN, VOCAB, Scenario, configs
 from tests.support.architectures import ARCHITECTURES, random_model
 from tests.support.hash_model import HashModel, context_hash
+from tests.support.recordable import rerun
 
 PAGE_SIZE, NUM_PAGES, MAX_MODEL_LEN = 4, 64, 60
 MAX_PAGES = MAX_MODEL_LEN // PAGE_SIZE
@@ -58,12 +58,6 @@ SPECULATIONS = (
     *(SpeculationParams(),) * 16,  # most steps are coupled throughout, and stay recorded
     *(SpeculationParams(verification=Verification(rule)) for rule in VerificationRule),
 )
-
-
-def rerun(work: Callable[[], None]) -> Callable[[], None]:
-    """Records nothing: the work is done again by doing it again."""
-    work()
-    return work
 
 
 def count_launches(runner: GraphRunner) -> list[Step]:
