@@ -151,7 +151,8 @@ class ScorerApp:
             device=device_id(options.device) if options.ranks is None else "",
         )
         metrics = ScorerMetrics(self._telemetry.registry, options.served_model_name)
-        self._hub = hub = Hub(worker, served, DraftLimits(), metrics)
+        limits = DraftLimits()
+        self._hub = hub = Hub(worker, served, limits, metrics)
         watch(metrics, worker, hub.roster, served)
         hubs.append(hub)
         self._constraints = await asyncio.wrap_future(
@@ -159,7 +160,7 @@ class ScorerApp:
         )
         shared = None if options.listen_unix is None else Path(options.listen_unix).parent
         self._servicer.begin(
-            Serving(worker, hub, served, DraftLimits(), self._constraints, shared, self._data_port)
+            Serving(worker, hub, served, limits, self._constraints, shared, self._data_port)
         )
         await self._server.set_serving(True)
         address = join_address(options.host, port)

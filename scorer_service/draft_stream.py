@@ -28,8 +28,8 @@ async def serve_proposer(
     served: ServedModel,
     limits: DraftLimits,
     *,
-    shared: Path | None = None,
-    data_port: DataPort | None = None,
+    shared: Path | None,
+    data_port: DataPort | None,
 ) -> None:
     """Runs one stream until either side ends it. Raises the error that it should end with.
 

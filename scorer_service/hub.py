@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections import Counter
@@ -44,7 +43,6 @@ class Hub:
         self._served = served
         self._limits = limits
         self._metrics = metrics
-        self._ids = itertools.count(1)
         self._last_id = 0
         self._sessions: dict[int, Session] = {}
         self.roster = Roster(worker, served, limits, metrics, clock=clock)
@@ -58,7 +56,7 @@ class Hub:
     # Requests
 
     def next_session_id(self) -> int:
-        self._last_id = next(self._ids)
+        self._last_id += 1
         return self._last_id
 
     def submit(
@@ -136,11 +134,9 @@ class Hub:
             session = self._sessions.get(session_id)
             if session is not None:
                 self.roster.on_set_aside(session)
-        if events.timings is not None and events.counts is not None:
+        if timings is not None and events.counts is not None:
             # When the writers that were woken above have written.
-            asyncio.get_running_loop().call_soon(
-                self._metrics.observe_step, events.timings, events.counts
-            )
+            asyncio.get_running_loop().call_soon(self._metrics.observe_step, timings, events.counts)
         self._watch_failures(events)
 
     def _send_features(self, batch: FeatureBatch) -> None:

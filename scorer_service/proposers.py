@@ -34,7 +34,6 @@ class AttachedProposer:
         features: FeatureSpec | None = None,
     ) -> None:
         self.id: str = hello.proposer_id
-        self.incarnation: int = hello.incarnation
         self.method: str = hello.method
         self.pool: str = hello.pool or "default"
         self.methods: tuple[str, ...] = tuple(hello.methods) or (hello.method,)

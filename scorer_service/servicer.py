@@ -41,9 +41,9 @@ class Serving:
     served: ServedModel
     limits: DraftLimits
     constraints: Constraints
-    shared: Path | None = None
+    shared: Path | None
     """The folder of its Unix socket, where proposers may leave memory to be shared."""
-    data_port: DataPort | None = None
+    data_port: DataPort | None
 
 
 class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
