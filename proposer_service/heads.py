@@ -26,16 +26,12 @@ from outrider.engine.kv_cache import KVPools
 from outrider.engine.loader import choose_llama_ops, count_pages
 from outrider.engine.pool_memory import fitting
 from outrider.models.modules import resolve_module
+from outrider.models.tokenizer import hash_if_any
 from outrider.rpc.runtime import progress
 from proposer_service.config import HeadConfig
 from proposer_service.device import guess_shapes, head_shapes, recording
 from proposer_service.masks import load_masks
-from proposer_service.weights import (
-    PAGE_SIZE,
-    choose_dtype,
-    hash_of_tokenizer,
-    prepare_device,
-)
+from proposer_service.weights import PAGE_SIZE, choose_dtype, prepare_device
 
 _ONE_SHOT: dict[str, Callable[[Path, Path, torch.dtype, torch.device], OneShotHead]] = {
     "medusa": load_medusa,
@@ -57,7 +53,7 @@ def build_head(
     with fitting("The module", method.kv_cache_memory):
         proposer = _build(method, folder, target, max_sessions, prefill_budget)
     progress("proposer", f"loaded after {time.perf_counter() - began:.1f} s")
-    return proposer, hash_of_tokenizer(target)
+    return proposer, hash_if_any(target)
 
 
 def _build(

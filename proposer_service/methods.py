@@ -89,13 +89,9 @@ def _build_draft_model(method: DraftModelConfig, max_sessions: int) -> tuple[Pro
     from outrider.engine.loader import count_pages, kv_bytes_per_page, load_model
     from outrider.engine.pool_memory import fitting
     from outrider.models.resolve import resolve_model
+    from outrider.models.tokenizer import hash_if_any
     from proposer_service.masks import load_masks
-    from proposer_service.weights import (
-        PAGE_SIZE,
-        choose_dtype,
-        hash_of_tokenizer,
-        prepare_device,
-    )
+    from proposer_service.weights import PAGE_SIZE, choose_dtype, prepare_device
 
     began = time.perf_counter()
     prepare_device(method)
@@ -145,7 +141,7 @@ def _build_draft_model(method: DraftModelConfig, max_sessions: int) -> tuple[Pro
     progress("proposer", "warming up")
     _warm_up(proposer, _PREFILL_BUDGET[method.device])
     progress("proposer", f"ready to draft after {time.perf_counter() - began:.1f} s")
-    return proposer, hash_of_tokenizer(folder)
+    return proposer, hash_if_any(folder)
 
 
 def _build_head(method: HeadConfig, max_sessions: int) -> tuple[Proposer, str]:

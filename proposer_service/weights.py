@@ -1,14 +1,12 @@
-"""What every method with weights needs: a device that has room, a tokenizer's hash."""
+"""What every method with weights needs: a device, and what to compute in."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Final
 
 import torch
 
 from outrider.errors import ConfigError
-from outrider.models.tokenizer import tokenizer_hash
 from proposer_service.config import ModelConfig
 
 PAGE_SIZE: Final = 16
@@ -26,8 +24,3 @@ def choose_dtype(method: ModelConfig, *, on_cpu: torch.dtype) -> torch.dtype:
     if method.dtype is None:
         return torch.bfloat16 if method.device == "cuda" else on_cpu
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[method.dtype]
-
-
-def hash_of_tokenizer(folder: Path) -> str:
-    """Of the tokenizer in a model's folder; empty if there is none."""
-    return tokenizer_hash(folder) if (folder / "tokenizer.json").is_file() else ""

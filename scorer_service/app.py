@@ -26,7 +26,7 @@ from outrider.engine.ranks import RankGroup, Ranks
 from outrider.engine.worker import EngineWorker
 from outrider.errors import DeadlineError, InternalError
 from outrider.models.resolve import resolve_model
-from outrider.models.tokenizer import tokenizer_hash
+from outrider.models.tokenizer import hash_if_any
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.rpc import runtime
 from outrider.rpc.data_connection import DataPort
@@ -127,8 +127,7 @@ class ScorerApp:
         def build() -> Engine:
             folder = resolve_model(options.model, "target")  # maybe a download
             # Before the weights: a broken file is to be told at once.
-            hash_ = tokenizer_hash(folder) if (folder / "tokenizer.json").is_file() else ""
-            found.append((folder, hash_))
+            found.append((folder, hash_if_any(folder)))
             self._group = join(options)
             return build_engine(folder, options, self._group)
 

@@ -145,6 +145,11 @@ def tokenizer_hash(folder: Path) -> str:
     return _canonical_hash(_read_tokenizer_json(folder))
 
 
+def hash_if_any(folder: Path) -> str:
+    """The same; empty if the folder holds no tokenizer.json."""
+    return tokenizer_hash(folder) if (folder / "tokenizer.json").is_file() else ""
+
+
 def _canonical_hash(content: str) -> str:
     fields = json.loads(content)
     for runtime_setting in ("padding", "truncation"):
