@@ -211,10 +211,7 @@ class _Call:
             response.usage.CopyFrom(codec.usage(last.stats))
             response.aux_info.CopyFrom(
                 codec.aux_info(
-                    last.stats,
-                    cost_time_ms=elapsed_s * 1e3,
-                    scorer_id=self._served.scorer_id,
-                    retries=0,
+                    last.stats, cost_time_ms=elapsed_s * 1e3, scorer_id=self._served.scorer_id
                 )
             )
             if last.finish_reason is not None:

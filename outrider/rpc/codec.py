@@ -36,6 +36,8 @@ FINISH_TO_PROTO: Final = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
+FINISH_FROM_PROTO: Final = {value: reason for reason, value in FINISH_TO_PROTO.items()}
+
 RULE_TO_PROTO: Final = {
     VerificationRule.COUPLED: common_pb2.VERIFICATION_RULE_COUPLED,
     VerificationRule.REJECTION: common_pb2.VERIFICATION_RULE_REJECTION,
@@ -44,7 +46,14 @@ RULE_TO_PROTO: Final = {
 }
 RULE_FROM_PROTO: Final = {value: rule for rule, value in RULE_TO_PROTO.items()}
 
-FINISH_FROM_PROTO: Final = {value: reason for reason, value in FINISH_TO_PROTO.items()}
+_LEAST_TEMPERATURE: Final = 1e-5
+"""Less is greedy in all but name, as vLLM has it; logits divided by it would leave float32."""
+
+_SAMPLING_FIELDS: Final = (
+    *("temperature", "top_k", "top_p", "min_p", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+_VERIFICATION_FIELDS: Final = ("epsilon", "alpha", "max_candidate_len", "verify_window")
 
 
 def sampling_from_proto(msg: common_pb2.SamplingParams, *, seed: int) -> SamplingParams:
@@ -210,21 +219,6 @@ def logprobs_from_proto(msg: common_pb2.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(msg.logprob, tuple(top))
 
 
-_LEAST_TEMPERATURE: Final = 1e-5
-"""Less is greedy in all but name, as vLLM has it; logits divided by it would leave float32."""
-
-_SAMPLING_FIELDS: Final = (
-    *("temperature", "top_k", "top_p", "min_p", "seed"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-)
-_VERIFICATION_FIELDS: Final = ("epsilon", "alpha", "max_candidate_len", "verify_window")
-
-
-def _given(msg: Message, *names: str) -> dict[str, Any]:
-    """The optional fields that are set."""
-    return {name: getattr(msg, name) for name in names if msg.HasField(name)}
-
-
 def usage(stats: RequestStats) -> common_pb2.Usage:
     return common_pb2.Usage(
         prompt_tokens=stats.prompt_tokens,
@@ -233,10 +227,8 @@ def usage(stats: RequestStats) -> common_pb2.Usage:
     )
 
 
-def aux_info(
-    stats: RequestStats, *, cost_time_ms: float, scorer_id: str, retries: int
-) -> common_pb2.AuxInfo:
-    """The public account of a request, from the engine's statistics."""
+def aux_info(stats: RequestStats, *, cost_time_ms: float, scorer_id: str) -> common_pb2.AuxInfo:
+    """A scorer's account of a request, from the engine's statistics."""
     return common_pb2.AuxInfo(
         cost_time=cost_time_ms,
         output_len=stats.output_tokens,
@@ -261,7 +253,6 @@ def aux_info(
         cached_prompt_tokens=stats.cached_prompt_tokens,
         proposer_ids=stats.proposer_ids,
         scorer_id=scorer_id,
-        retries=retries,
         verification=stats.verification.value,
         exact=stats.verification.exact,
         by_method=[common_pb2.MethodCounts(**counts._asdict()) for counts in stats.by_method],
@@ -271,3 +262,8 @@ def aux_info(
         rounds_after_miss=stats.rounds_after_miss,
         hits_after_miss=stats.hits_after_miss,
     )
+
+
+def _given(msg: Message, *names: str) -> dict[str, Any]:
+    """The optional fields that are set."""
+    return {name: getattr(msg, name) for name in names if msg.HasField(name)}
