@@ -15,11 +15,11 @@ from pathlib import Path
 
 from benchmarks.processes import Child, ProcessError, python_path
 from benchmarks.records import TokenIds
+from outrider.cli.specs import HOST
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, scorer_pb2
 from outrider.v1.scorer_pb2_grpc import ScorerServiceStub
 
-_HOST = "127.0.0.1"
 _SUMMED = (
     *("rounds", "drafted", "accepted", "hits", "misses_late", "misses_wrong", "propose_ms"),
     *("rounds_after_hit", "hits_after_hit", "rounds_after_miss", "hits_after_miss"),
@@ -203,7 +203,7 @@ class Pair:
         return answer
 
     def _start(self, name: str, command: Sequence[str], gpu: str | None) -> Child:
-        extra = [] if gpu is None else ["--host", _HOST, "--exit-with-parent"]
+        extra = [] if gpu is None else ["--host", HOST, "--exit-with-parent"]
         device = getattr(self._config, gpu) if gpu is not None else None
         env = python_path()
         if device is not None:

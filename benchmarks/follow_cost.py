@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import prompts
-from benchmarks.outrider_stack import METHODS, Stack, StackConfig
+from benchmarks.outrider_stack import METHODS, Job, Stack, StackConfig
 from benchmarks.processes import Child, stopping
 from benchmarks.program import guarded
 from benchmarks.telemetry_cost import interval
@@ -60,14 +60,8 @@ class Arm:
     ) -> None:
         """Decodes a group of prompts, all at once."""
         before = [_used(child) for child in children]
-        done, seconds = stack.generate(
-            group,
-            max_tokens,
-            len(group),
-            method=self.method,
-            through_gateway=True,
-            timeout_s=300,
-        )
+        jobs = [Job(prompt, max_tokens) for prompt in group]
+        done, seconds = stack.generate(jobs, len(jobs), method=self.method, timeout_s=300)
         if not counts:
             return
         tokens = sum(len(completion.token_ids) for completion in done)

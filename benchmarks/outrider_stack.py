@@ -18,13 +18,13 @@ from prometheus_client.samples import Sample
 
 from benchmarks.processes import Child, ProcessError, python_path
 from benchmarks.records import Completion, Run, TokenIds
+from outrider.cli.specs import HOST
 from outrider.cli.stack import free_port
 from outrider.methods import HIDDEN_STATE_METHODS
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, scorer_pb2
 from outrider.v1.scorer_pb2_grpc import ScorerServiceStub
 
-HOST = "127.0.0.1"
 METHODS = ("draft_model", "ngram")
 _RPC_TIMEOUT_S = 10.0
 _SOCKET = "scorer.sock"
@@ -176,25 +176,19 @@ class Stack:
 
     def generate(
         self,
-        prompts: Sequence[TokenIds],
-        max_tokens: int,
+        jobs: Sequence[Job],
         concurrency: int,
         *,
         method: str,
-        through_gateway: bool,
         timeout_s: float,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        num_speculative_tokens: int | None = None,
-        pool: str = "",
+        through_gateway: bool = True,
     ) -> tuple[tuple[Completion, ...], float]:
-        """Runs all prompts with `concurrency` in flight; returns completions and seconds."""
+        """Runs all jobs with `concurrency` in flight; returns completions and seconds."""
 
-        def call(prompt: TokenIds) -> object:
-            job = Job(prompt, max_tokens, temperature, top_p, num_speculative_tokens, pool)
+        def call(job: Job) -> object:
             return self._call(job, method, timeout_s, through_gateway=through_gateway)
 
-        return self._runner.run(_run_all(call, prompts, concurrency))
+        return self._runner.run(_run_all(call, jobs, concurrency))
 
     def generate_for(
         self, jobs: Iterator[Job], seconds: float, in_flight: int, *, method: str, timeout_s: float
@@ -306,17 +300,13 @@ class OutriderSystem:
 
     def run(self, prompts: Sequence[TokenIds], max_tokens: int, concurrency: int) -> Run:
         """See `System.run`."""
+        how = (self.temperature, self.top_p, self.num_speculative_tokens, self.pool)
         completions, wall_s = self.stack.generate(
-            prompts,
-            max_tokens,
+            [Job(prompt, max_tokens, *how) for prompt in prompts],
             concurrency,
             method=self.method,
-            through_gateway=self.through_gateway,
             timeout_s=self.timeout_s,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            num_speculative_tokens=self.num_speculative_tokens,
-            pool=self.pool,
+            through_gateway=self.through_gateway,
         )
         rounds, drafted, accepted = (
             int(sum(c.stats[name] for c in completions))
@@ -326,16 +316,16 @@ class OutriderSystem:
 
 
 async def _run_all(
-    call: Callable[[TokenIds], object], prompts: Sequence[TokenIds], concurrency: int
+    call: Callable[[Job], object], jobs: Sequence[Job], concurrency: int
 ) -> tuple[tuple[Completion, ...], float]:
     slots = asyncio.Semaphore(concurrency)
 
-    async def one(prompt: TokenIds) -> Completion:
+    async def one(job: Job) -> Completion:
         async with slots:
-            return await _consume(call(prompt))
+            return await _consume(call(job))
 
     start = time.perf_counter()
-    completions = await asyncio.gather(*(one(p) for p in prompts))
+    completions = await asyncio.gather(*map(one, jobs))
     return tuple(completions), time.perf_counter() - start
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from benchmarks.processes import REPO, Child, ProcessError, Worker
 from benchmarks.records import Completion, Run, TokenIds
+from outrider.cli.specs import HOST
 from outrider.cli.stack import free_port
 
-HOST = "127.0.0.1"
 _CONVERT_TIMEOUT_S = 300.0
 
 

@@ -42,7 +42,7 @@ from pathlib import Path
 
 from benchmarks import prompts
 from benchmarks.otlp import collecting
-from benchmarks.outrider_stack import Stack, StackConfig
+from benchmarks.outrider_stack import Job, Stack, StackConfig
 from benchmarks.processes import Child, ProcessError, stopping
 from benchmarks.program import guarded
 from benchmarks.switched import MODES, STEPS
@@ -99,14 +99,13 @@ class Bench:
         self, mode: str, group: Sequence[tuple[int, ...]], max_tokens: int, at_once: int
     ) -> Turn:
         """Decodes a group of prompts, `at_once` of them at a time."""
+        jobs = [Job(prompt, max_tokens) for prompt in group]
         steps = self._steps()
         self._switch(mode)
         cpu_s, model_s = self._cpu_s(), self._model_s()
         if MODES[mode].counts:
             self.scraped.set()
-        done, seconds = self.stack.generate(
-            group, max_tokens, at_once, method="draft_model", through_gateway=True, timeout_s=120
-        )
+        done, seconds = self.stack.generate(jobs, at_once, method="draft_model", timeout_s=120)
         self.scraped.clear()
         self._switch("muted")
         time.sleep(_SEND_S)
