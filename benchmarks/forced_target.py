@@ -29,13 +29,11 @@ GREEDY = SamplingParams(temperature=0.0)
 class ForcedTarget:
     """At each position the text's next token is the likeliest; one request at a time."""
 
-    def __init__(
-        self, vocab_size: int, max_model_len: int, inner: Model | None = None, num_pages: int = 0
-    ) -> None:
+    def __init__(self, vocab_size: int, max_model_len: int, inner: Model | None = None) -> None:
         self.vocab_size = vocab_size
         self.page_size = PAGE_SIZE
         self.max_model_len = max_model_len
-        self.num_pages = num_pages or -(-max_model_len // PAGE_SIZE) + 1
+        self.num_pages = -(-max_model_len // PAGE_SIZE) + 1
         self.device = torch.device("cpu")
         self.text: Tensor = torch.empty(0, dtype=torch.int64)
         self._inner = inner

@@ -90,16 +90,14 @@ class RowReader(FeatureMethod):
         guess: Callable[[Sequence[int], int], DraftTree],
         *,
         vocab_size: int,
-        tokenizer: str = "",
         projection: Tensor | None = None,
-        max_sessions: int = 64,
     ) -> None:
         super().__init__(
             ProposerTraits(
                 method="eagle",
                 model="row reader",
                 vocab_size=vocab_size,
-                max_sessions=max_sessions,
+                max_sessions=64,
                 max_draft_tokens=8,
                 max_model_len=4096,
                 features=spec,
@@ -107,7 +105,6 @@ class RowReader(FeatureMethod):
         )
         self._guess = guess
         self._matrix = projection
-        self.tokenizer = tokenizer
         self.wrong = self.unfinished = 0
         self.seen: dict[SessionKey, int] = {}
 

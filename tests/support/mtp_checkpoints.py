@@ -88,7 +88,7 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
 class _Weights:
     """Random tensors by name; the same ones for the same seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int = 0) -> None:
         self._generator = torch.Generator().manual_seed(seed)
         self.tensors: dict[str, Tensor] = {}
 
@@ -112,16 +112,14 @@ class _Weights:
             self.tensors["lm_head.weight"] *= 8  # logits that differ
 
 
-def _target(seed: int, *, tied: bool = False, embed_name: str = "model.embed_tokens.weight") -> Any:
-    weights = _Weights(seed + 1000)
-    weights.shared(embed_name, head=not tied)
-    config = {**_COMMON, "model_type": "llama", "num_hidden_layers": 2, "tie_word_embeddings": tied}
+def _target() -> Any:
+    weights = _Weights(seed=1000)
+    weights.shared()
+    config = {**_COMMON, "model_type": "llama", "num_hidden_layers": 2}
     return config, weights.tensors
 
 
-def deepseek(
-    *, seed: int = 0, num_modules: int = 1, in_target: bool = True, **changes: Any
-) -> MtpCheckpoint:
+def deepseek(*, num_modules: int = 1, in_target: bool = True, **changes: Any) -> MtpCheckpoint:
     """DeepSeek-V3's layers N, N + 1, ... of a full checkpoint, or a NextN export of one layer."""
     config = {
         **_COMMON,
@@ -140,7 +138,7 @@ def deepseek(
         **changes,
     }
     config.pop("head_dim")
-    weights = _Weights(seed)
+    weights = _Weights()
     first = config["num_hidden_layers"] if in_target else 0
     for layer in range(first, first + num_modules):
         _deepseek_layer(weights, f"model.layers.{layer}", config)
@@ -148,10 +146,10 @@ def deepseek(
         weights.shared()
         weights.tensors["model.layers.0.input_layernorm.weight"] = torch.ones(HIDDEN_SIZE)
         return MtpCheckpoint(config, weights.tensors)
-    return MtpCheckpoint(config, weights.tensors, *_target(seed))
+    return MtpCheckpoint(config, weights.tensors, *_target())
 
 
-def glm4_moe(*, seed: int = 0) -> MtpCheckpoint:
+def glm4_moe() -> MtpCheckpoint:
     """GLM-4.5's: DeepSeek's names around grouped-query attention with biases and norms."""
     config = {
         **_COMMON,
@@ -164,7 +162,7 @@ def glm4_moe(*, seed: int = 0) -> MtpCheckpoint:
         "use_qk_norm": True,
         **_ROUTED,
     }
-    weights = _Weights(seed)
+    weights = _Weights()
     prefix = "model.layers.3"
     _deepseek_frame(weights, prefix, config)
     attn, dim = f"{prefix}.self_attn", _HEAD_DIM
@@ -209,7 +207,7 @@ def _deepseek_layer(weights: _Weights, prefix: str, config: dict[str, Any]) -> N
 
 
 def qwen(
-    kind: str, *, seed: int = 0, fused_experts: bool = True, tied: bool = False, **changes: Any
+    kind: str, *, fused_experts: bool = True, tied: bool = False, **changes: Any
 ) -> MtpCheckpoint:
     """Qwen's `mtp.*`: kind "qwen3_next", "qwen3_5_moe" (both with experts) or "qwen3_5" (dense).
 
@@ -223,7 +221,7 @@ def qwen(
         **({} if kind == "qwen3_5" else _MOE),
         **changes,
     }
-    weights = _Weights(seed)
+    weights = _Weights()
     embed_name = "model.embed_tokens.weight"
     if kind == "qwen3_next":
         config = {"model_type": kind, "num_nextn_predict_layers": 1, **text}
@@ -262,7 +260,7 @@ def qwen(
 
 
 def rtp_qwen2(
-    *, seed: int = 0, num_modules: int = 1, draft_ids: list[int] | None = None, **changes: Any
+    *, num_modules: int = 1, draft_ids: list[int] | None = None, **changes: Any
 ) -> MtpCheckpoint:
     """RTP-LLM's `qwen_2-mtp`, with its own embedding and head; `draft_ids`: its vocabulary."""
     config = {
@@ -273,7 +271,7 @@ def rtp_qwen2(
     }
     config.pop("head_dim")  # Qwen2 derives it
     hidden, dim = HIDDEN_SIZE, _HEAD_DIM
-    weights = _Weights(seed)
+    weights = _Weights()
     for i in range(num_modules):
         layer, attn = f"model.layers.{i}", f"model.layers.{i}.self_attn"
         for name in ("e_norm", "h_norm", "final_head.norm"):
@@ -292,7 +290,7 @@ def rtp_qwen2(
         weights.tensors["lm_head.weight"] = head[: len(draft_ids)].clone()
         weights.tensors["model.d2t"] = torch.tensor(draft_ids)
         weights.tensors["model.t2d"] = torch.zeros(VOCAB_SIZE, dtype=torch.int64)
-    return MtpCheckpoint(config, weights.tensors, *_target(seed))
+    return MtpCheckpoint(config, weights.tensors, *_target())
 
 
 def to_block_fp8(checkpoint: MtpCheckpoint, block: int = 128) -> MtpCheckpoint:

@@ -21,9 +21,7 @@ _IDLE_LAYERS = 12  # take time and change nothing: a draft must be worth waiting
 _TARGET_LAYERS = _DRAFT_LAYERS + _DIFFERING_LAYERS + _IDLE_LAYERS
 
 
-def save_pair(
-    folder: Path, *, eps: float, max_model_len: int = 512, unit_embedding: bool = False
-) -> tuple[Path, Path]:
+def save_pair(folder: Path, *, eps: float, unit_embedding: bool = False) -> tuple[Path, Path]:
     """Writes `folder`/target and `folder`/draft with one tokenizer; returns both.
 
     With `unit_embedding` every token's embedding has a root mean square of 1: norming it changes
@@ -31,7 +29,7 @@ def save_pair(
     """
     tokenizer = byte_level_bpe(_VOCAB_SIZE)
     torch.manual_seed(7)
-    target = _model(tokenizer.get_vocab_size(), _TARGET_LAYERS, max_model_len)
+    target = _model(tokenizer.get_vocab_size(), _TARGET_LAYERS)
     with torch.no_grad():
         for parameter in target.parameters():
             if parameter.dim() == 2:
@@ -44,7 +42,7 @@ def save_pair(
             scale = eps if i < _DIFFERING_LAYERS else 0.0
             layer.self_attn.o_proj.weight.mul_(scale)
             layer.mlp.down_proj.weight.mul_(scale)
-    draft = _model(tokenizer.get_vocab_size(), _DRAFT_LAYERS, max_model_len)
+    draft = _model(tokenizer.get_vocab_size(), _DRAFT_LAYERS)
     draft.load_state_dict(target.state_dict(), strict=False)
     for name, model in (("target", target), ("draft", draft)):
         save(tokenizer, folder / name)
@@ -54,7 +52,7 @@ def save_pair(
     return folder / "target", folder / "draft"
 
 
-def _model(vocab_size: int, num_layers: int, max_model_len: int) -> LlamaForCausalLM:
+def _model(vocab_size: int, num_layers: int) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=64,
@@ -63,7 +61,7 @@ def _model(vocab_size: int, num_layers: int, max_model_len: int) -> LlamaForCaus
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=max_model_len,
+        max_position_embeddings=512,
         bos_token_id=0,
         eos_token_id=1,
         tie_word_embeddings=False,
