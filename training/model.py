@@ -6,22 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outrider.train.layers import RMSNorm
 from training.config import ModelConfig
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in fp32."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
-        h = x.float()
-        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (h * self.weight.float()).to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

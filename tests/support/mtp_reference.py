@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tests.support.mtp_checkpoints import MtpCheckpoint
 
-Embed = Callable[[int], Tensor]
 Module = Callable[[Tensor, Tensor], Tensor]
 """Embeddings [n, H] and states [n, H] of rows 0..n-1 to m [n, H], before the last norm."""
 

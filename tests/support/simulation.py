@@ -96,7 +96,6 @@ class Player:
     sessions: dict[int, int] = field(default_factory=dict)  # key -> session
     keys: dict[int, int] = field(default_factory=dict)  # session -> key, as the scorer knows it
     arrival: dict[str, float] = field(default_factory=lambda: {"to": 0.0, "from": 0.0})
-    bytes_sent: int = 0
     window: FeatureWindow = field(default_factory=FeatureWindow)
     starved: set[int] = field(default_factory=set)  # keys that want a draft and lack features
     on_demand: bool = False  # it is not to run ahead
@@ -467,7 +466,6 @@ class World:
                 for key, tree in (*round_.drafts, *round_.trees)
             ]
             if blocks:
-                player.bytes_sent += sum(12 + 5 * len(tree.token_ids) for *_, tree, _ in blocks)
                 self._post(player, blocks)
 
         self.at(player.busy_until, leave)
