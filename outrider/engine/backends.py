@@ -13,6 +13,7 @@ from torch import nn
 
 from outrider.engine.attention import AttentionBackend, StepAttention
 from outrider.engine.batch import PackedBatch
+from outrider.engine.config_sizes import caches_latents, head_dim, layer_configs, num_kv_heads
 from outrider.engine.sdpa import SdpaAttention
 from outrider.errors import ConfigError
 
@@ -47,20 +48,15 @@ def attention_traits(model: nn.Module, page_size: int) -> AttentionTraits:
     """Reads them from a loaded `transformers` model."""
     parts: Any = model
     config = parts.config.get_text_config(decoder=True)
-    heads = int(config.num_attention_heads)
-    different = getattr(config, "is_heterogeneous", False)  # Gemma 4: wider heads in full layers
-    layers = config.per_layer_config if different else [config]
     return AttentionTraits(
-        head_dims=frozenset(
-            int(getattr(layer, "head_dim", None) or config.hidden_size // heads) for layer in layers
-        ),
-        num_heads=heads,
-        num_kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_dims=frozenset(map(head_dim, layer_configs(config))),
+        num_heads=int(config.num_attention_heads),
+        num_kv_heads=num_kv_heads(config),
         page_size=page_size,
         dtype=parts.dtype,
         softcap=getattr(config, "attn_logit_softcapping", None) is not None,
         sinks=any(name.endswith(".sinks") for name, _ in model.named_parameters()),
-        latent=getattr(config, "kv_lora_rank", None) is not None,
+        latent=caches_latents(config),
     )
 
 

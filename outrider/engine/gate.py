@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from outrider.engine.config_sizes import num_kv_heads
 from outrider.errors import UnsupportedModelError
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -34,8 +35,7 @@ def check_shardable(config: Any, num_ranks: int) -> None:
             f"{text.model_type} cannot be served by {num_ranks} ranks: transformers has no plan of "
             "how to shard it."
         )
-    heads = int(text.num_attention_heads)
-    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    heads, kv_heads = int(text.num_attention_heads), num_kv_heads(text)
     if heads % num_ranks or kv_heads % num_ranks:
         raise UnsupportedModelError(
             f"{num_ranks} ranks cannot share {heads} heads and {kv_heads} key/value heads evenly: "

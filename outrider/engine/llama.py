@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.engine.attention import AttentionParams, StepAttention
+from outrider.engine.config_sizes import head_dim, num_kv_heads
 from outrider.engine.kv_cache import KVPools, LayerPool
 from outrider.engine.linear import Linear, pack_linear
 from outrider.engine.llama_ops import LlamaOps, Use
@@ -82,10 +83,9 @@ class FusedLlama:
         self._ops = ops
         self._features = pools.features
         self._sharding = sharding
-        heads = config.num_attention_heads
-        self._heads = heads // sharding.size
-        self._kv_heads = config.num_key_value_heads // sharding.size
-        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self._heads = config.num_attention_heads // sharding.size
+        self._kv_heads = num_kv_heads(config) // sharding.size
+        self._head_dim = head_dim(config)
         self._eps = config.rms_norm_eps
         self._embedding = sharding.whole(base.embed_tokens.weight.detach())
         self._norm: Tensor = base.norm.weight.detach()

@@ -17,6 +17,7 @@ from transformers.distributed import DistributedConfig
 
 from outrider.engine.attention import ATTENTION_NAME
 from outrider.engine.backends import attention_traits, choose_backend
+from outrider.engine.config_sizes import caches_latents, head_dim, layer_configs, num_kv_heads
 from outrider.engine.gate import check_shardable, check_supported, max_exact_len
 from outrider.engine.kv_cache import KVPools
 from outrider.engine.leading_model import LeadingModel
@@ -218,7 +219,7 @@ def kv_bytes_per_page(
     """
     config = read_text_config(folder)
     width = _kv_width(config)
-    if getattr(config, "kv_lora_rank", None) is None:  # latents are on every rank
+    if not caches_latents(config):  # latents are on every rank
         width //= num_ranks
     per_token = width * dtype.itemsize
     return page_size * (per_token + (0 if features is None else features.row_bytes))
@@ -264,16 +265,6 @@ def _config(folder: Path) -> Any:
 
 def _kv_width(config: Any) -> int:
     """Numbers kept per token, all layers together."""
-    num_layers = int(config.num_hidden_layers)
-    if getattr(config, "kv_lora_rank", None) is not None:
-        return num_layers * int(config.kv_lora_rank + config.qk_rope_head_dim)
-    if getattr(config, "is_heterogeneous", False):  # Gemma 4: wider heads in full layers
-        return sum(_layer_kv_width(layer) for layer in config.per_layer_config)
-    return num_layers * _layer_kv_width(config)
-
-
-def _layer_kv_width(config: Any) -> int:
-    heads = int(config.num_attention_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return 2 * kv_heads * head_dim
+    if caches_latents(config):
+        return int(config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim))
+    return sum(2 * num_kv_heads(layer) * head_dim(layer) for layer in layer_configs(config))

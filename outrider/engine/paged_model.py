@@ -17,6 +17,7 @@ from outrider.engine.attention import (
 )
 from outrider.engine.backends import is_capturable
 from outrider.engine.batch import PackedBatch
+from outrider.engine.config_sizes import caches_latents
 from outrider.engine.feature_hooks import FeatureHooks
 from outrider.engine.kv_cache import KVPools, PagedCache
 
@@ -53,7 +54,7 @@ class TransformersStep:
     def __init__(self, model: nn.Module, pools: KVPools) -> None:
         config: Any = model.config
         self._model = model
-        latent = getattr(config, "kv_lora_rank", None) is not None
+        latent = caches_latents(config)
         self._cache = PagedCache(pools, latent=latent)
         self._pool_of = None if latent else pools.layer
         self._hooks = None if pools.features is None else FeatureHooks(model, pools.features)

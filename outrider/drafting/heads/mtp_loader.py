@@ -17,6 +17,7 @@ from outrider.drafting.heads.mtp import FeedBack, MtpHead, MtpModule, MtpShape, 
 from outrider.drafting.heads.mtp_formats import Family, MtpFormat, detect, family_of
 from outrider.drafting.heads.mtp_llama import LlamaModule, LlamaTensors, rope_table
 from outrider.drafting.heads.mtp_modules import LayerModule, ModuleWeights, Rotary
+from outrider.engine.config_sizes import caches_latents, head_dim, num_kv_heads
 from outrider.engine.loader import choose_llama_ops
 from outrider.errors import ConfigError
 
@@ -174,17 +175,17 @@ def _llama_modules(
 
 
 def _shape(config: Any, max_model_len: int | None) -> MtpShape:
-    heads, latents = int(config.num_attention_heads), None
-    if getattr(config, "kv_lora_rank", None) is not None:
+    latents = None
+    if caches_latents(config):
         latents = (int(config.kv_lora_rank), int(config.qk_rope_head_dim))
     longest = int(config.max_position_embeddings)
     if longest < 1:
         raise ConfigError(f"max_position_embeddings is {longest} in the config.json of the head.")
     return MtpShape(
         hidden_size=int(config.hidden_size),
-        num_heads=heads,
-        num_kv_heads=int(config.num_key_value_heads),
-        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        num_heads=int(config.num_attention_heads),
+        num_kv_heads=num_kv_heads(config),
+        head_dim=head_dim(config),
         max_model_len=min(longest, max_model_len or longest),
         latents=latents,
     )
