@@ -47,9 +47,8 @@ class Shaper:
         chosen: list[Completion] = []
         for start in range(0, len(completions), self.per_prompt):
             chosen += self._best(completions[start : start + self.per_prompt])
-        object_name = "chat.completion" if self.kind == "chat" else "text_completion"
         return {
-            **self._head(object_name),
+            **self._head("chat.completion"),
             "choices": [self._whole_choice(*entry) for entry in enumerate(chosen)],
             "usage": self._usage([completion.ending for completion in completions]),
             **self._aux_info([completion.ending for completion in chosen]),
@@ -100,7 +99,7 @@ class Shaper:
         """The stream's last events."""
         if not self.include_usage:
             return DONE
-        head = self._head("chat.completion.chunk" if self.kind == "chat" else "text_completion")
+        head = self._head("chat.completion.chunk")
         body = {**head, "choices": [], "usage": self._usage(endings), **self._aux_info(endings)}
         return event(body) + DONE
 
@@ -129,16 +128,17 @@ class Shaper:
         }
 
     def _event(self, choice: dict[str, Any], extra: dict[str, Any] | None = None) -> bytes:
-        body = self._head("chat.completion.chunk" if self.kind == "chat" else "text_completion")
+        body = self._head("chat.completion.chunk")
         body["choices"] = [choice]
         if self.include_usage:
             body["usage"] = None
         return event({**body, **(extra or {})})
 
-    def _head(self, object_name: str) -> dict[str, Any]:
+    def _head(self, chat_object: str) -> dict[str, Any]:
+        """What a body begins with; completions have one kind of object, chats two."""
         return {
             "id": self.request_id,
-            "object": object_name,
+            "object": chat_object if self.kind == "chat" else "text_completion",
             "created": self.created,
             "model": self.model,
         }
