@@ -289,7 +289,7 @@ class OutriderSystem:
 
     name: str
     stack: Stack
-    method: str  # "none", "draft_model" or "ngram"
+    method: str  # "none", or one of the stack's
     concurrencies: frozenset[int]
     timeout_s: float
     through_gateway: bool = True

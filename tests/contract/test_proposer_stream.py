@@ -39,6 +39,7 @@ from proposer_service.worker import DraftWorker
 from tests.support.draft_scorer import Conversation, DraftScorer, close, commit, open_
 from tests.support.hash_model import HashModel
 from tests.support.simulation import Clock
+from tests.support.waiting import until
 
 PERIOD = [5, 6, 7, 5, 6, 7, 5, 6]  # prompt lookup goes on with 7, 5, 6, 7
 LINK = LinkConfig(backoff_first_s=0.01, backoff_max_s=0.1, refused_retry_s=0.2)
@@ -727,10 +728,9 @@ async def test_metrics_count(scorer: DraftScorer) -> None:
         stream = await scorer.attached()
         stream.send(opens=[open_(1, PERIOD)])
         await stream.next_block()
-        async with asyncio.timeout(10):  # counted once the block is on its way
-            cycles = 'outrider:proposer_cycle_seconds_count{pool="default"} 1.0'
-            while cycles not in (text := _metrics(service)):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        cycles = 'outrider:proposer_cycle_seconds_count{pool="default"} 1.0'
+        await until(lambda: cycles in _metrics(service))  # counted once the block is on its way
+        text = _metrics(service)
     assert 'outrider:proposer_draft_tokens_total{pool="default"} 4.0' in text
     assert 'outrider:proposer_links{pool="default"} 1.0' in text
     assert 'outrider:proposer_session_limit{pool="default"} 256.0' in text

@@ -15,6 +15,7 @@ from outrider.cli.client import GenerateOptions
 from outrider.v1 import scorer_pb2
 from tests.support.pods import Cluster, Pod, cluster
 from tests.support.up import Completion, complete
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -70,12 +71,10 @@ class Load:
             options = REQUESTS[number % len(REQUESTS)]
             self.done.append(await self.ask(options))
 
-    async def more(self, requests: int = 2) -> None:
-        """Returns when so many more have been answered."""
-        enough = len(self.done) + requests
-        async with asyncio.timeout(120):
-            while len(self.done) < enough:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+    async def more(self) -> None:
+        """Returns when two more requests have been answered."""
+        enough = len(self.done) + 2
+        await until(lambda: len(self.done) >= enough, timeout_s=120)
 
     @asynccontextmanager
     async def running(self, clients: int) -> AsyncIterator[None]:
