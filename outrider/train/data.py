@@ -37,8 +37,11 @@ def read_tokens(path: Path, tokenizer: Any) -> np.ndarray[Any, Any]:
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(f"--data {path} cannot be read: {error}") from error
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-    encoded = (tokenizer.encode(text, add_special_tokens=False) for text in documents)
-    return np.array([token for ids in encoded for token in (*ids, *end)], np.int32)
+    # No model reads a whole text at once: not verbose, it has no words about its length.
+    encoded = (
+        tokenizer.encode(text, add_special_tokens=False, verbose=False) for text in documents
+    )
+    return np.fromiter((token for ids in encoded for token in (*ids, *end)), np.int32)
 
 
 def write_rows(path: Path, rows: np.ndarray[Any, Any]) -> None:

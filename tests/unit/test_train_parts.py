@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from outrider.cli.stack import free_port
+from outrider.models.resolve import resolve_model
 from outrider.train.data import Source, draft_vocabulary, read_tokens
 from outrider.train.evaluate import acceptance
 from outrider.train.layers import chain_mask
@@ -162,3 +164,19 @@ def test_text_becomes_documents_that_end(folder: Path, tmp_path: Path) -> None:
     assert tokens.count(1) == 2
     assert tokens[-1] == 1
     assert tokenizer.decode(tokens) == "STOP\u2028</s><s><|user|>hello world\n</s>"
+
+
+def test_a_text_may_be_longer_than_the_model_s_context(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As nearly all are: nobody is warned of what does not happen."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("embedded", "target"))
+    path = tmp_path / "long.txt"
+    path.write_text("hello world " * tokenizer.model_max_length)
+    theirs = logging.getLogger("transformers")
+    theirs.addHandler(caplog.handler)  # which tells its parents nothing
+    try:
+        assert len(read_tokens(path, tokenizer)) > tokenizer.model_max_length
+    finally:
+        theirs.removeHandler(caplog.handler)
+    assert caplog.text == ""
