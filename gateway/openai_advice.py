@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gateway.intake import MAX_REFERENCES, Intake
 from gateway.openai_models import Request
-from gateway.openai_options import ExtraConfig
+from gateway.openai_options import ExtraConfig, within
 from outrider.errors import InvalidRequestError
 from outrider.params import Advice, TokenIds, require
 
@@ -24,13 +24,18 @@ async def read_advice(body: Request, intake: Intake) -> Advice:
         default.min_token_match if extra.sp_min_token_match is None else extra.sp_min_token_match
     )
     most = max(least, default.max_token_match)
-    advice = Advice(
-        token_ids=await _expected(body, extra, intake),
-        edit=edit,
-        references=await _references(body, intake),
-        min_token_match=least,
-        max_token_match=most if extra.sp_max_token_match is None else extra.sp_max_token_match,
-    )
+    token_ids = await _expected(body, extra, intake)
+    references = await _references(body, intake)
+    try:
+        advice = Advice(
+            token_ids=token_ids,
+            edit=edit,
+            references=references,
+            min_token_match=least,
+            max_token_match=most if extra.sp_max_token_match is None else extra.sp_max_token_match,
+        )
+    except InvalidRequestError as error:
+        raise within("extra_config", error) from error
     intake.check_advice(advice, "extra_config.sp_advice_prompt_token_ids", _REFERENCES)
     return advice
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from gateway.intake import Limits
 from gateway.openai_options import (
@@ -184,13 +184,20 @@ class ChatMessage(Strict):
     """A turn of the conversation. What an assistant's answer carries besides must be empty."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Items[TextPart] | None = None
+    content: Annotated[str | Items[TextPart] | None, Field(validate_default=True)] = None
     name: str | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @field_validator("content")
+    @classmethod
+    def _said_by_all_but_the_assistant(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None and info.data.get("role") != "assistant":
+            raise ValueError("must be given")
+        return value
 
     def for_template(self) -> dict[str, str]:
         """Role, text and perhaps a name, as chat templates know them."""

@@ -61,6 +61,15 @@ class Strict(BaseModel):
         return {name: value[name] for name in (*names, unknown) if name in value}
 
 
+def within(place: str, error: InvalidRequestError) -> InvalidRequestError:
+    """The same of a field of the object at `place`, named as the client wrote it."""
+    field = error.param or ""
+    return InvalidRequestError(
+        f"{place}.{error.message}" if error.message.startswith(field) else error.message,
+        param=f"{place}.{field}",
+    )
+
+
 class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # padding against traffic analysis: ours has none
@@ -102,15 +111,18 @@ class Speculation(Strict):
 
     def params(self) -> SpeculationParams:
         """Without the references, which are not tokenised yet. Raises `InvalidRequestError`."""
-        return speculation_from_proto(
-            common_pb2.SpeculationParams(
-                enabled=self.enabled,
-                method=self.method,
-                methods=self.methods,
-                num_speculative_tokens=self.num_speculative_tokens,
-                verification=(self.verification or Verification()).to_proto(),
-            )
+        message = common_pb2.SpeculationParams(
+            enabled=self.enabled,
+            method=self.method,
+            methods=self.methods,
+            num_speculative_tokens=self.num_speculative_tokens,
+            verification=(self.verification or Verification()).to_proto(),
         )
+        try:
+            return speculation_from_proto(message)
+        except InvalidRequestError as error:
+            deeper = error.param in Verification.model_fields
+            raise within("speculation.verification" if deeper else "speculation", error) from error
 
 
 class Prediction(Strict):

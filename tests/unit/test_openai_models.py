@@ -107,7 +107,7 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
         (CompletionRequest, {"prompt": NULLS}, "prompt"),
         (CompletionRequest, {"prompt": [NULLS]}, "prompt"),
         (ChatRequest, {"messages": [{}] * MANY}, "messages.0.role"),
-        (ChatRequest, {"messages": [{"role": "user"} | UNKNOWN]}, "messages.0.unknown_0"),
+        (ChatRequest, {"messages": [CHAT["messages"][0] | UNKNOWN]}, "messages.0.unknown_0"),
         (
             ChatRequest,
             {"messages": [{"role": "user", "content": [{}] * MANY}]},
