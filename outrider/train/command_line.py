@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from outrider.errors import ConfigError, OutriderError
@@ -46,10 +46,10 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         help="text, .jsonl (`text` or `messages`), .bin (uint16 stream) or .npy (stream or rows "
         "of tokens); several get equal shares of the steps",
     )
-    parser.add_argument("--prompt-length", type=_positive, default=256, help="of generated rows")
-    parser.add_argument("--new-tokens", type=_positive, default=256, help="of generated rows")
-    parser.add_argument("--generate-batch", type=_positive, default=256, help="rows at a time")
-    parser.add_argument("--seed", type=_seed, default=0)
+    _number(parser, "--prompt-length", 256, "tokens of what the target continues")
+    _number(parser, "--new-tokens", 256, "tokens that it continues that by")
+    _number(parser, "--generate-batch", 256, "rows that it continues at a time")
+    parser.add_argument("--seed", type=_seed, default=0, help="of all that is drawn (default: 0)")
 
 
 def _add_method(parser: argparse.ArgumentParser, method: str) -> None:
@@ -57,19 +57,31 @@ def _add_method(parser: argparse.ArgumentParser, method: str) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--heldout", type=Path, help="a file like --data (default: its last 2 %%)")
     parser.add_argument(
-        "--generate", type=_count, default=0, metavar="N", help="also train on N responses"
+        "--generate",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="also train on N responses of the target (default: 0)",
     )
-    parser.add_argument("--steps", type=_positive)
-    parser.add_argument("--seconds", type=_above_zero, help="the bound that comes first counts")
+    parser.add_argument("--steps", type=_positive, help="train for so many")
+    parser.add_argument(
+        "--seconds", type=_above_zero, help="train for so long; the bound that comes first counts"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from OUT/state.pt")
-    parser.add_argument("--length", type=_positive, default=1024, help="tokens of a window")
-    parser.add_argument("--tokens-per-step", type=_positive, default=32768, help="of each process")
-    parser.add_argument("--num-draft-tokens", type=_positive, default=4, help="positions trained")
-    parser.add_argument("--lr", type=_rate, default=4e-3, help="of matrices (Muon)")
-    parser.add_argument("--table-lr", type=_rate, default=4e-3, help="of the rest (AdamW)")
-    parser.add_argument("--save-steps", type=_positive, default=1000)
-    parser.add_argument("--mantissa-bits", type=int, default=7, choices=range(2, 8))
-    parser.add_argument("--eval-rows", type=_positive, default=128, help="held-out prompts")
+    _number(parser, "--length", 1024, "tokens of a window")
+    _number(parser, "--tokens-per-step", 32768, "of each process")
+    _number(parser, "--num-draft-tokens", 4, "positions trained")
+    _number(parser, "--lr", 4e-3, "of matrices (Muon)", _rate)
+    _number(parser, "--table-lr", 4e-3, "of the rest (AdamW)", _rate)
+    _number(parser, "--save-steps", 1000, "steps from one OUT/state.pt to the next")
+    parser.add_argument(
+        "--mantissa-bits",
+        type=int,
+        default=7,
+        choices=range(2, 8),
+        help="of matrices; fewer compress better (default: 7, bfloat16)",
+    )
+    _number(parser, "--eval-rows", 128, "held-out prompts of the evaluation")
     if method == "mlp_speculator":
         parser.add_argument(
             "--inner-size", type=_positive, help="default: the target's hidden size"
@@ -84,11 +96,21 @@ def _add_method(parser: argparse.ArgumentParser, method: str) -> None:
     if method == "eagle3":
         parser.add_argument("--draft-vocab-size", type=_positive, help="default: the target's")
     if method == "draft_model":
-        parser.add_argument("--num-layers", type=_positive, default=2)
+        _number(parser, "--num-layers", 2, "of the model")
 
 
 def _positive(text: str) -> int:
     return whole(text, 1)
+
+
+def _number(
+    parser: argparse.ArgumentParser,
+    flag: str,
+    default: float,
+    about: str,
+    kind: Callable[[str], float] = _positive,
+) -> None:
+    parser.add_argument(flag, type=kind, default=default, help=f"{about} (default: {default})")
 
 
 def _count(text: str) -> int:

@@ -37,7 +37,7 @@ def read_tokens(path: Path, tokenizer: Any) -> np.ndarray[Any, Any]:
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(f"--data {path} cannot be read: {error}") from error
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-    # No model reads a whole text at once: not verbose, it has no words about its length.
+    # Not verbose: it warns of texts longer than the context, which are cut into windows here.
     encoded = (
         tokenizer.encode(text, add_special_tokens=False, verbose=False) for text in documents
     )

@@ -48,8 +48,9 @@ ROPE_THETA = 10_000.0
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "*.jinja")
 
 
-LOGITS_PER_FORWARD = 2**28
-"""Of one drafted position: what bounds the memory of a step."""
+LOGITS_PER_FORWARD = {"cuda": 2**28, "cpu": 2**24}
+"""Of one drafted position: what bounds the memory of a step, at some 130 bytes for each. On a CPU
+larger parts are no faster."""
 
 
 def run_training(args: argparse.Namespace) -> None:
@@ -91,7 +92,7 @@ def _train(args: argparse.Namespace, config: TrainConfig, processes: Processes) 
     logger.info(f"{args.method}: {parameters:,} parameters")
     sources = [Source(array, args.length, args.seed) for array in arrays]
     windows = Windows(sources, args.tokens_per_step)
-    at_once = max(1, LOGITS_PER_FORWARD // int(target.config.vocab_size))
+    at_once = tokens_per_forward(int(target.config.vocab_size), processes.device)
     config = replace(config, tokens_per_forward=at_once)
     trainer = Trainer(head, target, windows, config, args.out / "state.pt", processes)
     if args.resume:
@@ -106,6 +107,7 @@ def _train(args: argparse.Namespace, config: TrainConfig, processes: Processes) 
             write(head.export(), args.out)
             if args.method == "draft_model":
                 _copy_tokenizer(folder, args.out)
+        logger.info(f"evaluating on {len(prompts)} held-out prompts")
         zero = torch.zeros(len(prompts), device=target.device)
         text = continue_rows(target, prompts.to(target.device), args.new_tokens // 2, zero)
         result = acceptance(head, target, text, prompts.shape[1], args.num_draft_tokens)
@@ -114,6 +116,11 @@ def _train(args: argparse.Namespace, config: TrainConfig, processes: Processes) 
         facts = {"parameters": parameters, **asdict(progress), **asdict(result)}
         with writing(args.out):
             (args.out / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def tokens_per_forward(vocab_size: int, device: torch.device) -> int:
+    """How many of a step's tokens are computed at once."""
+    return max(1, LOGITS_PER_FORWARD[device.type] // vocab_size)
 
 
 @contextlib.contextmanager
@@ -279,6 +286,7 @@ def _generate(
     prompts = torch.cat([part[:, :width] for part in parts])
     prompts = prompts[torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0))]
     seed = args.seed * processes.world_size + processes.rank
+    logger.info(f"the target continues {len(prompts)} windows by {args.new_tokens} tokens each")
     part = responses(target, processes.share(prompts), args.new_tokens, args.generate_batch, seed)
     rows = processes.gather(part)
     logger.info(f"generated {tuple(rows.shape)}")

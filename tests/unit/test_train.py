@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from outrider.train.command_line import build_parser, main
 from outrider.train.data import Source, Windows
 from outrider.train.export import round_module
 from outrider.train.processes import Processes
-from outrider.train.run import build_head
+from outrider.train.run import build_head, tokens_per_forward
 from outrider.train.target import Target, TargetBatch, load_target
 from outrider.train.trainer import Progress, TrainConfig, Trainer
 from tests.support.train import (
@@ -409,6 +410,21 @@ def test_numbers_that_cannot_be_are_told(flag: str, capsys: pytest.CaptureFixtur
     name, _, value = flag.partition("=")
     assert ended.value.code == 2
     assert f"argument {name}: {value!r} is not" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", [*{case.split()[0] for case in METHODS}, "responses"])
+def test_flags_say_what_holds_unless_they_are_given(method: str) -> None:
+    (methods,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    for action in methods.choices[method]._actions:
+        assert action.help, action.option_strings
+        if isinstance(action.default, int | float) and not isinstance(action.default, bool):
+            assert f"(default: {action.default}" in action.help, action.option_strings
+
+
+def test_a_step_takes_a_few_gib_of_a_cpus_memory() -> None:
+    bytes_per_logit = 130
+    at_once = tokens_per_forward(8192, torch.device("cpu"))
+    assert at_once * 8192 * bytes_per_logit < 3 * 2**30
 
 
 @pytest.mark.parametrize("kind", sorted({*OTHERS} - {"Bloom"}))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from outrider.cli.stack import free_port
-from outrider.models.resolve import resolve_model
 from outrider.train.data import Source, draft_vocabulary, read_tokens
 from outrider.train.evaluate import acceptance
 from outrider.train.layers import chain_mask
@@ -166,17 +164,11 @@ def test_text_becomes_documents_that_end(folder: Path, tmp_path: Path) -> None:
     assert tokenizer.decode(tokens) == "STOP\u2028</s><s><|user|>hello world\n</s>"
 
 
-def test_a_text_may_be_longer_than_the_model_s_context(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_text_longer_than_the_context_is_no_cause_for_a_warning(
+    folder: Path, tmp_path: Path
 ) -> None:
-    """As nearly all are: nobody is warned of what does not happen."""
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model("embedded", "target"))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target", model_max_length=4)
     path = tmp_path / "long.txt"
-    path.write_text("hello world " * tokenizer.model_max_length)
-    theirs = logging.getLogger("transformers")
-    theirs.addHandler(caplog.handler)  # which tells its parents nothing
-    try:
-        assert len(read_tokens(path, tokenizer)) > tokenizer.model_max_length
-    finally:
-        theirs.removeHandler(caplog.handler)
-    assert caplog.text == ""
+    path.write_text("hello world " * 10, encoding="utf-8")
+    assert len(read_tokens(path, tokenizer)) > 4
+    assert not tokenizer.deprecation_warnings  # where transformers notes what it warned of
