@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 import grpc
 
-from outrider.errors import DeadlineError, ProposerRefusedError, UnavailableError
+from outrider.errors import (
+    DeadlineError,
+    ProposerRefusedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from outrider.rpc.channel import open_channel
 from outrider.rpc.status import from_rpc_error, nothing_answers
 from outrider.v1 import (
@@ -81,6 +86,9 @@ async def stream(
                 "no gateway answers there: is `outrider up` running, and is --address the grpc:// "
                 "address of its ready line?"
             ) from error
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            given = "does not know this API key" if options.api_key else "asks for an API key"
+            raise UnauthenticatedError(f"the gateway {given}: give one with --api-key.") from error
         if "Deadline Exceeded" in (error.details() or ""):  # gRPC's own words: not the gateway's
             raise DeadlineError(f"no complete answer within {timeout_s:g} s") from error
         raise from_rpc_error(error) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -12,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.cli.client import GenerateOptions, stream
-from outrider.errors import CapacityError, OutriderError, PromptTooLongError
+from outrider.errors import CapacityError, OutriderError, PromptTooLongError, UnauthenticatedError
 from outrider.models.chat_template import ChatTemplate
 from outrider.rpc.channel import open_channel
 from outrider.rpc.status import from_rpc_error
@@ -256,6 +257,10 @@ async def test_api_keys(tmp_path: Path) -> None:
         options = GenerateOptions(prompt="x", api_key="secret")
         async with open_channel(gateway.grpc) as channel:
             pieces = [piece.text async for piece in stream(channel, options, timeout_s=30)]
+            for key, told in ((None, "asks for an API key"), ("wrong", "does not know this API")):
+                wrong = replace(options, api_key=key)
+                with pytest.raises(UnauthenticatedError, match=f"{told}.*--api-key"):
+                    [piece async for piece in stream(channel, wrong, timeout_s=30)]
         assert "".join(pieces) == TEXT
     assert tenant
     assert "secret" not in tenant
