@@ -132,7 +132,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
         type=int,
         help=f"of a model: MiB; unset: {draft.kv_cache_memory} on a CPU, {_CUDA_KV_CACHE} on CUDA",
     )
-    add("--max-model-len", type=int, help="of a model: longest context drafted for")
+    add("--max-model-len", type=int, help="of a model: longest context drafted for; unset: its own")
     add("--prompt-lookup-min", type=int, default=ngram.prompt_lookup_min, help="ngram")
     add("--prompt-lookup-max", type=int, default=ngram.prompt_lookup_max, help="ngram")
     add(

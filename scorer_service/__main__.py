@@ -41,7 +41,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", default="embedded", help='"embedded", a folder, or a Hugging Face id')
     p.add_argument("--served-model-name", default="default", help="the name clients ask for")
     p.add_argument("--scorer-id", default=None, help="name in traces; default: host name and pid")
-    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    p.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="float32: text equal to the last bit with any draft, or none; else faster, and near "
+        "ties may fall differently",
+    )
     p.add_argument("--device", default="cpu", help='"cpu" or "cuda"')
     p.add_argument(
         "--attention-backend",

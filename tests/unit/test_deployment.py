@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,17 @@ def test_flags_reach_the_services(tls: TlsFiles) -> None:
     config, _ = parse((*NGRAM, *flags, "--dns-refresh-seconds", "7"))
     assert config.deployment == expected
     assert config.dns_refresh_s == 7
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_flag_is_explained(service: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        SERVICES[service]("--help")
+    _, _, options = capsys.readouterr().out.partition("options:\n")
+    flags = re.split(r"^  (?=-)", options, flags=re.MULTILINE)[1:]
+    assert len(flags) > 10
+    for flag in flags:  # its name, and then, two blanks away or on another line, what it is for
+        assert len(re.split(r"  +|\n +", flag.strip())) > 1, flag
 
 
 def test_defaults() -> None:
