@@ -80,7 +80,10 @@ class Source:
                 "--prompt-length, or give longer rows."
             )
         if len(tokens) < (2 * width if self.is_stream else 1):
-            raise ConfigError(f"--data: {tokens.size} tokens are too few for windows of {length}")
+            raise ConfigError(
+                f"--data or --heldout: {tokens.size} tokens are too few for windows of {length}: "
+                "give more text, or lower --length and --prompt-length."
+            )
         if not self.is_stream:
             per_row = tokens.shape[1] // width
             tokens = tokens[:, : per_row * width].reshape(-1)

@@ -372,11 +372,11 @@ def test_two_processes_agree_with_one_that_takes_both_parts(folder: Path, tmp_pa
         ("medusa", ["--steps", "1", "--resume", "--out", "nowhere"], "--resume"),
         ("mtp", ["--steps", "1", "--heads", "3"], "--kv-heads"),
         ("eagle3", ["--steps", "1", "--length", "4000"], "takes 128 at most"),
-        ("eagle3", ["--steps", "1", "--data", SHORT], "too few"),
+        ("eagle3", ["--steps", "1", "--data", SHORT], "give more text, or lower"),
         ("eagle3", ["--steps", "1", "--data", FOREIGN], "holds token 900"),
         ("eagle3", ["--steps", "1", "--data", NEGATIVE], "holds token -100"),
         # Before hours of training, not after them.
-        ("eagle3", ["--steps", "100000000", "--heldout", SHORT], "too few"),
+        ("eagle3", ["--steps", "100000000", "--heldout", SHORT], "give more text, or lower"),
         ("eagle3", ["--steps", "100000000", "--new-tokens", "5"], "--new-tokens"),
         ("eagle3", ["--steps", "100000000", "--heldout", NARROW], "give longer rows"),
         ("eagle3", ["--steps", "100000000", "--prompt-length", "7"], "raise --length and --prompt"),
