@@ -49,8 +49,9 @@ TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merge
 
 
 LOGITS_PER_FORWARD = {"cuda": 2**28, "cpu": 2**24}
-"""Of one drafted position: what bounds the memory of a step, at some 130 bytes for each. On a CPU
-larger parts are no faster."""
+"""Of one drafted position, at most: larger parts are no faster."""
+BYTES_PER_LOGIT = 130
+"""That they take of a step's memory; as measured in float32, so less on a GPU."""
 
 
 def run_training(args: argparse.Namespace) -> None:
@@ -78,6 +79,7 @@ def _train(args: argparse.Namespace, config: TrainConfig, processes: Processes) 
     _prepare(processes)
     if processes.rank == 0:
         check_folder(args.out)
+        _check_unused(args.out / "state.pt", resume=args.resume)
     folder = resolve_model(args.target, "target")
     target = _load(folder, processes.device)
     _check_length(max(args.length, args.prompt_length + args.new_tokens), target)
@@ -119,8 +121,20 @@ def _train(args: argparse.Namespace, config: TrainConfig, processes: Processes) 
 
 
 def tokens_per_forward(vocab_size: int, device: torch.device) -> int:
-    """How many of a step's tokens are computed at once."""
-    return max(1, LOGITS_PER_FORWARD[device.type] // vocab_size)
+    """How many of a step's tokens are computed at once: those of a GPU's that half of its free
+    memory holds."""
+    logits = LOGITS_PER_FORWARD[device.type]
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        logits = min(logits, free // (2 * BYTES_PER_LOGIT))
+    return max(1, logits // vocab_size)
+
+
+def _check_unused(state: Path, *, resume: bool) -> None:
+    if state.exists() and not resume:
+        raise ConfigError(
+            f"--out: {state} is an earlier run's: go on from it with --resume, or remove it."
+        )
 
 
 @contextlib.contextmanager

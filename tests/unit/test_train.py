@@ -30,7 +30,7 @@ from outrider.train.command_line import build_parser, main
 from outrider.train.data import Source, Windows
 from outrider.train.export import round_module
 from outrider.train.processes import Processes
-from outrider.train.run import build_head, tokens_per_forward
+from outrider.train.run import BYTES_PER_LOGIT, build_head, tokens_per_forward
 from outrider.train.target import Target, TargetBatch, load_target
 from outrider.train.trainer import Progress, TrainConfig, Trainer
 from tests.support.train import (
@@ -392,7 +392,7 @@ def test_wrong_set_ups_are_told(
     np.save(folder / NARROW, np.arange(70).reshape(10, 7))
     files = (SHORT, FOREIGN, NEGATIVE, NARROW)
     more = [str(folder / name) if name in files else name for name in more]
-    assert main(flags(case, folder, *more)) == 2
+    assert main(flags(case, folder, "--out", str(folder / "untrained"), *more)) == 2
     assert message in capsys.readouterr().err
 
 
@@ -422,9 +422,30 @@ def test_flags_say_what_holds_unless_they_are_given(method: str) -> None:
 
 
 def test_a_step_takes_a_few_gib_of_a_cpus_memory() -> None:
-    bytes_per_logit = 130
     at_once = tokens_per_forward(8192, torch.device("cpu"))
-    assert at_once * 8192 * bytes_per_logit < 3 * 2**30
+    assert at_once * 8192 * BYTES_PER_LOGIT < 3 * 2**30
+
+
+@pytest.mark.parametrize(("free_gib", "most"), [(130, 2**15), (16, 2**13)])
+def test_a_step_takes_half_of_what_a_gpu_has_left(
+    free_gib: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = free_gib * 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 2 * free))
+    at_once = tokens_per_forward(8192, torch.device("cuda"))
+    assert most // 2 < at_once <= most
+    assert at_once * 8192 * BYTES_PER_LOGIT <= free / 2
+
+
+def test_an_earlier_run_s_state_is_not_overwritten(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("--out", str(tmp_path / "out"), "--steps")
+    assert main(flags("medusa", folder, *more, "1")) == 0
+    state = (tmp_path / "out/state.pt").read_bytes()
+    assert main(flags("medusa", folder, *more, "2")) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert (tmp_path / "out/state.pt").read_bytes() == state
 
 
 @pytest.mark.parametrize("kind", sorted({*OTHERS} - {"Bloom"}))
