@@ -169,8 +169,6 @@ class HybridProposer(SessionMethod[_Session]):
         for key in round_.lost:
             self._child_lost(i, key)
         for key, tree in round_.drafts:
-            known = asking[key]
-            known.trees.pop(i, None)
             if tree.token_ids:
                 del asking[key]
                 self._drafted(i, key, tree, done)

@@ -129,6 +129,17 @@ def test_ahead_asks_who_drafted() -> None:
     assert proposer.draft([1]).at_hand == [1]
 
 
+def test_a_draft_outlives_a_round_for_which_none_is_wanted() -> None:
+    """Its method keeps it, and says later that it is at hand."""
+    proposer = HybridProposer([NgramProposer(), DraftModelProposer(HashModel(), name="hash")])
+    proposer.open(1, SessionStart([1, 2, 3], GREEDY, 4, 100, methods=("draft_model",)))
+    _, tokens = drafted(proposer.draft([1]), 1)
+    proposer.commit(1, 3, tokens[:1], 0)
+    assert drafted(proposer.draft([1]), 1)[1] == []
+    proposer.commit(1, 4, tokens[1:2], 1)
+    assert drafted(proposer.draft([1]), 1) == (1, tokens[2:])
+
+
 def test_a_session_lost_by_one_method_goes_on_with_the_others_and_comes_back() -> None:
     proposer = hybrid(max_tokens=12)
     proposer.open(1, SessionStart([1, 2, 3, 1, 2], GREEDY, 2, 100))
