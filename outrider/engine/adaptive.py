@@ -10,8 +10,9 @@ tokens, and costs what it would commit in `d` otherwise, at the rate of a row th
     d <= accepted(k) * step_time / (1 + f)
 
 and a row does not wait at all if its proposer's mean delay is beyond that: the draft that comes
-later is used as far as it is still true. Nor if others go now and their step is longer than that:
-its draft could be verified only after it.
+later is used as far as it is still true. Nor if its proposer has a guess so seldom that to wait for
+its answers loses more than guesses bring (answers.py). Nor if others go now and their step is
+longer than that: its draft could be verified only after it.
 
 Where most rows draft on demand, on another device, halves of them take turns (turns.py). On the
 scorer's own they stay together: in two cohorts, one's drafts beside another's step, a round takes
@@ -33,6 +34,7 @@ from itertools import accumulate
 
 from outrider.engine import turns
 from outrider.engine.acceptance import Acceptance, expected_gain
+from outrider.engine.answers import Answers, worth_asking
 from outrider.engine.contest import STRETCH
 from outrider.engine.contests import Contests
 from outrider.engine.costs import Costs
@@ -58,6 +60,7 @@ class AdaptivePolicy(Policy):
         super().__init__(num_speculative_tokens)
         self._costs = Costs()
         self._acceptance = Acceptance()
+        self._answers = Answers()
         self._goodput = Goodput(self._costs, self._acceptance)
         self._probes: dict[str, Probe] = {}  # by proposer
         self._contests = Contests()
@@ -93,7 +96,10 @@ class AdaptivePolicy(Policy):
             worth = max(worth, STEPS_OF_PATIENCE * step)  # what comes too late tells nothing
             if not times.calm:  # with no step beside it a draft may come sooner
                 return min(MAX_PATIENCE_S, worth)
-        return 0.0 if mean > worth else min(MAX_PATIENCE_S, worth, usual)
+        if mean > worth:
+            return 0.0
+        d.has_guesses = worth_asking(d, worth - mean)
+        return min(MAX_PATIENCE_S, worth, usual) if d.has_guesses else 0.0
 
     def _worth(self, d: Drafting, step: float) -> float:
         """Seconds that it pays to wait for a draft at most."""
@@ -196,9 +202,13 @@ class AdaptivePolicy(Policy):
             self._runs_ahead |= drafting.can_run_ahead
             self._contests = Contests(ahead=self._runs_ahead)
         self._acceptance.join(drafting, proposer_id)
+        self._answers.join(drafting, proposer_id)
 
     def observe_delay(self, drafting: Drafting, delay: Delay) -> None:
         self._costs.observe_delay(drafting, delay)
+
+    def observe_answer(self, drafting: Drafting, seconds: float, *, guessed: bool) -> None:
+        self._answers.observe(drafting, seconds, guessed=guessed)
 
     def observe_round(self, drafting: Drafting, round_: Round) -> None:
         d = drafting

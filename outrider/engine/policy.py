@@ -83,6 +83,9 @@ class Policy:
     def observe_delay(self, drafting: Drafting, delay: Delay) -> None:
         """A draft came for a row."""
 
+    def observe_answer(self, drafting: Drafting, seconds: float, *, guessed: bool) -> None:
+        """The answer came to a commit for which no draft was left, perhaps without a guess."""
+
     def observe_round(self, drafting: Drafting, round_: Round) -> None:
         """A row's round verified tokens, perhaps none."""
 
@@ -177,6 +180,8 @@ class Policy:
         for i, (length, when, wanted) in enumerate(d.commits):
             if length == base_len:
                 del d.commits[i]  # a second block for the same commit measures nothing
+                if wanted and d.blocks > 1:
+                    self.observe_answer(d, now - when, guessed=bool(block.token_ids))
                 # The first one also took the prompt's processing; an empty one took no drafting.
                 batch = d.drafter, d.runs_ahead, now
                 if wanted and d.blocks > 1 and block.token_ids and batch != self._batch:

@@ -15,7 +15,7 @@ class BlockFate(enum.Enum):
     """What became of a block when it was walked by the committed tokens."""
 
     USEFUL = "useful"
-    LATE = "late"  # true so far, but nothing is left of it
+    LATE = "late"  # true so far, but nothing is left of it, or it never held a guess
     WRONG = "wrong"  # the truth does not lie on it
     INVALID = "invalid"  # it builds on tokens that were never committed
 
@@ -131,9 +131,14 @@ class Drafting:
     wait_s: float = 0.0  # moving average of a round's wait
     hit: bool | None = None  # whether the last round that wanted a draft had one at once
     hit_share: float = 0.0  # of such rounds, fading
+    has_guesses: bool = True  # often enough that it pays to wait for the proposer's answers
+    guess_share: float = 1.0  # of these that hold one, fading
+    no_guess_s: float = 0.0  # from a commit to one that holds none, fading
     free_tokens: float = 0.0  # accepted per round from drafts that were at hand at once, fading
 
     @property
     def waits(self) -> bool:
         """Whether the row waits for drafts at all."""
-        return self.proposer_id is not None and self.num_draft_tokens > 0 and self.rest == 0
+        if self.proposer_id is None or self.rest:
+            return False
+        return self.num_draft_tokens > 0 and self.has_guesses

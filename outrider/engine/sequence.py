@@ -77,9 +77,9 @@ class Sequence:
         if not 0 <= block.base_len <= len(self.token_ids):
             return BlockFate.INVALID
         node = block.descend(self.token_ids[block.base_len :])
-        if node is None:
+        if node is None and block.token_ids:
             return BlockFate.WRONG
-        if block.is_leaf(node):
+        if node is None or block.is_leaf(node):
             return BlockFate.LATE
         if self.draft is None or (block.base_len, len(block.token_ids)) >= (
             self.draft_base,

@@ -491,6 +491,36 @@ def test_an_empty_block_ends_the_wait_and_is_no_miss() -> None:
     assert stats.wait_ms < 1.01 * stats.waits * bench.delay_s * 1e3, "no longer than it took"
 
 
+@pytest.mark.parametrize("delay_s", [0.0004, 0.002, 0.005, 0.01])
+def test_answers_without_a_guess_are_not_waited_for_long(delay_s: float) -> None:
+    """Of a method that looks its drafts up and finds none, over a network."""
+    policy = AdaptivePolicy(4)
+    bench = Bench(policy, delay_s=delay_s, clueless={0}, max_tokens=400)
+    (stats,) = bench.run()
+    assert stats.drafted == stats.misses_wrong == 0
+    assert stats.misses_late <= 1
+    assert stats.wait_ms * 1e-3 < 0.025 * stats.output_tokens * STEP_S[0][1]
+    assert bench.now < 1.04 * stats.output_tokens * STEP_S[0][1]
+    later = Bench(policy, began=bench.now, delay_s=delay_s, clueless={0})
+    (stats,) = later.run()
+    assert stats.waits <= 2, "of the next request it is known"
+
+
+class KnowsHalf(Bench):
+    """Has guesses for forty tokens, none for the next forty, and so on."""
+
+    def _answer(self, session: int, base: int, count: int, delay_s: float | None = None) -> None:
+        self.clueless = {session} if base // 40 % 2 else set()
+        super()._answer(session, base, count, delay_s)
+
+
+@pytest.mark.parametrize(("delay_s", "most"), [(0.0005, 0.7), (0.003, 0.8), (0.02, 1.04)])
+def test_guesses_come_back_to_be_waited_for(delay_s: float, most: float) -> None:
+    bench = KnowsHalf(AdaptivePolicy(4), delay_s=delay_s, max_tokens=400)
+    (stats,) = bench.run()
+    assert bench.now < most * stats.output_tokens * STEP_S[0][1]
+
+
 def test_blocks_without_tokens_do_not_tell_how_long_a_draft_takes() -> None:
     """A proposer answers at once that it has none, at every answer's end: no short draft."""
     policy, began = AdaptivePolicy(4), 0.0

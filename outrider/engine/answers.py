@@ -1,0 +1,46 @@
+"""How often a proposer has a guess at all, and what it takes it to say that it has none.
+
+One that looks its drafts up often finds nothing. A row that waits for its answers wins what a guess
+brings in some rounds, and loses the way there and back in the others.
+"""
+
+from __future__ import annotations
+
+from outrider.engine.measured import remember
+from outrider.engine.rounds import Drafting
+
+FADE = 0.85  # per answer, of what is known of a row
+PROPOSER_FADE = 0.98  # and of a proposer, over all its rows
+
+
+class Answers:
+    """The share of answers that hold a guess: by proposer here, by row in its `Drafting`."""
+
+    def __init__(self) -> None:
+        self._shares: dict[str, float] = {}
+        self._no_guess_s: dict[str, float] = {}
+
+    def join(self, d: Drafting, proposer_id: str) -> None:
+        """With a proposer that is known a row begins as its others on average."""
+        d.has_guesses = True
+        d.guess_share = self._shares.get(proposer_id, 1.0)
+        d.no_guess_s = self._no_guess_s.get(proposer_id, 0.0)
+
+    def observe(self, d: Drafting, seconds: float, *, guessed: bool) -> None:
+        """A row's proposer answered so long after a commit for which no draft was left."""
+        name = d.proposer_id or ""
+        share = self._shares.get(name, 1.0)
+        remember(self._shares, name, share + (guessed - share) * (1 - PROPOSER_FADE))
+        d.guess_share += (guessed - d.guess_share) * (1 - FADE)
+        if guessed:  # late as it may be: whether it pays to wait for the next is asked again
+            d.has_guesses = True
+        else:
+            d.no_guess_s += (seconds - d.no_guess_s) * (1 - FADE if d.no_guess_s else 1.0)
+            remember(self._no_guess_s, name, d.no_guess_s)
+
+
+def worth_asking(d: Drafting, gain_s: float) -> bool:
+    """Whether a row is to wait for its proposer's answers, of which one with a guess brings it
+    forward by `gain_s`: g * gain_s >= (1 - g) * e, with `g` the share of guesses and `e` the
+    seconds that another answer takes."""
+    return d.guess_share * gain_s >= (1.0 - d.guess_share) * d.no_guess_s
