@@ -11,6 +11,7 @@ from outrider.engine.rounds import Drafting
 
 FADE = 0.85  # per answer, of what is known of a row
 PROPOSER_FADE = 0.98  # and of a proposer, over all its rows
+ALWAYS = 0.999  # such a share of guesses needs no more of them
 
 
 class Answers:
@@ -28,13 +29,14 @@ class Answers:
 
     def observe(self, d: Drafting, seconds: float, *, guessed: bool) -> None:
         """A row's proposer answered so long after a commit for which no draft was left."""
+        d.has_guesses |= guessed  # late as it may be: whether it pays to wait is asked again
+        if guessed and d.guess_share > ALWAYS:  # as of every draft model, for each row and round
+            return
         name = d.proposer_id or ""
         share = self._shares.get(name, 1.0)
         remember(self._shares, name, share + (guessed - share) * (1 - PROPOSER_FADE))
         d.guess_share += (guessed - d.guess_share) * (1 - FADE)
-        if guessed:  # late as it may be: whether it pays to wait for the next is asked again
-            d.has_guesses = True
-        else:
+        if not guessed:
             d.no_guess_s += (seconds - d.no_guess_s) * (1 - FADE if d.no_guess_s else 1.0)
             remember(self._no_guess_s, name, d.no_guess_s)
 
