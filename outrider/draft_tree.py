@@ -139,6 +139,16 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
             return None
         return node
 
+    def is_outrun(self, tokens: Sequence[int]) -> bool:
+        """Whether `tokens` go on behind a leaf: what the tree says of them was true."""
+        for end in range(len(tokens)):
+            node = self.descend(tokens[:end])
+            if node is None:
+                return False
+            if self.is_leaf(node):
+                return True
+        return False
+
     def is_leaf(self, node: int) -> bool:
         """Whether nothing follows `node`; -1 is the root."""
         return node not in self.parents[node + 1 :]

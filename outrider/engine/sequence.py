@@ -76,8 +76,9 @@ class Sequence:
         """
         if not 0 <= block.base_len <= len(self.token_ids):
             return BlockFate.INVALID
-        node = block.descend(self.token_ids[block.base_len :])
-        if node is None and block.token_ids:
+        since = self.token_ids[block.base_len :]
+        node = block.descend(since)
+        if node is None and not block.is_outrun(since):
             return BlockFate.WRONG
         if node is None or block.is_leaf(node):
             return BlockFate.LATE
@@ -92,8 +93,9 @@ class Sequence:
     def commit(self, emitted: TokenIds, drafted: int) -> bool:
         """Appends tokens and walks the draft by them. True if they fell off: a wrong guess.
 
-        Where the proposer runs ahead, and nothing past the draft of this round (`drafted` tokens
-        were verified) had come yet, there was no guess to be wrong: it is late.
+        Of what a proposer guessed ahead, that is: where nothing past the draft of this round
+        (`drafted` tokens were verified) had come yet, or none is asked for before this commit,
+        there was no guess to be wrong. If the next draft is missed, it is late.
         """
         base_len = len(self.token_ids)
         self.token_ids += emitted
@@ -111,7 +113,7 @@ class Sequence:
             return False
         self.draft = None
         if node is not None or not self.drafting.runs_ahead:
-            return node is None
+            return False
         size = len(draft.token_ids)
         has_branches = size > drafted and size > self.drafting.num_draft_tokens
         return has_branches and self.draft_base >= base_len

@@ -163,3 +163,12 @@ def test_what_is_no_distribution_is_refused(probs: list[DraftProbs]) -> None:
         with pytest.raises(InvalidRequestError) as caught:
             DraftTree.validated(0, (5, 5), parents, **parts, probs=probs or [good])
         assert caught.value.param == "draft_probs"
+
+
+def test_what_goes_on_behind_a_leaf_has_outrun_the_tree() -> None:
+    tree = DraftTree(5, (1, 2, 3, 4), (-1, 0, 0, 1))  # 1 2 4, and 1 3
+    for tokens in ((1, 2, 4, 9), (1, 3, 9), (1, 3, 9, 9)):
+        assert tree.is_outrun(tokens)
+    for tokens in ((), (1,), (1, 3), (1, 2, 9), (9,), (1, 9, 9, 9)):
+        assert not tree.is_outrun(tokens)
+    assert DraftTree.chain(5, ()).is_outrun((1,))

@@ -521,6 +521,14 @@ def test_guesses_come_back_to_be_waited_for(delay_s: float, most: float) -> None
     assert bench.now < most * stats.output_tokens * STEP_S[0][1]
 
 
+@pytest.mark.parametrize("delay_s", [0.005, 0.02, 0.05])
+def test_drafts_on_demand_that_are_right_are_missed_for_coming_late(delay_s: float) -> None:
+    """By which a pool of them grows: nobody guessed what their last round brought."""
+    (stats,) = Bench(Policy(4, max_wait_s=0.002), delay_s=delay_s).run()
+    assert stats.misses_late > 5
+    assert stats.misses_wrong == 0
+
+
 def test_blocks_without_tokens_do_not_tell_how_long_a_draft_takes() -> None:
     """A proposer answers at once that it has none, at every answer's end: no short draft."""
     policy, began = AdaptivePolicy(4), 0.0

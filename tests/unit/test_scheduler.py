@@ -315,7 +315,7 @@ def test_drafts_that_do_not_pay_are_not_verified() -> None:
 
 @pytest.mark.parametrize(
     ("runs_ahead", "num_tokens", "wrong"),
-    [(False, 2, True), (True, 2, False), (True, 3, True), (True, 6, True)],
+    [(False, 2, False), (True, 2, False), (True, 3, True), (True, 6, True)],
 )
 def test_no_guess_is_wrong_before_it_has_come(
     runs_ahead: bool, num_tokens: int, wrong: bool
@@ -363,6 +363,9 @@ def test_what_becomes_of_blocks() -> None:
 
     assert post(4, [truth[0]]) is BlockFate.LATE, "true, but nothing is left of it"
     assert post(4, [wrong, 5]) is BlockFate.WRONG
+    assert post(3, [3]) is BlockFate.LATE, "the prompt and a token more went on behind its end"
+    assert post(3, [1]) is BlockFate.WRONG
+    assert post(3, []) is BlockFate.LATE, "it says nothing that is not true"
     assert post(6, [1, 2]) is BlockFate.INVALID, "on tokens that were never committed"
     assert post(4, truth[:3], who="b") is None, "not this session's proposer"
     assert post(4, truth[:3]) is BlockFate.USEFUL
