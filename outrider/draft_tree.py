@@ -141,12 +141,13 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
 
     def is_outrun(self, tokens: Sequence[int]) -> bool:
         """Whether `tokens` go on behind a leaf: what the tree says of them was true."""
-        for end in range(len(tokens)):
-            node = self.descend(tokens[:end])
-            if node is None:
-                return False
+        node = -1
+        for token in tokens:
             if self.is_leaf(node):
                 return True
+            if (child := self.descend((token,), node)) is None:
+                return False
+            node = child
         return False
 
     def is_leaf(self, node: int) -> bool:

@@ -18,27 +18,27 @@ class Answers:
     """The share of answers that hold a guess: by proposer here, by row in its `Drafting`."""
 
     def __init__(self) -> None:
-        self._shares: dict[str, float] = {}
-        self._no_guess_s: dict[str, float] = {}
+        self._known: dict[str, tuple[float, float]] = {}
+        """The share, and the seconds that an answer without a guess took last."""
 
     def join(self, d: Drafting, proposer_id: str) -> None:
         """With a proposer that is known a row begins as its others on average."""
         d.has_guesses = True
-        d.guess_share = self._shares.get(proposer_id, 1.0)
-        d.no_guess_s = self._no_guess_s.get(proposer_id, 0.0)
+        d.guess_share, d.no_guess_s = self._known.get(proposer_id, (1.0, 0.0))
 
     def observe(self, d: Drafting, seconds: float, *, guessed: bool) -> None:
         """A row's proposer answered so long after a commit for which no draft was left."""
         d.has_guesses |= guessed  # late as it may be: whether it pays to wait is asked again
         if guessed and d.guess_share > ALWAYS:  # as of every draft model, for each row and round
             return
-        name = d.proposer_id or ""
-        share = self._shares.get(name, 1.0)
-        remember(self._shares, name, share + (guessed - share) * (1 - PROPOSER_FADE))
         d.guess_share += (guessed - d.guess_share) * (1 - FADE)
+        name = d.proposer_id or ""
+        share, no_guess_s = self._known.get(name, (1.0, 0.0))
         if not guessed:
             d.no_guess_s += (seconds - d.no_guess_s) * (1 - FADE if d.no_guess_s else 1.0)
-            remember(self._no_guess_s, name, d.no_guess_s)
+            no_guess_s = d.no_guess_s
+        share += (guessed - share) * (1 - PROPOSER_FADE)
+        remember(self._known, name, (share, no_guess_s))
 
 
 def worth_asking(d: Drafting, gain_s: float) -> bool:

@@ -180,22 +180,25 @@ class Policy:
         for i, (length, when, wanted) in enumerate(d.commits):
             if length == base_len:
                 del d.commits[i]  # a second block for the same commit measures nothing
-                if wanted and d.blocks > 1:
-                    self.observe_answer(d, now - when, guessed=bool(block.token_ids))
-                # The first one also took the prompt's processing; an empty one took no drafting.
-                batch = d.drafter, d.runs_ahead, now
-                if wanted and d.blocks > 1 and block.token_ids and batch != self._batch:
-                    self._batch = batch  # of which the first draft tells
-                    calm = self._launched_at < when
-                    apart = d.own_device and not d.runs_ahead
-                    since, until = d.in_vain
-                    waited_s = until - since if since == when else 0.0
-                    delay = Delay(
-                        now, now - when, draft_s, len(block.token_ids), calm, apart, waited_s
-                    )
-                    self.observe_delay(d, delay)
+                if wanted and d.blocks > 1:  # the first one also took the prompt's processing
+                    self._answered(d, len(block.token_ids), draft_s, when, now)
                 return now - when if now > when else 0.0
         return 0.0
+
+    def _answered(
+        self, d: Drafting, num_tokens: int, draft_s: float, when: float, now: float
+    ) -> None:
+        """So many tokens came for a commit, made `when` no draft was left: what they took."""
+        self.observe_answer(d, now - when, guessed=num_tokens > 0)
+        batch = d.drafter, d.runs_ahead, now
+        if not num_tokens or batch == self._batch:  # none took no drafting
+            return
+        self._batch = batch  # of which the first draft tells
+        calm = self._launched_at < when
+        apart = d.own_device and not d.runs_ahead
+        since, until = d.in_vain
+        waited_s = until - since if since == when else 0.0
+        self.observe_delay(d, Delay(now, now - when, draft_s, num_tokens, calm, apart, waited_s))
 
     def split(self, rows: Rows[Sequence], others_ready: int, now: float) -> Ready:
         """Of rows that lack only a draft, those to run now.

@@ -78,9 +78,9 @@ class Sequence:
             return BlockFate.INVALID
         since = self.token_ids[block.base_len :]
         node = block.descend(since)
-        if node is None and not block.is_outrun(since):
-            return BlockFate.WRONG
-        if node is None or block.is_leaf(node):
+        if node is None:
+            return BlockFate.LATE if block.is_outrun(since) else BlockFate.WRONG
+        if block.is_leaf(node):
             return BlockFate.LATE
         if self.draft is None or (block.base_len, len(block.token_ids)) >= (
             self.draft_base,

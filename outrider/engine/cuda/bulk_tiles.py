@@ -25,6 +25,7 @@ _ALIGNED = 1024  # bytes, that blocks begin at
 _BESIDE = 1024 + 256  # bytes that a program takes beside: the system's own, and barriers
 _MAPS = 8192  # that are remembered: of a model's weights, and of what they multiply
 _MOST_STAGES = 12
+COMPILERS = 16  # at once, at most: what each starts takes memory
 INNER = 128  # divides the inner dimension
 GROUP_ROWS = 64  # of a weight, that a warpgroup takes
 MOST_SPLITS = 8  # programs of a cluster that every device takes
@@ -121,7 +122,7 @@ def load(variants: Iterable[Variant], device: torch.device) -> None:
     Compiles them side by side: one after another they take seconds. Raises RuntimeError.
     """
     wanted = set(variants)
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(COMPILERS) as pool:
         wait([pool.submit(_binary, variant.source()) for variant in wanted])
     for variant in wanted:
         _function(variant, device)

@@ -42,7 +42,6 @@ _EACH = 8  # and products of each kind, of which one is a small part of the time
 _REPEATS = 20
 _GAIN = 0.002  # of the chain's time, that a candidate must save: less is noise
 _NEAR = 0.03  # of it: so much slower than the best, a way may be faster beside other ways
-_COMPILERS = 16  # at once, at most: what each starts takes memory
 _PATIENCE_S = 120.0  # for others that measure
 _TOLERANCE = 0.02  # of the largest output: roundings of bfloat16 in another order
 _INT8_TOLERANCE = 0.05  # and of weights to int8
@@ -113,7 +112,7 @@ def _compile(chain: Sequence[tuple[Use, FewRowsLinear]], run: Run) -> None:
 
     launch_options()  # is measured: not beside those that compile
     first = {Kind.of(use, linear): (use, linear) for use, linear in chain}
-    with ThreadPoolExecutor(_COMPILERS) as pool:
+    with ThreadPoolExecutor(bulk_tiles.COMPILERS) as pool:
         wait(
             [
                 pool.submit(once, use, linear, rows, way)
