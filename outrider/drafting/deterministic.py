@@ -51,6 +51,9 @@ class _Advised:
     def num_tokens(self) -> int:
         return len(self._follower.tokens) + len(self._advice.token_ids)
 
+    def read(self, most: int) -> int:  # noqa: ARG002
+        return 0
+
     def commit(self) -> None:
         pass
 

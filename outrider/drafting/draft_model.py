@@ -214,7 +214,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
                 done.at_hand.append(state.key)
                 continue
             if wanted == 0:
-                done.drafts.append((state.key, DraftTree.chain(len(state.follower.tokens), ())))
+                done.drafts.append((state.key, DraftTree.chain(state.follower.length, ())))
                 continue
             missing = state.settle(self._pool)
             if missing > _SHORT:

@@ -36,7 +36,7 @@ class HeadRow:
 
     @property
     def length(self) -> int:
-        return len(self.state.follower.tokens)
+        return self.state.follower.length
 
     def slice(self) -> RowSlice:
         start = self.cache.computed

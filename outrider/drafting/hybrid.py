@@ -118,7 +118,7 @@ class HybridProposer(SessionMethod[_Session]):
                     done.unfinished.append(key)
                 else:
                     known.drafted_by = None
-                    done.drafts.append((key, DraftTree.chain(len(known.follower.tokens), ())))
+                    done.drafts.append((key, DraftTree.chain(known.follower.length, ())))
         # A method that was asked later may have lost a session that has a draft by now.
         done.drafts[:] = [draft for draft in done.drafts if draft[0] in self._sessions]
         done.at_hand[:] = [key for key in done.at_hand if key in self._sessions]

@@ -70,8 +70,7 @@ class _Lookup:
         self._index: dict[int, int] = {}
         # How often n-grams are followed by a token; only if that matters.
         self._counts: Counter[tuple[int, int]] | None = Counter() if prefer == "frequent" else None
-        self._enter(references, range(len(references)), 0)
-        self._indexed = 0  # tokens of the text whose preceding n-grams are in the index
+        self._read = 0  # tokens, of references and then the text, before which all is entered
 
     @property
     def num_tokens(self) -> int:
@@ -81,12 +80,20 @@ class _Lookup:
         # The index catches up when it is used; that of a text that grew too long never is again.
         if self._follower.silent:
             self._references = []
+            self._read = 0
             self._index.clear()
             if self._counts is not None:
                 self._counts.clear()
 
     def end(self) -> None:
         pass
+
+    def read(self, most: int) -> int:
+        start, split = self._read, len(self._references)
+        self._read = min(start + most, self.num_tokens)
+        self._enter(self._references, range(start, min(self._read, split)), 0)
+        self._enter(self._follower.tokens, range(max(start - split, 0), self._read - split), split)
+        return self._read - start
 
     def guess(self, path: TokenIds, wanted: int) -> list[int]:
         """`wanted` tokens, fewer at the end of a reference; none where nothing matches."""
@@ -114,7 +121,6 @@ class _Lookup:
     def _matches(self, path: TokenIds) -> Iterator[int]:
         """Positions after an earlier occurrence of what the text and `path` end with."""
         tokens = self._follower.tokens
-        self._catch_up(tokens)
         longest = self._sizes[0]
         end = [*tokens[-longest:], *path][-longest:]
         offset = len(self._references)
@@ -126,10 +132,6 @@ class _Lookup:
             text, at = (tokens, found - offset) if found >= offset else (self._references, found)
             if text[at - size : at] == tail:
                 yield found
-
-    def _catch_up(self, tokens: list[int]) -> None:
-        self._enter(tokens, range(self._indexed, len(tokens)), len(self._references))
-        self._indexed = len(tokens)
 
     def _enter(self, text: list[int], ends: range, offset: int) -> None:
         """Enters the n-grams of `text` that end before `ends`; it begins at position `offset`."""

@@ -41,7 +41,7 @@ class _Row:
 
     @property
     def length(self) -> int:
-        return len(self.state.follower.tokens)
+        return self.state.follower.length
 
     def features(self) -> Tensor:
         """The last known state: bfloat16 [1, width] on the host."""

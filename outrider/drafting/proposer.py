@@ -156,12 +156,14 @@ class FeatureProposer(Proposer, Protocol):
 class Follower:
     """The committed tokens of one session, moved by committed offset.
 
+    `length` also counts the tokens of a session that is silent, of which nothing else is kept.
     `pushed` is what the scorer holds to go on from them: the latest tree, as far as it came true.
     `wanted` are the draft tokens worth making now. One less than what is left to commit: the
     target's own token after an accepted draft always comes for free.
     """
 
     __slots__ = (
+        "length",
         "max_draft_tokens",
         "max_len",
         "max_model_len",
@@ -175,6 +177,7 @@ class Follower:
 
     def __init__(self, start: SessionStart, traits: ProposerTraits) -> None:
         self.tokens: list[int] = []
+        self.length = 0
         self.pushed: DraftTree | None = None
         self.sampling = start.sampling
         self.max_model_len = traits.max_model_len
@@ -192,7 +195,8 @@ class Follower:
         Nothing is new to a session that is silent, or falls silent with it.
         """
         self.num_draft_tokens = min(num_draft_tokens, self.max_draft_tokens)
-        if self.max_len == 0:  # silent
+        if self.silent:
+            self.length = max(self.length, base_len + len(tokens))
             return ()
         overlap = len(self.tokens) - base_len
         if overlap < 0:
@@ -202,7 +206,7 @@ class Follower:
                 return None
             tokens = tokens[overlap:]
         self._append(tokens)
-        if self.max_len == 0:
+        if self.silent:
             self.pushed = None
             return ()
         if self.pushed is not None:
@@ -224,12 +228,12 @@ class Follower:
         return path if len(path) == wanted else ()
 
     def _append(self, tokens: Sequence[int]) -> None:
-        too_long = len(self.tokens) + len(tokens) > self.max_model_len
+        self.length += len(tokens)
+        too_long = self.length > self.max_model_len
         if too_long or (tokens and max(tokens) >= self.vocab_size):
             self.max_len = 0
             self.tokens.clear()
         else:
             self.tokens.extend(tokens)
-        length = len(self.tokens)
-        left = self.max_len - length - 1
-        self.wanted = max(0, min(self.num_draft_tokens, left)) if length else 0
+        left = self.max_len - self.length - 1
+        self.wanted = max(0, min(self.num_draft_tokens, left)) if self.tokens else 0

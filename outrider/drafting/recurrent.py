@@ -201,7 +201,7 @@ class RecurrentProposer(FeatureMethod):
         budget = self._prefill_budget
         rows: list[HeadRow] = []
         for state in asked:
-            cache, length = self._caches[state.key], len(state.follower.tokens)
+            cache, length = self._caches[state.key], state.follower.length
             wanted = state.follower.wanted
             if wanted == 0 or length < LEAD:
                 done.drafts.append((state.key, DraftTree.chain(length, ())))

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.draft_tree import DraftTree
+from outrider.drafting.branch_plan import NO_PACE
 from outrider.drafting.ngram import NgramProposer, Prefer
-from outrider.drafting.proposer import SessionStart
+from outrider.drafting.proposer import DraftRound, SessionStart
 from outrider.drafting.sessions import IDLE_S
 from outrider.errors import ConfigError
 from outrider.params import Advice, SamplingParams
@@ -62,6 +64,34 @@ def test_guesses_equal_the_definition(
         proposer.commit(1, base_len, text[base_len:] + tokens, wanted)
         proposer.commit(1, len(text), tokens, wanted)  # the same again
         text += tokens
+
+
+def test_a_long_text_is_gone_through_in_parts_and_others_are_drafted_for_meanwhile() -> None:
+    document = tuple(range(100, 5100))
+    proposer = NgramProposer()
+    proposer.open(1, SessionStart([5, 6, 7, 5, 6], GREEDY, 2, 100))
+    advice = Advice(references=(document,))
+    proposer.open(2, SessionStart([*document, 100, 101], GREEDY, 3, 20_000, advice=advice))
+    first, second = proposer.draft([2, 1]), proposer.draft([2, 1])  # 4096 of the 10,003 each
+    assert first.unfinished == second.unfinished == [2]
+    assert [(key, tree.token_ids) for key, tree in first.drafts] == [(1, (7, 5))]
+    assert second.at_hand == [1]
+    assert not proposer.ahead([2], NO_PACE).trees
+    assert draft(proposer, 2) == (5002, [102, 103, 104])
+
+
+def test_many_newcomers_delay_a_draft_by_no_more_than_their_share() -> None:
+    proposer = NgramProposer(max_sessions=40)
+    proposer.open(99, SessionStart([5, 6, 7, 5, 6], GREEDY, 2, 100))
+    for key in range(32):
+        proposer.open(key, SessionStart(list(range(3000)), GREEDY, 2, 5000))
+    rounds = 1
+    while unfinished := (done := proposer.draft([*range(32), 99])).unfinished:
+        if rounds == 1:
+            assert [key for key, _ in done.drafts] == [0, 99]
+            assert unfinished == [*range(1, 32)]
+        rounds += 1
+    assert rounds <= 32 * 3000 / 4096 + 1
 
 
 def test_overlapping_copy_continues_a_period() -> None:
@@ -156,9 +186,11 @@ def test_a_session_that_grows_too_long_falls_silent() -> None:
     proposer.commit(1, 5, [1, 1], 4)
     done = proposer.draft([1])
     assert done.lost == []
-    assert [tree.token_ids for _, tree in done.drafts] == [()]
-    proposer.commit(1, 7, [1], 4)  # no gap: nothing is followed any more
-    assert proposer.draft([]).lost == []
+    nothing = DraftTree.chain(7, ())  # after all that is committed: the scorer need not wait
+    assert done.drafts == [(1, nothing)]
+    proposer.commit(1, 9, [1, 1], 4)  # no gap: the text is not followed any more
+    proposer.commit(1, 7, [1], 4)  # a repeat
+    assert proposer.draft([1]) == DraftRound(drafts=[(1, DraftTree.chain(11, ()))])
 
 
 @pytest.mark.parametrize("prefer", ["recent", "frequent"])
