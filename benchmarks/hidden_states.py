@@ -31,6 +31,8 @@ import torch
 from benchmarks import prompts, report
 from benchmarks.replay import Recording, Replay, record, replay
 from outrider.config import EngineConfig
+from outrider.drafting.building.config import HeadConfig
+from outrider.drafting.building.heads import build_head
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.llama_chains import LlamaChains
 from outrider.drafting.proposer import TREE_WIDTH, FeatureProposer, Proposer, SessionStart
@@ -43,8 +45,6 @@ from outrider.features import FeatureBatch, FeatureOrder, FeatureSpec, FeatureWi
 from outrider.models.resolve import EMBEDDED, resolve_model
 from outrider.params import SamplingParams, SpeculationParams, StopParams, TokenIds
 from outrider.types import Request
-from proposer_service.config import HeadConfig
-from proposer_service.heads import build_head
 
 PAGE_SIZE, NUM_PAGES = 16, 1024
 
@@ -207,7 +207,7 @@ def heads(
                 max_draft_tokens=max(sizes),
                 tree_width=1 if shape == "chain" else TREE_WIDTH,
             )
-            proposer, _ = build_head(config, max_sessions=256, prefill_budget=256)
+            proposer, _ = build_head(config, max_sessions=256, prefill_budget=256, say=print)
             longest = proposer.traits.max_draft_tokens
             found += [Contender(method, shape, k, proposer) for k in sizes if k <= longest]
     return found

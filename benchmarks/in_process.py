@@ -20,8 +20,10 @@ from itertools import pairwise
 from typing import Any, Final, cast
 
 from benchmarks import fixed_k
+from benchmarks.program import say
 from benchmarks.records import Completion
 from benchmarks.worker_loop import Handler, serve
+from outrider.drafting.building.methods import build_proposer
 from outrider.drafting.proposer import FeatureProposer, SessionStart
 from outrider.errors import ConfigError
 from outrider.features import FeatureBatch, FeatureOrder, FeatureWindow
@@ -29,7 +31,6 @@ from outrider.models.resolve import resolve_model
 from outrider.params import SamplingParams, SpeculationParams, StopParams, TokenIds
 from outrider.types import Request, RequestStats, StepEvents
 from proposer_service.__main__ import parse
-from proposer_service.methods import build_proposer
 from scorer_service.__main__ import resolve
 from scorer_service.app import Options, build_engine
 
@@ -79,7 +80,7 @@ class InProcess:
         self._engine = engine = build_engine(resolve_model(options.model, "target"), options)
         # It dials nobody.
         config, _ = parse(["--scorer", "127.0.0.1:1", *proposer_flags])
-        method = build_proposer(config)[0]
+        method = build_proposer(config.methods, config.max_sessions, say)[0]
         spec = method.traits.features
         if spec is None or engine.features is None:
             raise ConfigError("the method or the scorer's --hidden-features lacks hidden states")

@@ -114,8 +114,9 @@ def _change_scorer(
 
 
 def _change_proposer(taken: Taken, sleep_s: float, ahead_s: float, row_bytes: int) -> None:
+    from outrider.drafting.building import methods
     from outrider.drafting.ngram import NgramProposer
-    from proposer_service import connection, methods
+    from proposer_service import connection
     from proposer_service.cycle import Cycle
 
     kind: Any = NgramProposer

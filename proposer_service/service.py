@@ -10,8 +10,10 @@ from functools import partial
 from typing import Final
 
 from outrider.device import device_id
+from outrider.drafting.building.methods import build_proposer
 from outrider.drafting.proposer import Proposer
 from outrider.rpc.feature_codec import features_to_proto
+from outrider.rpc.runtime import progress
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.targets import Targets, join_address
 from outrider.rpc.telemetry import Telemetry, configure
@@ -20,7 +22,6 @@ from outrider.v1 import draft_pb2, proposer_pb2_grpc
 from proposer_service.config import ProposerConfig
 from proposer_service.link import ScorerLink
 from proposer_service.links import ScorerLinks
-from proposer_service.methods import build_proposer
 from proposer_service.metrics import ProposerMetrics
 from proposer_service.servicer import ProposerServicer
 from proposer_service.worker import DraftWorker, MethodInfo
@@ -36,11 +37,11 @@ class ProposerService:
     def __init__(
         self,
         config: ProposerConfig,
-        build: Callable[[ProposerConfig], tuple[Proposer, str]] = build_proposer,
+        build: Callable[[ProposerConfig], tuple[Proposer, str]] | None = None,
         telemetry: Telemetry | None = None,
     ) -> None:
         self._config = config
-        self._build = build
+        self._build = build or _build
         self._telemetry = telemetry or configure("outrider-proposer")
         self._metrics = ProposerMetrics(self._telemetry.registry, config.pool)
         self._proposer_id = config.proposer_id or ""
@@ -141,3 +142,7 @@ class ProposerService:
             device=device_id(self._config.device),
             data_connection=True,
         )
+
+
+def _build(config: ProposerConfig) -> tuple[Proposer, str]:
+    return build_proposer(config.methods, config.max_sessions, partial(progress, "proposer"))

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from outrider.drafting.building.config import NgramConfig
 from outrider.errors import ConfigError
 from outrider.rpc.deployment import Deployment
 from outrider.rpc.telemetry import configure
-from proposer_service.config import LinkConfig, NgramConfig, ProposerConfig
+from proposer_service.config import LinkConfig, ProposerConfig
 from proposer_service.service import ProposerService
 from tests.support.certificates import Issuer
 from tests.support.draft_scorer import Context, DraftScorer, Requests, close, open_

@@ -17,6 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from outrider import watchdog
 from outrider.device import device_id
 from outrider.drafting.branch_plan import NO_PACE, Pace
+from outrider.drafting.building.config import DeterministicConfig, NgramConfig, SuffixConfig
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.ngram import NgramProposer
 from outrider.drafting.proposer import DraftRound, Proposer, SessionKey
@@ -27,13 +28,7 @@ from outrider.rpc.deployment import Deployment
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.telemetry import configure
 from outrider.v1 import common_pb2, draft_pb2, proposer_pb2, proposer_pb2_grpc
-from proposer_service.config import (
-    DeterministicConfig,
-    LinkConfig,
-    NgramConfig,
-    ProposerConfig,
-    SuffixConfig,
-)
+from proposer_service.config import LinkConfig, ProposerConfig
 from proposer_service.service import ProposerService
 from proposer_service.worker import DraftWorker
 from tests.support.draft_scorer import Conversation, DraftScorer, close, commit, open_

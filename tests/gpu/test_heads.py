@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from outrider.draft_tree import DraftTree
+from outrider.drafting.building.loops import guess_shapes, head_shapes
 from outrider.drafting.heads.base import RecurrentHead
 from outrider.drafting.heads.eagle import load_eagle
 from outrider.drafting.heads.eagle3 import load_eagle3
@@ -22,7 +23,6 @@ from outrider.engine.backends import choose_backend
 from outrider.engine.cuda.graphs import CudaGraphs, Work
 from outrider.engine.kv_cache import KVPools
 from outrider.params import SamplingParams
-from proposer_service.device import guess_shapes, head_shapes
 from tests.support import eagle_checkpoints as made
 from tests.support import one_shot_drafts
 

@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from outrider.drafting.branch_plan import Pace
+from outrider.drafting.building.methods import build_proposer
 from outrider.drafting.proposer import FeatureProposer, Proposer, SessionStart
 from outrider.engine.engine import Engine
 from outrider.features import FeatureOrder, FeatureWindow
@@ -23,7 +24,6 @@ from outrider.models.resolve import resolve_model
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Request, StepEvents
 from proposer_service.__main__ import parse
-from proposer_service.methods import build_proposer
 from scorer_service.__main__ import resolve
 from scorer_service.app import Options, build_engine
 
@@ -145,7 +145,7 @@ def test_nothing_is_compiled_while_serving(how: str, compiled: list[str]) -> Non
     name = how.split()[0]
     engine = _engine({"draft_model": "", "eagle3": "eagle3"}.get(name, "final"))
     config, _ = parse([*PROPOSER, "--method", name, *METHODS[how]])
-    method = build_proposer(config)[0]
+    method = build_proposer(config.methods, config.max_sessions, print)[0]
     assert compiled
     compiled.clear()
     turns = Turns(engine, method)

@@ -12,6 +12,7 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from outrider.drafting.building.loops import head_shapes
 from outrider.drafting.draft_steps import ReadyRow
 from outrider.drafting.head_drafter import HeadDrafter
 from outrider.drafting.head_loops import HeadLoops
@@ -23,7 +24,6 @@ from outrider.engine.batch import RowSlice, pack
 from outrider.engine.cuda.graphs import CudaGraphs
 from outrider.engine.kv_cache import KVPools
 from outrider.params import SamplingParams
-from proposer_service.device import head_shapes
 from tests.support import mtp_checkpoints as made
 
 pytestmark = pytest.mark.gpu

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from gateway import __main__ as gateway_main
+from outrider.drafting.building.config import HeadConfig, SuffixConfig
 from outrider.rpc.codec import METHODS
 from proposer_service import __main__ as proposer_main
-from proposer_service.config import HeadConfig, SuffixConfig
 from scorer_service import __main__ as scorer_main
 from tests.support import helm
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from outrider.drafting.building.config import NgramConfig
 from outrider.drafting.proposer import Proposer
 from outrider.rpc.deployment import Deployment, TlsFiles
 from outrider.rpc.telemetry import configure
-from proposer_service.config import LinkConfig, NgramConfig, ProposerConfig
+from proposer_service.config import LinkConfig, ProposerConfig
 from proposer_service.service import ProposerService
 from tests.support.scorer import TOKENIZER_HASH
 

@@ -12,7 +12,8 @@ import torch
 
 from outrider import device
 from outrider.device import device_id
-from proposer_service.config import DraftModelConfig, NgramConfig, ProposerConfig
+from outrider.drafting.building.config import DraftModelConfig, NgramConfig
+from proposer_service.config import ProposerConfig
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="others say no boot id")

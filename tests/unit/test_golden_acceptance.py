@@ -16,11 +16,11 @@ import torch
 from benchmarks import prompts
 from benchmarks.hidden_states import Bench, draft_model
 from benchmarks.replay import Recording, replay
+from outrider.drafting.building.config import HeadConfig
+from outrider.drafting.building.heads import build_head
 from outrider.drafting.proposer import TREE_WIDTH, Proposer
 from outrider.models.resolve import resolve_model
 from outrider.params import SamplingParams
-from proposer_service.config import HeadConfig
-from proposer_service.heads import build_head
 
 K, NUM_PROMPTS, NUM_TOKENS = 4, 8, 32
 TOLERANCE = 0.03
@@ -73,7 +73,7 @@ def proposer(method: str, shape: str) -> Proposer:
         return one.proposer
     width = TREE_WIDTH if shape == "tree" else 1
     config = HeadConfig(name=method, dtype="float32", tree_width=width, max_draft_tokens=K)
-    return build_head(config, max_sessions=NUM_PROMPTS, prefill_budget=256)[0]
+    return build_head(config, max_sessions=NUM_PROMPTS, prefill_budget=256, say=print)[0]
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.drafting.building.loops import loop_shapes
 from outrider.drafting.chain_inputs import LoopShape
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.draft_steps import ReadyRow, draft_chains, draft_forks
@@ -22,7 +23,6 @@ from outrider.engine.cuda.ragged_forwards import RaggedForwards
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.ragged_step import make_ragged
 from outrider.params import SamplingParams
-from proposer_service.device import loop_shapes
 from tests.support.by_tensors import by_tensors
 from tests.support.recordable import RecordableHashModel, recordable_llama, rerun
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from outrider.drafting.building.loops import guess_shapes
 from outrider.drafting.draws import TorchDraws
 from outrider.drafting.guess_loops import GuessLoops
 from outrider.drafting.recorded_loops import Recording
-from proposer_service.device import guess_shapes
 from tests.support.one_shot_drafts import DEPTH, HEADS, drafts
 from tests.support.recordable import Counted, rerun_strictly
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.draft_tree import DraftTree
+from outrider.drafting.building.loops import head_shapes
 from outrider.drafting.chain_inputs import LoopShape
 from outrider.drafting.draws import TorchDraws
 from outrider.drafting.head_loops import HeadLoops
@@ -29,7 +30,6 @@ from outrider.engine.kv_cache import KVPools
 from outrider.engine.linear import Linear, PackedLinear
 from outrider.engine.tree_mask import MAX_TREE_NODES
 from outrider.params import SamplingParams, VerificationRule
-from proposer_service.device import head_shapes
 from tests.support import eagle_checkpoints, mtp_checkpoints
 from tests.support.recordable import Counted, MetaAttention, rerun_strictly
 

@@ -24,6 +24,8 @@ from transformers import (
 )
 
 from outrider.drafting import llama_kernels
+from outrider.drafting.building.config import DraftModelConfig
+from outrider.drafting.building.methods import build_proposer
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.draft_steps import ReadyRow, draft_chains
 from outrider.drafting.llama_chains import LlamaChains, can_run
@@ -34,8 +36,6 @@ from outrider.engine.loader import load_model
 from outrider.engine.paged_model import PagedModel
 from outrider.engine.sampling import SamplingBatch, sample, seed_keys
 from outrider.params import SamplingParams
-from proposer_service.config import DraftModelConfig, ProposerConfig
-from proposer_service.methods import build_proposer
 
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLINGS = [
@@ -195,8 +195,7 @@ def test_draws_what_sample_draws() -> None:
 
 
 def test_building_a_proposer_compiles_all_that_it_will_run() -> None:
-    config = ProposerConfig(scorers=(), methods=(DraftModelConfig(kv_cache_memory=16),))
-    proposer, _ = build_proposer(config)
+    proposer, _ = build_proposer((DraftModelConfig(kv_cache_memory=16),), 256, print)
     kernels = (llama_kernels.draft, llama_kernels.draw)
     before = [list(kernel.signatures) for kernel in kernels]
     assert before[0]

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
+from outrider.drafting.building.config import HeadConfig
+from outrider.drafting.building.methods import build_proposer
 from outrider.drafting.one_shot import OneShotProposer
 from outrider.drafting.proposer import SessionStart
 from outrider.errors import ConfigError
 from outrider.models.tokenizer import tokenizer_hash
 from outrider.params import Constraint, ConstraintKind, SamplingParams
 from proposer_service.__main__ import parse
-from proposer_service.config import HeadConfig, ProposerConfig
-from proposer_service.methods import build_proposer
 from tests.support.one_shot_checkpoints import medusa, mlp_config, mlp_speculator, random, save
 from tests.support.tiny_pair import save_pair
 
@@ -49,7 +49,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_starts_by_name(folders: dict[str, Path], name: str, dtype: str) -> None:
     target, module = str(folders["target"]), str(folders[name])
     method = HeadConfig(name=name, model=module, target_model=target, dtype=dtype)  # type: ignore[arg-type]
-    proposer, hash_ = build_proposer(ProposerConfig(("127.0.0.1:1",), (method,)))
+    proposer, hash_ = build_proposer((method,), 256, print)
     assert isinstance(proposer, OneShotProposer)
     assert hash_ == tokenizer_hash(folders["target"])
     traits = proposer.traits
@@ -74,7 +74,7 @@ def test_chains_and_trees(folders: dict[str, Path]) -> None:
     argv = ["--scorer", "127.0.0.1:1", "--method", "medusa", "--tree-width", "1"]
     argv += ["--model", str(folders["medusa"]), "--target-model", str(folders["target"])]
     config, _ = parse(argv)
-    proposer, _ = build_proposer(config)
+    proposer, _ = build_proposer(config.methods, 256, print)
     assert proposer.traits.max_draft_tokens == 3, "as many as there are heads"
     for flag, value in (
         *(("--tree-width", "0"), ("--threads", "0"), ("--kv-cache-memory", "-1")),
@@ -95,4 +95,4 @@ def test_refuses_a_checkpoint_of_another_kind(folders: dict[str, Path]) -> None:
     target = str(folders["target"])
     method = HeadConfig(name="mlp_speculator", model=str(folders["medusa"]), target_model=target)
     with pytest.raises(ConfigError, match="model_type is None, not 'mlp_speculator'"):
-        build_proposer(ProposerConfig(("127.0.0.1:1",), (method,)))
+        build_proposer((method,), 256, print)

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from outrider.drafting.building.config import DraftModelConfig, HeadConfig, ModelConfig
+from outrider.drafting.building.methods import build_proposer
+from outrider.drafting.building.weights import choose_dtype
 from outrider.engine.loader import count_pages
 from outrider.engine.pool_memory import fitting
 from outrider.errors import ConfigError
 from proposer_service.__main__ import parse
-from proposer_service.config import DraftModelConfig, HeadConfig, ModelConfig, ProposerConfig
-from proposer_service.methods import build_proposer
-from proposer_service.weights import choose_dtype
 
 
 def test_a_draft_is_computed_in_what_is_fastest_unless_told_otherwise() -> None:
@@ -81,4 +81,4 @@ def test_memory_that_holds_nothing_is_told() -> None:
 def test_a_cache_larger_than_the_memory_is_refused(method: ModelConfig) -> None:
     method = replace(method, kv_cache_memory=10**8)
     with pytest.raises(ConfigError, match="--kv-cache-memory 100000000 do not fit"):
-        build_proposer(ProposerConfig(scorers=("unix:/none",), methods=(method,)))
+        build_proposer((method,), 256, print)

@@ -4,37 +4,39 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
 from typing import cast
 
 from outrider.drafting.branch_plan import NO_PACE
+from outrider.drafting.building.config import (
+    DraftModelConfig,
+    HeadConfig,
+    MethodConfig,
+    NgramConfig,
+    Say,
+    SuffixConfig,
+)
 from outrider.drafting.copying import Limits
 from outrider.drafting.deterministic import DeterministicProposer
 from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.ngram import NgramProposer
 from outrider.drafting.proposer import FeatureProposer, Proposer, SessionStart
 from outrider.params import SamplingParams
-from outrider.rpc.runtime import progress
-from proposer_service.config import (
-    DraftModelConfig,
-    HeadConfig,
-    MethodConfig,
-    NgramConfig,
-    ProposerConfig,
-    SuffixConfig,
-)
 
 _PREFILL_BUDGET = {"cpu": 256, "cuda": 4096}
 """Prompt tokens of one round: as many as take about as long as a few drafts."""
 _WARM_UP_TOKENS = 600  # at least: kernels for many tokens are others than for few
 
 
-def build_proposer(config: ProposerConfig) -> tuple[Proposer, str]:
+def build_proposer(
+    methods: Sequence[MethodConfig], max_sessions: int, say: Say
+) -> tuple[Proposer, str]:
     """The methods, warmed up, and their tokenizer's hash (empty if they have none).
 
     Runs on the thread that will draft: all of torch's work stays on one thread. Raises
     `ConfigError` and `UnsupportedModelError`.
     """
-    built = [_build(method, config.max_sessions) for method in config.methods]
+    built = [_build(method, max_sessions, say) for method in methods]
     tokenizer_hash = next((hash_ for _, hash_ in built if hash_), "")
     # What loading leaves is there to stay; a full collection that looks at it takes 0.2 s.
     gc.collect()
@@ -44,13 +46,13 @@ def build_proposer(config: ProposerConfig) -> tuple[Proposer, str]:
     return HybridProposer([proposer for proposer, _ in built]), tokenizer_hash
 
 
-def _build(method: MethodConfig, max_sessions: int) -> tuple[Proposer, str]:
+def _build(method: MethodConfig, max_sessions: int, say: Say) -> tuple[Proposer, str]:
     if isinstance(method, DraftModelConfig):
-        return _build_draft_model(method, max_sessions)
+        return _build_draft_model(method, max_sessions, say)
     if isinstance(method, HeadConfig):
-        return _build_head(method, max_sessions)
+        return _build_head(method, max_sessions, say)
     if isinstance(method, SuffixConfig):
-        return _build_suffix(method, max_sessions), ""
+        return _build_suffix(method, max_sessions, say), ""
     limits: Limits = {"max_sessions": max_sessions, "max_branches": method.max_branches}
     if isinstance(method, NgramConfig):
         ngram = NgramProposer(
@@ -64,11 +66,11 @@ def _build(method: MethodConfig, max_sessions: int) -> tuple[Proposer, str]:
     return DeterministicProposer(max_draft_tokens=method.max_draft_tokens, **limits), ""
 
 
-def _build_suffix(method: SuffixConfig, max_sessions: int) -> Proposer:
+def _build_suffix(method: SuffixConfig, max_sessions: int, say: Say) -> Proposer:
     # Imported here: it takes Numba, and compiles, which the other copying methods do without.
     from outrider.drafting.suffix import SuffixProposer
 
-    progress("proposer", "compiling, which takes half a minute the first time")
+    say("compiling, which takes half a minute the first time")
     _warm_up(SuffixProposer())  # another one: what it remembers is made up
     return SuffixProposer(
         method.settings,
@@ -78,11 +80,15 @@ def _build_suffix(method: SuffixConfig, max_sessions: int) -> Proposer:
     )
 
 
-def _build_draft_model(method: DraftModelConfig, max_sessions: int) -> tuple[Proposer, str]:
+def _build_draft_model(
+    method: DraftModelConfig, max_sessions: int, say: Say
+) -> tuple[Proposer, str]:
     # Imported here: prompt lookup starts without torch.
     import torch
 
     from outrider.drafting.branches import EagerForks, ForkDrafter
+    from outrider.drafting.building.masks import load_masks
+    from outrider.drafting.building.weights import PAGE_SIZE, choose_dtype, prepare_device
     from outrider.drafting.draft_model import DraftModelProposer
     from outrider.drafting.draft_steps import ChainDrafter
     from outrider.drafting.llama_chains import LlamaChains
@@ -90,14 +96,12 @@ def _build_draft_model(method: DraftModelConfig, max_sessions: int) -> tuple[Pro
     from outrider.engine.pool_memory import fitting
     from outrider.models.resolve import resolve_model
     from outrider.models.tokenizer import hash_if_any
-    from proposer_service.masks import load_masks
-    from proposer_service.weights import PAGE_SIZE, choose_dtype, prepare_device
 
     began = time.perf_counter()
     prepare_device(method)
     folder = resolve_model(method.model, "draft")
     dtype = choose_dtype(method, on_cpu=torch.float32)
-    progress("proposer", f"loading draft model {folder}")
+    say(f"loading draft model {folder}")
     per_page = kv_bytes_per_page(folder, dtype=dtype, page_size=PAGE_SIZE)
     num_pages = count_pages(method.kv_cache_memory, per_page)
     with fitting("The draft model", method.kv_cache_memory):
@@ -114,14 +118,14 @@ def _build_draft_model(method: DraftModelConfig, max_sessions: int) -> tuple[Pro
     chain_drafter: ChainDrafter | None = None
     fork_drafter: ForkDrafter = EagerForks(model)
     if method.device == "cuda":
-        from proposer_service.device import loop_shapes, record_loops
+        from outrider.drafting.building.loops import loop_shapes, record_loops
 
         shapes = loop_shapes(
             max_sessions=max_sessions,
             max_draft_tokens=method.max_draft_tokens,
             max_branches=method.max_branches,
         )
-        loops = record_loops(model, shapes, max_sessions)
+        loops = record_loops(model, shapes, max_sessions, say)
         if loops is not None:
             chain_drafter = fork_drafter = loops
     elif dtype is torch.float32 and method.threads == 1:
@@ -135,22 +139,22 @@ def _build_draft_model(method: DraftModelConfig, max_sessions: int) -> tuple[Pro
         fork_drafter=fork_drafter,
         max_branches=method.max_branches,
         # Masked drafts are made eagerly: on a GPU that costs more than the recorded loop loses.
-        masks=load_masks(folder, model.vocab_size) if method.device == "cpu" else None,
+        masks=load_masks(folder, model.vocab_size, say) if method.device == "cpu" else None,
         prefill_budget=_PREFILL_BUDGET[method.device],
     )
-    progress("proposer", "warming up")
+    say("warming up")
     _warm_up(proposer, _PREFILL_BUDGET[method.device])
-    progress("proposer", f"ready to draft after {time.perf_counter() - began:.1f} s")
+    say(f"ready to draft after {time.perf_counter() - began:.1f} s")
     return proposer, hash_if_any(folder)
 
 
-def _build_head(method: HeadConfig, max_sessions: int) -> tuple[Proposer, str]:
+def _build_head(method: HeadConfig, max_sessions: int, say: Say) -> tuple[Proposer, str]:
     # Imported here: prompt lookup starts without torch.
-    from proposer_service.heads import build_head
+    from outrider.drafting.building.heads import build_head
 
     prefill_budget = _PREFILL_BUDGET[method.device]
-    proposer, tokenizer_hash = build_head(method, max_sessions, prefill_budget)
-    progress("proposer", "warming up")
+    proposer, tokenizer_hash = build_head(method, max_sessions, prefill_budget, say)
+    say("warming up")
     _warm_up(proposer, prefill_budget)
     return proposer, tokenizer_hash
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from outrider.drafting.branch_plan import NUM_RANKS
+from outrider.drafting.building.config import Say
 from outrider.drafting.chain_inputs import LoopShape
 from outrider.drafting.graph_chains import GraphChains
 from outrider.drafting.recorded_loops import Recording, make_shapes
@@ -18,7 +19,6 @@ from outrider.engine.paged_model import PagedModel
 from outrider.engine.ragged_step import make_ragged
 from outrider.engine.tree_mask import MAX_TREE_NODES
 from outrider.errors import ConfigError
-from outrider.rpc.runtime import progress
 
 _ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
 """Of one loop; what fills up costs little, as long as the weights are what takes the time."""
@@ -105,17 +105,17 @@ def _up_to(count: int, sizes: Sequence[int]) -> list[int]:
 
 
 def record_loops(
-    model: PagedModel, shapes: Sequence[LoopShape], max_sessions: int
+    model: PagedModel, shapes: Sequence[LoopShape], max_sessions: int, say: Say
 ) -> GraphChains | None:
-    """The recorded draft loops, or None (said aloud) if the attention cannot be recorded.
+    """The recorded draft loops, or None (and says why) if the attention cannot be recorded.
 
     Forwards of prompts are recorded, too. Raises `ConfigError` if they do not fit into the device's
     memory.
     """
     if not model.capturable:
-        progress("proposer", "this attention backend cannot be recorded: every forward is launched")
+        say("this attention backend cannot be recorded: every forward is launched")
         return None
-    with recording(shapes, model.device) as how:
+    with recording(shapes, model.device, say) as how:
         forwards = None
         if model.layered:
             ragged = make_ragged(model.max_model_len, max_sessions)
@@ -124,7 +124,7 @@ def record_loops(
 
 
 @contextlib.contextmanager
-def recording(shapes: Sequence[LoopShape], device: torch.device) -> Iterator[Recording]:
+def recording(shapes: Sequence[LoopShape], device: torch.device, say: Say) -> Iterator[Recording]:
     """For what records loops within; how far it is gets said.
 
     Raises `ConfigError` if they do not fit into the device's memory.
@@ -139,9 +139,7 @@ def recording(shapes: Sequence[LoopShape], device: torch.device) -> Iterator[Rec
         if done * 10 // total > (done - 1) * 10 // total:
             seconds = time.perf_counter() - began
             mib = (free - torch.cuda.mem_get_info(device)[0]) // 2**20
-            progress(
-                "proposer", f"recorded {done} of {total} draft loops: {seconds:.1f} s, {mib} MiB"
-            )
+            say(f"recorded {done} of {total} draft loops: {seconds:.1f} s, {mib} MiB")
 
     try:
         yield Recording(shapes, CudaGraphs(), TritonDraws(), on_progress)

@@ -6,8 +6,8 @@ from typing import Final
 
 import torch
 
+from outrider.drafting.building.config import ModelConfig
 from outrider.errors import ConfigError
-from proposer_service.config import ModelConfig
 
 PAGE_SIZE: Final = 16
 

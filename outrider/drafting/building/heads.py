@@ -9,6 +9,10 @@ from pathlib import Path
 
 import torch
 
+from outrider.drafting.building.config import HeadConfig, Say
+from outrider.drafting.building.loops import guess_shapes, head_shapes, recording
+from outrider.drafting.building.masks import load_masks
+from outrider.drafting.building.weights import PAGE_SIZE, choose_dtype, prepare_device
 from outrider.drafting.guess_trees import max_trees
 from outrider.drafting.heads.base import OneShotHead, RecurrentHead
 from outrider.drafting.heads.eagle import load_eagle
@@ -27,11 +31,6 @@ from outrider.engine.loader import choose_llama_ops, count_pages
 from outrider.engine.pool_memory import fitting
 from outrider.models.modules import resolve_module
 from outrider.models.tokenizer import hash_if_any
-from outrider.rpc.runtime import progress
-from proposer_service.config import HeadConfig
-from proposer_service.device import guess_shapes, head_shapes, recording
-from proposer_service.masks import load_masks
-from proposer_service.weights import PAGE_SIZE, choose_dtype, prepare_device
 
 _ONE_SHOT: dict[str, Callable[[Path, Path, torch.dtype, torch.device], OneShotHead]] = {
     "medusa": load_medusa,
@@ -40,7 +39,7 @@ _ONE_SHOT: dict[str, Callable[[Path, Path, torch.dtype, torch.device], OneShotHe
 
 
 def build_head(
-    method: HeadConfig, max_sessions: int, prefill_budget: int
+    method: HeadConfig, max_sessions: int, prefill_budget: int, say: Say
 ) -> tuple[FeatureProposer, str]:
     """The method, not warmed up, and its target's tokenizer hash (empty if it has none).
 
@@ -49,15 +48,20 @@ def build_head(
     began = time.perf_counter()
     prepare_device(method)
     folder, target = resolve_module(method.model, method.name, method.target_model)
-    progress("proposer", f"loading the {method.name} module {folder} for {target}")
+    say(f"loading the {method.name} module {folder} for {target}")
     with fitting("The module", method.kv_cache_memory):
-        proposer = _build(method, folder, target, max_sessions, prefill_budget)
-    progress("proposer", f"loaded after {time.perf_counter() - began:.1f} s")
+        proposer = _build(method, folder, target, max_sessions, prefill_budget, say)
+    say(f"loaded after {time.perf_counter() - began:.1f} s")
     return proposer, hash_if_any(target)
 
 
 def _build(
-    method: HeadConfig, folder: Path, target: Path, max_sessions: int, prefill_budget: int
+    method: HeadConfig,
+    folder: Path,
+    target: Path,
+    max_sessions: int,
+    prefill_budget: int,
+    say: Say,
 ) -> FeatureProposer:
     # Compiled products read half as much: a step takes half the time.
     fast = torch.bfloat16 if torch.cpu._is_avx512_supported() else torch.float32
@@ -67,7 +71,7 @@ def _build(
     if method.name in _ONE_SHOT:
         head = _ONE_SHOT[method.name](folder, target, dtype, device)
         ops.tune(head.uses)
-        with _guesses(method, head, max_sessions) as recorded:
+        with _guesses(method, head, max_sessions, say) as recorded:
             return OneShotProposer(
                 head,
                 method=method.name,
@@ -76,7 +80,7 @@ def _build(
                 max_draft_tokens=method.max_draft_tokens,
                 max_model_len=method.max_model_len or MAX_MODEL_LEN,
                 tree_width=method.tree_width,
-                masks=load_masks(target, head.vocab_size),
+                masks=load_masks(target, head.vocab_size, say),
                 recording=recorded,
             )
     module = _load_recurrent(method, folder, target, dtype, device)
@@ -85,7 +89,7 @@ def _build(
     per_page *= sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in module.kv_layers)
     num_pages = count_pages(method.kv_cache_memory, per_page)
     backend = choose_backend(method.attention_backend, module.attention_traits(PAGE_SIZE), device)
-    with _loops(method, module, backend, max_sessions) as recorded:
+    with _loops(method, module, backend, max_sessions, say) as recorded:
         return RecurrentProposer(
             module,
             KVPools(num_pages + (recorded is not None), PAGE_SIZE, dtype, device),
@@ -97,30 +101,34 @@ def _build(
             max_model_len=method.max_model_len,
             prefill_budget=prefill_budget,
             tree_width=method.tree_width,
-            masks=load_masks(target, module.vocab_size),
+            masks=load_masks(target, module.vocab_size, say),
             recording=recorded,
         )
 
 
 def _guesses(
-    method: HeadConfig, head: OneShotHead, max_sessions: int
+    method: HeadConfig, head: OneShotHead, max_sessions: int, say: Say
 ) -> AbstractContextManager[Recording | None]:
     """As `_loops`, for a head that guesses from one state."""
     if method.device != "cuda":
         return nullcontext()
     max_rows = min(max_sessions, max_trees(method.tree_width, head.vocab_size))
     shapes = guess_shapes(max_rows=max_rows, max_depth=head.max_depth)
-    return recording(shapes, torch.device(method.device))
+    return recording(shapes, torch.device(method.device), say)
 
 
 def _loops(
-    method: HeadConfig, head: RecurrentHead, backend: AttentionBackend, max_sessions: int
+    method: HeadConfig,
+    head: RecurrentHead,
+    backend: AttentionBackend,
+    max_sessions: int,
+    say: Say,
 ) -> AbstractContextManager[Recording | None]:
     """For the loops that a module's drafts are to be recorded in, if any are."""
     if method.device != "cuda":
         return nullcontext()
     if not (head.capturable and is_capturable(backend)):
-        progress("proposer", "this module or its attention cannot be recorded: drafts are launched")
+        say("this module or its attention cannot be recorded: drafts are launched")
         return nullcontext()
     width = method.tree_width
     at_once = max_sessions if width == 1 else max_trees(width, head.vocab_size)
@@ -129,7 +137,7 @@ def _loops(
         max_draft_tokens=method.max_draft_tokens,
         width=width,
     )
-    return recording(shapes, torch.device(method.device))
+    return recording(shapes, torch.device(method.device), say)
 
 
 def _load_recurrent(

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from outrider.drafting.building.config import Say
 from outrider.drafting.draft_mask import DraftMasks
 from outrider.engine.constraint import ConstraintCompiler
 from outrider.engine.loader import read_eos_token_ids
 from outrider.errors import ConfigError
-from outrider.rpc.runtime import progress
 
 
-def load_masks(folder: Path, vocab_size: int) -> DraftMasks | None:
+def load_masks(folder: Path, vocab_size: int, say: Say) -> DraftMasks | None:
     """For the tokenizer in `folder`; None, with a line that says why, if it cannot be used."""
     try:
         compiler = ConstraintCompiler.load(folder, vocab_size, read_eos_token_ids(folder))
     except ConfigError as error:
-        progress("proposer", f"constrained requests are drafted for without masks. {error.message}")
+        say(f"constrained requests are drafted for without masks. {error.message}")
         return None
     return DraftMasks(compiler)

@@ -1,0 +1,1 @@
+"""Builds drafting methods, as a command line describes them."""

@@ -1,0 +1,162 @@
+"""What a drafting method is told once, when it is built. Frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from outrider.drafting.proposer import TREE_WIDTH
+from outrider.drafting.suffix_settings import SuffixSettings
+from outrider.errors import ConfigError
+from outrider.methods import HIDDEN_STATE_METHODS
+from outrider.models.resolve import EMBEDDED, EMBEDDED_HEADS
+from outrider.params import MAX_SPECULATIVE_TOKENS
+
+Say = Callable[[str], None]
+"""Takes a line on how building is going."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodConfig:
+    """What every method is told. Raises `ConfigError`."""
+
+    name: str
+    max_draft_tokens: int = 16
+    """Per round."""
+    max_branches: int = 16
+    """Outcomes of a verification that are drafted for ahead of it, per session at most; 0: none."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_draft_tokens <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(f"--max-draft-tokens is 1 to {MAX_SPECULATIVE_TOKENS}.")
+        if self.max_branches < 0:
+            raise ConfigError("--max-branches is at least 0.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NgramConfig(MethodConfig):
+    """Prompt lookup."""
+
+    name: str = "ngram"
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+    prefer: Literal["recent", "frequent"] = "recent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuffixConfig(MethodConfig):
+    """SuffixDecoding."""
+
+    name: str = "suffix"
+    max_draft_tokens: int = 24
+    settings: SuffixSettings = field(default_factory=SuffixSettings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeterministicConfig(MethodConfig):
+    """Copying from the advice of a request."""
+
+    name: str = "deterministic"
+    max_draft_tokens: int = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(MethodConfig):
+    """A method with weights."""
+
+    model: str = "embedded"
+    """"embedded", a folder, or a Hugging Face id."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """None: bfloat16 on CUDA, and on CPUs with AVX-512 for modules that read hidden states; else
+    float32."""
+    threads: int = 1
+    """CPU threads of torch."""
+    kv_cache_memory: int = 256
+    """MiB for keys and values."""
+    max_model_len: int | None = None
+    """None: what the model allows."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    attention_backend: str | None = None
+    """None: the best that fits."""
+    quantization: Literal["int8", "none"] | None = None
+    """None: int8 where there are kernels for it, which is on CUDA in bfloat16."""
+
+    def __post_init__(self) -> None:
+        MethodConfig.__post_init__(self)
+        if self.threads < 1 or self.kv_cache_memory < 1:
+            raise ConfigError("--threads and --kv-cache-memory are at least 1.")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError("--max-model-len is at least 2.")
+        if self.quantization == "int8" and not self._has_int8_kernels:
+            raise ConfigError("--quantization int8 is for --device cuda and --dtype bfloat16.")
+
+    @property
+    def int8_weights(self) -> bool:
+        """Whether weights are read as int8 where that is faster."""
+        return self.quantization != "none" and self._has_int8_kernels
+
+    @property
+    def _has_int8_kernels(self) -> bool:
+        return self.device == "cuda" and self.dtype != "float32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftModelConfig(ModelConfig):
+    """An independent small language model."""
+
+    name: str = "draft_model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig(ModelConfig):
+    """A module that reads the target's hidden states. Raises `ConfigError`."""
+
+    target_model: str = "embedded"
+    """As `model`: what it was trained for, whose embedding and head it shares."""
+    tree_width: int = TREE_WIDTH
+    """1: drafts are chains."""
+    project_features: bool | None = None
+    """eagle3: let the scorer apply the module's first product. None: on CUDA."""
+
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        if self.name not in HIDDEN_STATE_METHODS:
+            known = ", ".join(HIDDEN_STATE_METHODS)
+            raise ConfigError(f"{self.name} reads no hidden states of the target; {known} do.")
+        if self.model == EMBEDDED and not (
+            self.target_model == EMBEDDED and self.name in EMBEDDED_HEADS
+        ):
+            raise ConfigError(
+                f"--method {self.name} needs --model: the folder or the Hugging Face id of its "
+                "checkpoint."
+            )
+        if self.tree_width < 1:
+            raise ConfigError("--tree-width is at least 1.")
+        if self.project_features and self.name != "eagle3":
+            raise ConfigError("--project-features is for --method eagle3 alone.")
+
+    @property
+    def projects_features(self) -> bool:
+        """Whether the scorer is asked to, where the module allows it."""
+        told = self.project_features
+        return self.name == "eagle3" and (self.device == "cuda" if told is None else told)
+
+
+def check_methods(methods: tuple[MethodConfig, ...]) -> None:
+    """Of one proposer. Raises `ConfigError`."""
+    names = [method.name for method in methods]
+    if not names or len(set(names)) < len(names):
+        raise ConfigError("--method names one method, or several different ones.")
+    models = [method.name for method in methods if isinstance(method, ModelConfig)]
+    if len(models) > 1:
+        raise ConfigError(
+            f"--method {','.join(models)}: --model can name only one model. Start a proposer "
+            "for each."
+        )
+
+
+def device_of(methods: tuple[MethodConfig, ...]) -> str:
+    """Where these draft: where their model does."""
+    models = [method for method in methods if isinstance(method, ModelConfig)]
+    return models[0].device if models else "cpu"
