@@ -5,12 +5,13 @@
         [--inflate FOLDER]
 
 The same engine and the same drafting method, put together in several ways: taking turns in one
-process, with features handed over as arguments (`in process`); as a scorer and a proposer that
-dials its Unix socket (`colocated`), its port on loopback (`remote`), or the same with a round trip
-added by the delay proxy. Every round drafts K tokens and waits for them (fixed_k.py), so that all
-ways do the same rounds; beside them stands no speculation. Every repetition runs the same prompts
-in all ways, in turning order. Clients ask the scorer itself, greedily, without a gateway. Texts
-must be those of no speculation: exits with 1 if one is not, in float32.
+process, with features handed over as arguments (`in process`); as a scorer that drafts itself, in
+its own process (`in the scorer`); as a scorer and a proposer that dials its Unix socket
+(`colocated`), its port on loopback (`remote`), or the same with a round trip added by the delay
+proxy. Every round drafts K tokens and waits for them (fixed_k.py), so that all ways do the same
+rounds; beside them stands no speculation. Every repetition runs the same prompts in all ways, in
+turning order. Clients ask the scorer itself, greedily, without a gateway. Texts must be those of
+no speculation: exits with 1 if one is not, in float32.
 
 With `--inflate` target and module are the embedded ones in the shape of an 8B (inflate.py,
 inflate_head.py: their drafts at its cost), written to FOLDER first unless they are there.
@@ -40,6 +41,7 @@ from benchmarks.outrider_stack import (
     Route,
     Stack,
     StackConfig,
+    method_flags,
     model_flags,
     scorer_flags,
 )
@@ -51,10 +53,12 @@ from outrider.cli.stack import memory_folder
 from outrider.errors import ConfigError
 from outrider.methods import HIDDEN_STATE_METHODS
 from outrider.models.resolve import resolve_model
+from scorer_service.in_process import POOL
 
 _SENT: Final = ("bytes", "rows", "seconds")
 _SHAPE: Final = "llama-3.1-8b"
 _INFLATING_S: Final = 600.0
+_IN_SCORER: Final = "in the scorer"
 _SPARE_TOKENS: Final = 128  # behind a text: steps with trees near the end are not recorded
 
 
@@ -142,6 +146,7 @@ def ways(args: argparse.Namespace) -> Iterator[dict[str, Way]]:
             route.pool: Services(replace(services, method=args.method, pool=route.pool))
             for route in config.routes
         }
+        drafting[_IN_SCORER] = Services(replace(services, method=args.method, pool=POOL))
         yield {IN_PROCESS: turns, **drafting, NONE: Services(services)}
 
 
@@ -152,14 +157,15 @@ def _config(args: argparse.Namespace) -> StackConfig:
         name = f"remote +{args.round_trip_ms:g} ms"
         routes.append(Route(name, round_trip_ms=args.round_trip_ms))
     rows, k = max(args.at_once), max(args.k)
+    on_gpu = args.device != "cpu"
     length = args.max_prompt_tokens + args.max_tokens + _SPARE_TOKENS
     scorer: list[object] = ["--hidden-features", hidden_features(args.method, args.head)]
     proposer: list[object] = []
-    if args.device != "cpu":
+    if on_gpu:
         scorer += ["--kv-cache-memory", args.kv_cache_memory, "--max-num-seqs", rows]
         scorer += ["--max-model-len", length]
-        proposer += ["--max-sessions", rows, "--max-draft-tokens", k]
-    return StackConfig(
+        proposer += ["--max-draft-tokens", k]
+    config = StackConfig(
         model=args.model,
         draft_model=args.head,
         dtype=args.dtype,
@@ -173,8 +179,11 @@ def _config(args: argparse.Namespace) -> StackConfig:
         proposer_flags=(*map(str, proposer), *args.proposer_flags),
         wrapper=("benchmarks.by_pool",),
         routes=tuple(routes),
+        max_sessions=rows if on_gpu else 256,
         start_together=True,
     )
+    turns = ("--in-process-proposer", method_flags(config))
+    return replace(config, scorer_flags=(*config.scorer_flags, *turns))
 
 
 def _in_process(config: StackConfig, log_dir: Path) -> Child:

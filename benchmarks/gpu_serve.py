@@ -2,11 +2,12 @@
 
     python -m benchmarks.gpu_serve --model TARGET --draft-model DRAFT [--vllm FOLDER|PYTHON]
 
-A scorer and a proposer with a draft model share the GPU; a gateway faces the client. TARGET and
-DRAFT are model folders, for instance inflated ones (benchmarks/inflate.py: real acceptance at an
-8B's cost). `--synthetic-acceptance-length 3` fixes the acceptance of both systems instead, whatever
-is drafted; the text means nothing then. `--soak SECONDS` keeps many requests of mixed lengths in
-flight instead of measuring, and fails on any error, page or memory that is not given back.
+A scorer and a proposer with a draft model share the GPU, as two processes or (`--in-process`) as
+one; a gateway faces the client. TARGET and DRAFT are model folders, for instance inflated ones
+(benchmarks/inflate.py: real acceptance at an 8B's cost). `--synthetic-acceptance-length 3` fixes
+the acceptance of both systems instead, whatever is drafted; the text means nothing then. `--soak
+SECONDS` keeps many requests of mixed lengths in flight instead of measuring, and fails on any
+error, page or memory that is not given back.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--rounds", type=int, default=5, help="interleaved repetitions")
     p.add_argument("--scorer-flags", type=shlex.split, default=[], help="more of them, quoted")
     p.add_argument("--proposer-flags", type=shlex.split, default=[], help="more of them, quoted")
+    p.add_argument(
+        "--in-process", action="store_true", help="the scorer drafts, without a proposer beside it"
+    )
     p.add_argument("--vllm", help="a folder of vLLM's wheels for this Python, or another Python")
     p.add_argument("--scorer-memory", type=float, default=0.3, help="part of the GPU")
     p.add_argument("--vllm-memory", type=float, default=0.22, help="the same, for each engine")
@@ -161,6 +165,7 @@ def _stack_config(args: argparse.Namespace) -> StackConfig:
         scorer_module="scorer_service" if synthetic is None else "benchmarks.synthetic_scorer",
         scorer_flags=tuple(flags),
         proposer_flags=tuple(args.proposer_flags),
+        in_process=args.in_process,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import sys
 import time
 import urllib.request
@@ -65,6 +66,8 @@ class StackConfig:
     env: tuple[tuple[str, str], ...] = ()
     routes: tuple[Route, ...] = (Route(),)  # each of a proposer of each method
     start_together: bool = False  # where no scorer measures what memory a GPU has left
+    max_sessions: int = 256  # of each proposer
+    in_process: bool = False  # the scorer drafts, by its one method
 
     @property
     def process_env(self) -> dict[str, str]:
@@ -104,6 +107,7 @@ class Stack:
             config.scorer_module,
             *("--port", scorer_grpc.rpartition(":")[2]),
             *("--data-port", scorer_data.rpartition(":")[2], *scorer_flags(config)),
+            *(("--in-process-proposer", method_flags(config)) if config.in_process else ()),
             *(("--listen-unix", log_dir / _SOCKET) if any(r.unix for r in config.routes) else ()),
         )
         if not config.start_together:
@@ -111,6 +115,7 @@ class Stack:
         dialled_by = {
             route: self._dialled(route, f"127.0.0.{number}", scorer_grpc, scorer_data)
             for number, route in enumerate(config.routes, start=2)
+            if not config.in_process
         }
         proposers = [
             self._start(
@@ -118,6 +123,7 @@ class Stack:
                 "proposer_service",
                 *("--scorer", dialled, "--pool", route.pool),
                 *("--method", method, "--port", 0, "--threads", config.proposer_threads),
+                *("--max-sessions", config.max_sessions),
                 *model_flags(config, method),
             )
             for route, dialled in dialled_by.items()
@@ -245,7 +251,8 @@ class Stack:
     def _start(self, name: str, module: str, *args: object) -> Child:
         modules = (*self.config.wrapper, module)
         command = [sys.executable, "-P", "-m", *modules, "--host", HOST, "--exit-with-parent"]
-        name = f"outrider-{self.config.dtype}-{name}"
+        kind = "in-process" if self.config.in_process else self.config.dtype
+        name = f"outrider-{kind}-{name}"
         command += map(str, args)
         child = Child(name, command, self._log_dir, env=self.config.process_env)
         self._children.append(child)
@@ -379,6 +386,12 @@ def model_flags(config: StackConfig, method: str) -> tuple[str, ...]:
     else:
         return ()
     return (*model, *_device(config.device), *config.proposer_flags)
+
+
+def method_flags(config: StackConfig) -> str:
+    """Of the one method, quoted, for a scorer that drafts by it."""
+    (method,) = config.methods
+    return shlex.join(("--method", method, *model_flags(config, method)))
 
 
 def _device(name: str) -> tuple[str, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from outrider.errors import ConfigError
@@ -27,6 +29,19 @@ def trained_layers(count: int) -> tuple[int, int, int]:
     """
     low, middle, high = default_layers(count)
     return low, middle, count - 1 if count < SHALLOW else high
+
+
+def states_read(method: str, module: Path) -> str:
+    """What `--hidden-features` of a scorer is to be for a module: of one of EAGLE-3's on disk what
+    its config.json names, in the scorer's words. Raises `ConfigError`.
+    """
+    if method != "eagle3":
+        return "final"
+    try:
+        layers = aux_layers(json.loads((module / "config.json").read_text()))
+    except (OSError, ValueError):  # to be downloaded, or who loads it says what is wrong with it
+        layers = None
+    return "eagle3" if layers is None else ",".join(map(str, layers))
 
 
 def aux_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:

@@ -108,13 +108,21 @@ def parser() -> argparse.ArgumentParser:
         metavar="STATES",
         help="hidden states to keep for proposers that read them, beside keys and values: numbers "
         "of layers (0: entering the first), final (after the last norm: EAGLE, MTP, Medusa), "
-        "eagle3 (what its modules read), or several with commas; default: none",
+        "eagle3 (what its modules read), or several with commas; default: what the in-process "
+        "proposer reads, else none",
     )
     p.add_argument(
         "--listen-unix",
         type=_socket_path,
         metavar="PATH",
         help="serve gRPC on this Unix socket, too: for proposers on the same machine",
+    )
+    p.add_argument(
+        "--in-process-proposer",
+        metavar="FLAGS",
+        help="draft in this process, in turns with its steps: the flags of a proposer that say by "
+        'which methods, quoted, as "--method eagle3 --model FOLDER"; the fastest where target and '
+        "draft share a GPU",
     )
     p.add_argument(
         "--start-timeout",
@@ -146,6 +154,13 @@ def resolve(argv: Sequence[str] | None) -> dict[str, Any]:
             f"--max-num-batched-tokens {tokens} is less than one token for each of the requests of "
             f"a batch: raise it to {rows} at least, or lower --max-num-seqs {rows}."
         )
+    flags, args["in_process_proposer"] = args["in_process_proposer"], ()
+    if flags is not None:
+        # Imported here: a scorer without starts sooner.
+        from scorer_service.in_process_flags import states_of, take
+
+        args["in_process_proposer"] = methods = take(flags, args["model"], args["device"])
+        args["hidden_features"] = args["hidden_features"] or states_of(methods)
     return args
 
 

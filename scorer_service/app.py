@@ -18,13 +18,14 @@ import transformers
 
 from outrider.config import EngineConfig
 from outrider.device import device_id
+from outrider.drafting.building.config import MethodConfig
 from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.engine import Engine
 from outrider.engine.feature_streams import MAX_AHEAD_BYTES, FeatureStreams
 from outrider.engine.policy import Policy
 from outrider.engine.ranks import RankGroup, Ranks
 from outrider.engine.worker import EngineWorker
-from outrider.errors import DeadlineError, InternalError
+from outrider.errors import ConfigError, DeadlineError, InternalError
 from outrider.models.resolve import resolve_model
 from outrider.models.tokenizer import hash_if_any
 from outrider.params import SamplingParams, SpeculationParams, StopParams
@@ -40,6 +41,8 @@ from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.constraints import Constraints
 from scorer_service.gauges import watch
 from scorer_service.hub import Hub
+from scorer_service.in_process import InProcessProposer
+from scorer_service.in_process_link import attach
 from scorer_service.loading import join, load
 from scorer_service.metrics import ScorerMetrics
 from scorer_service.registration import add_to_server
@@ -81,6 +84,7 @@ class Options:
     hidden_features: str | None
     listen_unix: str | None
     start_timeout: float  # seconds
+    in_process_proposer: tuple[MethodConfig, ...]
     deployment: Deployment
     ranks: Ranks | None
     """This process among those of its replica, not a flag; None: it is the replica."""
@@ -113,6 +117,10 @@ class ScorerApp:
     async def start(self) -> dict[str, str]:
         """Listens at once (health says NOT_SERVING), loads the model, then serves."""
         options = self._options
+        if options.ranks is not None and options.in_process_proposer:
+            raise ConfigError(
+                "--in-process-proposer is for a replica of one rank: start a proposer beside it."
+            )
         port = await self._server.start()
         data_port = await self._data_port.start()
         metrics_url = self._telemetry.serve_metrics(options.host, options.metrics_port)
@@ -129,9 +137,14 @@ class ScorerApp:
             # Before the weights: a broken file is to be told at once.
             found.append((folder, hash_if_any(folder)))
             self._group = join(options)
-            return build_engine(folder, options, self._group)
+            return build_engine(folder, options, self._group, beside)
 
-        self._worker = worker = EngineWorker(build, on_events)
+        beside: InProcessProposer | None = None
+        if options.in_process_proposer:
+            beside = InProcessProposer(
+                options.in_process_proposer, options.max_num_seqs, f"{options.scorer_id}-in-process"
+            )
+        self._worker = worker = EngineWorker(build, on_events, beside)
         info = await asyncio.wrap_future(in_thread(lambda: worker.start(options.start_timeout)))
         folder, hash_ = found[0]
         if self._group is not None:
@@ -154,6 +167,8 @@ class ScorerApp:
         self._hub = hub = Hub(worker, served, limits, metrics)
         watch(metrics, worker, hub.roster, served)
         hubs.append(hub)
+        if beside is not None:
+            attach(hub, worker, beside, served)
         self._constraints = await asyncio.wrap_future(
             in_thread(lambda: Constraints.load(folder, info))
         )
@@ -203,12 +218,23 @@ def _end(reason: str) -> None:
     os._exit(1)
 
 
-def build_engine(folder: Path, options: Options, group: RankGroup | None = None) -> Engine:
-    """Loads, checks and warms up. Runs on the engine's thread. Raises `OutriderError`s."""
+def build_engine(
+    folder: Path,
+    options: Options,
+    group: RankGroup | None = None,
+    beside: InProcessProposer | None = None,
+) -> Engine:
+    """Loads, checks and warms up, also what drafts beside it on the engine's thread: this one.
+
+    Raises `OutriderError`s.
+    """
     began = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()  # our own lines say it
     runtime.progress(NAME, f"loading {options.model} as {options.dtype} on {options.device}")
-    model, runner, step_times = load(folder, options, group)
+    say = partial(runtime.progress, NAME)
+    model, runner, step_times = load(
+        folder, options, group, lambda: None if beside is None else beside.build(say)
+    )
     config = EngineConfig(
         page_size=options.page_size,
         num_pages=model.num_pages,
@@ -231,6 +257,8 @@ def build_engine(folder: Path, options: Options, group: RankGroup | None = None)
         runner=runner,
         features=None if pool is None else FeatureStreams(pool, max_ahead_bytes=ahead),
     )
+    if beside is not None:
+        beside.bring(engine)
     loaded = time.perf_counter()
     runtime.progress(
         NAME,

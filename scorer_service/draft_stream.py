@@ -17,6 +17,7 @@ from outrider.rpc.versions import agreed_version
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.hub import Hub
+from scorer_service.outbox import Outbox
 from scorer_service.proposers import AttachedProposer
 from scorer_service.wire import Context, Wire, through_frames, through_stream
 
@@ -104,9 +105,11 @@ async def _read(proposer: AttachedProposer, wire: Wire, hub: Hub) -> None:
 
 
 async def _write(proposer: AttachedProposer, wire: Wire, hub: Hub, ring: RingWriter | None) -> None:
+    outbox = proposer.outbox
+    assert isinstance(outbox, Outbox), "it came by this stream"
     while True:
-        message = await proposer.outbox.take()
-        hub.on_taken(proposer)
+        message = await outbox.take()
+        hub.on_taken(outbox)
         await wire.write(message if ring is None else _shared(message, ring))
 
 

@@ -78,6 +78,12 @@ class Projections:
         self._held[spec.projection_sha256] = self._held.pop(spec.projection_sha256)
         return False
 
+    def note(self, spec: FeatureSpec) -> None:
+        """The engine was given this one otherwise, before any proposer attached."""
+        if spec.projection_dim:
+            self._held[spec.projection_sha256] = held = asyncio.get_running_loop().create_future()
+            held.set_result(None)
+
     async def receive(
         self,
         spec: FeatureSpec,

@@ -18,6 +18,7 @@ from outrider.types import Commit, Request, StepEvents
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.metrics import ScorerMetrics
+from scorer_service.outbox import Outbox
 from scorer_service.proposers import AttachedProposer
 from scorer_service.roster import Roster
 from scorer_service.sessions import Deliveries, Session
@@ -151,11 +152,11 @@ class Hub:
             sent += len(rows.rows)
         self._metrics.count_features(batch, sent)
 
-    def on_taken(self, proposer: AttachedProposer) -> None:
-        """What waited in a proposer's outbox is being written."""
-        for window, size in proposer.outbox.taken_feature_bytes.items():
+    def on_taken(self, outbox: Outbox) -> None:
+        """What waited for a proposer is being written."""
+        for window, size in outbox.taken_feature_bytes.items():
             self._worker.features.give_back(window, size)
-        if proposer.outbox.made_room:
+        if outbox.made_room:
             self.roster.assign_undrafted()
 
     def _watch_failures(self, events: StepEvents) -> None:

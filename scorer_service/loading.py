@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,10 +30,14 @@ def join(options: Options) -> RankGroup | None:
 
 
 def load(
-    folder: Path, options: Options, group: RankGroup | None
+    folder: Path,
+    options: Options,
+    group: RankGroup | None,
+    beside: Callable[[], None] = lambda: None,
 ) -> tuple[PagedModel, StepRunner | None, list[tuple[int, int, float]]]:
     """The model with its cache; what runs its steps if not torch alone; and how long recorded ones
-    take: (rows, tokens, seconds). All ranks of a group load at the same time.
+    take: (rows, tokens, seconds). All ranks of a group load at the same time. What the model shares
+    the device with is loaded by `beside`, and first: keys and values get what is left.
     """
     dtype = getattr(torch, options.dtype)
     device = _device(options.device) if group is None else group.device
@@ -73,6 +78,7 @@ def load(
         )
 
     if device.type != "cuda":
+        beside()
         return load_given(), None, []
     # Imported here: without a CUDA device there may be no Triton.
     from outrider.engine.cuda.memory import TRIAL_PAGES, DeviceMemory, claim_activations
@@ -95,10 +101,12 @@ def load(
         memory = DeviceMemory(device, options.gpu_memory_utilization)
         if group is not None:
             memory.limit = group.least(memory.limit)
+        beside()
         model = load_with(TRIAL_PAGES)
         if group is None or group.ranks.leads:  # nobody needs more memory than the leader
             size_cache(memory, model, limits, say)
     else:
+        beside()
         model = load_given()
     if group is not None:
         say("a model on several ranks: every step runs eagerly")

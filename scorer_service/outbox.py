@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from outrider.features import FeatureRows, FeatureWindow
 from outrider.rpc import codec
@@ -45,8 +45,38 @@ class _Waiting:
         return sent, _Waiting(self.session, self.epoch, left)
 
 
+class Recipient(Protocol):
+    """What a proposer is told of its sessions, however it is told."""
+
+    on_demand: bool
+    """Drafts are not to be made ahead."""
+
+    @property
+    def overflowed(self) -> bool:
+        """More waits than may."""
+        ...
+
+    @property
+    def crowded(self) -> bool:
+        """So much waits that sessions are better opened later."""
+        ...
+
+    @property
+    def num_closing(self) -> int:
+        """Sessions that it does not know yet to be over."""
+        ...
+
+    def open(self, session: Session) -> None: ...
+
+    def commit(self, session: Session, step_us: int) -> None: ...
+
+    def features(self, session: Session, rows: FeatureRows) -> None: ...
+
+    def close(self, session: Session) -> None: ...
+
+
 class Outbox:
-    """Messages for one proposer, merged while it is slow; bounded.
+    """Implements `Recipient`. Messages for one proposer, merged while it is slow; bounded.
 
     Whatever was put since the last `take` travels as one message: one per engine step if the
     proposer keeps up. Of a session for which nothing is drafted, some is held back. The states of

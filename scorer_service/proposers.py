@@ -12,7 +12,7 @@ from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.rpc.versions import agreed_version
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
-from scorer_service.outbox import Outbox
+from scorer_service.outbox import Outbox, Recipient
 from scorer_service.sessions import Session
 
 _MAX_NAME_CHARS: Final = 1024
@@ -32,6 +32,7 @@ class AttachedProposer:
         served: ServedModel,
         limits: DraftLimits,
         features: FeatureSpec | None = None,
+        told: Recipient | None = None,
     ) -> None:
         self.id: str = hello.proposer_id
         self.method: str = hello.method
@@ -49,7 +50,7 @@ class AttachedProposer:
         """Sessions that it may have: fewer while it has no room, as other scorers' fill it."""
         self.full_until = 0.0  # loop time; then one session more is tried
         self.probing = False  # since that was tried: each that it drafts for lets others come
-        self.outbox = Outbox(limits.max_backlog_tokens, self.methods)
+        self.outbox = told or Outbox(limits.max_backlog_tokens, self.methods)
         self.features = features
         self.window, self.prompt_window = FeatureWindow(), FeatureWindow()
         self.ready = True  # False until the scorer has the projection that it needs

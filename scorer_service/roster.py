@@ -13,6 +13,7 @@ from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.features import Projections, check_features
 from scorer_service.metrics import ScorerMetrics
+from scorer_service.outbox import Recipient
 from scorer_service.proposers import AttachedProposer, check_hello, overflow_error
 from scorer_service.sessions import Session
 
@@ -50,10 +51,11 @@ class Roster:
     def proposers(self) -> tuple[AttachedProposer, ...]:
         return tuple(self._proposers.values())
 
-    def attach(self, hello: draft_pb2.Hello) -> AttachedProposer:
+    def attach(self, hello: draft_pb2.Hello, told: Recipient | None = None) -> AttachedProposer:
         """Takes on a proposer; one of the same id that is still attached is replaced.
 
-        Running sessions without a proposer are opened on it. Raises `ProposerRefusedError` or
+        It is `told` of its sessions, or by messages that wait in its outbox. Running sessions
+        without a proposer are opened on it. Raises `ProposerRefusedError` or
         `InvalidRequestError`.
         """
         check_hello(hello, self._served)
@@ -64,7 +66,7 @@ class Roster:
                 f"{self._limits.max_proposers} proposers are attached already",
                 reason="TOO_MANY_PROPOSERS",
             )
-        proposer = AttachedProposer(hello, self._served, self._limits, features)
+        proposer = AttachedProposer(hello, self._served, self._limits, features, told)
         proposer.ready = not self.projections.lacks(features)
         if former is not None:
             self.detach(former, UnavailableError("this proposer_id dialled anew"))

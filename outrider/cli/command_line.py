@@ -150,6 +150,11 @@ def _add_stack_flags(parser: argparse.ArgumentParser) -> None:
         "does; or none (default: draft_model, but ngram for a --model without --draft-model)",
     )
     parser.add_argument(
+        "--in-process",
+        action="store_true",
+        help="draft in the scorer's process instead of a proposer's, in turns with its steps",
+    )
+    parser.add_argument(
         "--num-speculative-tokens",
         type=flag_types.speculative_tokens,
         default=4,

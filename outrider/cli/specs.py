@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.aux_layers import aux_layers
+from outrider.aux_layers import states_read
 from outrider.cli.process import ServiceSpec
 from outrider.config import SPECULATION_POLICIES
 from outrider.errors import ConfigError
@@ -35,6 +35,7 @@ class StackConfig:
     model: str | None = None
     draft_model: str | None = None
     methods: tuple[str, ...] = ("draft_model",)  # none: no proposer
+    in_process: bool = False  # the scorer drafts, without a proposer beside it
     num_speculative_tokens: int = 4
     speculation_policy: str = SPECULATION_POLICIES[0]
     dtype: str = "float32"
@@ -88,6 +89,7 @@ def scorer_spec(config: StackConfig, port: int, socket_path: str) -> ServiceSpec
 
     Two OpenMP threads: one is left to the proposer's forward.
     """
+    drafts = ("--in-process-proposer", shlex.join(_method_flags(config)))
     return _spec(
         "scorer",
         "scorer_service",
@@ -97,45 +99,49 @@ def scorer_spec(config: StackConfig, port: int, socket_path: str) -> ServiceSpec
         *("--num-speculative-tokens", config.num_speculative_tokens, "--threads", 2),
         *("--speculation-policy", config.speculation_policy),
         *(("--hidden-features", _hidden_features(config)) if config.head else ()),
+        *(drafts if config.in_process and config.methods else ()),
     )
 
 
 def proposer_spec(config: StackConfig, scorer_address: str) -> ServiceSpec:
     """The proposer's command line; more than one thread slows the scorer down."""
+    target = ("--target-model", config.model or "embedded")
+    return _spec(
+        "proposer",
+        "proposer_service",
+        *("--scorer", scorer_address, "--port", 0, "--metrics-port", 0, "--threads", 1),
+        *("--proposer-id", f"proposer-{'-'.join(config.methods)}"),
+        *_method_flags(config),
+        *(target if config.head else ()),
+    )
+
+
+def _method_flags(config: StackConfig) -> tuple[str, ...]:
+    """How it drafts."""
     # A draft's precision cannot change the text, and a model as small as the embedded draft is
     # fastest in float32 on CPU.
     dtype = config.dtype if config.draft_model else "float32"
     model: tuple[str, ...] = ("--model", config.draft_model or "embedded")
-    if config.head:
-        model = (*model, "--target-model", config.model or "embedded")
-    else:
+    if not config.head:
         model = (*model, "--dtype", dtype)
     # A default of the proposer's is longer for methods that are made for long drafts.
     longer = config.num_speculative_tokens > 16 and not {"suffix", "deterministic"} & {
         *config.methods
     }
-    return _spec(
-        "proposer",
-        "proposer_service",
-        *("--scorer", scorer_address, "--method", ",".join(config.methods), "--port", 0),
-        *("--metrics-port", 0, "--threads", 1),
-        *("--proposer-id", f"proposer-{'-'.join(config.methods)}"),
-        *(("--max-draft-tokens", config.num_speculative_tokens) if longer else ()),
+    return (
+        *("--method", ",".join(config.methods)),
+        *(("--max-draft-tokens", str(config.num_speculative_tokens)) if longer else ()),
         *(model if config.head or "draft_model" in config.methods else ()),
     )
 
 
 def _hidden_features(config: StackConfig) -> str:
-    """What the scorer is to keep for the method: of an EAGLE-3 module on disk what it names."""
-    if config.head != "eagle3":
-        return "final"
-    folder = config.draft_model
-    path = (resolve_model(None, "eagle3") if folder is None else Path(folder)) / "config.json"
-    try:
-        layers = aux_layers(json.loads(path.read_text()))
-    except (OSError, ValueError):  # to be downloaded, or the proposer says what is wrong with it
-        layers = None
-    return "eagle3" if layers is None else ",".join(map(str, layers))
+    """What the scorer is to keep for the method."""
+    assert config.head is not None
+    given = config.draft_model
+    return states_read(
+        config.head, resolve_model(None, config.head) if given is None else Path(given)
+    )
 
 
 def gateway_spec(config: StackConfig, scorer_address: str) -> ServiceSpec:

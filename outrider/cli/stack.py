@@ -155,7 +155,7 @@ class Stack:
         scorer = ServiceProcess(scorer_spec(config, scorer_port, socket_path), self._relay)
         self._essential = [scorer]
         starts = [scorer.start(START_DEADLINE_S), self._start_gateway(f"{HOST}:{scorer_port}")]
-        if config.methods:
+        if config.methods and not config.in_process:
             self._proposer = self._new_proposer()
             starts.append(self._proposer.start(START_DEADLINE_S))
         scorer_ready, gateway_ready, *proposer_ready = await _all_or_first_error(starts)

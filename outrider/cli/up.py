@@ -61,6 +61,7 @@ def stack_config(
         model=model,
         draft_model=draft_model,
         methods=methods,
+        in_process=args.in_process,
         num_speculative_tokens=args.num_speculative_tokens,
         speculation_policy=args.speculation_policy,
         dtype=args.dtype,

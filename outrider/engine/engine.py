@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
-from outrider.engine.accounts import Arrived, Committed, note_block, settle
+from outrider.engine.accounts import Arrived, Committed, Emitted, note_block, settle
 from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.batch import Model
 from outrider.engine.block_pool import BlockPool
@@ -24,6 +24,7 @@ from outrider.engine.step import Step, StepResult
 from outrider.engine.trial import Way
 from outrider.errors import ConfigError, InternalError
 from outrider.features import FeatureOrder
+from outrider.params import TokenIds
 from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEvents, StepTimings
 
 log = logging.getLogger(__name__)
@@ -193,6 +194,16 @@ class Engine:
             now=self._clock(),
             constraint=constraint,
         )
+
+    @property
+    def emitted(self) -> tuple[Emitted, ...]:
+        """What the last `collect` made true, until `launch` or `take_events` counts it."""
+        return () if self._unsettled is None else self._unsettled[0].emitted
+
+    def committed(self, session_id: int) -> TokenIds | None:
+        """A session's text as of the last `collect`; None if it is unknown."""
+        seq = self._scheduler.by_session.get(session_id)
+        return None if seq is None else tuple(seq.token_ids)
 
     def abort(self, session_id: int) -> None:
         """Forgets a session; unknown ones too. No event follows."""

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from outrider.draft_tree import DraftTree
 from outrider.engine.constraint import ConstraintEditor
@@ -22,7 +22,7 @@ from outrider.errors import (
     OutriderError,
     UnavailableError,
 )
-from outrider.features import FeatureOrder
+from outrider.features import FeatureBatch, FeatureOrder
 from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEvents
 from outrider.watchdog import Watchdog
 
@@ -36,6 +36,26 @@ _Work = Callable[[Engine], None]
 Block = tuple[int, DraftTree, str, int, float, str]
 """A validated draft: session, tree, proposer, microseconds that it took, when it came (on
 `perf_counter`'s clock), method. Named tuples take five times as long."""
+
+
+class Companion(Protocol):
+    """Drafts on the engine's thread, in turns with its steps."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has something to do, though no step has ended."""
+        ...
+
+    def take_turn(self, engine: Engine) -> FeatureBatch | None:
+        """A step has ended, or nothing has happened: drafts before the next one begins.
+
+        Takes what is there of hidden states, and returns what others asked for of them.
+        """
+        ...
+
+    def rest(self) -> None:
+        """The next step is on its way: there is time for what nobody waits for."""
+        ...
 
 
 class _Command(NamedTuple):
@@ -52,10 +72,14 @@ class EngineWorker:
     """
 
     def __init__(
-        self, build: Callable[[], Engine], on_events: Callable[[StepEvents], None]
+        self,
+        build: Callable[[], Engine],
+        on_events: Callable[[StepEvents], None],
+        companion: Companion | None = None,
     ) -> None:
         self._build = build
         self._on_events = on_events
+        self._companion = companion
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._watchdog = Watchdog(self._thread)
         self._wakeup = threading.Condition()
@@ -104,6 +128,13 @@ class EngineWorker:
             self._sessions.add(request.session_id)
             self._submitted += 1
             self._push(lambda engine: engine.submit(request, constraint), request.session_id)
+
+    def carry_out(self, work: _Work, session_id: int | None = None) -> None:
+        """Has it done on the engine's thread, in order with all else; `session_id`: only while
+        that session has not ended."""
+        with self._wakeup:
+            if session_id is None or session_id in self._sessions:
+                self._push(work, session_id)
 
     def abort(self, session_id: int) -> None:
         """Ends a session without further events. Unknown sessions are ignored."""
@@ -219,16 +250,19 @@ class EngineWorker:
 
     def _serve(self, engine: Engine) -> None:
         """Until it is stopped. What a step raises ends its sessions, and not this."""
-        stop = False
+        stop, companion = False, self._companion
         while not stop:
             failure: OutriderError | None = None
+            left: FeatureBatch | None = None
             try:
                 # States that are sent without a step must not wait for one.
-                may_sleep = not engine.collect()
+                may_sleep = not (engine.collect() or (companion is not None and companion.busy))
                 stop = self._carry_out_commands(engine, may_sleep=may_sleep)
                 if stop:
                     failure = UnavailableError("The engine stops.")
                 else:
+                    if companion is not None:
+                        left = companion.take_turn(engine)
                     engine.launch()
             except Exception as error:
                 failure = _logged(error)
@@ -237,10 +271,14 @@ class EngineWorker:
                 events = engine.take_events()
             except Exception as error:
                 events, failure = None, _logged(error)
+            if left is not None:
+                events = replace(events or StepEvents((), (), None), features=left)
             if events is not None:
                 self._publish(engine, events)
             if failure is not None:
                 self._publish(engine, self._fail_all(engine, failure))
+            elif companion is not None:
+                companion.rest()
 
     def _carry_out_commands(self, engine: Engine, *, may_sleep: bool) -> bool:
         """Carries out what was queued, sleeping first if nothing was and no step could run.
