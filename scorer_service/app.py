@@ -19,6 +19,7 @@ import transformers
 from outrider.config import EngineConfig
 from outrider.device import device_id
 from outrider.drafting.building.config import MethodConfig
+from outrider.drafting.building.methods import build_proposer
 from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.engine import Engine
 from outrider.engine.feature_streams import MAX_AHEAD_BYTES, FeatureStreams
@@ -141,8 +142,10 @@ class ScorerApp:
 
         beside: InProcessProposer | None = None
         if options.in_process_proposer:
+            say = partial(runtime.progress, NAME)
             beside = InProcessProposer(
-                options.in_process_proposer, options.max_num_seqs, f"{options.scorer_id}-in-process"
+                partial(build_proposer, options.in_process_proposer, options.max_num_seqs, say),
+                f"{options.scorer_id}-in-process",
             )
         self._worker = worker = EngineWorker(build, on_events, beside)
         info = await asyncio.wrap_future(in_thread(lambda: worker.start(options.start_timeout)))
@@ -231,10 +234,8 @@ def build_engine(
     began = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()  # our own lines say it
     runtime.progress(NAME, f"loading {options.model} as {options.dtype} on {options.device}")
-    say = partial(runtime.progress, NAME)
-    model, runner, step_times = load(
-        folder, options, group, lambda: None if beside is None else beside.build(say)
-    )
+    beside_it = () if beside is None else (beside.build,)
+    model, runner, step_times = load(folder, options, group, *beside_it)
     config = EngineConfig(
         page_size=options.page_size,
         num_pages=model.num_pages,

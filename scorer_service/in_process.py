@@ -11,16 +11,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Protocol, cast
 
 import torch
 
 from outrider.drafting.branch_plan import NO_PACE
-from outrider.drafting.building.config import MethodConfig, Say
-from outrider.drafting.building.methods import build_proposer
-from outrider.drafting.proposer import FeatureProposer, SessionKey, SessionStart
+from outrider.drafting.proposer import FeatureProposer, Proposer, SessionKey, SessionStart
 from outrider.engine.engine import Engine
 from outrider.features import FeatureBatch, FeatureRows
 from outrider.params import TokenIds
@@ -30,7 +28,8 @@ from outrider.v1 import draft_pb2
 from scorer_service.config import ServedModel
 
 POOL: Final = "in-process"
-_MAX_FAILURES: Final = 3  # drafts in a row that fail until no more are tried
+_MAX_FAILURES: Final = 3  # of the method, until it is tried no more
+_FORGIVEN: Final = 64  # drafts, after which former failures count no longer
 _log = logging.getLogger(__name__)
 
 
@@ -61,23 +60,21 @@ class _Followed:
 class InProcessProposer:
     """Implements `outrider.engine.worker.Companion`. All of it happens on the engine's thread."""
 
-    def __init__(self, methods: Sequence[MethodConfig], max_sessions: int, proposer_id: str):
-        self._methods = methods
-        self._max_sessions = max_sessions
+    def __init__(self, build: Callable[[], tuple[Proposer, str]], proposer_id: str) -> None:
+        self._build = build
         self.id = proposer_id
         self._told: Told | None = None
         self._keys: dict[int, SessionKey] = {}  # by session
         self._followed: dict[SessionKey, _Followed] = {}
         self._last_key = 0
         self._wanting: dict[SessionKey, None] = {}
-        self._failures = 0  # in a row
+        self._failures = 0
+        self._good = 0  # drafts since the last failure
 
-    def build(self, say: Say) -> None:
+    def build(self) -> None:
         """Loads the method. Raises `ConfigError` and `UnsupportedModelError`."""
         threads = torch.get_num_threads()
-        self._proposer, self._tokenizer_hash = build_proposer(
-            self._methods, self._max_sessions, say
-        )
+        self._proposer, self._tokenizer_hash = self._build()
         torch.set_num_threads(threads)  # the engine's
         traits = self._proposer.traits
         self._names = traits.methods or (traits.method,)
@@ -180,6 +177,7 @@ class InProcessProposer:
         except Exception:
             _log.exception("drafting failed")
             self._failures += 1
+            self._good = 0
             for key in [*self._followed]:
                 with contextlib.suppress(Exception):
                     self._proposer.forget(key)
@@ -236,7 +234,9 @@ class InProcessProposer:
                 del self._wanting[key]
         for key in round_.lost:
             self._lose(key)
-        self._failures = 0
+        self._good += 1
+        if self._good == _FORGIVEN:
+            self._failures = 0
 
     def _answered(self, key: SessionKey) -> _Followed:
         del self._wanting[key]

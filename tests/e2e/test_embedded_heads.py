@@ -18,10 +18,12 @@ SAMPLINGS = ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5})
 NUM_TOKENS = 48
 
 
-@pytest.fixture(scope="module", params=["eagle3", "mtp"])
+@pytest.fixture(scope="module", params=["eagle3", "mtp", "eagle3 --in-process"])
 def stack(request: pytest.FixtureRequest) -> Iterator[tuple[str, Up]]:
-    with running("--method", request.param, *EVERY_ROUND) as up:
-        yield request.param, up
+    method, *within = request.param.split()
+    with running("--method", method, *within, *EVERY_ROUND) as up:
+        assert ("proposer_service" in up.services) != bool(within)
+        yield method, up
 
 
 async def test_text_is_the_targets_and_drafts_come_true(stack: tuple[str, Up]) -> None:

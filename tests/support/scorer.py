@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from outrider.config import EngineConfig
+from outrider.drafting.proposer import Proposer
 from outrider.engine.batch import PackedBatch
 from outrider.engine.constraint import ConstraintCompiler
 from outrider.engine.engine import Engine
@@ -29,6 +30,8 @@ from outrider.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.constraints import Constraints
 from scorer_service.hub import Hub
+from scorer_service.in_process import InProcessProposer
+from scorer_service.in_process_link import attach
 from scorer_service.metrics import ScorerMetrics
 from scorer_service.registration import add_to_server
 from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving
@@ -163,10 +166,12 @@ async def running_scorer(
     shared: Path | None = None,
     data_connections: bool = True,
     tls: TlsFiles | None = None,
+    in_process: Callable[[PacedModel], Proposer] | None = None,
 ) -> AsyncIterator[RunningScorer]:
     """Afterwards every page is free and the engine's books agree.
 
-    Proposers may leave memory to be shared in the folder `shared`.
+    Proposers may leave memory to be shared in the folder `shared`. `in_process` makes a method
+    that the scorer drafts by itself.
     """
     loop = asyncio.get_running_loop()
     limits = limits or DraftLimits()
@@ -175,6 +180,10 @@ async def running_scorer(
     streams = FeatureStreams(model.capture(features)) if isinstance(model, PacedFeatures) else None
     engines: list[Engine] = []
     hubs: list[Hub] = []
+    beside: InProcessProposer | None = None
+    if in_process is not None:
+        method = in_process(model)
+        beside = InProcessProposer(lambda: (method, TOKENIZER_HASH), "in-process-0")
 
     def build() -> Engine:
         config = EngineConfig(
@@ -187,12 +196,15 @@ async def running_scorer(
         # A fixed patience: the adaptive policy would not wait for a proposer on a busy machine.
         patient = policy(config.num_speculative_tokens, max_wait_s=0.05)
         engines.append(Engine(model, config, policy=patient, features=streams))
+        if beside is not None:
+            beside.build()
+            beside.bring(engines[0])
         return engines[0]
 
     def on_events(events: StepEvents) -> None:
         loop.call_soon_threadsafe(hubs[0].on_events, events)
 
-    worker = EngineWorker(build, on_events)
+    worker = EngineWorker(build, on_events, beside)
     info = worker.start(10)
     served = ServedModel(
         scorer_id="scorer-0",
@@ -208,6 +220,8 @@ async def running_scorer(
     )
     hub = Hub(worker, served, limits, ScorerMetrics(telemetry.registry, "default"))
     hubs.append(hub)
+    if beside is not None:
+        attach(hub, worker, beside, served)
     servicer = ScorerServicer(telemetry)
     constraints = Constraints(compiler)
     unix = None if unix_path is None else str(unix_path)

@@ -1,0 +1,239 @@
+"""A scorer that drafts in its own process: text never depends on it, whatever its method does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import grpc
+import pytest
+
+from outrider.draft_tree import DraftTree
+from outrider.drafting.branch_plan import NO_PACE, Pace
+from outrider.drafting.draft_model import DraftModelProposer
+from outrider.drafting.hybrid import HybridProposer
+from outrider.drafting.ngram import NgramProposer
+from outrider.drafting.proposer import DraftRound, Proposer, SessionKey
+from outrider.errors import ProposerRefusedError
+from outrider.features import FeatureSpec
+from tests.support.features import CAPTURED, SIZE, RowReader, selection
+from tests.support.guessing import guessing
+from tests.support.hash_model import HashModel
+from tests.support.reader_service import serving
+from tests.support.scorer import (
+    MAX_LEN,
+    VOCAB,
+    Output,
+    PacedModel,
+    RunningScorer,
+    generate_request,
+    running_scorer,
+)
+from tests.support.scripted_proposer import proposing
+
+FINAL = FeatureSpec(SIZE, (), final_norm=True)
+PROMPTS = [[(7 * i + j) % VOCAB for j in range(3 + 14 * i)] for i in range(6)]
+
+
+def draft_model(_model: PacedModel, **limits: int) -> DraftModelProposer:
+    """The target itself, in other pages."""
+    model = HashModel(VOCAB, num_pages=512, max_model_len=MAX_LEN)
+    return DraftModelProposer(model, name="hash", max_branches=0, **limits)
+
+
+def ngram(_model: PacedModel) -> NgramProposer:
+    return NgramProposer(prompt_lookup_min=1, max_branches=0)
+
+
+def reads(spec: FeatureSpec = FINAL) -> Callable[[PacedModel], RowReader]:
+    """Drafts from hidden states, of which it checks each; every third draft ends wrong."""
+    matrix = None
+    if spec.projection_dim:
+        spec, matrix = selection(CAPTURED, spec.projection_dim)
+
+    def made(model: PacedModel) -> RowReader:
+        def guess(tokens: Sequence[int], k: int) -> DraftTree:
+            text = model.greedy_text(tokens, k)
+            if len(tokens) % 3 == 0 and k:
+                text[-1] = (text[-1] + 1) % VOCAB
+            return DraftTree.chain(len(tokens), text)
+
+        return RowReader(spec, guess, vocab_size=VOCAB, projection=matrix)
+
+    return made
+
+
+class Kept:
+    """Makes a method and keeps it for the test to look at."""
+
+    def __init__(self, make: Callable[[PacedModel], Proposer]) -> None:
+        self._make = make
+
+    def __call__(self, model: PacedModel) -> Proposer:
+        self.method = self._make(model)
+        return self.method
+
+
+async def generate_all(scorer: RunningScorer, **how: float) -> list[Output]:
+    jobs = [scorer.generate(prompt, max_tokens=40, **how) for prompt in PROMPTS]  # type: ignore[arg-type]
+    return list(await asyncio.gather(*jobs))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("draft_model", draft_model),
+        ("ngram", ngram),
+        ("eagle", reads()),
+        ("eagle", reads(FeatureSpec(SIZE, (), projection_dim=3))),
+        ("both", lambda model: HybridProposer([ngram(model), draft_model(model)])),
+    ],
+    ids=["draft model", "ngram", "hidden states", "projected", "two methods"],
+)
+async def test_text_is_the_targets(
+    name: str, make: Callable[[PacedModel], Proposer], temperature: float
+) -> None:
+    kept = Kept(make)
+    features = CAPTURED if name == "eagle" else None
+    async with running_scorer(in_process=kept, features=features) as scorer:
+        outputs = await generate_all(scorer, temperature=temperature)
+        plain = await generate_all(scorer, temperature=temperature, enabled=False)
+        [proposer] = scorer.hub.roster.proposers
+        assert (proposer.window.on_the_way, proposer.prompt_window.on_the_way) == (0, 0)
+    assert [each.token_ids for each in outputs] == [each.token_ids for each in plain]
+    aux = [each.aux_info for each in outputs]
+    assert {tuple(each.proposer_ids) for each in aux} == {("in-process-0",)}
+    assert all(each.waits <= 1 for each in aux), "for a first draft at most"
+    assert kept.method.num_sessions == 0, "all of them are over"
+    if isinstance(kept.method, RowReader):
+        assert kept.method.wrong == 0
+        assert kept.method.rows_seen > sum(map(len, PROMPTS))
+    if name != "ngram" and temperature == 0.0:
+        assert sum(each.accepted for each in aux) > 30
+
+
+class Broken(NgramProposer):
+    """Fails in `where` whenever its turn has come so often."""
+
+    def __init__(self, where: str, every: int) -> None:
+        super().__init__(prompt_lookup_min=1, max_branches=0)
+        self.failures = 0
+        self._where, self._every, self._calls = where, every, 0
+
+    def _maybe_fail(self, where: str) -> None:
+        self._calls += where == self._where
+        if where == self._where and self._calls % self._every == 0:
+            self.failures += 1
+            raise RuntimeError("the method fell over")
+
+    def open(self, *args: object) -> None:
+        self._maybe_fail("open")
+        super().open(*args)  # type: ignore[arg-type]
+
+    def commit(self, *args: object) -> None:
+        self._maybe_fail("commit")
+        super().commit(*args)  # type: ignore[arg-type]
+
+    def close(self, session: SessionKey) -> None:
+        self._maybe_fail("close")
+        super().close(session)
+
+    def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:
+        self._maybe_fail("draft")
+        return super().draft(sessions, pace)
+
+    def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:
+        self._maybe_fail("ahead")
+        return super().ahead(sessions, pace)
+
+
+@pytest.mark.parametrize("every", [1, 7])
+@pytest.mark.parametrize("where", ["open", "commit", "close", "draft", "ahead"])
+async def test_a_method_that_fails_costs_its_drafts_alone(where: str, every: int) -> None:
+    kept = Kept(lambda _: Broken(where, every))
+    async with running_scorer(in_process=kept) as scorer:
+        for _ in range(2):
+            for prompt, output in zip(PROMPTS, await generate_all(scorer), strict=True):
+                assert output.token_ids == scorer.model.greedy_text(prompt, 40)
+        assert isinstance(kept.method, Broken)
+        assert 1 <= kept.method.failures <= 3
+        tried_on = bool(scorer.hub.roster.proposers)
+        assert tried_on == (kept.method.failures < 3), "three times, and no more is tried"
+
+
+async def test_a_method_that_fails_again_and_again_is_given_up() -> None:
+    kept = Kept(lambda _: Broken("commit", 1))
+    async with running_scorer(in_process=kept) as scorer, asyncio.timeout(20):
+        while scorer.hub.roster.proposers:
+            output = await scorer.generate(PROMPTS[1], max_tokens=20)
+            assert output.token_ids == scorer.model.greedy_text(PROMPTS[1], 20)
+        assert isinstance(kept.method, Broken)
+        assert kept.method.failures == 3
+
+
+async def test_sessions_without_a_place_get_one_later() -> None:
+    """By then the engine has gone on with them: what is drafted after is what it knows."""
+    kept = Kept(lambda model: draft_model(model, max_sessions=2))
+    async with running_scorer(in_process=kept, pause_s=0.001) as scorer:
+        outputs = await generate_all(scorer)
+        for prompt, output in zip(PROMPTS, outputs, strict=True):
+            assert output.token_ids == scorer.model.greedy_text(prompt, 40)
+        late = [each.aux_info for each in outputs if each.aux_info.k_histogram[0] > 2]
+        assert len(late) >= 2
+        assert sum(each.accepted > 0 for each in late) >= 2
+
+
+async def test_sessions_that_are_lost_are_opened_again() -> None:
+    """The pages hold some of the texts: others give way, and come back."""
+    model = HashModel(VOCAB, num_pages=60, max_model_len=MAX_LEN)
+    kept = Kept(lambda _: DraftModelProposer(model, name="hash", max_branches=0))
+    async with running_scorer(in_process=kept) as scorer:
+        for _ in range(3):
+            for prompt, output in zip(PROMPTS, await generate_all(scorer), strict=True):
+                assert output.token_ids == scorer.model.greedy_text(prompt, 40)
+    assert kept.method.num_sessions == 0
+
+
+async def test_requests_that_are_cancelled_leave_nothing_behind() -> None:
+    kept = Kept(draft_model)
+    async with running_scorer(in_process=kept, pause_s=0.002) as scorer:
+        calls = [scorer.stub.Generate(generate_request(p, max_tokens=90)) for p in PROMPTS]
+        for call in calls:
+            await call.read()
+            call.cancel()
+        await scorer.until(lambda: kept.method.num_sessions == 0, "all sessions are closed")
+        assert (await scorer.generate(PROMPTS[0])).aux_info.accepted > 0
+
+
+async def test_beside_proposers_of_other_methods_requests_choose() -> None:
+    async with (
+        running_scorer(in_process=ngram) as scorer,
+        serving(scorer.address, draft_model(scorer.model)),
+    ):
+        await scorer.until(lambda: len(scorer.hub.roster.proposers) == 2, "both are attached")
+        chosen = [await scorer.generate(PROMPTS[3], method=m) for m in ("ngram", "draft_model")]
+        assert chosen[0].token_ids == chosen[1].token_ids
+        ids = [list(each.aux_info.proposer_ids) for each in chosen]
+        assert ids[0] == ["in-process-0"] != ids[1]
+
+
+async def test_sessions_of_a_proposer_that_leaves_go_on_in_process() -> None:
+    async with running_scorer(in_process=draft_model, pause_s=0.002) as scorer:
+        [here] = scorer.hub.roster.proposers
+        here.draining = True  # no place yet
+        async with proposing(guessing(scorer)):
+            call = scorer.stub.Generate(generate_request(PROMPTS[2], max_tokens=100))
+            tokens = list((await call.read()).token_ids)
+            here.draining = False
+        while (message := await call.read()) is not grpc.aio.EOF:
+            tokens += message.token_ids
+            last = message
+        assert tokens == scorer.model.greedy_text(PROMPTS[2], 100)
+        assert set(last.aux_info.proposer_ids) == {"proposer-0", "in-process-0"}
+
+
+async def test_a_method_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ProposerRefusedError, match="captures none"):
+        async with running_scorer(in_process=reads()):
+            pass

@@ -1,0 +1,70 @@
+"""What `--in-process-proposer` makes of a scorer's flags."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outrider.drafting.building.config import DraftModelConfig, HeadConfig, NgramConfig
+from outrider.errors import ConfigError
+from scorer_service.__main__ import resolve
+
+
+def test_without_it_a_scorer_drafts_nothing() -> None:
+    flags = resolve([])
+    assert (flags["in_process_proposer"], flags["hidden_features"]) == ((), None)
+
+
+def test_a_draft_model_drafts_on_demand_where_the_target_is() -> None:
+    flags = resolve(
+        ["--device=cuda:1", "--in-process-proposer=--method draft_model --model 'a folder'"]
+    )
+    [method] = flags["in_process_proposer"]
+    assert isinstance(method, DraftModelConfig)
+    assert (method.device, method.model, method.max_branches) == ("cuda", "a folder", 0)
+    assert flags["hidden_features"] is None
+
+
+def test_a_module_reads_the_scorers_own_model(tmp_path: Path) -> None:
+    names = {"eagle_aux_hidden_state_layer_ids": [2, 14, 25]}
+    (tmp_path / "config.json").write_text(json.dumps(names))
+    module = f"--in-process-proposer=--method ngram,eagle3 --model {tmp_path} --tree-width 1"
+    flags = resolve(["--model=target", module])
+    copies, reads = flags["in_process_proposer"]
+    assert isinstance(copies, NgramConfig)
+    assert isinstance(reads, HeadConfig)
+    assert (reads.target_model, reads.tree_width) == ("target", 1)
+    assert flags["hidden_features"] == "2,14,25"
+    assert resolve(["--hidden-features=1,2", module])["hidden_features"] == "1,2"
+
+
+@pytest.mark.parametrize(
+    ("method", "states"), [("eagle3", "2,4,7"), ("mtp", "final"), ("medusa", "final")]
+)
+def test_embedded_modules_say_what_they_read(method: str, states: str) -> None:
+    flags = resolve([f"--in-process-proposer=--method {method}"])
+    assert flags["hidden_features"] == states
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--method lucky", "invalid choice: 'lucky'"),
+        ("--method ngram --scorer here:1", "unrecognized arguments: --scorer here:1"),
+        ("--method 'ngram", "No closing quotation"),
+        ("--method ngram --model x", "--model is of no use"),
+        ("--method draft_model,eagle3", "only one model"),
+        ("--method eagle", "needs --model"),
+        ("--max-draft-tokens 0", "--max-draft-tokens is 1 to"),
+    ],
+)
+def test_bad_flags_are_refused(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve([f"--in-process-proposer={flags}"])
+
+
+def test_a_module_of_the_embedded_target_serves_no_other() -> None:
+    with pytest.raises(ConfigError, match="needs --model"):
+        resolve(["--model=another", "--in-process-proposer=--method eagle3"])
