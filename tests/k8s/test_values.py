@@ -86,7 +86,7 @@ def test_services_accept_their_flags(values: Path, tmp_path: Path) -> None:
         (tmp_path / name).touch()
     parsers = {
         "gateway": gateway_main._parser().parse_args,
-        "scorer": scorer_main.parser().parse_args,
+        "scorer": scorer_main.resolve,
         "proposer": proposer_main.parse,
     }
     seen = set()
@@ -96,6 +96,8 @@ def test_services_accept_their_flags(values: Path, tmp_path: Path) -> None:
             args = [arg.replace("/etc/outrider/tls", str(tmp_path)) for arg in container["args"]]
             parsers[service](args)  # exits where it does not know one
             seen.add(service)
+            if any(arg.startswith("--in-process-proposer=") for arg in args):
+                seen.add("proposer")
     assert seen == set(parsers)
 
 

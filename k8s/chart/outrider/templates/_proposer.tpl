@@ -17,17 +17,7 @@ args:
   - --proposer-id=$(POD_NAME){{ if $sidecar }}-{{ .pool }}{{ end }}
   - --pool={{ .pool }}
   - --scorer={{ if $sidecar }}unix:/run/outrider/scorer.sock{{ else }}{{ include "outrider.scorers" .root }}{{ end }}
-  - --method={{ .values.method }}
-  {{- if include "outrider.weights" . }}
-  - --model={{ .values.model }}
-  {{- if include "outrider.module" . }}
-  - --target-model={{ .root.Values.model.name }}
-  {{- end }}
-  {{- with .values.dtype }}
-  - --dtype={{ . }}
-  {{- end }}
-  - --device={{ .values.device }}
-  {{- end }}
+  {{- include "outrider.drafting" (dict "values" .values "target" .root.Values.model.name) | nindent 2 }}
   - --start-timeout={{ .root.Values.startSeconds }}
   - --drain-grace-seconds={{ .values.drainGraceSeconds }}
   {{- with include "outrider.tlsFlags" .root }}{{ . | trim | nindent 2 }}{{ end }}
@@ -84,6 +74,43 @@ volumeMounts:
   {{- end }}
 {{- end -}}
 
+{{/* Flags of how a pool drafts, or a scorer itself, which knows target and device. Arguments: values,
+     target. */}}
+{{- define "outrider.drafting" -}}
+- --method={{ .values.method }}
+{{- if include "outrider.weights" . }}
+- --model={{ .values.model }}
+{{- if and .target (include "outrider.module" .) }}
+- --target-model={{ .target }}
+{{- end }}
+{{- with .values.dtype }}
+- --dtype={{ . }}
+{{- end }}
+{{- with .values.device }}
+- --device={{ . }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* How the scorers draft themselves, with what a pool's values say of it; empty: not. Returns YAML. */}}
+{{- define "outrider.inProcess" -}}
+{{- with .Values.scorer.inProcess -}}
+{{- if .method }}{{ merge (dict "model" (default "embedded" .model)) . | toYaml }}{{ end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The same as flags in one text, which the scorer splits as a shell does. */}}
+{{- define "outrider.inProcessFlags" -}}
+{{- with include "outrider.inProcess" . | fromYaml -}}
+{{- $words := list -}}
+{{- range printf "%s\n%s" (include "outrider.drafting" (dict "values" .)) (include "outrider.flags" .flags) | fromYamlArray -}}
+{{- $quoted := printf "'%s'" (replace "'" "'\"'\"'" .) -}}
+{{- $words = append $words (ternary . $quoted (regexMatch "^[-A-Za-z0-9_@%+=:,./]+$" .)) -}}
+{{- end -}}
+{{- join " " $words -}}
+{{- end -}}
+{{- end -}}
+
 {{/* A pool's methods that read the target's hidden states, with commas between. Arguments: values. */}}
 {{- define "outrider.module" -}}
 {{- $found := list -}}
@@ -91,6 +118,11 @@ volumeMounts:
 {{- if has $method (list "eagle3" "mtp" "eagle" "medusa" "mlp_speculator") }}{{ $found = append $found $method }}{{ end -}}
 {{- end -}}
 {{- join "," $found -}}
+{{- end -}}
+
+{{/* What they read of these states, for --hidden-features: eagle3 or final. Arguments: values. */}}
+{{- define "outrider.states" -}}
+{{- with include "outrider.module" . }}{{ ternary "eagle3" "final" (eq . "eagle3") }}{{ end -}}
 {{- end -}}
 
 {{/* A pool's methods that have weights, likewise: --model can name those of one. */}}

@@ -9,15 +9,31 @@
 {{- toJson $names -}}
 {{- end -}}
 
-{{/* Hidden states that the scorers keep: what is asked for, else what the pools' methods read. */}}
+{{/* Hidden states that the scorers keep: what is asked for, else what the pools' methods read, and
+     beside them what the scorers' own does. That alone is left to the scorers, which can tell which
+     layers a module in a folder reads. */}}
 {{- define "outrider.hiddenFeatures" -}}
 {{- $states := list -}}
 {{- range $pool := keys .Values.proposers -}}
-{{- with include "outrider.module" (dict "values" (include "outrider.pool" (dict "root" $ "pool" $pool) | fromYaml)) -}}
-{{- $states = append $states (ternary "eagle3" "final" (eq . "eagle3")) -}}
+{{- $states = append $states (include "outrider.states" (dict "values" (include "outrider.pool" (dict "root" $ "pool" $pool) | fromYaml))) -}}
+{{- end -}}
+{{- with include "outrider.inProcess" . | fromYaml -}}
+{{- if compact $states }}{{ $states = append $states (include "outrider.states" (dict "values" .)) }}{{ end -}}
+{{- end -}}
+{{- default ($states | compact | uniq | sortAlpha | join ",") .Values.scorer.hiddenFeatures -}}
+{{- end -}}
+
+{{/* What a scorer downloads to draft itself: arguments of the init container, as a JSON list. */}}
+{{- define "outrider.inProcessFetch" -}}
+{{- $names := list -}}
+{{- with include "outrider.inProcess" . | fromYaml -}}
+{{- $args := dict "values" . -}}
+{{- if and (include "outrider.weights" $args) (include "outrider.isRemote" .model) -}}
+{{- $names = append $names .model -}}
+{{- if include "outrider.module" $args }}{{ $names = append $names (printf "--module-of=%s" $.Values.model.name) }}{{ end -}}
 {{- end -}}
 {{- end -}}
-{{- default ($states | uniq | sortAlpha | join ",") .Values.scorer.hiddenFeatures -}}
+{{- toJson $names -}}
 {{- end -}}
 
 {{/* torchrun, which starts this pod's ranks of the service. */}}
@@ -52,7 +68,9 @@ command:
 {{- $args := dict "root" .root "component" "scorer" "values" $values "grouped" .rank "claim" (not (empty .root.Values.model.cache.storage)) -}}
 {{- $image := include "outrider.image" (dict "root" .root "service" "scorer" "device" $values.device) -}}
 {{- $remote := include "outrider.isRemote" .root.Values.model.name -}}
-{{- $fetches := $remote -}}
+{{- $draft := include "outrider.inProcessFetch" .root | fromJsonArray -}}
+{{- $fetched := or $remote $draft -}}
+{{- $fetches := $fetched -}}
 {{- $sidecars := list -}}
 {{- if ne .rank "follower" -}}
 {{- range $pool := include "outrider.sidecars" .root | fromJsonArray -}}
@@ -71,9 +89,14 @@ metadata:
     app.kubernetes.io/part-of: outrider
 spec:
   {{- include "outrider.podSpec" $args | nindent 2 }}
-  {{- if $remote }}
+  {{- if $fetched }}
   initContainers:
+    {{- if $remote }}
     - {{ include "outrider.fetch" (dict "root" .root "container" "fetch-model" "image" $image "args" (list .root.Values.model.name)) | nindent 6 | trim }}
+    {{- end }}
+    {{- with $draft }}
+    - {{ include "outrider.fetch" (dict "root" $root "container" "fetch-draft" "image" $image "args" .) | nindent 6 | trim }}
+    {{- end }}
   {{- end }}
   containers:
     - name: scorer
@@ -98,6 +121,9 @@ spec:
         {{- with include "outrider.hiddenFeatures" .root }}
         - --hidden-features={{ . }}
         {{- end }}
+        {{- with include "outrider.inProcessFlags" .root }}
+        - {{ printf "--in-process-proposer=%s" . | quote }}
+        {{- end }}
         {{- if $sidecars }}
         - --listen-unix=/run/outrider/scorer.sock
         {{- end }}
@@ -105,7 +131,7 @@ spec:
         {{- with include "outrider.flags" $values.flags }}{{ . | trim | nindent 8 }}{{ end }}
       env:
         {{- include "outrider.podName" .root | nindent 8 }}
-        {{- with include "outrider.env" (dict "root" .root "model" $remote "env" $values.env) }}{{ . | trim | nindent 8 }}{{ end }}
+        {{- with include "outrider.env" (dict "root" .root "model" $fetched "env" $values.env) }}{{ . | trim | nindent 8 }}{{ end }}
       {{- if ne .rank "follower" }}
       ports:
         - {name: grpc, containerPort: 7001}
