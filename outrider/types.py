@@ -159,6 +159,8 @@ class StepTimings:
     gap_ms: float | None = None
     """Host time from the previous step's result to this one's launch, in which the device has no
     work; None if the step did not follow directly: it waited for drafts or work."""
+    draft_ms: float = 0.0
+    """Before this step, for drafts on the engine's own thread; no part of the others."""
 
 
 @dataclass(frozen=True, slots=True)

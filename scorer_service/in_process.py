@@ -20,7 +20,8 @@ import torch
 from outrider.drafting.branch_plan import NO_PACE
 from outrider.drafting.proposer import FeatureProposer, Proposer, SessionKey, SessionStart
 from outrider.engine.engine import Engine
-from outrider.features import FeatureBatch, FeatureRows
+from outrider.engine.worker import Turn
+from outrider.features import FeatureRows
 from outrider.params import TokenIds
 from outrider.rpc.feature_codec import features_to_proto
 from outrider.rpc.versions import PROTOCOL_VERSION
@@ -142,7 +143,7 @@ class InProcessProposer:
     def busy(self) -> bool:
         return bool(self._wanting)
 
-    def take_turn(self, engine: Engine) -> FeatureBatch | None:
+    def take_turn(self, engine: Engine) -> Turn:
         features = None if engine.features is None else engine.features.take()
         mine: list[FeatureRows] = []
         if engine.features is not None and features is not None:
@@ -151,6 +152,7 @@ class InProcessProposer:
                 engine.features.give_back(rows.window, len(rows.rows))
             left = tuple([rows for rows in features.rows if not self._is_mine(rows)])
             features = replace(features, rows=left) if left else None
+        began = time.perf_counter()
         with self._careful():
             for rows in mine:
                 self._take(rows)
@@ -162,7 +164,7 @@ class InProcessProposer:
                         self.close(seq.session_id)
             if self._wanting:
                 self._draft(engine)
-        return features
+        return Turn(time.perf_counter() - began, features)
 
     def rest(self) -> None:
         if self._told is not None:

@@ -29,7 +29,7 @@ _POWERS = tuple(float(2**i) for i in range(13))
 _MAX_PROPOSERS, _MAX_POOLS = 1024, 256
 _OTHER = "other"  # pool of proposers beyond these limits
 ROUND_FATES = ("hit", "late", "wrong")
-_STEP_PARTS = ("schedule", "forward", "verify", "commit", "idle", "gap")
+_STEP_PARTS = ("draft", "schedule", "forward", "verify", "commit", "idle", "gap")
 _ROUND_PARTS = ("propose", "network", "wait", "score", "commit")
 
 
@@ -200,6 +200,7 @@ class ScorerMetrics:
     def observe_step(self, timings: StepTimings, counts: StepCounts) -> None:
         """One engine step."""
         parts = (
+            timings.draft_ms or None,
             timings.schedule_ms,
             timings.forward_ms,
             timings.verify_ms,
@@ -266,7 +267,7 @@ class ScorerMetrics:
             self._plain_seconds.inc(counts.plain_s)
             # Rows waited longer than the engine if other rows' steps ran meanwhile.
             waited_s = min(timings.idle_ms / 1e3, counts.wait_s)
-            step_s = (timings.forward_ms + timings.verify_ms) / 1e3
+            step_s = (timings.draft_ms + timings.forward_ms + timings.verify_ms) / 1e3
             self._decode_seconds.inc(host_s + step_s + waited_s)
 
     def _counter(self, name: str, description: str) -> Counter:

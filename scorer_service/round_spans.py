@@ -118,12 +118,15 @@ def round_bounds(
 ) -> Bounds:
     """Where the parts of a round, from commit to commit, begin and end.
 
-    `block` is when the draft came and how long drafting took. Without one, or with one that came
+    `block` is when the draft came and how long drafting took; a scorer that drafts itself has done
+    so right before the step. Without one, or with one that came
     when the step had begun, nothing was waited for but the step. Where on its way the rest of a
     draft's time was spent is not known: all of it is drawn before the drafting.
     """
     committing = max(began, ended - round(timings.commit_ms * _MS))
     scoring = max(began, committing - round((timings.forward_ms + timings.verify_ms) * _MS))
+    if block is None and timings.draft_ms:
+        block = scoring, round(timings.draft_ms * _MS)
     arrived = drafting = began
     if block is not None and block[0] <= scoring:
         arrived = max(began, block[0])

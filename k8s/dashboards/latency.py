@@ -96,7 +96,8 @@ def latency() -> Dashboard:
             "A step": (
                 Graph(
                     "Mean step by part",
-                    "idle: no row was ready; gap: host time with no work on the device.",
+                    "draft: of a scorer that drafts itself; idle: no row was ready; gap: host time "
+                    "with no work on the device.",
                     "s",
                     (
                         Series(

@@ -97,9 +97,10 @@ class Engine:
         """One round of all ready rows; None if none is ready before `wake_at`."""
         return self.take_events() if self.launch() and self.collect() else None
 
-    def launch(self) -> bool:
+    def launch(self, drafted_s: float = 0.0) -> bool:
         """Hands the ready rows to the runner; False if none is ready before `wake_at`.
 
+        Since the last step so many seconds were spent on drafts, on this thread.
         `collect` comes next. In between, `abort` must not be called. What the step before taught
         is taken in here, while the device works.
         """
@@ -124,10 +125,13 @@ class Engine:
             forward_ms=0.0,
             verify_ms=0.0,
             commit_ms=0.0,
-            idle_ms=(began - self._idle_since) * 1e3,
+            idle_ms=(began - self._idle_since - drafted_s) * 1e3,
             num_rows=len(step.rows),
             num_tokens=step.num_tokens,
-            gap_ms=None if self._result_at is None else (launched - self._result_at) * 1e3,
+            gap_ms=None
+            if self._result_at is None
+            else (launched - self._result_at - drafted_s) * 1e3,
+            draft_ms=drafted_s * 1e3,
         )
         self._in_flight = _InFlight(step, pending, scheduled, timings)
         self._settle()

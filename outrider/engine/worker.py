@@ -38,6 +38,13 @@ Block = tuple[int, DraftTree, str, int, float, str]
 `perf_counter`'s clock), method. Named tuples take five times as long."""
 
 
+class Turn(NamedTuple):
+    """What came of a companion's turn."""
+
+    drafted_s: float  # seconds
+    left: FeatureBatch | None  # hidden states that others asked for
+
+
 class Companion(Protocol):
     """Drafts on the engine's thread, in turns with its steps."""
 
@@ -46,10 +53,10 @@ class Companion(Protocol):
         """Whether it has something to do, though no step has ended."""
         ...
 
-    def take_turn(self, engine: Engine) -> FeatureBatch | None:
+    def take_turn(self, engine: Engine) -> Turn:
         """A step has ended, or nothing has happened: drafts before the next one begins.
 
-        Takes what is there of hidden states, and returns what others asked for of them.
+        Takes what is there of hidden states.
         """
         ...
 
@@ -251,6 +258,7 @@ class EngineWorker:
     def _serve(self, engine: Engine) -> None:
         """Until it is stopped. What a step raises ends its sessions, and not this."""
         stop, companion = False, self._companion
+        drafted_s = 0.0  # since the last step began
         while not stop:
             failure: OutriderError | None = None
             left: FeatureBatch | None = None
@@ -262,8 +270,10 @@ class EngineWorker:
                     failure = UnavailableError("The engine stops.")
                 else:
                     if companion is not None:
-                        left = companion.take_turn(engine)
-                    engine.launch()
+                        turn = companion.take_turn(engine)
+                        drafted_s, left = drafted_s + turn.drafted_s, turn.left
+                    if engine.launch(drafted_s):
+                        drafted_s = 0.0
             except Exception as error:
                 failure = _logged(error)
             # From here on the device works on the next step, if there is one.

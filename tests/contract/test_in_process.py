@@ -101,6 +101,7 @@ async def test_text_is_the_targets(
         plain = await generate_all(scorer, temperature=temperature, enabled=False)
         [proposer] = scorer.hub.roster.proposers
         assert (proposer.window.on_the_way, proposer.prompt_window.on_the_way) == (0, 0)
+        assert scorer.metric("step_time_seconds_sum", part="draft") > 0.0
     assert [each.token_ids for each in outputs] == [each.token_ids for each in plain]
     aux = [each.aux_info for each in outputs]
     assert {tuple(each.proposer_ids) for each in aux} == {("in-process-0",)}

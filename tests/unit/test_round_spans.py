@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from outrider.engine.rounds import Drafting
@@ -24,8 +24,10 @@ STEP = StepTimings(
 )
 
 
-def parts(block: tuple[int, int] | None, ended: int = 20) -> list[tuple[str, float, float]]:
-    bounds = round_bounds(0, ended * MS, block, STEP)
+def parts(
+    block: tuple[int, int] | None, ended: int = 20, step: StepTimings = STEP
+) -> list[tuple[str, float, float]]:
+    bounds = round_bounds(0, ended * MS, block, step)
     assert (bounds[0], bounds[-1]) == (0, ended * MS)
     assert list(bounds) == sorted(bounds)
     found = zip(PARTS, bounds, bounds[1:], strict=False)
@@ -46,6 +48,15 @@ def test_a_round_whose_draft_was_at_hand_or_late() -> None:
     on_hand = [("wait", 0, 12), ("score", 12, 18), ("commit", 18, 20)]
     assert parts(None) == on_hand
     assert parts((13 * MS, 4 * MS)) == on_hand
+
+
+def test_a_scorer_that_drafts_does_so_right_before_the_step() -> None:
+    assert parts(None, step=replace(STEP, draft_ms=7.0)) == [
+        ("wire", 0, 5),
+        ("propose", 5, 12),
+        ("score", 12, 18),
+        ("commit", 18, 20),
+    ]
 
 
 def test_clocks_that_disagree_leave_no_part_outside_the_round() -> None:

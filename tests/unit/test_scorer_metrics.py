@@ -100,6 +100,15 @@ def test_a_wait_costs_the_engine_at_most_its_idle_time(wait_s: float, waited_s: 
     assert metrics("decode_plain_seconds_total") == pytest.approx(0.06)
 
 
+def test_drafts_on_the_engines_thread_are_a_part_of_the_step() -> None:
+    metrics = Metrics()
+    metrics.scorer.observe_step(replace(TIMINGS, draft_ms=30.0), replace(COUNTS, wait_s=0.0))
+    assert metrics("decode_seconds_total") == pytest.approx(0.056)
+    assert metrics("step_time_seconds_sum", part="draft") == pytest.approx(0.03)
+    metrics.scorer.observe_step(TIMINGS, COUNTS)  # of a scorer that does not
+    assert metrics("step_time_seconds_count", part="draft") == 1
+
+
 def test_a_step_with_a_prompt_says_nothing_about_the_speedup() -> None:
     metrics = Metrics()
     metrics.scorer.observe_step(TIMINGS, replace(COUNTS, plain_s=0.0))
