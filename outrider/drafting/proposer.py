@@ -196,7 +196,8 @@ class Follower:
         """
         self.num_draft_tokens = min(num_draft_tokens, self.max_draft_tokens)
         if self.silent:
-            self.length = max(self.length, base_len + len(tokens))
+            if base_len <= self.length:
+                self.length = max(self.length, base_len + len(tokens))
             return ()
         overlap = len(self.tokens) - base_len
         if overlap < 0:

@@ -124,7 +124,7 @@ class Bench:
         """What is being sent to the proposer now."""
         async with asyncio.timeout(5):
             message = await proposer.outbox.take()
-        self.hub.on_taken(proposer)
+        self.hub.on_taken(proposer.outbox)
         return message
 
     def step(

@@ -56,7 +56,7 @@ class Scorer:
         try:
             taking.send(None)
         except StopIteration as taken:
-            self.bench.hub.on_taken(self.proposer)
+            self.bench.hub.on_taken(self.proposer.outbox)
             message: SessionMessage = taken.value
             self.opened += [opened.session for opened in message.batch.opens]
             return message

@@ -198,7 +198,7 @@ async def test_features_travel_with_the_commits_that_they_belong_to() -> None:
     assert (features.session, features.epoch, features.start) == (session.id, 1, 0)
     assert features.rows == bytes(8)
     assert len(batch.opens) == len(batch.commits) == 1
-    bench.hub.on_taken(reader)
+    bench.hub.on_taken(reader.outbox)
     assert bench.worker.features.given_back[1:] == [(reader.window, 8)]
     bench.hub.roster.reassign(session)
     bench.step(features=(FeatureRows(session.id, order, 2, b"late"),))
