@@ -72,7 +72,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--start-timeout", type=float, default=300.0, help="seconds, per process")
     p.add_argument("--request-timeout", type=float, default=120.0, help="seconds, per request")
     p.add_argument(
-        "--out", type=Path, default=Path("benchmarks/results/gpu_serve"), help="without suffix"
+        "--out",
+        type=Path,
+        help="without suffix; default: benchmarks/results/gpu_serve, or gpu_serve_in_process",
     )
     return p
 
@@ -80,6 +82,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """0: measured, or soaked without a fault; 1: the soak found one; 2: it could not run."""
     args = parser().parse_args(argv)
+    name = "gpu_serve_in_process" if args.in_process else "gpu_serve"
+    args.out = args.out or Path("benchmarks/results", name)
     return guarded(lambda: _run(args))
 
 

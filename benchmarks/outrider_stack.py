@@ -25,6 +25,7 @@ from outrider.methods import HIDDEN_STATE_METHODS
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, scorer_pb2
 from outrider.v1.scorer_pb2_grpc import ScorerServiceStub
+from scorer_service.in_process import POOL
 
 METHODS = ("draft_model", "ngram")
 _RPC_TIMEOUT_S = 10.0
@@ -152,7 +153,12 @@ class Stack:
         deadline = time.monotonic() + timeout_s
         while True:
             info = self._runner.run(self._info())
-            alive = Counter(p.method for p in info.proposers if not p.set_aside)
+            # Beside those of its own, a scorer of feature_path.py drafts itself.
+            alive = Counter(
+                p.method
+                for p in info.proposers
+                if not p.set_aside and p.proposer_id.endswith(POOL) == self.config.in_process
+            )
             wanted = Counter(self.config.methods * len(self.config.routes))
             if alive >= wanted:
                 return

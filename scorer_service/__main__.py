@@ -156,6 +156,7 @@ def resolve(argv: Sequence[str] | None) -> dict[str, Any]:
         )
     flags, args["in_process_proposer"] = args["in_process_proposer"], ()
     if flags is not None:
+        os.environ["OMP_NUM_THREADS"] = str(args["threads"])  # as in `main`: it loads NumPy
         # Imported here: a scorer without starts sooner.
         from scorer_service.in_process_flags import states_of, take
 

@@ -27,6 +27,7 @@ from outrider.rpc.feature_codec import features_to_proto
 from outrider.rpc.versions import PROTOCOL_VERSION
 from outrider.v1 import draft_pb2
 from scorer_service.config import ServedModel
+from scorer_service.in_process_flags import naming_flag
 
 POOL: Final = "in-process"
 _MAX_FAILURES: Final = 3  # of the method, until it is tried no more
@@ -75,7 +76,8 @@ class InProcessProposer:
     def build(self) -> None:
         """Loads the method. Raises `ConfigError` and `UnsupportedModelError`."""
         threads = torch.get_num_threads()
-        self._proposer, self._tokenizer_hash = self._build()
+        with naming_flag():
+            self._proposer, self._tokenizer_hash = self._build()
         torch.set_num_threads(threads)  # the engine's
         traits = self._proposer.traits
         self._names = traits.methods or (traits.method,)
@@ -87,7 +89,7 @@ class InProcessProposer:
         """Hands the engine the projection that the method asks for."""
         spec = self._proposer.traits.features
         if self._reader is not None and spec is not None and spec.projection_dim:
-            assert engine.features is not None, "checked by `Roster.attach`"
+            assert engine.features is not None, "`states_of` saw to it"
             engine.features.put_projection(spec, bytearray(self._reader.projection))
 
     def hello(self, served: ServedModel) -> draft_pb2.Hello:
@@ -144,6 +146,7 @@ class InProcessProposer:
         return bool(self._wanting)
 
     def take_turn(self, engine: Engine) -> Turn:
+        began = time.perf_counter()
         features = None if engine.features is None else engine.features.take()
         mine: list[FeatureRows] = []
         if engine.features is not None and features is not None:
@@ -151,8 +154,7 @@ class InProcessProposer:
             for rows in mine:  # read by nobody else, whatever happens
                 engine.features.give_back(rows.window, len(rows.rows))
             left = tuple([rows for rows in features.rows if not self._is_mine(rows)])
-            features = replace(features, rows=left) if left else None
-        began = time.perf_counter()
+            features = replace(features, rows=left)
         with self._careful():
             for rows in mine:
                 self._take(rows)
@@ -219,11 +221,12 @@ class InProcessProposer:
     def _draft(self, engine: Engine) -> None:
         began = time.perf_counter()
         round_ = self._proposer.draft([*self._wanting], NO_PACE)
-        draft_us = round((time.perf_counter() - began) * 1e6)
+        now = time.perf_counter()  # the same for all: they were drafted in one batch
+        draft_us = round((now - began) * 1e6)
         for key, tree in round_.drafts:
             known = self._answered(key)
             method = self._names[round_.methods.get(key, 0)]
-            engine.post_block(known.id, tree, self.id, draft_us, method=method)
+            engine.post_block(known.id, tree, self.id, draft_us, now, method=method)
             if not known.drafted and self._told is not None:
                 known.drafted = True
                 self._told.first_draft(known.id, known.epoch)

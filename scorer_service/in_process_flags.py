@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from outrider.aux_layers import states_read
 from outrider.drafting.building.config import HeadConfig, MethodConfig, check_methods
@@ -15,18 +16,33 @@ from outrider.drafting.building.flags import add_method_flags, take_methods
 from outrider.errors import ConfigError
 from outrider.models.resolve import EMBEDDED, resolve_model
 
+_FLAG: Final = "--in-process-proposer"
+
 
 def take(flags: str, model: str, device: str) -> tuple[MethodConfig, ...]:
     """The methods of a scorer of `model` on `device`. Raises `ConfigError`."""
-    parser = _Parser(prog="--in-process-proposer", add_help=False)
+    parser = _Parser(prog=_FLAG, add_help=False)
     add_method_flags(parser, device.partition(":")[0])
+    with naming_flag():
+        try:
+            words = shlex.split(flags)
+        except ValueError as error:
+            raise ConfigError(f"{error}: {flags}") from error
+        args = parser.parse_args(words)
+        if args.target_model not in (EMBEDDED, model):
+            raise ConfigError(f"--target-model {args.target_model} is not the --model {model}.")
+        methods = take_methods(args)
+        check_methods(methods)
+        return tuple(_within(method, model) for method in methods)
+
+
+@contextlib.contextmanager
+def naming_flag() -> Iterator[None]:
+    """A `ConfigError` says that the flags it speaks of are those of the quoted ones."""
     try:
-        words = shlex.split(flags)
-    except ValueError as error:
-        raise ConfigError(f"--in-process-proposer: {error}: {flags}") from error
-    methods = take_methods(parser.parse_args(words))
-    check_methods(methods)
-    return tuple(_within(method, model) for method in methods)
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{_FLAG}: {error.message}") from error
 
 
 def states_of(methods: Sequence[MethodConfig]) -> str | None:
@@ -48,4 +64,4 @@ def _within(method: MethodConfig, model: str) -> MethodConfig:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"--in-process-proposer: {message}")
+        raise ConfigError(message)

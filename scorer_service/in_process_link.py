@@ -6,7 +6,7 @@ import asyncio
 
 from outrider.drafting.proposer import SessionStart
 from outrider.engine.worker import EngineWorker
-from outrider.errors import InternalError
+from outrider.errors import ConfigError, InternalError, OutriderError
 from outrider.features import FeatureRows
 from outrider.rpc.feature_codec import features_from_proto
 from outrider.v1 import draft_pb2
@@ -20,11 +20,14 @@ from scorer_service.sessions import Session
 def attach(
     hub: Hub, worker: EngineWorker, proposer: InProcessProposer, served: ServedModel
 ) -> None:
-    """Gives it to the roster. Raises what `Roster.attach` raises."""
+    """Gives it to the roster. Raises `ConfigError` if it does not fit."""
     hello = proposer.hello(served)
     if hello.HasField("features"):
         hub.roster.projections.note(features_from_proto(hello.features))
-    attached = hub.roster.attach(hello, _Commands(worker, proposer))
+    try:
+        attached = hub.roster.attach(hello, _Commands(worker, proposer))
+    except OutriderError as error:
+        raise ConfigError(f"--in-process-proposer: {error.message}") from error
     proposer.tell(_OnLoop(asyncio.get_running_loop(), hub, attached))
 
 
@@ -90,7 +93,7 @@ class _OnLoop:
         self._loop.call_soon_threadsafe(self._hub.roster.on_lost, self._proposer, lost)
 
     def failed(self) -> None:
-        error = InternalError("drafting failed several times in a row; the log has the details")
+        error = InternalError("drafting failed several times; the log has the details")
         self._loop.call_soon_threadsafe(self._hub.roster.detach, self._proposer, error)
 
     def _first_draft(self, session_id: int, epoch: int) -> None:

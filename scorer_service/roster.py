@@ -211,16 +211,18 @@ class Roster:
         # A draft model processes the prompt for its first draft: not where none is of use.
         session.num_draft_tokens = k if self._worker.drafting else 0
         proposer.sessions[session.id] = session
-        proposer.outbox.open(session)
-        self._worker.set_drafting(
-            session.id,
-            proposer.id,
-            k,
-            runs_ahead=proposer.runs_ahead,
-            own_device=proposer.own_device,
-            asked=session.num_draft_tokens > 0,
-            features=proposer.feature_order(session),
-        )
+        with self._worker.together():  # else a draft could come before it is welcome
+            proposer.outbox.open(session)
+            self._worker.set_drafting(
+                session.id,
+                proposer.id,
+                k,
+                runs_ahead=proposer.runs_ahead,
+                own_device=proposer.own_device,
+                in_turns=proposer.in_turns,
+                asked=session.num_draft_tokens > 0,
+                features=proposer.feature_order(session),
+            )
 
     def assign_undrafted(self) -> None:
         """Gives the sessions without a proposer one, as far as there is room.

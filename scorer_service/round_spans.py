@@ -118,10 +118,10 @@ def round_bounds(
 ) -> Bounds:
     """Where the parts of a round, from commit to commit, begin and end.
 
-    `block` is when the draft came and how long drafting took; a scorer that drafts itself has done
-    so right before the step. Without one, or with one that came
-    when the step had begun, nothing was waited for but the step. Where on its way the rest of a
-    draft's time was spent is not known: all of it is drawn before the drafting.
+    `block` is when the draft came and how long drafting took. A scorer that drafts itself has done
+    so right before the step, for this row or for others: all wait for it. Without either, or with
+    a block that came when the step had begun, nothing was waited for but the step. Where on its
+    way the rest of a draft's time was spent is not known: all of it is drawn before the drafting.
     """
     committing = max(began, ended - round(timings.commit_ms * _MS))
     scoring = max(began, committing - round((timings.forward_ms + timings.verify_ms) * _MS))

@@ -223,12 +223,14 @@ class Engine:
         *,
         runs_ahead: bool = False,
         own_device: bool = False,
+        in_turns: bool = False,
         asked: bool = True,
         features: FeatureOrder | None = None,
     ) -> None:
         """A proposer drafts for the session from now on; None: nobody does.
 
         `own_device`: another than the engine's, so neither slows the other down.
+        `in_turns`: it is this engine's `Companion`.
         `asked`: it knows that a draft is wanted. Otherwise the next commit says so.
         `features`: it is to be sent these of the target's states, from the first position on.
         """
@@ -238,6 +240,7 @@ class Engine:
             if self.features is not None:
                 self.features.follow(seq, features)
             seq.drafting.can_run_ahead, seq.drafting.own_device = runs_ahead, own_device
+            seq.drafting.in_turns = in_turns
             self._policy.attach(seq, proposer_id, max_draft_tokens, self._clock(), asked=asked)
 
     def post_block(

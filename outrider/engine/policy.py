@@ -247,7 +247,7 @@ class Policy:
         """A row emitted tokens; `wrong` says that its draft fell off the committed path."""
         d = seq.drafting
         if d.looked_at is not None:
-            free = round_.accepted if d.hit else 0
+            free = round_.accepted if d.hit and not d.in_turns else 0
             d.free_tokens += (free - d.free_tokens) * (1 - HIT_FADE)
         if d.looked_at is None or not d.asked:  # no draft was to come before
             d.awaited_since = now

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -136,6 +137,10 @@ class EngineWorker:
             self._submitted += 1
             self._push(lambda engine: engine.submit(request, constraint), request.session_id)
 
+    def together(self) -> AbstractContextManager[object]:
+        """What is asked for within it is carried out between the same two steps."""
+        return self._wakeup  # its lock may be taken again
+
     def carry_out(self, work: _Work, session_id: int | None = None) -> None:
         """Has it done on the engine's thread, in order with all else; `session_id`: only while
         that session has not ended."""
@@ -159,12 +164,14 @@ class EngineWorker:
         *,
         runs_ahead: bool = False,
         own_device: bool = False,
+        in_turns: bool = False,
         asked: bool = True,
         features: FeatureOrder | None = None,
     ) -> None:
         """Says who drafts for a session; None: nobody, so its row never waits.
 
         `own_device`: whether it computes on another device than the engine.
+        `in_turns`: whether it is the engine's companion.
         `asked`: whether its first draft was asked for already, or waits for a commit to do so.
         `features`: what it is to be sent of the target's states, from the first position on.
         """
@@ -177,6 +184,7 @@ class EngineWorker:
                         max_draft_tokens,
                         runs_ahead=runs_ahead,
                         own_device=own_device,
+                        in_turns=in_turns,
                         asked=asked,
                         features=features,
                     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import grpc
 import pytest
@@ -14,7 +15,8 @@ from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.ngram import NgramProposer
 from outrider.drafting.proposer import DraftRound, Proposer, SessionKey
-from outrider.errors import ProposerRefusedError
+from outrider.engine.engine import Engine
+from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
 from tests.support.features import CAPTURED, SIZE, RowReader, selection
 from tests.support.guessing import guessing
@@ -112,6 +114,21 @@ async def test_text_is_the_targets(
         assert kept.method.rows_seen > sum(map(len, PROMPTS))
     if name != "ngram" and temperature == 0.0:
         assert sum(each.accepted for each in aux) > 30
+
+
+async def test_blocks_of_a_batch_came_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By that the policy knows a batch: the first of its drafts tells what it took."""
+    came: list[float] = []
+    post_block = Engine.post_block
+
+    def noted(self: Engine, *block: Any, **how: Any) -> object:
+        came.append(block[4])
+        return post_block(self, *block, **how)
+
+    monkeypatch.setattr(Engine, "post_block", noted)
+    async with running_scorer(in_process=draft_model, pause_s=0.001) as scorer:
+        await generate_all(scorer)
+    assert 2 * len(set(came)) < len(came)
 
 
 class Broken(NgramProposer):
@@ -235,6 +252,6 @@ async def test_sessions_of_a_proposer_that_leaves_go_on_in_process() -> None:
 
 
 async def test_a_method_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ProposerRefusedError, match="captures none"):
+    with pytest.raises(ConfigError, match=r"^--in-process-proposer: eagle needs"):
         async with running_scorer(in_process=reads()):
             pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -68,6 +69,9 @@ class RecordingWorker:
     def abort(self, session_id: int) -> None:
         self.aborted.append(session_id)
 
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def set_drafting(
         self,
         session_id: int,
@@ -76,9 +80,11 @@ class RecordingWorker:
         *,
         runs_ahead: bool = False,  # noqa: ARG002
         own_device: bool = False,
+        in_turns: bool = False,
         asked: bool = True,
         features: FeatureOrder | None = None,
     ) -> None:
+        assert not in_turns, "nobody here is the engine's companion"
         self.set[session_id] = (proposer_id, k)
         self.asked[session_id] = asked
         self.own_device[session_id] = own_device

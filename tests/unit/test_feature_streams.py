@@ -188,7 +188,7 @@ def test_a_failing_step_forgets_no_command_that_is_not_its_sessions() -> None:
         assert engine.features is not None
         entered, go_on = queue.SimpleQueue[None](), queue.SimpleQueue[None]()
 
-        def failing() -> None:
+        def failing(_drafted_s: float) -> None:
             entered.put(None)
             go_on.get(timeout=20)
             raise RuntimeError("a bug")

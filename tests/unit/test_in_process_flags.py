@@ -58,10 +58,11 @@ def test_embedded_modules_say_what_they_read(method: str, states: str) -> None:
         ("--method draft_model,eagle3", "only one model"),
         ("--method eagle", "needs --model"),
         ("--max-draft-tokens 0", "--max-draft-tokens is 1 to"),
+        ("--method eagle3 --target-model another", "--target-model another is not"),
     ],
 )
 def test_bad_flags_are_refused(flags: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=f"^--in-process-proposer: .*{message}"):
         resolve([f"--in-process-proposer={flags}"])
 
 

@@ -146,5 +146,5 @@ def recording(shapes: Sequence[LoopShape], device: torch.device, say: Say) -> It
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             "The recorded draft loops do not fit into the device's memory: lower "
-            "--kv-cache-memory, --max-draft-tokens or --max-sessions."
+            "--kv-cache-memory, --max-draft-tokens or --max-sessions (a scorer's --max-num-seqs)."
         ) from error
