@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import ConfigError
+from outrider.models.resolve import EMBEDDED, resolve_model
 
 KEY = "eagle_aux_hidden_state_layer_ids"
 SHALLOW = 24  # a target with fewer layers: its third from last leaves out an eighth and more
@@ -31,14 +32,19 @@ def trained_layers(count: int) -> tuple[int, int, int]:
     return low, middle, count - 1 if count < SHALLOW else high
 
 
-def states_read(method: str, module: Path) -> str:
-    """What `--hidden-features` of a scorer is to be for a module: of one of EAGLE-3's on disk what
-    its config.json names, in the scorer's words. Raises `ConfigError`.
+def states_read(method: str, module: str | None) -> str:
+    """What `--hidden-features` of a scorer is to be for a module, None or "embedded" for the one
+    that ships with Outrider: of one of EAGLE-3's on disk what its config.json names, in the
+    scorer's words. Raises `ConfigError`.
     """
     if method != "eagle3":
         return "final"
+    if module is None or module == EMBEDDED:
+        folder = resolve_model(None, method)
+    else:
+        folder = Path(module).expanduser()
     try:
-        layers = aux_layers(json.loads((module / "config.json").read_text()))
+        layers = aux_layers(json.loads((folder / "config.json").read_text()))
     except (OSError, ValueError):  # to be downloaded, or who loads it says what is wrong with it
         layers = None
     return "eagle3" if layers is None else ",".join(map(str, layers))

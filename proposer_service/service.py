@@ -12,12 +12,11 @@ from typing import Final
 from outrider.device import device_id
 from outrider.drafting.building.methods import build_proposer
 from outrider.drafting.proposer import Proposer
-from outrider.rpc.feature_codec import features_to_proto
+from outrider.hello import hello_of
 from outrider.rpc.runtime import progress
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.targets import Targets, join_address
 from outrider.rpc.telemetry import Telemetry, configure
-from outrider.rpc.versions import PROTOCOL_VERSION
 from outrider.v1 import draft_pb2, proposer_pb2_grpc
 from proposer_service.config import ProposerConfig
 from proposer_service.link import ScorerLink
@@ -123,25 +122,15 @@ class ProposerService:
 
     def _hello(self) -> draft_pb2.Hello:
         assert self._method is not None
-        traits = self._method.traits
-        return draft_pb2.Hello(
-            protocol_version=PROTOCOL_VERSION,
+        hello = hello_of(
+            self._method.traits,
+            self._method.tokenizer_hash,
             proposer_id=self._proposer_id,
-            incarnation=self._incarnation,
-            method=traits.method,
-            model=traits.model,
-            vocab_size=traits.vocab_size,
-            tokenizer_hash=self._method.tokenizer_hash,
-            max_sessions=traits.max_sessions,
-            max_draft_tokens=traits.max_draft_tokens,
-            max_model_len=traits.max_model_len,
             pool=self._config.pool,
-            runs_ahead=traits.runs_ahead,
-            methods=traits.methods,
-            features=features_to_proto(traits.features),
             device=device_id(self._config.device),
-            data_connection=True,
         )
+        hello.incarnation, hello.data_connection = self._incarnation, True
+        return hello
 
 
 def _build(config: ProposerConfig) -> tuple[Proposer, str]:

@@ -22,9 +22,8 @@ from outrider.drafting.proposer import FeatureProposer, Proposer, SessionKey, Se
 from outrider.engine.engine import Engine
 from outrider.engine.worker import Turn
 from outrider.features import FeatureRows
+from outrider.hello import hello_of
 from outrider.params import TokenIds
-from outrider.rpc.feature_codec import features_to_proto
-from outrider.rpc.versions import PROTOCOL_VERSION
 from outrider.v1 import draft_pb2
 from scorer_service.config import ServedModel
 from scorer_service.in_process_flags import naming_flag
@@ -94,20 +93,11 @@ class InProcessProposer:
 
     def hello(self, served: ServedModel) -> draft_pb2.Hello:
         """What it is, as other proposers say it."""
-        traits = self._proposer.traits
-        return draft_pb2.Hello(
-            protocol_version=PROTOCOL_VERSION,
+        return hello_of(
+            self._proposer.traits,
+            self._tokenizer_hash,
             proposer_id=self.id,
-            method=traits.method,
-            model=traits.model,
-            vocab_size=traits.vocab_size,
-            tokenizer_hash=self._tokenizer_hash,
-            max_sessions=traits.max_sessions,
-            max_draft_tokens=traits.max_draft_tokens,
-            max_model_len=traits.max_model_len,
             pool=POOL,
-            methods=traits.methods,
-            features=features_to_proto(traits.features),
             device=served.device,  # whatever it computes on: steps and drafts take turns
         )
 
@@ -149,12 +139,13 @@ class InProcessProposer:
         began = time.perf_counter()
         features = None if engine.features is None else engine.features.take()
         mine: list[FeatureRows] = []
+        left: list[FeatureRows] = []
         if engine.features is not None and features is not None:
-            mine = [rows for rows in features.rows if self._is_mine(rows)]
+            for rows in features.rows:
+                (mine if self._is_mine(rows) else left).append(rows)
             for rows in mine:  # read by nobody else, whatever happens
                 engine.features.give_back(rows.window, len(rows.rows))
-            left = tuple([rows for rows in features.rows if not self._is_mine(rows)])
-            features = replace(features, rows=left)
+            features = replace(features, rows=tuple(left))
         with self._careful():
             for rows in mine:
                 self._take(rows)

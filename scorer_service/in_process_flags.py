@@ -7,14 +7,13 @@ import contextlib
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Final, NoReturn
 
 from outrider.aux_layers import states_read
 from outrider.drafting.building.config import HeadConfig, MethodConfig, check_methods
 from outrider.drafting.building.flags import add_method_flags, take_methods
 from outrider.errors import ConfigError
-from outrider.models.resolve import EMBEDDED, resolve_model
+from outrider.models.resolve import EMBEDDED
 
 _FLAG: Final = "--in-process-proposer"
 
@@ -49,9 +48,7 @@ def states_of(methods: Sequence[MethodConfig]) -> str | None:
     """What they read of the target's hidden states, for `--hidden-features`."""
     for method in methods:
         if isinstance(method, HeadConfig):
-            embedded = method.model == EMBEDDED
-            folder = resolve_model(None, method.name) if embedded else Path(method.model)
-            return states_read(method.name, folder.expanduser())
+            return states_read(method.name, method.model)
     return None
 
 

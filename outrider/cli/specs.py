@@ -89,7 +89,7 @@ def scorer_spec(config: StackConfig, port: int, socket_path: str) -> ServiceSpec
 
     Two OpenMP threads: one is left to the proposer's forward.
     """
-    drafts = ("--in-process-proposer", shlex.join(_method_flags(config)))
+    within = config.in_process and config.methods
     return _spec(
         "scorer",
         "scorer_service",
@@ -98,8 +98,12 @@ def scorer_spec(config: StackConfig, port: int, socket_path: str) -> ServiceSpec
         *("--served-model-name", config.served_model_name, "--dtype", config.dtype),
         *("--num-speculative-tokens", config.num_speculative_tokens, "--threads", 2),
         *("--speculation-policy", config.speculation_policy),
-        *(("--hidden-features", _hidden_features(config)) if config.head else ()),
-        *(drafts if config.in_process and config.methods else ()),
+        *(
+            ("--hidden-features", states_read(config.head, config.draft_model))
+            if config.head
+            else ()
+        ),
+        *(("--in-process-proposer", shlex.join(_method_flags(config))) if within else ()),
     )
 
 
@@ -132,15 +136,6 @@ def _method_flags(config: StackConfig) -> tuple[str, ...]:
         *("--method", ",".join(config.methods)),
         *(("--max-draft-tokens", str(config.num_speculative_tokens)) if longer else ()),
         *(model if config.head or "draft_model" in config.methods else ()),
-    )
-
-
-def _hidden_features(config: StackConfig) -> str:
-    """What the scorer is to keep for the method."""
-    assert config.head is not None
-    given = config.draft_model
-    return states_read(
-        config.head, resolve_model(None, config.head) if given is None else Path(given)
     )
 
 
