@@ -129,6 +129,8 @@ class _Result:
     runner: Instant
     step: Step
 
+    verified = None
+
     def wait(self) -> StepResult:
         seconds = 0.004 + 2e-6 * self.step.num_tokens
         self.runner.lead_s += seconds

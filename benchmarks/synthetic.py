@@ -49,6 +49,8 @@ class _Synthetic:
     step: Step
     accepted: Callable[[ScheduledRow], int]
 
+    verified = None  # the device has the true verdicts
+
     def wait(self) -> StepResult:
         # While the step runs, and after its launch was timed: of a real step this is no part.
         accepted = tuple(self.accepted(row) for row in self.step.rows)

@@ -19,6 +19,7 @@ import torch
 
 from outrider.drafting.branch_plan import NO_PACE
 from outrider.drafting.proposer import FeatureProposer, Proposer, SessionKey, SessionStart
+from outrider.drafting.trail import Trailer, TrailRow
 from outrider.engine.engine import Engine
 from outrider.engine.worker import Turn
 from outrider.features import FeatureRows
@@ -159,9 +160,10 @@ class InProcessProposer:
                 self._draft(engine)
         return Turn(time.perf_counter() - began, features)
 
-    def rest(self) -> None:
+    def rest(self, engine: Engine) -> None:
         if self._told is not None:
             with self._careful():
+                self._draft_behind(engine)
                 self._proposer.ahead((), NO_PACE)
 
     @contextlib.contextmanager
@@ -233,6 +235,21 @@ class InProcessProposer:
         self._good += 1
         if self._good == _FORGIVEN:
             self._failures = 0
+
+    def _draft_behind(self, engine: Engine) -> None:
+        """Has the drafts that the step in flight will ask for begin on the device when it ends."""
+        verdicts, trailer = engine.verdicts, self._proposer
+        if verdicts is None or not isinstance(trailer, Trailer):
+            return
+        rows: list[TrailRow] = []
+        for seq, piece, draft, _ in verdicts.rows:
+            key, wanted = self._keys.get(seq.session_id), seq.drafting.num_draft_tokens
+            plain = len(piece.token_ids) == 1 + len(draft) and not piece.parents
+            # A constraint may cut what is accepted.
+            if key is None or not wanted or not plain or seq.constraint is not None:
+                return  # one by itself would cost nearly as much as all of them
+            rows.append(TrailRow(key, draft, wanted))
+        trailer.draft_behind(rows, verdicts.tokens)
 
     def _answered(self, key: SessionKey) -> _Followed:
         del self._wanting[key]

@@ -199,6 +199,22 @@ class ChainInputs:
         self._ints[: len(ints)] = ints
         self._device[: len(ints)].copy_(self._host[: len(ints)], non_blocking=True)
 
+    def follow(self, shape: LoopShape, count: int, verdicts: Tensor) -> None:
+        """Enqueues what makes the first `count` rows go on from the verdicts of a step.
+
+        They were filled as rows of two tokens that begin behind their line: how many guesses of
+        theirs are in the cache, and 0. `verdicts` as `Verdicts.tokens` says it, of the same rows.
+        """
+        rows = self._device[1 : self._end_of_rows(shape)].view(shape.rows, -1)[:count]
+        accepted, line = verdicts[:count, 0], rows[:, _TOKENS].clone()
+        kept = torch.minimum(accepted, line)
+        chosen = kept[:, None] + self._numbers[:2]  # the text's new tokens that are to be fed
+        last = verdicts.shape[1] - 2
+        tokens = verdicts[:count, 1:].gather(1, chosen.clamp(max=last))
+        rows[:, _TOKENS : _TOKENS + 2] = tokens.masked_fill(chosen > accepted[:, None], 0)
+        rows[:, _START] += kept - line
+        rows[:, _COUNT] = accepted + 1 - kept
+
     def rows(self, shape: LoopShape) -> LoopRows:
         """What a loop's buffer holds but for the pages. May be recorded."""
         ints = self._device[1 : self._end_of_rows(shape)].view(shape.rows, -1)

@@ -24,6 +24,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from torch import Tensor
+
 from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.drafting.branch_plan import NO_PACE, Outcomes, Pace
 from outrider.drafting.brancher import Brancher
@@ -39,6 +41,7 @@ from outrider.drafting.proposer import (
     SessionStart,
 )
 from outrider.drafting.sessions import SessionMethod
+from outrider.drafting.trail import Trail, TrailingDrafter, TrailRow, may_trail
 from outrider.engine.batch import Model
 from outrider.engine.block_pool import BlockPool
 from outrider.errors import ConfigError
@@ -97,6 +100,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
         self._outcomes = Outcomes()
         self._unpublished: dict[DraftState, None] = {}  # drafted for since there was time
         self._put_off = False  # prompts, in the last round
+        self._trail: Trail | None = None
         self._brancher: Brancher | None = None
         if fork_drafter is not None and max_branches > 0:
             self._brancher = Brancher(
@@ -110,11 +114,25 @@ class DraftModelProposer(SessionMethod[DraftState]):
 
     def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:
         done = DraftRound()
-        rows = self._plan(sessions, done)
+        rows = self._plan(self._take_trail(sessions, done), done)
         if rows:
             done = replace(done, forward_s=self._run(rows, done, pace))
         done.lost.extend(self._take_lost())  # at last: if a forward fails, the next round says it
         return done
+
+    def draft_behind(self, rows: Sequence[TrailRow], verdicts: Tensor) -> None:
+        """Implements `Trailer`."""
+        self._take_trail((), DraftRound())  # nobody asked for the one before
+        states = [self._sessions.get(row.session) for row in rows]
+        known = [state for state in states if state is not None]
+        num_tokens = max([row.wanted for row in rows], default=0)
+        if (
+            isinstance(self._chain_drafter, TrailingDrafter)
+            and 0 < len(rows) == len(known)
+            and all(map(may_trail, known, rows))
+            and all(self._cover(state, num_tokens) for state in known)
+        ):
+            self._trail = Trail.launch(self._chain_drafter, known, num_tokens, verdicts)
 
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:
         if self._brancher is None:
@@ -196,10 +214,38 @@ class DraftModelProposer(SessionMethod[DraftState]):
             chain, probs = next(drafted)
             if not row.num_forked:
                 state.ahead.line = chain[:-1]  # the last token was never fed
-            tree = DraftTree.chain(end, chain, probs)
-            state.hit, state.follower.pushed = False, tree
-            done.drafts.append((state.key, tree))
+            done.drafts.append((state.key, state.push(DraftTree.chain(end, chain, probs))))
         return forward_s
+
+    def _take_trail(self, sessions: Sequence[SessionKey], done: DraftRound) -> Sequence[SessionKey]:
+        """Hands out what was drafted behind the last step; returns who still wants a draft."""
+        trail, self._trail = self._trail, None
+        if trail is None:
+            return sessions
+        chains = trail.wait()
+        left: list[SessionKey] = []
+        for state in self._asked(sessions):
+            wanted = state.follower.wanted
+            place = trail.settle(state, self._pool) if wanted else None
+            if place is None:
+                left.append(state.key)
+                continue
+            chain = chains[place][:wanted]
+            state.ahead.line, state.patient = chain[:-1], False
+            self._unpublished[state] = None
+            tree = state.push(DraftTree.chain(len(state.follower.tokens), chain))
+            done.drafts.append((state.key, tree))
+        return left
+
+    def _cover(self, state: DraftState, num_tokens: int) -> bool:
+        """Pages for a draft of `num_tokens` behind the verification of the last; False: none are
+        free."""
+        length = len(state.follower.tokens) + len(state.ahead.line) + 2
+        needed = -(-(length + num_tokens - 1) // self._page_size) - len(state.block_table)
+        if needed > self._pool.num_free:
+            return False
+        state.block_table.extend([self._pool.allocate() for _ in range(needed)])
+        return True
 
     def _plan(self, sessions: Sequence[SessionKey], done: DraftRound) -> list[DraftRow]:
         """Who takes part with how many tokens, their pages reserved; most drafts wanted first."""

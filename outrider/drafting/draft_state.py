@@ -195,6 +195,11 @@ class DraftState(PageCache):
     def trunk(self) -> Trunk:
         return Trunk(len(self.follower.tokens), self.block_table, self.follower.sampling)
 
+    def push(self, draft: DraftTree) -> DraftTree:
+        """The scorer is about to hold `draft`, for which it had to wait."""
+        self.hit, self.follower.pushed = False, draft
+        return draft
+
     def push_tree(self) -> DraftTree:
         """The draft and its branches, which the scorer is about to hold."""
         guess, end = self.ahead.guess, self.ahead.end

@@ -164,7 +164,26 @@ class RecordedLoops:
         with torch.inference_mode():
             self._inputs.fill(shape, slices, sampling, copies)
             self._loops[shape]()
-            return self._output.read(self._output_shapes[shape])[: len(slices)]
+            self._output.send(self._output_shapes[shape])
+        return self._output.read(self._output_shapes[shape])[: len(slices)]
+
+    def launch_behind(
+        self,
+        shape: LoopShape,
+        slices: Sequence[RowSlice],
+        sampling: Sequence[SamplingParams],
+        verdicts: Tensor,
+    ) -> Callable[[], NDArray[np.int32]]:
+        """Enqueues the loop for rows that `ChainInputs.follow` makes go on; what reads it.
+
+        It must be read before anything else of these loops is asked for.
+        """
+        with torch.inference_mode():
+            self._inputs.fill(shape, slices, sampling)
+            self._inputs.follow(shape, len(slices), verdicts)
+            self._loops[shape]()
+            self._output.send(self._output_shapes[shape])
+        return lambda: self._output.read(self._output_shapes[shape])[: len(slices)]
 
     def _feed_long(
         self,
@@ -239,12 +258,17 @@ class _Output:
     def write(self, numbers: Tensor) -> None:
         self._device[: numbers.numel()].copy_(numbers.flatten())
 
-    def read(self, shape: tuple[int, ...]) -> NDArray[np.int32]:
-        """Waits for what was enqueued; a copy."""
+    def send(self, shape: tuple[int, ...]) -> None:
+        """Enqueues the copy to the host."""
         size = math.prod(shape)
         self._host[:size].copy_(self._device[:size], non_blocking=True)
         if self._done is not None:
             self._done.record()
+
+    def read(self, shape: tuple[int, ...]) -> NDArray[np.int32]:
+        """Waits for what was sent; a copy."""
+        size = math.prod(shape)
+        if self._done is not None:
             self._done.synchronize()
         return self._numbers[:size].reshape(shape).copy()
 

@@ -20,7 +20,7 @@ from outrider.engine.policy import Policy
 from outrider.engine.rounds import USEFUL, BlockFate
 from outrider.engine.runner import Pending, Runner, StepRunner
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.step import Step, StepResult
+from outrider.engine.step import Step, StepResult, Verdicts
 from outrider.engine.trial import Way
 from outrider.errors import ConfigError, InternalError
 from outrider.features import FeatureOrder
@@ -45,6 +45,8 @@ class _Failed:
     """A step that could not be launched: its requests fail where any other's result comes."""
 
     error: Exception
+
+    verified = None
 
     def wait(self) -> StepResult:
         raise self.error
@@ -198,6 +200,14 @@ class Engine:
             now=self._clock(),
             constraint=constraint,
         )
+
+    @property
+    def verdicts(self) -> Verdicts | None:
+        """Of the step in flight, where the device will have them; None: only the host will."""
+        flight = self._in_flight
+        if flight is None or flight.pending.verified is None:
+            return None
+        return Verdicts(flight.step.rows, flight.pending.verified)
 
     @property
     def emitted(self) -> tuple[Emitted, ...]:

@@ -28,6 +28,11 @@ MAX_EDITED = 2**25
 class Pending(Protocol):
     """A step that is in flight."""
 
+    @property
+    def verified(self) -> Tensor | None:
+        """As `Verdicts.tokens`, for work that is enqueued behind it; None: it is nowhere."""
+        ...
+
     def wait(self) -> StepResult:
         """Blocks until the step's one small copy has reached the host.
 
@@ -221,6 +226,8 @@ def asked(rows: Iterable[ScheduledRow]) -> list[Asked]:
 class _Lazy:
     """A step that runs on the host once it is waited for."""
 
+    verified = None
+
     def __init__(self, runner: Runner, step: Step) -> None:
         self._runner = runner
         self._step = step
@@ -237,6 +244,8 @@ class _Lazy:
 
 class _Enqueued:
     """A step on the current CUDA stream."""
+
+    verified = None  # of rows with logits alone
 
     def __init__(self, runner: Runner, step: Step) -> None:
         self._step = step

@@ -6,6 +6,8 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch import Tensor
+
 from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.engine.batch import RowSlice
 from outrider.engine.rounds import Round, chain_round
@@ -44,6 +46,14 @@ class Step:
     rows: tuple[ScheduledRow, ...]
     num_tokens: int
     prompts_only: bool = False  # while all rows that decode wait for drafts
+
+
+class Verdicts(NamedTuple):
+    """Where the device will have what comes of a step that is in flight."""
+
+    rows: tuple[ScheduledRow, ...]
+    tokens: Tensor
+    """int32 [at least rows, 1 + width]: per row, drafts accepted, then what the target chose."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class Companion(Protocol):
         """
         ...
 
-    def rest(self) -> None:
+    def rest(self, engine: Engine) -> None:
         """The next step is on its way: there is time for what nobody waits for."""
         ...
 
@@ -296,7 +296,7 @@ class EngineWorker:
             if failure is not None:
                 self._publish(engine, self._fail_all(engine, failure))
             elif companion is not None:
-                companion.rest()
+                companion.rest(engine)
 
     def _carry_out_commands(self, engine: Engine, *, may_sleep: bool) -> bool:
         """Carries out what was queued, sleeping first if nothing was and no step could run.

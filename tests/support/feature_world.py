@@ -31,6 +31,8 @@ class Done:
 
     result: StepResult
 
+    verified = None
+
     def wait(self) -> StepResult:
         return self.result
 

@@ -81,6 +81,8 @@ class Recorder(Runner):
         pending, diary = super().launch(step), self.diary
 
         class Waiting:
+            verified = None
+
             def wait(self) -> StepResult:
                 diary.append("wait")
                 return pending.wait()
