@@ -21,6 +21,7 @@ from outrider.drafting.branch_plan import NO_PACE
 from outrider.drafting.proposer import FeatureProposer, Proposer, SessionKey, SessionStart
 from outrider.drafting.trail import Trailer, TrailRow
 from outrider.engine.engine import Engine
+from outrider.engine.step import LateDrafts
 from outrider.engine.worker import Turn
 from outrider.features import FeatureRows
 from outrider.hello import hello_of
@@ -70,6 +71,8 @@ class InProcessProposer:
         self._followed: dict[SessionKey, _Followed] = {}
         self._last_key = 0
         self._wanting: dict[SessionKey, None] = {}
+        self._late = False  # the drafts of the step that was launched are to be posted
+        self._turn = 0.0, 0.0  # when the last one began, and ended
         self._failures = 0
         self._good = 0  # drafts since the last failure
 
@@ -138,6 +141,7 @@ class InProcessProposer:
 
     def take_turn(self, engine: Engine) -> Turn:
         began = time.perf_counter()
+        self._late = False
         features = None if engine.features is None else engine.features.take()
         mine: list[FeatureRows] = []
         left: list[FeatureRows] = []
@@ -156,13 +160,18 @@ class InProcessProposer:
                     self._follow(key, base_len, output, seq.drafting.num_draft_tokens)
                     if finish_reason is not None:
                         self.close(seq.session_id)
-            if self._wanting:
-                self._draft(engine)
-        return Turn(time.perf_counter() - began, features)
+            self._late = self._expects(engine)
+            if self._wanting and not self._late:
+                self._draft(engine, time.perf_counter())
+        self._turn = began, time.perf_counter()
+        return Turn(self._turn[1] - began, features)
 
     def rest(self, engine: Engine) -> None:
         if self._told is not None:
             with self._careful():
+                if self._late:
+                    began, ended = self._turn
+                    engine.drafted(self._draft(engine, began) - ended)
                 self._draft_behind(engine)
                 self._proposer.ahead((), NO_PACE)
 
@@ -211,8 +220,8 @@ class InProcessProposer:
         else:
             self._wanting.pop(key, None)
 
-    def _draft(self, engine: Engine) -> None:
-        began = time.perf_counter()
+    def _draft(self, engine: Engine, began: float) -> float:
+        """Posts what is wanted, made since `began`; returns when it was there."""
         round_ = self._proposer.draft([*self._wanting], NO_PACE)
         now = time.perf_counter()  # the same for all: they were drafted in one batch
         draft_us = round((now - began) * 1e6)
@@ -235,6 +244,19 @@ class InProcessProposer:
         self._good += 1
         if self._good == _FORGIVEN:
             self._failures = 0
+        return now
+
+    def _expects(self, engine: Engine) -> bool:
+        """Whether the next step can begin before the host has its drafts: they are on their way
+        to it on the device, and are told when it has begun."""
+        trailer = self._proposer
+        if not self._wanting or not isinstance(trailer, Trailer):
+            return False
+        late = trailer.drafts_behind([*self._wanting])
+        if late is None:
+            return False
+        by_session = [{self._followed[k].id: n for k, n in m.items()} for m in late[1:]]
+        return engine.expect(LateDrafts(late.tokens, *by_session))
 
     def _draft_behind(self, engine: Engine) -> None:
         """Has the drafts that the step in flight will ask for begin on the device when it ends."""
@@ -248,7 +270,7 @@ class InProcessProposer:
             # A constraint may cut what is accepted.
             if key is None or not wanted or not plain or seq.constraint is not None:
                 return  # one by itself would cost nearly as much as all of them
-            rows.append(TrailRow(key, draft, wanted))
+            rows.append(TrailRow(key, len(draft), wanted))
         trailer.draft_behind(rows, verdicts.tokens)
 
     def _answered(self, key: SessionKey) -> _Followed:

@@ -44,6 +44,7 @@ from outrider.drafting.sessions import SessionMethod
 from outrider.drafting.trail import Trail, TrailingDrafter, TrailRow, may_trail
 from outrider.engine.batch import Model
 from outrider.engine.block_pool import BlockPool
+from outrider.engine.step import LateDrafts
 from outrider.errors import ConfigError
 
 _SHORT = 16
@@ -134,6 +135,13 @@ class DraftModelProposer(SessionMethod[DraftState]):
         ):
             self._trail = Trail.launch(self._chain_drafter, known, num_tokens, verdicts)
 
+    def drafts_behind(self, sessions: Sequence[SessionKey]) -> LateDrafts | None:
+        """Implements `Trailer`."""
+        states = [self._sessions.get(session) for session in sessions]
+        if self._trail is None or not all(state and state.follower.wanted for state in states):
+            return None
+        return self._trail.late([state for state in states if state is not None])
+
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:
         if self._brancher is None:
             self._publish()
@@ -222,15 +230,16 @@ class DraftModelProposer(SessionMethod[DraftState]):
         trail, self._trail = self._trail, None
         if trail is None:
             return sessions
-        chains = trail.wait()
+        chains = trail.drafted.wait()
         left: list[SessionKey] = []
         for state in self._asked(sessions):
             wanted = state.follower.wanted
-            place = trail.settle(state, self._pool) if wanted else None
+            place = trail.place(state) if wanted else None
             if place is None:
                 left.append(state.key)
                 continue
-            chain = chains[place][:wanted]
+            state.settle(self._pool)
+            state.computed, chain = len(state.follower.tokens), chains[place][:wanted]
             state.ahead.line, state.patient = chain[:-1], False
             self._unpublished[state] = None
             tree = state.push(DraftTree.chain(len(state.follower.tokens), chain))

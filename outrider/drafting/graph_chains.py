@@ -11,7 +11,7 @@ decide is left out.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -23,7 +23,7 @@ from outrider.drafting.branches import BranchingModel, EagerForks
 from outrider.drafting.chain_inputs import ChainInputs, LoopShape
 from outrider.drafting.draft_steps import Forks, ReadyRow, draft_chains
 from outrider.drafting.recorded_loops import Numbered, RecordedLoops, Recording, chains
-from outrider.drafting.trail import TrailLine
+from outrider.drafting.trail import Trailing, TrailLine
 from outrider.engine.batch import PackedBatch, RowSlice
 from outrider.engine.cuda.ragged_forwards import RaggedForwards
 from outrider.engine.sampling import SamplingBatch
@@ -90,7 +90,7 @@ class GraphChains:
         sampling: Sequence[SamplingParams],
         num_tokens: int,
         verdicts: Tensor,
-    ) -> Callable[[], list[list[int]]] | None:
+    ) -> Trailing | None:
         """What `TrailingDrafter` says."""
         slices = [
             RowSlice((line.num_guesses, 0), line.length + line.num_guesses, line.block_table, 1)
@@ -99,8 +99,8 @@ class GraphChains:
         shape = self._loops.find(slices, sampling, num_tokens, 0)
         if shape is None:
             return None
-        read = self._loops.launch_behind(shape, slices, sampling, verdicts)
-        return lambda: chains(read(), [num_tokens] * len(lines))
+        tokens, read = self._loops.launch_behind(shape, slices, sampling, verdicts)
+        return Trailing(tokens[:, :, 0], lambda: chains(read(), [num_tokens] * len(lines)))
 
     def forks(
         self,

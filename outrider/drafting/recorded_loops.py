@@ -173,17 +173,22 @@ class RecordedLoops:
         slices: Sequence[RowSlice],
         sampling: Sequence[SamplingParams],
         verdicts: Tensor,
-    ) -> Callable[[], NDArray[np.int32]]:
-        """Enqueues the loop for rows that `ChainInputs.follow` makes go on; what reads it.
+    ) -> tuple[Tensor, Callable[[], NDArray[np.int32]]]:
+        """Enqueues the loop for rows that `ChainInputs.follow` makes go on.
 
-        It must be read before anything else of these loops is asked for.
+        Returns where it leaves its output, and what reads it: that is to be called before anything
+        else of these loops is asked for.
         """
         with torch.inference_mode():
             self._inputs.fill(shape, slices, sampling)
             self._inputs.follow(shape, len(slices), verdicts)
             self._loops[shape]()
             self._output.send(self._output_shapes[shape])
-        return lambda: self._output.read(self._output_shapes[shape])[: len(slices)]
+        output_shape = self._output_shapes[shape]
+        return (
+            self._output.on_device(output_shape),
+            lambda: self._output.read(output_shape)[: len(slices)],
+        )
 
     def _feed_long(
         self,
@@ -257,6 +262,10 @@ class _Output:
 
     def write(self, numbers: Tensor) -> None:
         self._device[: numbers.numel()].copy_(numbers.flatten())
+
+    def on_device(self, shape: tuple[int, ...]) -> Tensor:
+        """What was left last, or will be by what is enqueued."""
+        return self._device[: math.prod(shape)].view(shape)
 
     def send(self, shape: tuple[int, ...]) -> None:
         """Enqueues the copy to the host."""

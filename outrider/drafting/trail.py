@@ -21,15 +21,15 @@ from torch import Tensor
 
 from outrider.drafting.draft_state import DraftState
 from outrider.drafting.proposer import SessionKey
-from outrider.engine.block_pool import BlockPool
-from outrider.params import SamplingParams, TokenIds
+from outrider.engine.step import LateDrafts
+from outrider.params import SamplingParams
 
 
 class TrailRow(NamedTuple):
     """A row of the step in flight, in which a session's text is verified."""
 
     session: SessionKey
-    draft: TokenIds  # a chain, perhaps of none
+    num_verified: int  # of the draft that was made for it last
     wanted: int  # draft tokens after it, at least 1
 
 
@@ -44,6 +44,11 @@ class Trailer(Protocol):
         """
         ...
 
+    def drafts_behind(self, sessions: Sequence[SessionKey]) -> LateDrafts | None:
+        """Where the device will have what the next `draft` says of `sessions`, to which what was
+        committed has been told; None: not of all of them."""
+        ...
+
 
 class TrailLine(NamedTuple):
     """What the cache holds of a session when its draft is enqueued."""
@@ -51,6 +56,13 @@ class TrailLine(NamedTuple):
     length: int  # of its text, all in the cache
     num_guesses: int  # after the text
     block_table: Sequence[int]  # covers two tokens more than the guesses, and the draft's
+
+
+class Trailing(NamedTuple):
+    """Chains on their way."""
+
+    tokens: Tensor  # int32 [at least lines, num_tokens]: on the device, for work enqueued behind
+    wait: Callable[[], list[list[int]]]  # on the host; once
 
 
 @runtime_checkable
@@ -63,8 +75,8 @@ class TrailingDrafter(Protocol):
         sampling: Sequence[SamplingParams],
         num_tokens: int,
         verdicts: Tensor,
-    ) -> Callable[[], list[list[int]]] | None:
-        """Enqueues drafts of `num_tokens` each; what waits for them. None: it cannot.
+    ) -> Trailing | None:
+        """Enqueues drafts of `num_tokens` each. None: it cannot.
 
         Of each line's guesses the verified ones are as many as there are, or one more. It must be
         waited for before anything else is asked of the drafter.
@@ -76,7 +88,7 @@ class TrailingDrafter(Protocol):
 class Trail:
     """Drafts on their way."""
 
-    wait: Callable[[], list[list[int]]]
+    drafted: Trailing
     lines: dict[SessionKey, tuple[int, TrailLine]]  # with the place of each
 
     @staticmethod
@@ -91,37 +103,42 @@ class Trail:
             TrailLine(len(s.follower.tokens), len(s.ahead.line), s.block_table) for s in states
         ]
         sampling = [state.follower.sampling for state in states]
-        wait = drafter.draft_behind(lines, sampling, num_tokens, verdicts)
-        if wait is None:
+        drafted = drafter.draft_behind(lines, sampling, num_tokens, verdicts)
+        if drafted is None:
             return None
         keys = [state.key for state in states]
-        return Trail(wait, dict(zip(keys, enumerate(lines), strict=True)))
+        return Trail(drafted, dict(zip(keys, enumerate(lines), strict=True)))
 
-    def settle(self, state: DraftState, pool: BlockPool) -> int | None:
-        """The place of a session's draft, if it goes on from what was committed since.
-
-        What was guessed before is given up; the whole text is in the cache then.
-        """
+    def place(self, state: DraftState) -> int | None:
+        """Of a session's draft, if it goes on from what was committed since."""
         place, line = self.lines.get(state.key, (0, None))
-        fresh = 0 if line is None else len(state.follower.tokens) - line.length
-        if line is None or fresh < 1:
+        length = len(state.follower.tokens)
+        if line is None or length <= line.length:
             return None
-        state.settle(pool)
-        if state.computed != line.length + min(fresh - 1, line.num_guesses):
-            return None
-        state.computed = len(state.follower.tokens)
-        return place
+        kept = min(length - 1 - line.length, line.num_guesses)
+        known = min(state.computed, length - 1)
+        return place if known == line.length + kept else None
+
+    def late(self, states: Sequence[DraftState]) -> LateDrafts | None:
+        """As `Trailer.drafts_behind`."""
+        places: dict[SessionKey, int] = {}
+        for state in states:
+            place = self.place(state)
+            if place is None:
+                return None
+            places[state.key] = place
+        lengths = {state.key: state.follower.wanted for state in states}
+        return LateDrafts(self.drafted.tokens, places, lengths)
 
 
 def may_trail(state: DraftState, row: TrailRow) -> bool:
     """Whether a session's next draft can be made behind the step that verifies `row`."""
-    line, tokens = state.ahead.line, state.follower.tokens
+    tokens = state.follower.tokens
     return (
         bool(tokens)
         and state.computed == len(tokens)
         and state.mask is None
         and not state.samples
         and state.ahead.candidates is None
-        and len(row.draft) <= len(line) + 1
-        and list(row.draft[: len(line)]) == line[: len(row.draft)]
+        and row.num_verified <= len(state.ahead.line) + 1
     )

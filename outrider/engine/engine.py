@@ -20,7 +20,7 @@ from outrider.engine.policy import Policy
 from outrider.engine.rounds import USEFUL, BlockFate
 from outrider.engine.runner import Pending, Runner, StepRunner
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.step import Step, StepResult, Verdicts
+from outrider.engine.step import LateDrafts, Step, StepResult, Verdicts
 from outrider.engine.trial import Way
 from outrider.errors import ConfigError, InternalError
 from outrider.features import FeatureOrder
@@ -90,6 +90,7 @@ class Engine:
         self._idle_since = clock()
         self._result_at: float | None = None  # of the step before, if nothing was waited for since
         self._in_flight: _InFlight | None = None
+        self._late: LateDrafts | None = None  # of the step to come
         self._arrived: list[Arrived] = []  # useful blocks, and not yet noted
         # True, and not yet told; with the seconds that it took to make it true.
         self._unsettled: tuple[Committed, StepTimings, StepResult, float] | None = None
@@ -112,10 +113,13 @@ class Engine:
             seq.draft is None and not seq.drafting.runs_ahead for seq in self._scheduler.running
         ):
             self._note_blocks()  # how long drafts on demand take says who waits for the others
+        late, self._late = self._late, None
         step = self._scheduler.schedule(began)
         if step is None:
             self._result_at = None
             return False
+        if late is not None:
+            step = replace(step, late=late)
         scheduled = self._clock()
         try:
             pending = self._runner.launch(step)
@@ -162,7 +166,11 @@ class Engine:
             self._events = self._fail([row.seq.session_id for row in flight.step.rows], failure)
             return True
         self._result_at = now = self._clock()
-        committed = self._scheduler.commit(flight.step, result, now - flight.launched_at, now)
+        # A step with late drafts was launched before the device had come to it.
+        took_s = (
+            result.forward_s + result.verify_s if flight.step.late else now - flight.launched_at
+        )
+        committed = self._scheduler.commit(flight.step, result, took_s, now)
         self._gather()
         self._idle_since = self._clock()
         self._unsettled = committed, flight.timings, result, self._idle_since - now
@@ -280,8 +288,37 @@ class Engine:
             note_block(self._policy, *arrived)
         return fate
 
+    def expect(self, late: LateDrafts) -> bool:
+        """The next step is to verify drafts that the device will have by then.
+
+        When it has been launched they are to be posted, and `drafted` says so. False, and nothing
+        is expected, unless all that the engine has are rows that only lack these drafts: a
+        prompt's tokens are no recorded step's, and whoever joins would wait for one more round.
+        """
+        sequences = self._scheduler.by_session
+        if late.lengths.keys() != sequences.keys() or not all(
+            seq.admitted and seq.num_computed == len(seq.token_ids) - 1
+            for seq in sequences.values()
+        ):
+            return False
+        for session, num_tokens in late.lengths.items():
+            seq = sequences[session]
+            seq.take_block(DraftTree.chain(len(seq.token_ids), (0,) * num_tokens))
+        self._late = late
+        return True
+
+    def drafted(self, seconds: float) -> None:
+        """The late drafts of the step in flight were posted. They took so much longer than
+        `launch` was told."""
+        self._note_blocks()
+        if (flight := self._in_flight) is not None:
+            draft_ms = flight.timings.draft_ms + seconds * 1e3
+            timings = replace(flight.timings, draft_ms=draft_ms)
+            self._in_flight = replace(flight, timings=timings)
+
     def fail_all(self, error: Exception) -> StepEvents:
         """Ends every session with `error`; the engine can go on afterwards."""
+        self._late = None
         if self._in_flight is not None:
             flight, self._in_flight = self._in_flight, None
             with contextlib.suppress(Exception):

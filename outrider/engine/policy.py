@@ -194,7 +194,7 @@ class Policy:
         if not num_tokens or batch == self._batch:  # none took no drafting
             return
         self._batch = batch  # of which the first draft tells
-        calm = self._launched_at < when
+        calm = d.in_turns or self._launched_at < when
         apart = d.own_device and not d.runs_ahead
         since, until = d.in_vain
         waited_s = until - since if since == when else 0.0

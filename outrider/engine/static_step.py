@@ -23,7 +23,7 @@ from outrider.engine.batch import PackedBatch
 from outrider.engine.rules import is_coupled
 from outrider.engine.sampling import SamplingBatch, seed_keys
 from outrider.engine.static_trees import TreeViews
-from outrider.engine.step import ScheduledRow
+from outrider.engine.step import LateDrafts, ScheduledRow
 from outrider.engine.tree_mask import TreeMask
 from outrider.engine.twins import Twins
 from outrider.engine.verifier import VerifyBatch
@@ -308,6 +308,23 @@ class StaticInputs:
         new = slice(self._lengths[i], length)
         self._tables[i, new] = constants.pages[new]
         self._lengths[i] = length
+
+    def take_late(self, late: LateDrafts, rows: Sequence[ScheduledRow], bucket: Bucket) -> None:
+        """Enqueues, behind the copy, what puts the rows' true drafts in the place of their own.
+
+        Rows with fewer tokens get some that are not theirs, where nobody looks.
+        """
+        count, width = len(rows), min(bucket.query_len - 1, late.tokens.shape[1])
+        places = [late.places[row.seq.session_id] for row in rows]
+        drafts = late.tokens[:, :width]
+        if places == list(range(count)):
+            drafts = drafts[:count]
+        else:
+            pinned = drafts.device.type == "cuda"
+            index = torch.tensor(places, pin_memory=pinned)
+            drafts = drafts.index_select(0, index.to(drafts.device, non_blocking=True))
+        ids = self._twins.device("input_ids")[: bucket.tokens].view(bucket.rows, -1)
+        ids[:count, 1 : 1 + width] = drafts
 
     def copy(self, bucket: Bucket) -> None:
         """Enqueues the copy of what a bucket needs to the device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -39,6 +40,14 @@ class ScheduledRow(NamedTuple):  # made in a third of a frozen dataclass's time
         return Round(drafted, max(depths(parents)) + 1, accepted, not tree.is_leaf(node))
 
 
+class LateDrafts(NamedTuple):
+    """Draft tokens that the device has when a step begins, and the host only later."""
+
+    tokens: Tensor  # int32 [at least sessions, at least draft tokens]
+    places: Mapping[int, int]  # by session: which of the rows
+    lengths: Mapping[int, int]  # by session: how many of its tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """The frozen input of one forward."""
@@ -46,6 +55,9 @@ class Step:
     rows: tuple[ScheduledRow, ...]
     num_tokens: int
     prompts_only: bool = False  # while all rows that decode wait for drafts
+    late: LateDrafts | None = None
+    """The drafts of all rows, for which the rows' own stand in. Who ignores it verifies these: some
+    tokens, so most are refused."""
 
 
 class Verdicts(NamedTuple):

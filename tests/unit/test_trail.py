@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,23 +17,17 @@ from outrider.drafting.draws import TorchDraws
 from outrider.drafting.graph_chains import GraphChains
 from outrider.drafting.proposer import SessionKey, SessionStart
 from outrider.drafting.recorded_loops import Recording, make_shapes
-from outrider.drafting.trail import TrailRow
+from outrider.drafting.trail import Trailing, TrailRow
 from outrider.engine.cuda.graph_runner import GraphRunner
 from outrider.engine.engine import Engine
 from outrider.engine.policy import Policy
-from outrider.engine.static_step import make_buckets
+from outrider.engine.static_step import StaticInputs, make_buckets
 from outrider.engine.verifier import choose_and_verify
-from outrider.params import SamplingParams, StopParams
 from outrider.types import Request
-from scorer_service.in_process import InProcessProposer
+from tests.support.drafting_scorer import SAMPLINGS, DraftingScorer, K, Told, draw_requests
 from tests.support.recordable import RecordableHashModel, recordable_llama, rerun
 
-K, WIDTH = 4, 6  # draft tokens; what the target chooses per row at most
-SAMPLINGS = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=1.0, seed=5),
-    SamplingParams(temperature=0.8, seed=2**63, top_k=9, top_p=0.9),
-)
+WIDTH = 6  # what the target chooses per row at most
 
 
 class Drafting:
@@ -84,7 +79,7 @@ class Drafting:
             chosen = [*draft[:accepted], self.rng.randrange(60)]
             verdicts[i, 1 : 2 + accepted] = torch.tensor(chosen)
             self.wanted[key] = self.rng.randint(0, K) if self.rng.random() < 0.3 else K
-            rows.append(TrailRow(key, draft, max(1, self.wanted[key])))
+            rows.append(TrailRow(key, len(draft), max(1, self.wanted[key])))
         ended = self.rng.randrange(3 * len(keys)) if keys else 0
         if behind:
             self.proposer.draft_behind(rows, verdicts)
@@ -157,64 +152,6 @@ def test_without_free_pages_it_is_drafted_after_the_step() -> None:
     assert len(world.draft()) > 0
 
 
-class Told:
-    """Nobody to be told; a draft that fails is a failed test."""
-
-    def first_draft(self, session_id: int, epoch: int) -> None: ...
-
-    def lost(self, session_id: int, epoch: int) -> None:
-        raise AssertionError(f"session {session_id} is lost")
-
-    def failed(self) -> None: ...
-
-
-class Scorer:
-    """An engine whose steps are recorded, and the proposer on its thread, if it has one."""
-
-    def __init__(self, *, drafts: bool) -> None:
-        model = recordable_llama(num_pages=96)
-        self.engine = Engine(
-            model,
-            EngineConfig(page_size=4, num_pages=96, max_num_seqs=4, max_model_len=100),
-            policy=Policy(K if drafts else 0, max_wait_s=0.0),
-            runner=GraphRunner(
-                model,
-                make_buckets(4, (1, K + 1)),
-                record=rerun,
-                choose_and_verify=choose_and_verify,
-            ),
-        )
-        self.texts: dict[int, list[int]] = {}
-        self.companion: InProcessProposer | None = None
-        if drafts:
-            self.companion = InProcessProposer(lambda: (draft_model(), "hash"), "here")
-            self.companion.build()
-            self.companion.tell(Told())
-
-    def begin(self, request: Request) -> None:
-        session, prompt = request.session_id, request.prompt_token_ids
-        self.texts[session] = []
-        self.engine.submit(request)
-        if self.companion is not None:
-            self.engine.set_drafting(session, "here", K, in_turns=True)
-            start = SessionStart((), request.sampling, K, len(prompt) + request.stop.max_tokens)
-            self.companion.open(self.engine, session, 1, start, len(prompt))
-
-    def step(self) -> bool:
-        """As the engine's thread does it; False if nothing runs any more."""
-        if self.companion is not None:
-            self.companion.take_turn(self.engine)
-        going = self.engine.launch()
-        events = self.engine.take_events()
-        for commit in () if events is None else events.commits:
-            self.texts[commit.session_id] += commit.token_ids
-        if self.companion is not None:
-            self.companion.rest(self.engine)
-        self.engine.collect()
-        self.engine.check_invariants()
-        return going
-
-
 def draft_model() -> DraftModelProposer:
     """Nearly the target."""
     model = recordable_llama(num_pages=96, noise=0.02)
@@ -223,44 +160,68 @@ def draft_model() -> DraftModelProposer:
     return DraftModelProposer(model, name="llama", chain_drafter=loops, max_branches=0)
 
 
+def run(requests: list[Request], *, drafts: bool) -> tuple[int, dict[int, list[int]]]:
+    model = recordable_llama(num_pages=96)
+    buckets = make_buckets(4, (1, K + 1))
+    runner = GraphRunner(model, buckets, record=rerun, choose_and_verify=choose_and_verify)
+    config = EngineConfig(page_size=4, num_pages=96, max_num_seqs=4, max_model_len=100)
+    policy = Policy(K if drafts else 0, max_wait_s=0.0)
+    engine = Engine(model, config, policy=policy, runner=runner)
+    return DraftingScorer(engine, draft_model() if drafts else None).run(requests)
+
+
 def test_a_scorer_that_drafts_behind_its_steps_says_what_the_target_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    behind, after = [], []
-    draft_behind, draft = GraphChains.draft_behind, GraphChains.draft
+    counts: Counter[str] = Counter()
 
-    def noted(self: GraphChains, *asked: Any) -> Any:
-        behind.append(len(asked[0]))
-        return draft_behind(self, *asked)
+    def counted(owner: type, name: str) -> None:
+        method = getattr(owner, name)
 
-    def noted_after(self: GraphChains, *asked: Any) -> Any:
-        after.append(len(asked[1]))
-        return draft(self, *asked)
+        def noted(*args: Any) -> Any:
+            counts[name] += 1
+            return method(*args)
 
-    monkeypatch.setattr(GraphChains, "draft_behind", noted)
-    monkeypatch.setattr(GraphChains, "draft", noted_after)
-    rng = random.Random(2)
-    requests = [
-        Request(
-            i,
-            tuple(rng.randrange(97) for _ in range(rng.randint(2, 30))),
-            SAMPLINGS[i % len(SAMPLINGS)],
-            StopParams(max_tokens=rng.randint(20, 60)),
-        )
-        for i in range(7)
-    ]
-    said = []
-    for drafts in (False, True):
-        scorer = Scorer(drafts=drafts)
-        for request in requests[:3]:
-            scorer.begin(request)
-        steps = 0
-        while scorer.step():
-            steps += 1
-            if steps % 8 == 0 and steps // 8 <= 4:
-                scorer.begin(requests[2 + steps // 8])
-        said.append((steps, scorer.texts))
-    (plain, text), (drafted, same) = said
-    assert same == text
-    assert drafted < 0.6 * plain
-    assert sum(behind) > 3 * sum(after), "all but those beside prompts"
+        monkeypatch.setattr(owner, name, noted)
+
+    counted(GraphChains, "draft")
+    counted(StaticInputs, "take_late")
+    requests = draw_requests(97)
+    num_plain, plain = run(requests, drafts=False)
+    num_late, late = run(requests, drafts=True)
+    assert late == plain
+    assert num_late < 0.6 * num_plain
+    assert counts["take_late"] > 3 * counts["draft"] > 0, "all but those beside prompts"
+    # Without it the steps are the same: what is late is what is verified.
+    counts.clear()
+    monkeypatch.setattr(Engine, "expect", lambda *_: False)
+    assert run(requests, drafts=True) == (num_late, plain)
+    assert counts["take_late"] == 0 < counts["draft"]
+    monkeypatch.setattr(Engine, "verdicts", None)
+    assert run(requests, drafts=True) == (num_late, plain)
+    assert counts["draft"] > 0.9 * num_late
+
+
+def test_drafts_that_the_host_never_gets_cost_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step verifies what the device has; nobody can say any more what that was."""
+    requests = draw_requests(97)
+    _, plain = run(requests, drafts=False)
+    draft_behind = GraphChains.draft_behind
+    calls = 0
+
+    def failing(*args: Any) -> Trailing | None:
+        nonlocal calls
+        calls += 1
+        trailing = draft_behind(*args)
+        if trailing is None or calls % 3:
+            return trailing
+        return trailing._replace(wait=broken)
+
+    def broken() -> list[list[int]]:
+        raise RuntimeError("the device fell over")
+
+    monkeypatch.setattr(GraphChains, "draft_behind", failing)
+    monkeypatch.setattr(Told, "lost", lambda *_: None)
+    _, late = run(requests, drafts=True)
+    assert late == plain
+    assert calls >= 3

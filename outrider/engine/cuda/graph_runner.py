@@ -109,6 +109,8 @@ class GraphRunner:
         any_apart = self._inputs.fill(step.rows, bucket)
         self._marks.mark(0)
         self._inputs.copy(bucket)
+        if step.late is not None:
+            self._inputs.take_late(step.late, step.rows, bucket)
         recorded.work()
         if recorded.walk is not None and not any_apart:
             recorded.walk()

@@ -1,0 +1,93 @@
+"""An engine and the proposer on its thread, which drafts behind the engine's steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import islice
+
+from outrider.drafting.draft_model import DraftModelProposer
+from outrider.drafting.proposer import SessionStart
+from outrider.engine.engine import Engine
+from outrider.params import SamplingParams, StopParams
+from outrider.types import Request
+from scorer_service.in_process import InProcessProposer
+
+K = 4
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, seed=5),
+    SamplingParams(temperature=0.8, seed=2**63, top_k=9, top_p=0.9),
+)
+
+
+class Told:
+    """Nobody to be told; a draft that fails is a failed test."""
+
+    def first_draft(self, session_id: int, epoch: int) -> None: ...
+
+    def lost(self, session_id: int, epoch: int) -> None:  # noqa: ARG002
+        raise AssertionError(f"session {session_id} is lost")
+
+    def failed(self) -> None: ...
+
+
+class DraftingScorer:
+    """An engine, and the proposer on its thread, if it has one."""
+
+    def __init__(self, engine: Engine, method: DraftModelProposer | None) -> None:
+        self.engine = engine
+        self.texts: dict[int, list[int]] = {}
+        self._companion: InProcessProposer | None = None
+        if method is not None:
+            self._companion = InProcessProposer(lambda: (method, "hash"), "here")
+            self._companion.build()
+            self._companion.tell(Told())
+
+    def begin(self, request: Request) -> None:
+        session, prompt = request.session_id, request.prompt_token_ids
+        self.texts[session] = []
+        self.engine.submit(request)
+        if self._companion is not None:
+            self.engine.set_drafting(session, "here", K, in_turns=True)
+            start = SessionStart((), request.sampling, K, len(prompt) + request.stop.max_tokens)
+            self._companion.open(self.engine, session, 1, start, len(prompt))
+
+    def step(self) -> bool:
+        """As the engine's thread does it; False if nothing runs any more."""
+        if self._companion is not None:
+            self._companion.take_turn(self.engine)
+        going = self.engine.launch()
+        events = self.engine.take_events()
+        for commit in () if events is None else events.commits:
+            self.texts[commit.session_id] += commit.token_ids
+        if self._companion is not None:
+            self._companion.rest(self.engine)
+        self.engine.collect()
+        self.engine.check_invariants()
+        return going
+
+    def run(self, requests: Sequence[Request]) -> tuple[int, dict[int, list[int]]]:
+        """Steps and texts; three requests begin at once, the others one after the other."""
+        later = iter(requests)
+        for request in islice(later, 3):
+            self.begin(request)
+        steps = 0
+        while self.step():
+            steps += 1
+            if steps % 8 == 0 and (request := next(later, None)) is not None:
+                self.begin(request)
+        return steps, self.texts
+
+
+def draw_requests(vocab_size: int, seed: int = 2) -> list[Request]:
+    rng = random.Random(seed)
+    return [
+        Request(
+            i,
+            tuple(rng.randrange(vocab_size) for _ in range(rng.randint(2, 30))),
+            SAMPLINGS[i % len(SAMPLINGS)],
+            StopParams(max_tokens=rng.randint(20, 60)),
+        )
+        for i in range(7)
+    ]
