@@ -264,13 +264,11 @@ class InProcessProposer:
         if verdicts is None or not isinstance(trailer, Trailer):
             return
         rows: list[TrailRow] = []
-        for seq, piece, draft, _ in verdicts.rows:
+        for place, (seq, piece, draft, _) in enumerate(verdicts.rows):
             key, wanted = self._keys.get(seq.session_id), seq.drafting.num_draft_tokens
-            plain = len(piece.token_ids) == 1 + len(draft) and not piece.parents
             # A constraint may cut what is accepted.
-            if key is None or not wanted or not plain or seq.constraint is not None:
-                return  # one by itself would cost nearly as much as all of them
-            rows.append(TrailRow(key, len(draft), wanted))
+            if key is not None and wanted and not piece.parents and seq.constraint is None:
+                rows.append(TrailRow(key, place, len(draft), wanted))
         trailer.draft_behind(rows, verdicts.tokens)
 
     def _answered(self, key: SessionKey) -> _Followed:

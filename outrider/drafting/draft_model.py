@@ -124,16 +124,19 @@ class DraftModelProposer(SessionMethod[DraftState]):
     def draft_behind(self, rows: Sequence[TrailRow], verdicts: Tensor) -> None:
         """Implements `Trailer`."""
         self._take_trail((), DraftRound())  # nobody asked for the one before
-        states = [self._sessions.get(row.session) for row in rows]
-        known = [state for state in states if state is not None]
-        num_tokens = max([row.wanted for row in rows], default=0)
+        trailing = [
+            (state, row)
+            for row in rows
+            if (state := self._sessions.get(row.session)) is not None and may_trail(state, row)
+        ]
+        num_tokens = max([row.wanted for _, row in trailing], default=0)
         if (
             isinstance(self._chain_drafter, TrailingDrafter)
-            and 0 < len(rows) == len(known)
-            and all(map(may_trail, known, rows))
-            and all(self._cover(state, num_tokens) for state in known)
+            and 0 < len(rows) <= 2 * len(trailing)  # a few would cost nearly as much as all
+            and all(self._cover(state, num_tokens) for state, _ in trailing)
         ):
-            self._trail = Trail.launch(self._chain_drafter, known, num_tokens, verdicts)
+            states, places = [s for s, _ in trailing], [row.place for _, row in trailing]
+            self._trail = Trail.launch(self._chain_drafter, states, places, num_tokens, verdicts)
 
     def drafts_behind(self, sessions: Sequence[SessionKey]) -> LateDrafts | None:
         """Implements `Trailer`."""
@@ -260,6 +263,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
         """Who takes part with how many tokens, their pages reserved; most drafts wanted first."""
         budget = self._prefill_budget
         rows: list[DraftRow] = []
+        others_drafted = bool(done.drafts)  # behind a step
         states = self._asked(sessions)
         self._unpublished.update(dict.fromkeys(states))
         for state in states:
@@ -272,12 +276,14 @@ class DraftModelProposer(SessionMethod[DraftState]):
                 done.drafts.append((state.key, DraftTree.chain(state.follower.length, ())))
                 continue
             missing = state.settle(self._pool)
+            unfinished, left_out = False, others_drafted
             if missing > _SHORT:
                 missing, whole = min(missing, budget), missing
                 budget -= missing
-                # A draft of its own would hold others up: the next one is made with theirs.
-                left_out = state.patient and any(map(_follows, self._sessions.values()))
-                wanted = wanted if missing == whole and not left_out else 0
+                unfinished = missing < whole
+                left_out = left_out or any(map(_follows, self._sessions.values()))
+            # A draft of its own would hold others up: the next one is made with theirs.
+            wanted = 0 if unfinished or (left_out and state.patient) else wanted
             if missing == 0:
                 done.unfinished.append(state.key)
             else:

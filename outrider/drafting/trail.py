@@ -22,6 +22,7 @@ from torch import Tensor
 from outrider.drafting.draft_state import DraftState
 from outrider.drafting.proposer import SessionKey
 from outrider.engine.step import LateDrafts
+from outrider.engine.twins import picked
 from outrider.params import SamplingParams
 
 
@@ -29,6 +30,7 @@ class TrailRow(NamedTuple):
     """A row of the step in flight, in which a session's text is verified."""
 
     session: SessionKey
+    place: int  # in the verdicts
     num_verified: int  # of the draft that was made for it last
     wanted: int  # draft tokens after it, at least 1
 
@@ -38,9 +40,9 @@ class Trailer(Protocol):
     """A method that drafts behind a step."""
 
     def draft_behind(self, rows: Sequence[TrailRow], verdicts: Tensor) -> None:
-        """Enqueues drafts for what the step's rows will say, if it can for all of them.
+        """Enqueues drafts for what the step's rows will say, if it can for most of them.
 
-        `verdicts` as `Verdicts.tokens` says it, of these rows. The next `draft` hands them out.
+        `verdicts` as `Verdicts.tokens` says it. The next `draft` hands them out.
         """
         ...
 
@@ -76,7 +78,7 @@ class TrailingDrafter(Protocol):
         num_tokens: int,
         verdicts: Tensor,
     ) -> Trailing | None:
-        """Enqueues drafts of `num_tokens` each. None: it cannot.
+        """Enqueues drafts of `num_tokens` each, by the lines' own `verdicts`. None: it cannot.
 
         Of each line's guesses the verified ones are as many as there are, or one more. It must be
         waited for before anything else is asked of the drafter.
@@ -95,15 +97,17 @@ class Trail:
     def launch(
         drafter: TrailingDrafter,
         states: Sequence[DraftState],
+        places: Sequence[int],
         num_tokens: int,
         verdicts: Tensor,
     ) -> Trail | None:
-        """Behind the step that verifies `states`, in that order; their pages cover the drafts."""
+        """Behind the step whose verdicts have `places` for `states`, of which pages cover the
+        drafts."""
         lines = [
             TrailLine(len(s.follower.tokens), len(s.ahead.line), s.block_table) for s in states
         ]
         sampling = [state.follower.sampling for state in states]
-        drafted = drafter.draft_behind(lines, sampling, num_tokens, verdicts)
+        drafted = drafter.draft_behind(lines, sampling, num_tokens, picked(verdicts, places))
         if drafted is None:
             return None
         keys = [state.key for state in states]

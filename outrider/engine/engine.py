@@ -215,7 +215,8 @@ class Engine:
         flight = self._in_flight
         if flight is None or flight.pending.verified is None:
             return None
-        return Verdicts(flight.step.rows, flight.pending.verified)
+        rows = [row for row in flight.step.rows if row.slice.num_logits]
+        return Verdicts(rows, flight.pending.verified)
 
     @property
     def emitted(self) -> tuple[Emitted, ...]:
@@ -297,7 +298,9 @@ class Engine:
         """
         sequences = self._scheduler.by_session
         if late.lengths.keys() != sequences.keys() or not all(
-            seq.admitted and seq.num_computed == len(seq.token_ids) - 1
+            seq.admitted
+            and seq.num_computed == len(seq.token_ids) - 1
+            and not seq.drawn_apart  # by drafts that the host has
             for seq in sequences.values()
         ):
             return False

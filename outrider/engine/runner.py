@@ -245,8 +245,6 @@ class _Lazy:
 class _Enqueued:
     """A step on the current CUDA stream."""
 
-    verified = None  # of rows with logits alone
-
     def __init__(self, runner: Runner, step: Step) -> None:
         self._step = step
         self._events = [
@@ -257,7 +255,9 @@ class _Enqueued:
         began.record()
         logits = runner.forward(step)
         forwarded.record()
-        self._verified = runner.verify(step, logits).on_host()
+        verified = runner.verify(step, logits)
+        self.verified: Tensor | None = verified.tokens
+        self._verified = verified.on_host()
         done.record()
 
     def wait(self) -> StepResult:

@@ -7,6 +7,7 @@ from outrider.engine.block_pool import PageHash, extend_hashes
 from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.logits import LogitsEditor, make_adjuster, make_editors
 from outrider.engine.rounds import USEFUL, BlockFate, Counters, Drafting
+from outrider.engine.rules import is_coupled
 from outrider.params import TokenIds
 from outrider.types import FinishReason, MethodCounts, Request, RequestStats
 
@@ -89,6 +90,12 @@ class Sequence:
             self.draft, self.draft_node, self.draft_base = block, node, block.base_len
             self.draft_method = method
         return USEFUL
+
+    @property
+    def drawn_apart(self) -> bool:
+        """Whether drawing its tokens takes more than is recorded: edits, another rule, to tell."""
+        request = self.request
+        return self.edits_logits or not is_coupled(request) or request.top_logprobs is not None
 
     def commit(self, emitted: TokenIds, drafted: int) -> bool:
         """Appends tokens and walks the draft by them. True if they fell off: a wrong guess.

@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.batch import PackedBatch
-from outrider.engine.rules import is_coupled
 from outrider.engine.sampling import SamplingBatch, seed_keys
 from outrider.engine.static_trees import TreeViews
 from outrider.engine.step import LateDrafts, ScheduledRow
 from outrider.engine.tree_mask import TreeMask
-from outrider.engine.twins import Twins
+from outrider.engine.twins import Twins, picked
 from outrider.engine.verifier import VerifyBatch
 from outrider.params import SamplingParams
 
@@ -286,9 +285,7 @@ class StaticInputs:
             pages=np.full(self._sizes.table_width, self._sizes.scratch_page, np.int32),
             sampling=params,
             keys=seed_keys([params.seed])[0].numpy(),
-            apart=row.seq.edits_logits
-            or not is_coupled(row.seq.request)
-            or row.seq.request.top_logprobs is not None,
+            apart=row.seq.drawn_apart,
         )
         return constants
 
@@ -316,13 +313,7 @@ class StaticInputs:
         """
         count, width = len(rows), min(bucket.query_len - 1, late.tokens.shape[1])
         places = [late.places[row.seq.session_id] for row in rows]
-        drafts = late.tokens[:, :width]
-        if places == list(range(count)):
-            drafts = drafts[:count]
-        else:
-            pinned = drafts.device.type == "cuda"
-            index = torch.tensor(places, pin_memory=pinned)
-            drafts = drafts.index_select(0, index.to(drafts.device, non_blocking=True))
+        drafts = picked(late.tokens[:, :width], places)
         ids = self._twins.device("input_ids")[: bucket.tokens].view(bucket.rows, -1)
         ids[:count, 1 : 1 + width] = drafts
 

@@ -63,9 +63,9 @@ class Step:
 class Verdicts(NamedTuple):
     """Where the device will have what comes of a step that is in flight."""
 
-    rows: tuple[ScheduledRow, ...]
+    rows: Rows[ScheduledRow]  # that have some: not in the middle of a prompt
     tokens: Tensor
-    """int32 [at least rows, 1 + width]: per row, drafts accepted, then what the target chose."""
+    """int [at least rows, 1 + width]: per row, drafts accepted, then what the target chose."""
 
 
 @dataclass(frozen=True, slots=True)

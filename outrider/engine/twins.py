@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _ALIGNMENT = 256  # bytes: kernels read their inputs in wide words
+
+
+def picked(rows: Tensor, places: Sequence[int]) -> Tensor:
+    """Rows of a tensor by their places in it, without waiting for its device."""
+    if list(places) == list(range(len(places))):
+        return rows[: len(places)]
+    index = torch.tensor(places, pin_memory=rows.device.type == "cuda")
+    return rows.index_select(0, index.to(rows.device, non_blocking=True))
 
 
 class Twins:

@@ -80,13 +80,18 @@ class DraftingScorer:
         return steps, self.texts
 
 
-def draw_requests(vocab_size: int, seed: int = 2) -> list[Request]:
+EDITED = SamplingParams(temperature=0.0, repetition_penalty=1.3)  # drawn apart
+
+
+def draw_requests(
+    vocab_size: int, seed: int = 2, samplings: Sequence[SamplingParams] = SAMPLINGS
+) -> list[Request]:
     rng = random.Random(seed)
     return [
         Request(
             i,
             tuple(rng.randrange(vocab_size) for _ in range(rng.randint(2, 30))),
-            SAMPLINGS[i % len(SAMPLINGS)],
+            samplings[i % len(samplings)],
             StopParams(max_tokens=rng.randint(20, 60)),
         )
         for i in range(7)

@@ -21,10 +21,19 @@ from outrider.drafting.trail import Trailing, TrailRow
 from outrider.engine.cuda.graph_runner import GraphRunner
 from outrider.engine.engine import Engine
 from outrider.engine.policy import Policy
+from outrider.engine.runner import Runner, _Enqueued
 from outrider.engine.static_step import StaticInputs, make_buckets
 from outrider.engine.verifier import choose_and_verify
+from outrider.params import SamplingParams
 from outrider.types import Request
-from tests.support.drafting_scorer import SAMPLINGS, DraftingScorer, K, Told, draw_requests
+from tests.support.drafting_scorer import (
+    EDITED,
+    SAMPLINGS,
+    DraftingScorer,
+    K,
+    Told,
+    draw_requests,
+)
 from tests.support.recordable import RecordableHashModel, recordable_llama, rerun
 
 WIDTH = 6  # what the target chooses per row at most
@@ -42,6 +51,7 @@ class Drafting:
         self.lengths: dict[SessionKey, int] = {}
         self.held: dict[SessionKey, tuple[int, ...]] = {}
         self.wanted: dict[SessionKey, int] = {}
+        self.newcomers: set[SessionKey] = set()
         self.trails = 0
 
     def open(self, key: SessionKey) -> None:
@@ -49,6 +59,7 @@ class Drafting:
         prompt = [self.rng.randrange(60) for _ in range(length)]
         self.proposer.open(key, SessionStart(prompt, self.rng.choice(SAMPLINGS), K, 110))
         self.lengths[key], self.wanted[key], self.held[key] = length, K, ()
+        self.newcomers.add(key)
 
     def draft(self) -> dict[SessionKey, tuple[int, ...]]:
         """Whatever is wanted, until all have it."""
@@ -62,6 +73,9 @@ class Drafting:
             drafts |= {key: self.proposer._sessions[key].held for key in done.at_hand}
             assert all(tree.base_len == self.lengths[key] for key, tree in done.drafts)
             left = done.unfinished
+        # A newcomer gets none while others are drafted for behind a step.
+        drafts |= dict.fromkeys(self.newcomers & drafts.keys(), ())
+        self.newcomers -= drafts.keys()
         for key in sorted(drafts):  # the policy may verify less of it
             self.held[key] = drafts[key][: self.rng.randint(0, K)]
         return drafts
@@ -79,9 +93,10 @@ class Drafting:
             chosen = [*draft[:accepted], self.rng.randrange(60)]
             verdicts[i, 1 : 2 + accepted] = torch.tensor(chosen)
             self.wanted[key] = self.rng.randint(0, K) if self.rng.random() < 0.3 else K
-            rows.append(TrailRow(key, len(draft), max(1, self.wanted[key])))
+            rows.append(TrailRow(key, i, len(draft), max(1, self.wanted[key])))
         ended = self.rng.randrange(3 * len(keys)) if keys else 0
         if behind:
+            random.Random(1).shuffle(rows)
             self.proposer.draft_behind(rows, verdicts)
             self.trails += self.proposer._trail is not None
         for i, key in enumerate(keys):
@@ -96,6 +111,7 @@ class Drafting:
 
     def end(self, key: SessionKey) -> None:
         self.proposer.close(key)
+        self.newcomers.discard(key)
         for known in (self.lengths, self.held, self.wanted):
             known.pop(key, None)
 
@@ -200,6 +216,48 @@ def test_a_scorer_that_drafts_behind_its_steps_says_what_the_target_says(
     monkeypatch.setattr(Engine, "verdicts", None)
     assert run(requests, drafts=True) == (num_late, plain)
     assert counts["draft"] > 0.9 * num_late
+
+
+class Event:
+    """Of a device on which nothing is enqueued."""
+
+    def __init__(self, **_how: object) -> None: ...
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, _end: Event) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize("samplings", [SAMPLINGS, (*SAMPLINGS, EDITED)], ids=["", "edited"])
+def test_it_drafts_behind_prompts_too(
+    samplings: tuple[SamplingParams, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a device, where steps that are not recorded are enqueued as well."""
+    counts: Counter[str] = Counter()
+    draft, take_late = GraphChains.draft, StaticInputs.take_late
+
+    def drafted(*args: Any) -> Any:
+        counts["draft"] += 1
+        return draft(*args)
+
+    def taken(*args: Any) -> None:
+        counts["late"] += 1
+        take_late(*args)
+
+    monkeypatch.setattr(GraphChains, "draft", drafted)
+    monkeypatch.setattr(StaticInputs, "take_late", taken)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Runner, "launch", lambda runner, step: _Enqueued(runner, step))
+    requests = draw_requests(97, samplings=samplings)
+    num_plain, plain = run(requests, drafts=False)
+    num_late, late = run(requests, drafts=True)
+    assert late == plain
+    assert num_late < 0.7 * num_plain  # drafts do not foresee penalties
+    assert counts["draft"] <= 2, "for those that begin where nobody else is drafted for"
+    assert counts["late"] > num_late / (2 if samplings is SAMPLINGS else 5)
 
 
 def test_drafts_that_the_host_never_gets_cost_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,8 +123,7 @@ class GraphRunner:
         if logprobs is not None:
             logprobs = logprobs.to("cpu", non_blocking=True)  # pinned
         self._marks.mark(2)
-        on_device = None if any_apart else recorded.verified
-        return _InFlight(step, on_device, on_host, logprobs, self._marks)
+        return _InFlight(step, verified, on_host, logprobs, self._marks)
 
     def trial_times(self, repeats: int = 3) -> list[tuple[int, int, float]]:
         """(rows, tokens, seconds) of every bucket over no context: where a policy can begin."""
@@ -251,7 +250,7 @@ class _InFlight:
     """A recorded step that was launched."""
 
     step: Step
-    verified: Tensor | None
+    verified: Tensor
     on_host: Tensor  # int32 [at least rows, 1 + query_len], once the end is reached
     logprobs: Tensor | None  # as `Verified.logprobs`, then
     marks: _Marks
