@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
 
 import pytest
 import torch
@@ -93,6 +95,7 @@ class Bench:
             prefill_budget=prefill_budget,
             fork_drafter=EagerForks(self.model),
             max_branches=max_branches,
+            clock=partial(next, count(0.0, 1e-3)),  # times decide how much is guessed ahead
         )
         self.text: dict[int, list[int]] = {}
         self.sampling: dict[int, SamplingParams] = {}
@@ -207,7 +210,6 @@ class Bench:
             if last is not None:  # else the text came to its end, where the next token is known
                 draft, path = last.first_path(9), tree.first_path(9)
                 both = min(len(draft), len(path))  # fewer than before if branches lost their pages
-                assert both > 0
                 assert path[:both] == draft[:both], "a tree goes on from the draft"
             self.last[key] = tree
             for node in range(-1, len(tree.token_ids)):
