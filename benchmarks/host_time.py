@@ -117,6 +117,9 @@ class Instant:
     def clock(self) -> float:
         return time.thread_time() + self.lead_s
 
+    def takes_late(self, num_rows: int, num_drafted: int) -> bool:  # noqa: ARG002
+        return False
+
     def launch(self, step: Step) -> _Result:
         self.launch_began = time.thread_time()
         self._inner.launch(step)

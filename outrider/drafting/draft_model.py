@@ -41,7 +41,7 @@ from outrider.drafting.proposer import (
     SessionStart,
 )
 from outrider.drafting.sessions import SessionMethod
-from outrider.drafting.trail import Trail, TrailingDrafter, TrailRow, may_trail
+from outrider.drafting.trail import TrailingDrafter, TrailRow, Trails, may_trail
 from outrider.engine.batch import Model
 from outrider.engine.block_pool import BlockPool
 from outrider.engine.step import LateDrafts
@@ -101,7 +101,9 @@ class DraftModelProposer(SessionMethod[DraftState]):
         self._outcomes = Outcomes()
         self._unpublished: dict[DraftState, None] = {}  # drafted for since there was time
         self._put_off = False  # prompts, in the last round
-        self._trail: Trail | None = None
+        self._trails: Trails | None = None
+        if isinstance(chain_drafter, TrailingDrafter):
+            self._trails = Trails(chain_drafter, self._pool)
         self._brancher: Brancher | None = None
         if fork_drafter is not None and max_branches > 0:
             self._brancher = Brancher(
@@ -115,7 +117,13 @@ class DraftModelProposer(SessionMethod[DraftState]):
 
     def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:
         done = DraftRound()
-        rows = self._plan(self._take_trail(sessions, done), done)
+        if self._trails is not None:
+            drafts = self._trails.take(self._asked(sessions))
+            done.drafts.extend([(state.key, tree) for state, tree in drafts.items()])
+            self._unpublished.update(dict.fromkeys(drafts))
+            drafted = {state.key for state in drafts}
+            sessions = [session for session in sessions if session not in drafted]
+        rows = self._plan(sessions, done)
         if rows:
             done = replace(done, forward_s=self._run(rows, done, pace))
         done.lost.extend(self._take_lost())  # at last: if a forward fails, the next round says it
@@ -123,27 +131,24 @@ class DraftModelProposer(SessionMethod[DraftState]):
 
     def draft_behind(self, rows: Sequence[TrailRow], verdicts: Tensor) -> None:
         """Implements `Trailer`."""
-        self._take_trail((), DraftRound())  # nobody asked for the one before
+        if self._trails is None:
+            return
+        self._trails.take(())  # nobody asked for those behind the step before
         trailing = [
             (state, row)
             for row in rows
             if (state := self._sessions.get(row.session)) is not None and may_trail(state, row)
         ]
-        num_tokens = max([row.wanted for _, row in trailing], default=0)
-        if (
-            isinstance(self._chain_drafter, TrailingDrafter)
-            and 0 < len(rows) <= 2 * len(trailing)  # a few would cost nearly as much as all
-            and all(self._cover(state, num_tokens) for state, _ in trailing)
-        ):
-            states, places = [s for s, _ in trailing], [row.place for _, row in trailing]
-            self._trail = Trail.launch(self._chain_drafter, states, places, num_tokens, verdicts)
+        # A few would cost nearly as much as all.
+        if 0 < len(rows) <= 2 * len(trailing):
+            self._trails.launch(trailing, verdicts, self._page_size)
 
     def drafts_behind(self, sessions: Sequence[SessionKey]) -> LateDrafts | None:
         """Implements `Trailer`."""
-        states = [self._sessions.get(session) for session in sessions]
-        if self._trail is None or not all(state and state.follower.wanted for state in states):
+        states = [state for key in sessions if (state := self._sessions.get(key)) is not None]
+        if self._trails is None or len(states) < len(sessions):
             return None
-        return self._trail.late([state for state in states if state is not None])
+        return self._trails.late(states)
 
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:
         if self._brancher is None:
@@ -227,37 +232,6 @@ class DraftModelProposer(SessionMethod[DraftState]):
                 state.ahead.line = chain[:-1]  # the last token was never fed
             done.drafts.append((state.key, state.push(DraftTree.chain(end, chain, probs))))
         return forward_s
-
-    def _take_trail(self, sessions: Sequence[SessionKey], done: DraftRound) -> Sequence[SessionKey]:
-        """Hands out what was drafted behind the last step; returns who still wants a draft."""
-        trail, self._trail = self._trail, None
-        if trail is None:
-            return sessions
-        chains = trail.drafted.wait()
-        left: list[SessionKey] = []
-        for state in self._asked(sessions):
-            wanted = state.follower.wanted
-            place = trail.place(state) if wanted else None
-            if place is None:
-                left.append(state.key)
-                continue
-            state.settle(self._pool)
-            state.computed, chain = len(state.follower.tokens), chains[place][:wanted]
-            state.ahead.line, state.patient = chain[:-1], False
-            self._unpublished[state] = None
-            tree = state.push(DraftTree.chain(len(state.follower.tokens), chain))
-            done.drafts.append((state.key, tree))
-        return left
-
-    def _cover(self, state: DraftState, num_tokens: int) -> bool:
-        """Pages for a draft of `num_tokens` behind the verification of the last; False: none are
-        free."""
-        length = len(state.follower.tokens) + len(state.ahead.line) + 2
-        needed = -(-(length + num_tokens - 1) // self._page_size) - len(state.block_table)
-        if needed > self._pool.num_free:
-            return False
-        state.block_table.extend([self._pool.allocate() for _ in range(needed)])
-        return True
 
     def _plan(self, sessions: Sequence[SessionKey], done: DraftRound) -> list[DraftRow]:
         """Who takes part with how many tokens, their pages reserved; most drafts wanted first."""

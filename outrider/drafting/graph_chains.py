@@ -100,7 +100,9 @@ class GraphChains:
         if shape is None:
             return None
         tokens, read = self._loops.launch_behind(shape, slices, sampling, verdicts)
-        return Trailing(tokens[:, :, 0], lambda: chains(read(), [num_tokens] * len(lines)))
+        return Trailing(
+            tokens[:, :num_tokens, 0], lambda: chains(read(), [num_tokens] * len(lines))
+        )
 
     def forks(
         self,

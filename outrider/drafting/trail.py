@@ -6,9 +6,9 @@ draft loop is enqueued behind the step, and reads from the step's own output whe
 and with which tokens (`ChainInputs.follow`). While it runs the host does what the verdict asks for.
 
 It is a bet that the text goes on. Where it has ended or the session is gone the draft is dropped,
-where the host has told nothing new it is made anew. Nothing has to be undone: a
-loop writes behind what was committed when it began, on pages that were the session's then, and
-whoever is given these pages writes to them later on the stream.
+where the host has told nothing new it is made anew. Nothing has to be undone: a loop writes behind
+what was committed when it began, on pages that were the session's then, and whoever is given these
+pages writes to them later on the stream.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from outrider.draft_tree import DraftTree
 from outrider.drafting.draft_state import DraftState
 from outrider.drafting.proposer import SessionKey
+from outrider.engine.block_pool import BlockPool
 from outrider.engine.step import LateDrafts
 from outrider.engine.twins import picked
 from outrider.params import SamplingParams
@@ -87,52 +89,82 @@ class TrailingDrafter(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Trail:
+class _Trail:
     """Drafts on their way."""
 
     drafted: Trailing
     lines: dict[SessionKey, tuple[int, TrailLine]]  # with the place of each
 
-    @staticmethod
-    def launch(
-        drafter: TrailingDrafter,
-        states: Sequence[DraftState],
-        places: Sequence[int],
-        num_tokens: int,
-        verdicts: Tensor,
-    ) -> Trail | None:
-        """Behind the step whose verdicts have `places` for `states`, of which pages cover the
-        drafts."""
-        lines = [
-            TrailLine(len(s.follower.tokens), len(s.ahead.line), s.block_table) for s in states
-        ]
-        sampling = [state.follower.sampling for state in states]
-        drafted = drafter.draft_behind(lines, sampling, num_tokens, picked(verdicts, places))
-        if drafted is None:
-            return None
-        keys = [state.key for state in states]
-        return Trail(drafted, dict(zip(keys, enumerate(lines), strict=True)))
-
     def place(self, state: DraftState) -> int | None:
-        """Of a session's draft, if it goes on from what was committed since."""
+        """Of a session's draft, if one is wanted and goes on from what was committed since."""
         place, line = self.lines.get(state.key, (0, None))
         length = len(state.follower.tokens)
-        if line is None or length <= line.length:
+        if line is None or length <= line.length or not state.follower.wanted:
             return None
         kept = min(length - 1 - line.length, line.num_guesses)
         known = min(state.computed, length - 1)
         return place if known == line.length + kept else None
 
+
+class Trails:
+    """The drafts that one method has behind the step in flight, over the pages of `pool`."""
+
+    def __init__(self, drafter: TrailingDrafter, pool: BlockPool) -> None:
+        self._drafter = drafter
+        self._pool = pool
+        self._trail: _Trail | None = None
+
+    def launch(
+        self, trailing: Sequence[tuple[DraftState, TrailRow]], verdicts: Tensor, page_size: int
+    ) -> None:
+        """Enqueues drafts of sessions that `may_trail`; not if pages or a loop are lacking."""
+        assert self._trail is None, "they are taken first"
+        lines = [
+            TrailLine(len(s.follower.tokens), len(s.ahead.line), s.block_table) for s, _ in trailing
+        ]
+        num_tokens = max([row.wanted for _, row in trailing])
+        for line, (state, _) in zip(lines, trailing, strict=True):
+            length = line.length + line.num_guesses + 2 + num_tokens - 1
+            missing = -(-length // page_size) - len(state.block_table)
+            if missing > self._pool.num_free:
+                return
+            state.block_table.extend([self._pool.allocate() for _ in range(missing)])
+        sampling = [state.follower.sampling for state, _ in trailing]
+        theirs = picked(verdicts, [row.place for _, row in trailing])
+        drafted = self._drafter.draft_behind(lines, sampling, num_tokens, theirs)
+        if drafted is not None:
+            keys = [state.key for state, _ in trailing]
+            self._trail = _Trail(drafted, dict(zip(keys, enumerate(lines), strict=True)))
+
     def late(self, states: Sequence[DraftState]) -> LateDrafts | None:
-        """As `Trailer.drafts_behind`."""
-        places: dict[SessionKey, int] = {}
+        """Where the device will have what `take` gives to all of `states`; None: not to all."""
+        trail = self._trail
+        if trail is None:
+            return None
+        places = {state.key: trail.place(state) for state in states}
+        found = {key: place for key, place in places.items() if place is not None}
+        if len(found) < len(states):
+            return None
+        most = trail.drafted.tokens.shape[1]
+        lengths = {state.key: min(most, state.follower.wanted) for state in states}
+        return LateDrafts(trail.drafted.tokens, found, lengths)
+
+    def take(self, states: Sequence[DraftState]) -> dict[DraftState, DraftTree]:
+        """Waits for the drafts, and hands out those of `states`, of which the cache has them."""
+        trail, self._trail = self._trail, None
+        if trail is None:
+            return {}
+        chains = trail.drafted.wait()
+        drafts: dict[DraftState, DraftTree] = {}
         for state in states:
-            place = self.place(state)
-            if place is None:
-                return None
-            places[state.key] = place
-        lengths = {state.key: state.follower.wanted for state in states}
-        return LateDrafts(self.drafted.tokens, places, lengths)
+            place = trail.place(state)
+            if place is not None:
+                chain = chains[place][: state.follower.wanted]
+                state.settle(self._pool)
+                state.computed = length = len(state.follower.tokens)
+                state.ahead.line, state.patient = chain[:-1], False
+                drafts[state] = state.push(DraftTree.chain(length, chain))
+        return drafts
 
 
 def may_trail(state: DraftState, row: TrailRow) -> bool:

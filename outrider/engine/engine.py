@@ -297,12 +297,13 @@ class Engine:
         prompt's tokens are no recorded step's, and whoever joins would wait for one more round.
         """
         sequences = self._scheduler.by_session
-        if late.lengths.keys() != sequences.keys() or not all(
+        ready = late.lengths.keys() == sequences.keys() and all(
             seq.admitted
             and seq.num_computed == len(seq.token_ids) - 1
             and not seq.drawn_apart  # by drafts that the host has
             for seq in sequences.values()
-        ):
+        )
+        if not ready or not self._runner.takes_late(len(sequences), max(late.lengths.values())):
             return False
         for session, num_tokens in late.lengths.items():
             seq = sequences[session]

@@ -48,6 +48,10 @@ class StepRunner(Protocol):
         """Enqueues the step's work and returns. May raise what the forward raises."""
         ...
 
+    def takes_late(self, num_rows: int, num_drafted: int) -> bool:
+        """Whether it verifies `Step.late` of so many rows, of so many tokens at the most."""
+        ...
+
 
 class Verified(NamedTuple):
     """What came of a step's rows that have logits."""
@@ -85,6 +89,10 @@ class Runner:
     def launch(self, step: Step) -> Pending:
         """On a CPU nothing can be enqueued: there `wait` does the work."""
         return _Lazy(self, step) if self.model.device.type == "cpu" else _Enqueued(self, step)
+
+    def takes_late(self, num_rows: int, num_drafted: int) -> bool:  # noqa: ARG002
+        """It needs the drafts when it packs the step."""
+        return False
 
     @torch.inference_mode()
     def forward(self, step: Step) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from outrider.drafting.recorded_loops import Recording, make_shapes
 from outrider.drafting.trail import Trailing, TrailRow
 from outrider.engine.cuda.graph_runner import GraphRunner
 from outrider.engine.engine import Engine
+from outrider.engine.paged_model import PagedModel
 from outrider.engine.policy import Policy
-from outrider.engine.runner import Runner, _Enqueued
+from outrider.engine.runner import Runner, StepRunner, _Enqueued
 from outrider.engine.static_step import StaticInputs, make_buckets
 from outrider.engine.verifier import choose_and_verify
 from outrider.params import SamplingParams
@@ -98,7 +100,8 @@ class Drafting:
         if behind:
             random.Random(1).shuffle(rows)
             self.proposer.draft_behind(rows, verdicts)
-            self.trails += self.proposer._trail is not None
+            assert self.proposer._trails is not None
+            self.trails += self.proposer._trails._trail is not None
         for i, key in enumerate(keys):
             output = verdicts[i, 1 : 2 + int(verdicts[i, 0])].tolist()
             if i == ended:  # its text is cut at a stop
@@ -176,13 +179,21 @@ def draft_model() -> DraftModelProposer:
     return DraftModelProposer(model, name="llama", chain_drafter=loops, max_branches=0)
 
 
-def run(requests: list[Request], *, drafts: bool) -> tuple[int, dict[int, list[int]]]:
-    model = recordable_llama(num_pages=96)
+def recorded_runner(model: PagedModel) -> GraphRunner:
     buckets = make_buckets(4, (1, K + 1))
-    runner = GraphRunner(model, buckets, record=rerun, choose_and_verify=choose_and_verify)
+    return GraphRunner(model, buckets, record=rerun, choose_and_verify=choose_and_verify)
+
+
+def run(
+    requests: list[Request],
+    *,
+    drafts: bool,
+    runner: Callable[[PagedModel], StepRunner] = recorded_runner,
+) -> tuple[int, dict[int, list[int]]]:
+    model = recordable_llama(num_pages=96)
     config = EngineConfig(page_size=4, num_pages=96, max_num_seqs=4, max_model_len=100)
     policy = Policy(K if drafts else 0, max_wait_s=0.0)
-    engine = Engine(model, config, policy=policy, runner=runner)
+    engine = Engine(model, config, policy=policy, runner=runner(model))
     return DraftingScorer(engine, draft_model() if drafts else None).run(requests)
 
 
@@ -258,6 +269,24 @@ def test_it_drafts_behind_prompts_too(
     assert num_late < 0.7 * num_plain  # drafts do not foresee penalties
     assert counts["draft"] <= 2, "for those that begin where nobody else is drafted for"
     assert counts["late"] > num_late / (2 if samplings is SAMPLINGS else 5)
+
+
+def test_a_step_that_is_not_recorded_waits_for_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is packed with them: what stands for them would be refused."""
+    requests = draw_requests(97)
+    recorded = run(requests, drafts=True)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Runner, "launch", lambda runner, step: _Enqueued(runner, step))
+    assert run(requests, drafts=True, runner=Runner) == recorded
+
+
+def test_only_a_recorded_step_takes_late_drafts() -> None:
+    model = recordable_llama()
+    runner = recorded_runner(model)
+    assert runner.takes_late(4, K)
+    assert not runner.takes_late(4, K + 1)
+    assert not runner.takes_late(5, K)
+    assert not Runner(model).takes_late(1, 1)
 
 
 def test_drafts_that_the_host_never_gets_cost_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

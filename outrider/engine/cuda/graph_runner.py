@@ -125,6 +125,13 @@ class GraphRunner:
         self._marks.mark(2)
         return _InFlight(step, verified, on_host, logprobs, self._marks)
 
+    def takes_late(self, num_rows: int, num_drafted: int) -> bool:
+        """Recorded steps read their inputs on the device."""
+        return any(
+            bucket.query_len > num_drafted and bucket.rows >= num_rows and not bucket.trees
+            for bucket in self._buckets
+        )
+
     def trial_times(self, repeats: int = 3) -> list[tuple[int, int, float]]:
         """(rows, tokens, seconds) of every bucket over no context: where a policy can begin."""
         times = []
