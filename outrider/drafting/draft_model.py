@@ -117,7 +117,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
 
     def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:
         done = DraftRound()
-        if self._trails is not None:
+        if self._trails is not None and self._trails.launched:
             drafts = self._trails.take(self._asked(sessions))
             done.drafts.extend([(state.key, tree) for state, tree in drafts.items()])
             self._unpublished.update(dict.fromkeys(drafts))

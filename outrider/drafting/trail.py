@@ -114,6 +114,11 @@ class Trails:
         self._pool = pool
         self._trail: _Trail | None = None
 
+    @property
+    def launched(self) -> bool:
+        """Whether some are on their way, or there and not taken."""
+        return self._trail is not None
+
     def launch(
         self, trailing: Sequence[tuple[DraftState, TrailRow]], verdicts: Tensor, page_size: int
     ) -> None:

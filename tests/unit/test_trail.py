@@ -101,7 +101,7 @@ class Drafting:
             random.Random(1).shuffle(rows)
             self.proposer.draft_behind(rows, verdicts)
             assert self.proposer._trails is not None
-            self.trails += self.proposer._trails._trail is not None
+            self.trails += self.proposer._trails.launched
         for i, key in enumerate(keys):
             output = verdicts[i, 1 : 2 + int(verdicts[i, 0])].tolist()
             if i == ended:  # its text is cut at a stop
