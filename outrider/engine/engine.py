@@ -134,8 +134,8 @@ class Engine:
             idle_ms=(began - self._idle_since - drafted_s) * 1e3,
             num_rows=len(step.rows),
             num_tokens=step.num_tokens,
-            gap_ms=None
-            if self._result_at is None
+            gap_ms=None  # with late drafts the device is still busy with them
+            if self._result_at is None or step.late is not None
             else (launched - self._result_at - drafted_s) * 1e3,
             draft_ms=drafted_s * 1e3,
         )

@@ -15,8 +15,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
-
 from outrider.drafting import chain_inputs  # noqa: E402
 from outrider.drafting.candidates import top_candidates  # noqa: E402
 from outrider.drafting.draft_steps import ReadyRow, draft_chains, draft_forks  # noqa: E402
@@ -26,10 +24,10 @@ from outrider.drafting.recorded_loops import Recording, make_shapes  # noqa: E40
 from outrider.drafting.triton_draws import TritonDraws  # noqa: E402
 from outrider.engine.batch import RowSlice, pack  # noqa: E402
 from outrider.engine.cuda.graphs import CudaGraphs  # noqa: E402
-from outrider.engine.loader import build_paged_model  # noqa: E402
 from outrider.engine.paged_model import PagedModel  # noqa: E402
 from outrider.engine.sampling import SamplingBatch  # noqa: E402
 from outrider.params import SamplingParams  # noqa: E402
+from tests.support.clear_llama import clear_llama  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -79,26 +77,7 @@ def test_noise_is_added_as_on_a_cpu(dtype: torch.dtype) -> None:
 
 
 def llama() -> PagedModel:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=1000,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=256,
-    )
-    model = LlamaForCausalLM(config)
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            parameter.data.normal_(
-                0.0, 0.12
-            )  # clear winners: kernels differ by the shape of a batch
-    return build_paged_model(
-        model.to(DEVICE), page_size=16, num_pages=300, attention_backend="triton", self_test=False
-    )
+    return clear_llama(DEVICE, num_pages=300)
 
 
 def fed_rows(

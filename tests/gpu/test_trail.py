@@ -11,8 +11,6 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from transformers import LlamaConfig, LlamaForCausalLM
-
 from outrider.config import EngineConfig
 from outrider.drafting.draft_model import DraftModelProposer
 from outrider.drafting.graph_chains import GraphChains
@@ -22,56 +20,28 @@ from outrider.engine.cuda.graph_runner import GraphRunner
 from outrider.engine.cuda.graphs import CudaGraphs
 from outrider.engine.cuda.triton_sampling import choose_and_verify
 from outrider.engine.engine import Engine
-from outrider.engine.loader import build_paged_model
-from outrider.engine.paged_model import PagedModel
 from outrider.engine.policy import Policy
 from outrider.engine.static_step import StaticInputs, make_buckets
 from outrider.types import Request
+from tests.support.clear_llama import PAGE_SIZE, VOCAB_SIZE, clear_llama
 from tests.support.drafting_scorer import DraftingScorer, K, draw_requests
 
 pytestmark = pytest.mark.gpu
-VOCAB, PAGES = 1000, 60
-
-
-def llama(noise: float = 0.0) -> PagedModel:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=256,
-    )
-    model = LlamaForCausalLM(config)
-    for weight in model.parameters():
-        if weight.dim() == 2:  # clear winners: kernels differ by the shape of a batch
-            weight.data.normal_(0.0, 0.12)
-    for weight in model.parameters():
-        weight.data += noise * weight.data.abs().mean() * torch.randn_like(weight)
-    return build_paged_model(
-        model.to("cuda"),
-        page_size=16,
-        num_pages=PAGES,
-        attention_backend="triton",
-        self_test=False,
-    )
+CUDA, PAGES = torch.device("cuda"), 60
 
 
 def run(requests: list[Request], *, drafts: bool) -> tuple[int, dict[int, list[int]]]:
-    model, method = llama(), None
+    model, method = clear_llama(CUDA, PAGES), None
     runner = GraphRunner(
         model,
         make_buckets(4, (1, K + 1)),
         record=CudaGraphs(),
         choose_and_verify=choose_and_verify,
     )
-    config = EngineConfig(page_size=16, num_pages=PAGES, max_num_seqs=4, max_model_len=200)
+    config = EngineConfig(page_size=PAGE_SIZE, num_pages=PAGES, max_num_seqs=4, max_model_len=200)
     engine = Engine(model, config, policy=Policy(K if drafts else 0, max_wait_s=0.0), runner=runner)
     if drafts:
-        draft = llama(noise=0.03)
+        draft = clear_llama(CUDA, PAGES, noise=0.03)
         shapes = make_shapes(rows=(1, 2, 4), query_lens=(1, 2, 16), num_tokens=(1, 2, K))
         loops = GraphChains(draft, Recording(shapes, CudaGraphs(), TritonDraws()))
         method = DraftModelProposer(draft, name="llama", chain_drafter=loops, max_branches=0)
@@ -90,7 +60,7 @@ def test_late_drafts_are_those_made_after_the_step(
         take_late(*args)
 
     monkeypatch.setattr(StaticInputs, "take_late", noted)
-    requests = draw_requests(VOCAB, seed)
+    requests = draw_requests(VOCAB_SIZE, seed)
     num_plain, plain = run(requests, drafts=False)
     num_late, late = run(requests, drafts=True)
     assert late == plain
