@@ -294,14 +294,9 @@ class DraftModelProposer(SessionMethod[DraftState]):
         sessions; without them the session is lost, before any of its prompt is processed."""
         length = len(row.state.follower.tokens)
         num_tokens = length + max((row.num_forked or row.wanted) - 1, 0)
-        block_table = row.state.block_table
-        needed = -(-num_tokens // self._page_size) - len(block_table)
-        if needed <= 0:
-            return True
-        while needed > self._pool.num_free:
+        while not row.state.cover(self._pool, num_tokens, self._page_size):
             if not self._drop_branches() and not self._makes_room(row.state.key):
                 return False
-        block_table.extend([self._pool.allocate() for _ in range(needed)])
         return True
 
     def _drop_branches(self) -> bool:

@@ -32,6 +32,14 @@ class PageCache:
         del self.hashes[len(pages) :]
         self.computed = len(pages) * page_size
 
+    def cover(self, pool: BlockPool, num_rows: int, page_size: int) -> bool:
+        """Sees to pages for so many rows; False, and none are taken, if too few are free."""
+        missing = -(-num_rows // page_size) - len(self.block_table)
+        if missing > pool.num_free:
+            return False
+        self.block_table.extend([pool.allocate() for _ in range(missing)])
+        return True
+
     def publish(self, pool: BlockPool, tokens: Sequence[int], page_size: int) -> None:
         """Shares the full pages; not the one of the last row, which may be fed again."""
         first = len(self.hashes)

@@ -232,7 +232,7 @@ class RecurrentProposer(FeatureMethod):
             if fresh < least or not budget:
                 continue
             row = self._row(state, cache, min(fresh, budget), 0)
-            if self._reserve(cache, row.end):
+            if cache.cover(self._pool, row.end, self._page_size):
                 rows.append(row)
                 budget -= row.num_rows
         return rows
@@ -248,15 +248,7 @@ class RecurrentProposer(FeatureMethod):
     def _reserve_text(self, row: HeadRow) -> bool:
         """Pages for all of the text and what the round writes past it, at the cost of idle
         sessions; without them the session is lost, before any of its prompt is fed."""
-        while not self._reserve(row.cache, row.length - 1 + row.num_guessed):
+        while not row.cache.cover(self._pool, row.length - 1 + row.num_guessed, self._page_size):
             if not self._makes_room(row.state.key):
                 return False
-        return True
-
-    def _reserve(self, cache: PageCache, num_rows: int) -> bool:
-        """Takes the pages that so many rows need; False if too few are free."""
-        missing = -(-num_rows // self._page_size) - len(cache.block_table)
-        if missing > self._pool.num_free:
-            return False
-        cache.block_table.extend([self._pool.allocate() for _ in range(missing)])
         return True

@@ -129,11 +129,9 @@ class Trails:
         ]
         num_tokens = max([row.wanted for _, row in trailing])
         for line, (state, _) in zip(lines, trailing, strict=True):
-            length = line.length + line.num_guesses + 2 + num_tokens - 1
-            missing = -(-length // page_size) - len(state.block_table)
-            if missing > self._pool.num_free:
+            num_rows = line.length + line.num_guesses + 2 + num_tokens - 1
+            if not state.cover(self._pool, num_rows, page_size):
                 return
-            state.block_table.extend([self._pool.allocate() for _ in range(missing)])
         sampling = [state.follower.sampling for state, _ in trailing]
         theirs = picked(verdicts, [row.place for _, row in trailing])
         drafted = self._drafter.draft_behind(lines, sampling, num_tokens, theirs)
