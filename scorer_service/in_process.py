@@ -255,8 +255,10 @@ class InProcessProposer:
         late = trailer.drafts_behind([*self._wanting])
         if late is None:
             return False
-        by_session = [{self._followed[k].id: n for k, n in m.items()} for m in late[1:]]
-        return engine.expect(LateDrafts(late.tokens, *by_session))
+        ids = {key: self._followed[key].id for key in late.places}
+        places = {ids[key]: place for key, place in late.places.items()}
+        lengths = {ids[key]: length for key, length in late.lengths.items()}
+        return engine.expect(LateDrafts(late.tokens, places, lengths))
 
     def _draft_behind(self, engine: Engine) -> None:
         """Has the drafts that the step in flight will ask for begin on the device when it ends."""

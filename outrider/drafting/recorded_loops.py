@@ -163,9 +163,7 @@ class RecordedLoops:
         """What the loop of `shape` leaves for these rows, which it holds: int32 [rows, ...]."""
         with torch.inference_mode():
             self._inputs.fill(shape, slices, sampling, copies)
-            self._loops[shape]()
-            self._output.send(self._output_shapes[shape])
-        return self._output.read(self._output_shapes[shape])[: len(slices)]
+            return self._launch(shape, len(slices))()
 
     def launch_behind(
         self,
@@ -182,13 +180,15 @@ class RecordedLoops:
         with torch.inference_mode():
             self._inputs.fill(shape, slices, sampling)
             self._inputs.follow(shape, len(slices), verdicts)
-            self._loops[shape]()
-            self._output.send(self._output_shapes[shape])
+            read = self._launch(shape, len(slices))
+        return self._output.on_device(self._output_shapes[shape]), read
+
+    def _launch(self, shape: LoopShape, count: int) -> Callable[[], NDArray[np.int32]]:
+        """Enqueues the loop over what its inputs hold; what waits for the first `count` rows."""
         output_shape = self._output_shapes[shape]
-        return (
-            self._output.on_device(output_shape),
-            lambda: self._output.read(output_shape)[: len(slices)],
-        )
+        self._loops[shape]()
+        self._output.send(output_shape)
+        return lambda: self._output.read(output_shape)[:count]
 
     def _feed_long(
         self,

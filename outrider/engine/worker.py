@@ -62,7 +62,8 @@ class Companion(Protocol):
         ...
 
     def rest(self, engine: Engine) -> None:
-        """The next step is on its way: there is time for what nobody waits for."""
+        """The next step is on its way: there is time for what nobody waits for, and to post the
+        drafts that it was launched without."""
         ...
 
 

@@ -7,12 +7,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.engine.loader import build_paged_model
 from outrider.engine.paged_model import PagedModel
+from tests.support.recordable import disturbed
 
 VOCAB_SIZE, PAGE_SIZE = 1000, 16
 
 
 def clear_llama(device: torch.device, num_pages: int, noise: float = 0.0) -> PagedModel:
-    """Attention runs in Triton; `noise`: of its weights, in parts of their mean size."""
+    """Attention runs in Triton; `disturbed` by `noise`."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -28,10 +29,8 @@ def clear_llama(device: torch.device, num_pages: int, noise: float = 0.0) -> Pag
     for weight in model.parameters():
         if weight.dim() == 2:
             weight.data.normal_(0.0, 0.12)
-    for weight in model.parameters() if noise else ():
-        weight.data += noise * weight.data.abs().mean() * torch.randn_like(weight)
     return build_paged_model(
-        model.to(device),
+        disturbed(model, noise).to(device),
         page_size=PAGE_SIZE,
         num_pages=num_pages,
         attention_backend="triton",

@@ -68,9 +68,15 @@ class RecordableHashModel(HashModel):
         return torch.from_numpy(self._logits(np.array(states, np.uint64)))
 
 
+def disturbed(model: LlamaForCausalLM, noise: float) -> LlamaForCausalLM:
+    """The model with noise on its weights, in parts of their mean size."""
+    for weight in model.parameters() if noise else ():
+        weight.data += noise * weight.data.abs().mean() * torch.randn_like(weight)
+    return model
+
+
 def recordable_llama(page_size: int = 4, num_pages: int = 64, noise: float = 0.0) -> PagedModel:
-    """A tiny one in float64, so that near ties are decided alike; `noise`: of its weights, in
-    parts of their mean size."""
+    """A tiny one in float64, so that near ties are decided alike; `disturbed` by `noise`."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=97,
@@ -81,11 +87,8 @@ def recordable_llama(page_size: int = 4, num_pages: int = 64, noise: float = 0.0
         num_key_value_heads=2,
         max_position_embeddings=128,
     )
-    model = LlamaForCausalLM(config).double()
-    for weight in model.parameters():
-        weight.data += noise * weight.data.abs().mean() * torch.randn_like(weight)
     return build_paged_model(
-        model,
+        disturbed(LlamaForCausalLM(config).double(), noise),
         page_size=page_size,
         num_pages=num_pages,
         self_test=False,
