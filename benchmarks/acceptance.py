@@ -24,12 +24,12 @@ import torch
 
 from benchmarks import prompts, report
 from outrider.config import EngineConfig
-from outrider.drafting.draft_model import DraftModelProposer
-from outrider.drafting.llama_chains import LlamaChains
+from outrider.drafting.cpu.llama_chains import LlamaChains
+from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import SessionStart
 from outrider.engine.engine import Engine
-from outrider.engine.loader import load_model
-from outrider.engine.policy import Policy
+from outrider.engine.model.loader import load_model
+from outrider.engine.policy.base import Policy
 from outrider.models.resolve import resolve_model
 from outrider.params import (
     SamplingParams,

@@ -18,7 +18,7 @@ from outrider.config import EngineConfig
 from outrider.drafting.proposer import Proposer, SessionStart
 from outrider.engine.batch import Model, PackedBatch
 from outrider.engine.engine import Engine
-from outrider.engine.policy import Policy
+from outrider.engine.policy.base import Policy
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams, TokenIds
 from outrider.types import Request, RequestStats
 

@@ -29,15 +29,22 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks import report
 from benchmarks.gpu import copy_bandwidth, gpu_name, wall_ms
 from benchmarks.inflate import SHAPES
-from outrider.drafting.branches import Branch, EagerForks, ForkDrafter, Trunk, draft_branches, drop
-from outrider.drafting.chain_inputs import ChainInputs, LoopShape
-from outrider.drafting.draft_steps import ReadyRow, draft_chains
+from outrider.drafting.ahead.branches import (
+    Branch,
+    EagerForks,
+    ForkDrafter,
+    Trunk,
+    draft_branches,
+    drop,
+)
+from outrider.drafting.draft_model.chains import ReadyRow, draft_chains
 from outrider.drafting.draws import TorchDraws
-from outrider.drafting.graph_chains import GraphChains
-from outrider.drafting.recorded_loops import Recording, make_shapes
+from outrider.drafting.graphs.draft_model import GraphChains
+from outrider.drafting.graphs.loop_inputs import ChainInputs, LoopShape
+from outrider.drafting.graphs.loops import Recording, make_shapes
 from outrider.engine.batch import RowSlice
-from outrider.engine.block_pool import BlockPool
-from outrider.engine.loader import build_paged_model
+from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.model.loader import build_paged_model
 from outrider.params import SamplingParams
 
 _PAGE_SIZE = 16
@@ -111,7 +118,7 @@ class Bench:
         if self.device.type != "cuda":  # to try this program out
             return GraphChains(self.model, Recording(shapes, lambda work: work, TorchDraws()))
         from outrider.drafting.triton_draws import TritonDraws
-        from outrider.engine.cuda.graphs import CudaGraphs
+        from outrider.engine.graphs.capture import CudaGraphs
 
         return GraphChains(self.model, Recording(shapes, CudaGraphs(), TritonDraws()))
 

@@ -24,13 +24,13 @@ from benchmarks import report
 from benchmarks.gpu import gpu_name
 from benchmarks.inflate import SHAPES
 from benchmarks.program import say
-from outrider.engine.cuda import bulk_tiles
+from outrider.engine.cuda.gemm import hopper
+from outrider.engine.cuda.gemm.autotune import Chain, timed
+from outrider.engine.cuda.gemm.linear import FewRowsLinear
+from outrider.engine.cuda.gemm.tilings import BlockPlanes, BulkTiles, Planes, Strips, Tiles, Way
 from outrider.engine.cuda.launch import launch_options
-from outrider.engine.cuda.products import FewRowsLinear
-from outrider.engine.cuda.triton_ops import TritonOps
-from outrider.engine.cuda.tuning import Chain, timed
-from outrider.engine.cuda.ways import BlockPlanes, BulkTiles, Planes, Strips, Tiles, Way
-from outrider.engine.llama_ops import Use
+from outrider.engine.cuda.llama_ops import TritonOps
+from outrider.engine.model.ops import Use
 
 _COMPILERS = 16  # processes at most, each with half a gigabyte of the device
 
@@ -82,7 +82,7 @@ def _ways(rows: int, *, int8: bool) -> list[Way]:
     if int8 and rows > 1:
         ways += [BlockPlanes(*how) for how in _BLOCK_PLANES if rows <= 16]
         ways += [Planes(*how) for how in _PLANES if rows > 8]
-    if rows > 2 and bulk_tiles.available():
+    if rows > 2 and hopper.available():
         ways += [BulkTiles(*how) for how in _BULK_TILES]
         ways += [BulkTiles(*how, int8=True) for how in _BULK_TILES if int8]
     return ways

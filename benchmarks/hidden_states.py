@@ -33,13 +33,13 @@ from benchmarks.replay import Recording, Replay, record, replay
 from outrider.config import EngineConfig
 from outrider.drafting.building.config import HeadConfig
 from outrider.drafting.building.heads import build_head
-from outrider.drafting.draft_model import DraftModelProposer
-from outrider.drafting.llama_chains import LlamaChains
+from outrider.drafting.cpu.llama_chains import LlamaChains
+from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import TREE_WIDTH, FeatureProposer, Proposer, SessionStart
 from outrider.engine.engine import Engine
-from outrider.engine.feature_streams import FeatureStreams
-from outrider.engine.loader import load_model
-from outrider.engine.policy import Policy
+from outrider.engine.hidden_states.streams import FeatureStreams
+from outrider.engine.model.loader import load_model
+from outrider.engine.policy.base import Policy
 from outrider.errors import ConfigError
 from outrider.features import FeatureBatch, FeatureOrder, FeatureSpec, FeatureWindow
 from outrider.models.resolve import EMBEDDED, resolve_model

@@ -34,13 +34,13 @@ from torch import Tensor
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import PackedBatch
-from outrider.engine.cuda.graph_runner import GraphRunner
-from outrider.engine.cuda.graphs import Work
 from outrider.engine.engine import Engine
+from outrider.engine.graphs.capture import Work
+from outrider.engine.graphs.decode_graphs import GraphRunner
+from outrider.engine.graphs.decode_inputs import Bucket
 from outrider.engine.runner import StepRunner
-from outrider.engine.static_step import Bucket
+from outrider.engine.sampling.verify import choose_and_verify
 from outrider.engine.step import Step, StepResult
-from outrider.engine.verifier import choose_and_verify
 from outrider.params import SamplingParams, StopParams, TokenIds
 from outrider.types import Request
 

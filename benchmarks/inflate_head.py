@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from benchmarks.inflate import GAIN, PENALTY, SHAPES, Inflation, ShapeError
-from outrider.drafting.checkpoints import Checkpoint, TargetTensors
+from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensors
 from outrider.models.modules import resolve_module
 
 DRAFT_VOCAB = 32_000  # of EAGLE-3 modules as their authors publish them

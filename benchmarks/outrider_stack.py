@@ -25,7 +25,7 @@ from outrider.methods import HIDDEN_STATE_METHODS
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, scorer_pb2
 from outrider.v1.scorer_pb2_grpc import ScorerServiceStub
-from scorer_service.in_process import POOL
+from scorer_service.drafting.in_process import POOL
 
 METHODS = ("draft_model", "ngram")
 _RPC_TIMEOUT_S = 10.0

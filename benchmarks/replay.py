@@ -18,9 +18,9 @@ from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.drafting.proposer import FeatureProposer, Proposer, SessionStart
 from outrider.engine.engine import Engine
-from outrider.engine.feature_streams import FeatureStreams
-from outrider.engine.paged_model import PagedModel
-from outrider.engine.policy import Policy
+from outrider.engine.hidden_states.streams import FeatureStreams
+from outrider.engine.model.paged_model import PagedModel
+from outrider.engine.policy.base import Policy
 from outrider.features import FeatureOrder, FeatureSpec, FeatureWindow
 from outrider.params import SamplingParams, StopParams, TokenIds
 from outrider.types import Request

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.branch_plan import NO_PACE, Pace
-from outrider.drafting.feature_session import FeatureMethod
+from outrider.drafting.ahead.outcomes import NO_PACE, Pace
+from outrider.drafting.hidden_states.session import FeatureMethod
 from outrider.drafting.proposer import DraftRound, ProposerTraits, SessionKey
-from outrider.engine.feature_pool import FeaturePool
-from outrider.engine.paged_model import PagedModel
+from outrider.engine.kv_cache.hidden_states import FeaturePool
+from outrider.engine.model.paged_model import PagedModel
 from outrider.features import BYTES_PER_VALUE, FeatureSpec
 
 _MAX_ROWS: Final = 4096  # of a round

@@ -27,8 +27,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from outrider.engine.batch import RowSlice, pack
-from outrider.engine.loader import build_paged_model
-from outrider.engine.paged_model import PagedModel
+from outrider.engine.model.loader import build_paged_model
+from outrider.engine.model.paged_model import PagedModel
 
 PAGE_SIZE = 16
 SHAPES = {

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     from benchmarks.synthetic import SyntheticRunner, chance_per_token
     from outrider.engine.engine import Engine
-    from outrider.engine.ranks import RankGroup
+    from outrider.engine.model.parallel.ranks import RankGroup
     from scorer_service import app
 
     chance_per_token(ours.synthetic_acceptance_length, options.num_speculative_tokens)

@@ -15,7 +15,7 @@ from gateway.config import GatewayConfig
 from gateway.generation import Generator
 from gateway.grpc_service import GenerationServicer
 from gateway.http_connection import PatientProtocol
-from gateway.openai_http import create_app
+from gateway.openai.http import create_app
 from gateway.scorers import ScorerPool
 from outrider.errors import ConfigError
 from outrider.models.resolve import resolve_model

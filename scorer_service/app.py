@@ -20,11 +20,11 @@ from outrider.config import EngineConfig
 from outrider.device import device_id
 from outrider.drafting.building.config import MethodConfig
 from outrider.drafting.building.methods import build_proposer
-from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.engine import Engine
-from outrider.engine.feature_streams import MAX_AHEAD_BYTES, FeatureStreams
-from outrider.engine.policy import Policy
-from outrider.engine.ranks import RankGroup, Ranks
+from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, FeatureStreams
+from outrider.engine.model.parallel.ranks import RankGroup, Ranks
+from outrider.engine.policy.adaptive import AdaptivePolicy
+from outrider.engine.policy.base import Policy
 from outrider.engine.worker import EngineWorker
 from outrider.errors import ConfigError, DeadlineError, InternalError
 from outrider.models.resolve import resolve_model
@@ -40,10 +40,10 @@ from outrider.rpc.telemetry import Telemetry, configure
 from outrider.types import Request, StepEvents
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.constraints import Constraints
+from scorer_service.drafting.in_process import InProcessProposer
+from scorer_service.drafting.in_process_link import attach
 from scorer_service.gauges import watch
 from scorer_service.hub import Hub
-from scorer_service.in_process import InProcessProposer
-from scorer_service.in_process_link import attach
 from scorer_service.loading import join, load
 from scorer_service.metrics import ScorerMetrics
 from scorer_service.registration import add_to_server

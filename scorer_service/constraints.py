@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from outrider.engine.constraint import ConstraintCompiler, ConstraintEditor
+from outrider.engine.sampling.constraint import ConstraintCompiler, ConstraintEditor
 from outrider.errors import CapacityError, ConfigError, InvalidRequestError
 from outrider.rpc import runtime
 from outrider.types import EngineInfo, Request

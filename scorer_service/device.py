@@ -10,19 +10,19 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.engine.cuda.graph_runner import GraphRunner
-from outrider.engine.cuda.graphs import CudaGraphs, replay_seconds
-from outrider.engine.cuda.memory import (
+from outrider.engine.cuda.memory_budget import (
     DeviceMemory,
     MemoryBudget,
     estimate_graphs,
     measure_activations,
 )
-from outrider.engine.cuda.ragged_forwards import RaggedForwards
-from outrider.engine.cuda.triton_sampling import choose_and_verify, sample
-from outrider.engine.paged_model import PagedModel
-from outrider.engine.ragged_step import RaggedBucket, make_ragged
-from outrider.engine.static_step import Bucket, make_buckets
+from outrider.engine.cuda.sampling import choose_and_verify, sample
+from outrider.engine.graphs.capture import CudaGraphs, replay_seconds
+from outrider.engine.graphs.decode_graphs import GraphRunner
+from outrider.engine.graphs.decode_inputs import Bucket, make_buckets
+from outrider.engine.graphs.prefill_graphs import RaggedForwards
+from outrider.engine.graphs.prefill_inputs import RaggedBucket, make_ragged
+from outrider.engine.model.paged_model import PagedModel
 from outrider.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from outrider.engine.worker import EngineWorker
 from scorer_service.config import ServedModel
+from scorer_service.drafting.roster import Roster
 from scorer_service.metrics import ScorerMetrics
-from scorer_service.roster import Roster
 
 
 def watch(

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 
 from outrider.draft_tree import DraftProbs, DraftTree
-from outrider.engine.constraint import ConstraintEditor
+from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.worker import MAX_BLOCKS_AT_ONCE, Block, EngineWorker
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.features import FeatureBatch
@@ -17,10 +17,10 @@ from outrider.rpc import codec
 from outrider.types import Commit, Request, StepEvents
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
+from scorer_service.drafting.attached import AttachedProposer
+from scorer_service.drafting.outbox import Outbox
+from scorer_service.drafting.roster import Roster
 from scorer_service.metrics import ScorerMetrics
-from scorer_service.outbox import Outbox
-from scorer_service.proposers import AttachedProposer
-from scorer_service.roster import Roster
 from scorer_service.sessions import Deliveries, Session
 
 _MAX_FAILED_STEPS = 8

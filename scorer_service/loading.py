@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.engine.loader import count_pages, kv_bytes_per_page, load_model, read_features
-from outrider.engine.paged_model import PagedModel
-from outrider.engine.pool_memory import fitting
-from outrider.engine.ranks import RankGroup
+from outrider.engine.kv_cache.memory import fitting
+from outrider.engine.model.loader import count_pages, kv_bytes_per_page, load_model, read_features
+from outrider.engine.model.paged_model import PagedModel
+from outrider.engine.model.parallel.ranks import RankGroup
 from outrider.engine.runner import Runner, StepRunner
 from outrider.errors import ConfigError
 from outrider.rpc import runtime
@@ -81,8 +81,8 @@ def load(
         beside()
         return load_given(), None, []
     # Imported here: without a CUDA device there may be no Triton.
-    from outrider.engine.cuda.memory import TRIAL_PAGES, DeviceMemory, claim_activations
-    from outrider.engine.cuda.triton_sampling import sample
+    from outrider.engine.cuda.memory_budget import TRIAL_PAGES, DeviceMemory, claim_activations
+    from outrider.engine.cuda.sampling import sample
     from scorer_service.device import StepLimits, record_steps, size_cache
 
     def say(message: str) -> None:

@@ -23,7 +23,7 @@ from outrider.types import Commit, Request
 from outrider.v1 import draft_pb2, scorer_pb2, scorer_pb2_grpc
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.constraints import Constraints
-from scorer_service.draft_stream import serve_proposer
+from scorer_service.drafting.stream import serve_proposer
 from scorer_service.hub import Hub
 from scorer_service.round_spans import RoundSpans
 from scorer_service.sessions import Session

@@ -6,8 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from outrider.drafting.candidates import noised, top_candidates
-from outrider.engine.sampling import SamplingBatch, sample
+from outrider.drafting.likeliest import noised, top_candidates
+from outrider.engine.sampling.coupled import SamplingBatch, sample
 
 
 class Draws(Protocol):

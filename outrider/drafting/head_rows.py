@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from outrider.drafting.draft_steps import ReadyRow
-from outrider.drafting.feature_session import FeatureSession
-from outrider.drafting.page_cache import PageCache
+from outrider.drafting.draft_model.chains import ReadyRow
+from outrider.drafting.hidden_states.session import FeatureSession
+from outrider.drafting.session_pages import PageCache
 from outrider.engine.batch import RowSlice
-from outrider.engine.constraint import ConstraintEditor
+from outrider.engine.sampling.constraint import ConstraintEditor
 
 
 @dataclass(frozen=True, slots=True)

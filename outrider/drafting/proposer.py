@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.branch_plan import NO_PACE, Pace
+from outrider.drafting.ahead.outcomes import NO_PACE, Pace
 from outrider.features import FeatureSpec
 from outrider.params import (
     NO_ADVICE,

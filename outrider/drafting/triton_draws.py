@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from outrider.drafting.candidates import cut_to_likeliest
-from outrider.engine.cuda.triton_sampling import choose_top, noised, sample
-from outrider.engine.sampling import SamplingBatch
+from outrider.drafting.likeliest import cut_to_likeliest
+from outrider.engine.cuda.sampling import choose_top, noised, sample
+from outrider.engine.sampling.coupled import SamplingBatch
 
 
 class TritonDraws:

@@ -6,7 +6,7 @@ brings in some rounds, and loses the way there and back in the others.
 
 from __future__ import annotations
 
-from outrider.engine.measured import remember
+from outrider.engine.policy.timing import remember
 from outrider.engine.rounds import Drafting
 
 FADE = 0.85  # per answer, of what is known of a row

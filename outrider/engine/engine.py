@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
-from outrider.engine.accounts import Arrived, Committed, Emitted, note_block, settle
-from outrider.engine.adaptive import AdaptivePolicy
+from outrider.engine.accounting import Arrived, Committed, Emitted, note_block, settle
 from outrider.engine.batch import Model
-from outrider.engine.block_pool import BlockPool
-from outrider.engine.constraint import ConstraintEditor
-from outrider.engine.feature_streams import FeatureStreams
-from outrider.engine.policy import Policy
+from outrider.engine.hidden_states.streams import FeatureStreams
+from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.policy.adaptive import AdaptivePolicy
+from outrider.engine.policy.base import Policy
+from outrider.engine.policy.mode import Way
 from outrider.engine.rounds import USEFUL, BlockFate
 from outrider.engine.runner import Pending, Runner, StepRunner
+from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import LateDrafts, Step, StepResult, Verdicts
-from outrider.engine.trial import Way
 from outrider.errors import ConfigError, InternalError
 from outrider.features import FeatureOrder
 from outrider.params import TokenIds

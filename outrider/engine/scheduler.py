@@ -11,12 +11,12 @@ from collections import deque
 
 from outrider.config import EngineConfig
 from outrider.counts import Admission
-from outrider.engine.accounts import Committed, Emitted
+from outrider.engine.accounting import Committed, Emitted
 from outrider.engine.batch import RowSlice
-from outrider.engine.block_pool import BlockPool
-from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.draft_choice import NO_DRAFT, choose_draft
-from outrider.engine.policy import Policy, Ready
+from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.policy.base import Policy, Ready
+from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import ScheduledRow, Step, StepResult
 from outrider.types import Failure, Request

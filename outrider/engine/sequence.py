@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from outrider.draft_tree import DraftTree
-from outrider.engine.block_pool import PageHash, extend_hashes
-from outrider.engine.constraint import ConstraintEditor
-from outrider.engine.logits import LogitsEditor, make_adjuster, make_editors
+from outrider.engine.kv_cache.block_pool import PageHash, extend_hashes
 from outrider.engine.rounds import USEFUL, BlockFate, Counters, Drafting
-from outrider.engine.rules import is_coupled
+from outrider.engine.sampling.constraint import ConstraintEditor
+from outrider.engine.sampling.logits import LogitsEditor, make_adjuster, make_editors
+from outrider.engine.sampling.verification_rules import is_coupled
 from outrider.params import TokenIds
 from outrider.types import FinishReason, MethodCounts, Request, RequestStats
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from outrider.draft_tree import DraftTree
-from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.engine import Engine
 from outrider.engine.feature_commands import FeatureCommands
+from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.errors import (
     CapacityError,
     DeadlineError,

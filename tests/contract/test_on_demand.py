@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from outrider.drafting.branch_plan import Pace
-from outrider.drafting.branches import EagerForks
-from outrider.drafting.draft_model import DraftModelProposer
+from outrider.drafting.ahead.branches import EagerForks
+from outrider.drafting.ahead.outcomes import Pace
+from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import DraftRound, SessionKey
-from outrider.engine.policy import Policy
+from outrider.engine.policy.base import Policy
+from outrider.engine.policy.mode import Way
 from outrider.engine.rounds import Round
 from outrider.engine.sequence import Sequence as Row
-from outrider.engine.trial import Way
 from tests.support.hash_model import HashModel
 from tests.support.reader_service import serving
 from tests.support.scorer import MAX_LEN, VOCAB, running_scorer

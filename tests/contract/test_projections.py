@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outrider.draft_tree import DraftTree
-from outrider.engine.feature_streams import FeatureStreams
+from outrider.engine.hidden_states.streams import FeatureStreams
 from outrider.features import FeatureSpec
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits

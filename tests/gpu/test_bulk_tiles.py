@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.kernels import ON_GPU, randn  # isort: skip - before what needs Triton
-from outrider.engine.cuda import bulk_tiles
-from outrider.engine.cuda.candidates import CANDIDATES
-from outrider.engine.cuda.products import FewRowsLinear
-from outrider.engine.cuda.triton_ops import TritonOps
-from outrider.engine.cuda.ways import BulkTiles, Product
+from outrider.engine.cuda.gemm import hopper
+from outrider.engine.cuda.gemm.candidates import CANDIDATES
+from outrider.engine.cuda.gemm.linear import FewRowsLinear
+from outrider.engine.cuda.gemm.tilings import BulkTiles, Product
+from outrider.engine.cuda.llama_ops import TritonOps
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not ON_GPU or not bulk_tiles.available(), reason="needs Hopper"),
+    pytest.mark.skipif(not ON_GPU or not hopper.available(), reason="needs Hopper"),
 ]
 _WAYS = [
     BulkTiles(128, 1),

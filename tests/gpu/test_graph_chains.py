@@ -15,17 +15,17 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 
-from outrider.drafting import chain_inputs  # noqa: E402
-from outrider.drafting.candidates import top_candidates  # noqa: E402
-from outrider.drafting.draft_steps import ReadyRow, draft_chains, draft_forks  # noqa: E402
+from outrider.drafting.draft_model.chains import ReadyRow, draft_chains, draft_forks  # noqa: E402
 from outrider.drafting.draws import TorchDraws  # noqa: E402
-from outrider.drafting.graph_chains import GraphChains  # noqa: E402
-from outrider.drafting.recorded_loops import Recording, make_shapes  # noqa: E402
+from outrider.drafting.graphs import loop_inputs  # noqa: E402
+from outrider.drafting.graphs.draft_model import GraphChains  # noqa: E402
+from outrider.drafting.graphs.loops import Recording, make_shapes  # noqa: E402
+from outrider.drafting.likeliest import top_candidates  # noqa: E402
 from outrider.drafting.triton_draws import TritonDraws  # noqa: E402
 from outrider.engine.batch import RowSlice, pack  # noqa: E402
-from outrider.engine.cuda.graphs import CudaGraphs  # noqa: E402
-from outrider.engine.paged_model import PagedModel  # noqa: E402
-from outrider.engine.sampling import SamplingBatch  # noqa: E402
+from outrider.engine.graphs.capture import CudaGraphs  # noqa: E402
+from outrider.engine.model.paged_model import PagedModel  # noqa: E402
+from outrider.engine.sampling.coupled import SamplingBatch  # noqa: E402
 from outrider.params import SamplingParams  # noqa: E402
 from tests.support.clear_llama import clear_llama  # noqa: E402
 
@@ -146,7 +146,7 @@ def test_a_loop_copies_pages_first() -> None:
 def test_branches_that_share_pages_are_drafted_as_each_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(chain_inputs, "_SHARING_ROWS", 1)
+    monkeypatch.setattr(loop_inputs, "_SHARING_ROWS", 1)
     model, rng, k = llama(), random.Random(4), 3
     shapes = make_shapes(rows=(16,), query_lens=(1, 2), num_tokens=(k,), fanout=2)
     drafter = GraphChains(model, Recording(shapes, CudaGraphs(), TritonDraws()))

@@ -18,18 +18,18 @@ if not torch.cuda.is_available():
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import PackedBatch
-from outrider.engine.cuda.graph_runner import GraphRunner
-from outrider.engine.cuda.graphs import CudaGraphs
-from outrider.engine.cuda.memory import TRIAL_PAGES, DeviceMemory
-from outrider.engine.cuda.ragged_forwards import RaggedForwards
-from outrider.engine.cuda.triton_sampling import choose_and_verify
+from outrider.engine.cuda.memory_budget import TRIAL_PAGES, DeviceMemory
+from outrider.engine.cuda.sampling import choose_and_verify
 from outrider.engine.engine import Engine
-from outrider.engine.loader import build_paged_model, load_model
-from outrider.engine.paged_model import PagedModel
-from outrider.engine.policy import Policy
-from outrider.engine.ragged_step import make_ragged
+from outrider.engine.graphs.capture import CudaGraphs
+from outrider.engine.graphs.decode_graphs import GraphRunner
+from outrider.engine.graphs.decode_inputs import make_buckets
+from outrider.engine.graphs.prefill_graphs import RaggedForwards
+from outrider.engine.graphs.prefill_inputs import make_ragged
+from outrider.engine.model.loader import build_paged_model, load_model
+from outrider.engine.model.paged_model import PagedModel
+from outrider.engine.policy.base import Policy
 from outrider.engine.runner import Runner, StepRunner
-from outrider.engine.static_step import make_buckets
 from outrider.errors import ConfigError
 from outrider.models.resolve import resolve_model
 from outrider.params import SamplingParams, StopParams, TokenIds

@@ -12,16 +12,16 @@ if not torch.cuda.is_available():
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.building.loops import guess_shapes, head_shapes
-from outrider.drafting.heads.base import RecurrentHead
-from outrider.drafting.heads.eagle import load_eagle
-from outrider.drafting.heads.eagle3 import load_eagle3
+from outrider.drafting.graphs.loops import Recording
+from outrider.drafting.hidden_states.heads.base import RecurrentHead
+from outrider.drafting.hidden_states.heads.eagle import load_eagle
+from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
+from outrider.drafting.hidden_states.recurrent import RecurrentProposer
 from outrider.drafting.proposer import SessionStart
-from outrider.drafting.recorded_loops import Recording
-from outrider.drafting.recurrent import RecurrentProposer
 from outrider.drafting.triton_draws import TritonDraws
-from outrider.engine.backends import choose_backend
-from outrider.engine.cuda.graphs import CudaGraphs, Work
-from outrider.engine.kv_cache import KVPools
+from outrider.engine.attention.backends import choose_backend
+from outrider.engine.graphs.capture import CudaGraphs, Work
+from outrider.engine.kv_cache.pools import KVPools
 from outrider.params import SamplingParams
 from tests.support import eagle_checkpoints as made
 from tests.support import one_shot_drafts

@@ -13,16 +13,16 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from outrider.drafting.building.loops import head_shapes
-from outrider.drafting.draft_steps import ReadyRow
-from outrider.drafting.head_drafter import HeadDrafter
-from outrider.drafting.head_loops import HeadLoops
-from outrider.drafting.heads.mtp_loader import load_mtp
-from outrider.drafting.recorded_loops import Recording
+from outrider.drafting.draft_model.chains import ReadyRow
+from outrider.drafting.graphs.loops import Recording
+from outrider.drafting.graphs.recurrent_heads import HeadLoops
+from outrider.drafting.hidden_states.eager import HeadDrafter
+from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
 from outrider.drafting.triton_draws import TritonDraws
-from outrider.engine.backends import choose_backend
+from outrider.engine.attention.backends import choose_backend
 from outrider.engine.batch import RowSlice, pack
-from outrider.engine.cuda.graphs import CudaGraphs
-from outrider.engine.kv_cache import KVPools
+from outrider.engine.graphs.capture import CudaGraphs
+from outrider.engine.kv_cache.pools import KVPools
 from outrider.params import SamplingParams
 from tests.support import mtp_checkpoints as made
 

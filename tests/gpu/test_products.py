@@ -5,14 +5,14 @@ import torch
 from torch import Tensor
 
 from tests.support.kernels import ON_GPU, close, randn  # isort: skip - before what needs Triton
-from outrider.engine.cuda import bulk_tiles
-from outrider.engine.cuda.candidates import CANDIDATES, candidates
-from outrider.engine.cuda.graphs import CudaGraphs
-from outrider.engine.cuda.products import FewRowsLinear, Int8Weight
-from outrider.engine.cuda.triton_ops import TritonOps
-from outrider.engine.cuda.tuning import Chain, Kind, _compile, _variants, timed
-from outrider.engine.cuda.ways import BlockPlanes, BulkTiles, Planes, Strips, Tiles, Way
-from outrider.engine.llama_ops import TorchOps, Use
+from outrider.engine.cuda.gemm import hopper
+from outrider.engine.cuda.gemm.autotune import Chain, Kind, _compile, _variants, timed
+from outrider.engine.cuda.gemm.candidates import CANDIDATES, candidates
+from outrider.engine.cuda.gemm.linear import FewRowsLinear, Int8Weight
+from outrider.engine.cuda.gemm.tilings import BlockPlanes, BulkTiles, Planes, Strips, Tiles, Way
+from outrider.engine.cuda.llama_ops import TritonOps
+from outrider.engine.graphs.capture import CudaGraphs
+from outrider.engine.model.ops import TorchOps, Use
 
 pytestmark = pytest.mark.gpu
 
@@ -53,7 +53,7 @@ def _linear(weight: Tensor, *, int8: bool) -> FewRowsLinear:
 def test_products_of_few_rows(
     way: Way, rows: int, inner: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.engine.linear.can_prepack", lambda *_: False)  # on CPU
+    monkeypatch.setattr("outrider.engine.model.linear.can_prepack", lambda *_: False)  # on CPU
     # The interpreter takes the bits of bfloat16 for numbers when it multiplies matrices.
     dtype = torch.bfloat16 if ON_GPU or not isinstance(way, Tiles) else torch.float32
     layer = _linear((randn(128, inner, dtype=dtype) * inner**-0.5).to(dtype), int8=way.int8)
@@ -84,7 +84,7 @@ def test_products_of_few_rows(
 
 
 def test_the_fastest_way_that_is_right_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.engine.linear.can_prepack", lambda *_: False)  # on CPU
+    monkeypatch.setattr("outrider.engine.model.linear.can_prepack", lambda *_: False)  # on CPU
     dtype = torch.bfloat16 if ON_GPU else torch.float32
     layers = [FewRowsLinear(randn(n, 256, dtype=dtype, seed=n) / 16) for n in (512, 256, 256)]
     uses = [Use(layers[0], randn(256, dtype=dtype), True), Use(layers[1]), Use(layers[2])]
@@ -113,7 +113,7 @@ def test_the_fastest_way_that_is_right_is_chosen(monkeypatch: pytest.MonkeyPatch
         y = TritonOps().product(use, x, out)
         return y + 1 if chosen is wrong else y
 
-    monkeypatch.setattr("outrider.engine.cuda.tuning.graph_us", times)
+    monkeypatch.setattr("outrider.engine.cuda.gemm.autotune.graph_us", times)
     ways = (fails, fast, wrong, unrecorded, faster, too_long)
     monkeypatch.setattr(FewRowsLinear, "candidates", lambda *_: ways)
     chain = Chain(list(zip(uses, layers, strict=True)), 2, run)
@@ -129,11 +129,11 @@ def test_the_fastest_way_that_is_right_is_chosen(monkeypatch: pytest.MonkeyPatch
 
 
 def test_bulk_tiles_take_the_place_of_planes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk_tiles, "available", lambda: False)
+    monkeypatch.setattr(hopper, "available", lambda: False)
     without = {rows: candidates(rows, int8=True) for rows in CANDIDATES}
     assert not any(isinstance(way, BulkTiles) for ways in without.values() for way in ways)
     assert any(isinstance(way, Planes) for way in without[64])
-    monkeypatch.setattr(bulk_tiles, "available", lambda: True)
+    monkeypatch.setattr(hopper, "available", lambda: True)
     for rows, ways in without.items():
         kept = [way for way in ways if not isinstance(way, Planes)]
         if 1 < rows <= 96:
@@ -173,7 +173,7 @@ def test_what_launched_steps_need_is_compiled_at_start() -> None:
 
 def test_ways_are_chosen_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is best beside cuBLAS need not be best beside what is chosen for the others."""
-    monkeypatch.setattr("outrider.engine.linear.can_prepack", lambda *_: False)  # on CPU
+    monkeypatch.setattr("outrider.engine.model.linear.can_prepack", lambda *_: False)  # on CPU
     dtype = torch.bfloat16 if ON_GPU else torch.float32
     gate, down = (FewRowsLinear(randn(n, 256, dtype=dtype, seed=n) / 16) for n in (512, 256))
     chain = [(Use(gate, randn(256, dtype=dtype), gated=True), gate), (Use(down), down)]
@@ -183,7 +183,7 @@ def test_ways_are_chosen_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> N
     def times(*_: object) -> float:
         return us.get((gate.choices.get(2), down.choices.get(2)), 20.0)
 
-    monkeypatch.setattr("outrider.engine.cuda.tuning.graph_us", times)
+    monkeypatch.setattr("outrider.engine.cuda.gemm.autotune.graph_us", times)
     monkeypatch.setattr(FewRowsLinear, "candidates", lambda *_: (one, other))
     # Kind after kind from cuBLAS ends at 14: for `down` no way of ours seems to be worth it.
     us |= {(other, None): 14.0, (one, None): 14.2, (other, one): 14.1, (one, one): 10.0}

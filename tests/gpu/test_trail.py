@@ -12,16 +12,16 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from outrider.config import EngineConfig
-from outrider.drafting.draft_model import DraftModelProposer
-from outrider.drafting.graph_chains import GraphChains
-from outrider.drafting.recorded_loops import Recording, make_shapes
+from outrider.drafting.draft_model.proposer import DraftModelProposer
+from outrider.drafting.graphs.draft_model import GraphChains
+from outrider.drafting.graphs.loops import Recording, make_shapes
 from outrider.drafting.triton_draws import TritonDraws
-from outrider.engine.cuda.graph_runner import GraphRunner
-from outrider.engine.cuda.graphs import CudaGraphs
-from outrider.engine.cuda.triton_sampling import choose_and_verify
+from outrider.engine.cuda.sampling import choose_and_verify
 from outrider.engine.engine import Engine
-from outrider.engine.policy import Policy
-from outrider.engine.static_step import StaticInputs, make_buckets
+from outrider.engine.graphs.capture import CudaGraphs
+from outrider.engine.graphs.decode_graphs import GraphRunner
+from outrider.engine.graphs.decode_inputs import StaticInputs, make_buckets
+from outrider.engine.policy.base import Policy
 from outrider.types import Request
 from tests.support.clear_llama import PAGE_SIZE, VOCAB_SIZE, clear_llama
 from tests.support.drafting_scorer import DraftingScorer, K, draw_requests

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider.config import EngineConfig
-from outrider.drafting.draft_model import DraftModelProposer
-from outrider.engine.adaptive import AdaptivePolicy
-from outrider.engine.measured import StepDone
-from outrider.engine.policy import Policy
+from outrider.drafting.draft_model.proposer import DraftModelProposer
+from outrider.engine.policy.adaptive import AdaptivePolicy
+from outrider.engine.policy.base import Policy
+from outrider.engine.policy.mode import Way
+from outrider.engine.policy.timing import StepDone
 from outrider.engine.sequence import Sequence as Row
-from outrider.engine.trial import Way
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
 from outrider.types import Request
 from tests.support.hash_model import HashModel, Sequential

@@ -6,12 +6,12 @@ import random
 from collections.abc import Sequence
 from itertools import islice
 
-from outrider.drafting.draft_model import DraftModelProposer
+from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import SessionStart
 from outrider.engine.engine import Engine
 from outrider.params import SamplingParams, StopParams
 from outrider.types import Request
-from scorer_service.in_process import InProcessProposer
+from scorer_service.drafting.in_process import InProcessProposer
 
 K = 4
 SAMPLINGS = (

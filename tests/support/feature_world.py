@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.config import EngineConfig
-from outrider.engine.feature_streams import FeatureStreams
-from outrider.engine.policy import Policy
+from outrider.engine.hidden_states.streams import FeatureStreams
+from outrider.engine.policy.base import Policy
 from outrider.engine.runner import Pending, Runner
 from outrider.engine.step import Step, StepResult
 from outrider.params import SamplingParams, StopParams

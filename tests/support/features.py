@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.branch_plan import NO_PACE, Pace
-from outrider.drafting.feature_session import FeatureMethod, FeatureSession
+from outrider.drafting.ahead.outcomes import NO_PACE, Pace
+from outrider.drafting.hidden_states.session import FeatureMethod, FeatureSession
 from outrider.drafting.proposer import DraftRound, ProposerTraits, SessionKey
 from outrider.engine.batch import PackedBatch
-from outrider.engine.feature_pool import FeaturePool
+from outrider.engine.kv_cache.hidden_states import FeaturePool
 from outrider.features import FeatureSpec
 from tests.support.hash_model import HashModel, context_hash
 

@@ -25,9 +25,9 @@ from outrider.types import (
 )
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
+from scorer_service.drafting.attached import AttachedProposer
 from scorer_service.hub import Hub
 from scorer_service.metrics import ScorerMetrics
-from scorer_service.proposers import AttachedProposer
 from scorer_service.sessions import Session
 from tests.support.scorer import TOKENIZER_HASH, VOCAB
 from tests.support.scripted_proposer import hello

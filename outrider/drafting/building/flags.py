@@ -14,8 +14,8 @@ from outrider.drafting.building.config import (
     NgramConfig,
     SuffixConfig,
 )
+from outrider.drafting.copying.suffix_settings import SuffixSettings
 from outrider.drafting.proposer import TREE_WIDTH
-from outrider.drafting.suffix_settings import SuffixSettings
 from outrider.errors import ConfigError
 from outrider.methods import HIDDEN_STATE_METHODS, METHODS, parse_methods
 

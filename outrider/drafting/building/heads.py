@@ -13,22 +13,22 @@ from outrider.drafting.building.config import HeadConfig, Say
 from outrider.drafting.building.loops import guess_shapes, head_shapes, recording
 from outrider.drafting.building.masks import load_masks
 from outrider.drafting.building.weights import PAGE_SIZE, choose_dtype, prepare_device
-from outrider.drafting.guess_trees import max_trees
-from outrider.drafting.heads.base import OneShotHead, RecurrentHead
-from outrider.drafting.heads.eagle import load_eagle
-from outrider.drafting.heads.eagle3 import load_eagle3
-from outrider.drafting.heads.medusa import load_medusa
-from outrider.drafting.heads.mlp_speculator import load_mlp_speculator
-from outrider.drafting.heads.mtp_loader import load_mtp
-from outrider.drafting.one_shot import MAX_MODEL_LEN, OneShotProposer
+from outrider.drafting.graphs.loops import Recording
+from outrider.drafting.hidden_states.heads.base import OneShotHead, RecurrentHead
+from outrider.drafting.hidden_states.heads.eagle import load_eagle
+from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
+from outrider.drafting.hidden_states.heads.medusa import load_medusa
+from outrider.drafting.hidden_states.heads.mlp_speculator import load_mlp_speculator
+from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
+from outrider.drafting.hidden_states.one_shot import MAX_MODEL_LEN, OneShotProposer
+from outrider.drafting.hidden_states.recurrent import RecurrentProposer
+from outrider.drafting.hidden_states.trees import max_trees
 from outrider.drafting.proposer import FeatureProposer
-from outrider.drafting.recorded_loops import Recording
-from outrider.drafting.recurrent import RecurrentProposer
-from outrider.engine.attention import AttentionBackend
-from outrider.engine.backends import choose_backend, is_capturable
-from outrider.engine.kv_cache import KVPools
-from outrider.engine.loader import choose_llama_ops, count_pages
-from outrider.engine.pool_memory import fitting
+from outrider.engine.attention.backends import choose_backend, is_capturable
+from outrider.engine.attention.base import AttentionBackend
+from outrider.engine.kv_cache.memory import fitting
+from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.model.loader import choose_llama_ops, count_pages
 from outrider.models.modules import resolve_module
 from outrider.models.tokenizer import hash_if_any
 

@@ -8,16 +8,16 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from outrider.drafting.branch_plan import NUM_RANKS
+from outrider.drafting.ahead.outcomes import NUM_RANKS
 from outrider.drafting.building.config import Say
-from outrider.drafting.chain_inputs import LoopShape
-from outrider.drafting.graph_chains import GraphChains
-from outrider.drafting.recorded_loops import Recording, make_shapes
-from outrider.engine.cuda.graphs import CudaGraphs, replay_seconds
-from outrider.engine.cuda.ragged_forwards import RaggedForwards
-from outrider.engine.paged_model import PagedModel
-from outrider.engine.ragged_step import make_ragged
-from outrider.engine.tree_mask import MAX_TREE_NODES
+from outrider.drafting.graphs.draft_model import GraphChains
+from outrider.drafting.graphs.loop_inputs import LoopShape
+from outrider.drafting.graphs.loops import Recording, make_shapes
+from outrider.engine.attention.tree_mask import MAX_TREE_NODES
+from outrider.engine.graphs.capture import CudaGraphs, replay_seconds
+from outrider.engine.graphs.prefill_graphs import RaggedForwards
+from outrider.engine.graphs.prefill_inputs import make_ragged
+from outrider.engine.model.paged_model import PagedModel
 from outrider.errors import ConfigError
 
 _ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
