@@ -16,7 +16,7 @@ from outrider.draft_tree import DraftTree
 from outrider.engine.batch import RowSlice
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.capture import Record, Work
-from outrider.engine.graphs.decode_graphs import GraphRunner
+from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import Bucket
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.policy.base import Policy
@@ -56,7 +56,7 @@ class EngineSteps:
 
             record = _run_again
         buckets = [Bucket(query_len, rows) for rows, query_len in sizes]
-        self._runner = GraphRunner(
+        self._runner = DecodeGraphs(
             model, buckets, record=record, choose_and_verify=choose_and_verify
         )
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.gpu import gpu_name, wall_ms
 from outrider.engine.attention.base import AttentionBackend, AttentionParams, StepAttention
-from outrider.engine.attention.shared_prefix import SharedPages
+from outrider.engine.attention.shared_prefix import SharedPrefix
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.kv_cache.pools import KVPools, PageMajorPool
 from outrider.engine.sampling.coupled import SamplingBatch
@@ -171,7 +171,7 @@ def shared_pages() -> Iterator[Record]:
     params = AttentionParams(dim**-0.5)
     for sessions, branches, context in BRANCHES:
         apart = _branches(sessions, branches, context)
-        shared = SharedPages.of(apart.block_table, apart.seq_lens, apart.page_size)
+        shared = SharedPrefix.of(apart.block_table, apart.seq_lens, apart.page_size)
         num_pages = int(apart.block_table.max()) + 1
         pools = [PageMajorPool(num_pages, 16, DRAFT_KV, BF16, CUDA) for _ in range(DRAFT_LAYERS)]
         rows = len(apart.query_lens)

@@ -29,7 +29,7 @@ from typing import cast
 import torch
 
 from benchmarks import prompts, report
-from benchmarks.replay import Recording, Replay, record, replay
+from benchmarks.replay import Capture, Replay, record, replay
 from outrider.config import EngineConfig
 from outrider.drafting.building.config import HeadConfig
 from outrider.drafting.building.heads import build_head
@@ -37,7 +37,7 @@ from outrider.drafting.cpu.llama_chains import LlamaChains
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import TREE_WIDTH, FeatureProposer, Proposer, SessionStart
 from outrider.engine.engine import Engine
-from outrider.engine.hidden_states.streams import FeatureStreams
+from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.model.loader import load_model
 from outrider.engine.policy.base import Policy
 from outrider.errors import ConfigError
@@ -116,7 +116,7 @@ class Bench:
             enable_prefix_caching=False,
         )
         pool = model.pools.features
-        self._streams = None if pool is None else FeatureStreams(pool)
+        self._streams = None if pool is None else HiddenStateStreams(pool)
         # Its drafts are always there: it never waits.
         policy = Policy(max_k, max_wait_s=60.0)
         self._engine = Engine(model, config, policy=policy, features=self._streams)
@@ -124,7 +124,7 @@ class Bench:
 
     def record(
         self, requests: Sequence[tuple[TokenIds, SamplingParams]], num_tokens: int
-    ) -> list[Recording]:
+    ) -> list[Capture]:
         """Their texts and states."""
         return record(self._model, self._config, requests, num_tokens)
 

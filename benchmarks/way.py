@@ -162,12 +162,12 @@ async def measure(stacks: Sequence[Stack], args: argparse.Namespace) -> None:
     for turn in range(args.turns + 1):
         for sessions in args.sessions:
             for stack in rng.sample(stacks, len(stacks)):
-                taken = await take_turn(stack, sessions, args)
+                taken = await draft_between_steps(stack, sessions, args)
                 if turn:
                     stack.turns.append(taken)
 
 
-async def take_turn(stack: Stack, sessions: int, args: argparse.Namespace) -> Turn:
+async def draft_between_steps(stack: Stack, sessions: int, args: argparse.Namespace) -> Turn:
     """So many clients, who begin together."""
     async with open_channel(stack.address) as channel:
         stub = ScorerServiceStub(channel)

@@ -21,7 +21,7 @@ from outrider.device import device_id
 from outrider.drafting.building.config import MethodConfig
 from outrider.drafting.building.methods import build_proposer
 from outrider.engine.engine import Engine
-from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, FeatureStreams
+from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, HiddenStateStreams
 from outrider.engine.model.parallel.ranks import RankGroup, Ranks
 from outrider.engine.policy.adaptive import AdaptivePolicy
 from outrider.engine.policy.base import Policy
@@ -256,7 +256,7 @@ def build_engine(
         eos_token_ids=model.eos_token_ids,
         policy=policy,
         runner=runner,
-        features=None if pool is None else FeatureStreams(pool, max_ahead_bytes=ahead),
+        features=None if pool is None else HiddenStateStreams(pool, max_ahead_bytes=ahead),
     )
     if beside is not None:
         beside.bring(engine)

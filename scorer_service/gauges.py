@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from outrider.engine.worker import EngineWorker
 from scorer_service.config import ServedModel
-from scorer_service.drafting.roster import Roster
+from scorer_service.drafting.registry import ProposerRegistry
 from scorer_service.metrics import ScorerMetrics
 
 
 def watch(
-    metrics: ScorerMetrics, worker: EngineWorker, roster: Roster, served: ServedModel
+    metrics: ScorerMetrics, worker: EngineWorker, roster: ProposerRegistry, served: ServedModel
 ) -> None:
     """Registers the gauges. They read single values that the other threads replace as a whole."""
 

@@ -19,7 +19,7 @@ from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.drafting.attached import AttachedProposer
 from scorer_service.drafting.outbox import Outbox
-from scorer_service.drafting.roster import Roster
+from scorer_service.drafting.registry import ProposerRegistry
 from scorer_service.metrics import ScorerMetrics
 from scorer_service.sessions import Deliveries, Session
 
@@ -46,7 +46,7 @@ class Hub:
         self._metrics = metrics
         self._last_id = 0
         self._sessions: dict[int, Session] = {}
-        self.roster = Roster(worker, served, limits, metrics, clock=clock)
+        self.roster = ProposerRegistry(worker, served, limits, metrics, clock=clock)
         self._deliveries = Deliveries()
         self._failed_steps = 0  # in a row
         self.failed = asyncio.Event()

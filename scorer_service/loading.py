@@ -83,7 +83,7 @@ def load(
     # Imported here: without a CUDA device there may be no Triton.
     from outrider.engine.cuda.memory_budget import TRIAL_PAGES, DeviceMemory, claim_activations
     from outrider.engine.cuda.sampling import sample
-    from scorer_service.device import StepLimits, record_steps, size_cache
+    from scorer_service.device import StepLimits, capture_steps, size_cache
 
     def say(message: str) -> None:
         runtime.progress("scorer", message)
@@ -111,7 +111,7 @@ def load(
     if group is not None:
         say("a model on several ranks: every step runs eagerly")
         return model, None, []
-    recorded = record_steps(model, limits, say)
+    recorded = capture_steps(model, limits, say)
     claim_activations(
         model,
         sample,

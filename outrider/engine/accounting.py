@@ -17,7 +17,7 @@ from outrider.params import TokenIds
 from outrider.types import Commit, Failure, FinishReason, TokenLogprobs
 
 Arrived = tuple[Sequence, DraftTree, BlockFate, str, str, float, float]
-"""What `note_block` takes, of a block that came for a row. Named tuples take five times as long."""
+"""Arguments of `count_block`, of a block that came for a row."""
 
 
 Emitted = tuple[
@@ -39,7 +39,7 @@ class Committed(NamedTuple):
     now: float  # of the result
 
 
-def note_block(
+def count_block(
     policy: Policy,
     seq: Sequence,
     block: DraftTree,

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.attention.shared_prefix import SharedPages
+from outrider.engine.attention.shared_prefix import SharedPrefix
 from outrider.engine.attention.tree_mask import TreeMask, depths, lineages
 
 _PROMPT = 256
@@ -53,7 +53,7 @@ class PackedBatch:
     page_size: int
     recorded: bool = False  # of a recorded step: its context_lens are only upper bounds
     trees: TreeMask | None = None  # if some row holds a tree
-    shared: SharedPages | None = None  # if it is known; all rows have as many tokens then
+    shared: SharedPrefix | None = None  # if it is known; all rows have as many tokens then
 
     @property
     def max_query_len(self) -> int:

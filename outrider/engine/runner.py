@@ -48,7 +48,7 @@ class StepRunner(Protocol):
         """Enqueues the step's work and returns. May raise what the forward raises."""
         ...
 
-    def takes_late(self, num_rows: int, num_drafted: int) -> bool:
+    def takes_device_drafts(self, num_rows: int, num_drafted: int) -> bool:
         """Whether it verifies `Step.late` of so many rows, of so many tokens at the most."""
         ...
 
@@ -90,7 +90,7 @@ class Runner:
         """On a CPU nothing can be enqueued: there `wait` does the work."""
         return _Lazy(self, step) if self.model.device.type == "cpu" else _Enqueued(self, step)
 
-    def takes_late(self, num_rows: int, num_drafted: int) -> bool:  # noqa: ARG002
+    def takes_device_drafts(self, num_rows: int, num_drafted: int) -> bool:  # noqa: ARG002
         """It needs the drafts when it packs the step."""
         return False
 

@@ -92,7 +92,7 @@ class Sequence:
         return USEFUL
 
     @property
-    def drawn_apart(self) -> bool:
+    def needs_eager_sampling(self) -> bool:
         """Whether drawing its tokens takes more than is recorded: edits, another rule, to tell."""
         request = self.request
         return self.edits_logits or not is_coupled(request) or request.top_logprobs is not None

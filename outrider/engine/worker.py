@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
-from outrider.engine.feature_commands import FeatureCommands
+from outrider.engine.hidden_states.commands import HiddenStateCommands
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.errors import (
     CapacityError,
@@ -39,14 +39,14 @@ Block = tuple[int, DraftTree, str, int, float, str]
 `perf_counter`'s clock), method. Named tuples take five times as long."""
 
 
-class Turn(NamedTuple):
+class DraftedBetweenSteps(NamedTuple):
     """What came of a companion's turn."""
 
     drafted_s: float  # seconds
     left: FeatureBatch | None  # hidden states that others asked for
 
 
-class Companion(Protocol):
+class ColocatedProposer(Protocol):
     """Drafts on the engine's thread, in turns with its steps."""
 
     @property
@@ -54,7 +54,7 @@ class Companion(Protocol):
         """Whether it has something to do, though no step has ended."""
         ...
 
-    def take_turn(self, engine: Engine) -> Turn:
+    def draft_between_steps(self, engine: Engine) -> DraftedBetweenSteps:
         """A step has ended, or nothing has happened: drafts before the next one begins.
 
         Takes what is there of hidden states.
@@ -84,7 +84,7 @@ class EngineWorker:
         self,
         build: Callable[[], Engine],
         on_events: Callable[[StepEvents], None],
-        companion: Companion | None = None,
+        companion: ColocatedProposer | None = None,
     ) -> None:
         self._build = build
         self._on_events = on_events
@@ -92,7 +92,7 @@ class EngineWorker:
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._watchdog = Watchdog(self._thread)
         self._wakeup = threading.Condition()
-        self.features = FeatureCommands(self._wakeup, self._push)
+        self.features = HiddenStateCommands(self._wakeup, self._push)
         # Under the condition's lock:
         self._commands: deque[_Command] = deque()
         self._blocks: dict[int, list[Block]] = {}
@@ -165,14 +165,14 @@ class EngineWorker:
         *,
         runs_ahead: bool = False,
         own_device: bool = False,
-        in_turns: bool = False,
+        colocated: bool = False,
         asked: bool = True,
         features: FeatureOrder | None = None,
     ) -> None:
         """Says who drafts for a session; None: nobody, so its row never waits.
 
         `own_device`: whether it computes on another device than the engine.
-        `in_turns`: whether it is the engine's companion.
+        `colocated`: whether it is the engine's companion.
         `asked`: whether its first draft was asked for already, or waits for a commit to do so.
         `features`: what it is to be sent of the target's states, from the first position on.
         """
@@ -185,7 +185,7 @@ class EngineWorker:
                         max_draft_tokens,
                         runs_ahead=runs_ahead,
                         own_device=own_device,
-                        in_turns=in_turns,
+                        colocated=colocated,
                         asked=asked,
                         features=features,
                     ),
@@ -279,7 +279,7 @@ class EngineWorker:
                     failure = UnavailableError("The engine stops.")
                 else:
                     if companion is not None:
-                        turn = companion.take_turn(engine)
+                        turn = companion.draft_between_steps(engine)
                         drafted_s, left = drafted_s + turn.drafted_s, turn.left
                     if engine.launch(drafted_s):
                         drafted_s = 0.0

@@ -44,7 +44,7 @@ class AttachedProposer:
         self.runs_ahead: bool = hello.runs_ahead
         # What is unknown may be the same.
         self.own_device = served.device != "" and hello.device not in ("", served.device)
-        self.in_turns = told is not None
+        self.colocated = told is not None
         self.max_model_len: int = hello.max_model_len or served.max_model_len
         self.sessions: dict[int, Session] = {}
         self.limit = hello.max_sessions

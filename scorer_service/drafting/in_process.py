@@ -18,13 +18,13 @@ from typing import Final, Protocol, cast
 import torch
 
 from outrider.drafting.ahead.outcomes import NO_PACE
-from outrider.drafting.draft_model.async_drafts import Trailer, TrailRow
+from outrider.drafting.draft_model.async_drafts import AsyncProposer, AsyncRow
 from outrider.drafting.proposer import FeatureProposer, Proposer, SessionKey, SessionStart
 from outrider.engine.engine import Engine
-from outrider.engine.step import LateDrafts
-from outrider.engine.worker import Turn
+from outrider.engine.step import DeviceDrafts
+from outrider.engine.worker import DraftedBetweenSteps
 from outrider.features import FeatureRows
-from outrider.hello import hello_of
+from outrider.hello import make_hello
 from outrider.params import TokenIds
 from outrider.v1 import draft_pb2
 from scorer_service.config import ServedModel
@@ -36,7 +36,7 @@ _FORGIVEN: Final = 64  # drafts, after which former failures count no longer
 _log = logging.getLogger(__name__)
 
 
-class Told(Protocol):
+class DraftListener(Protocol):
     """Whom the engine's thread tells of its drafts; thread-safe, and never waits."""
 
     def first_draft(self, session_id: int, epoch: int) -> None: ...
@@ -66,7 +66,7 @@ class InProcessProposer:
     def __init__(self, build: Callable[[], tuple[Proposer, str]], proposer_id: str) -> None:
         self._build = build
         self.id = proposer_id
-        self._told: Told | None = None
+        self._told: DraftListener | None = None
         self._keys: dict[int, SessionKey] = {}  # by session
         self._followed: dict[SessionKey, _Followed] = {}
         self._last_key = 0
@@ -97,7 +97,7 @@ class InProcessProposer:
 
     def hello(self, served: ServedModel) -> draft_pb2.Hello:
         """What it is, as other proposers say it."""
-        return hello_of(
+        return make_hello(
             self._proposer.traits,
             self._tokenizer_hash,
             proposer_id=self.id,
@@ -105,7 +105,7 @@ class InProcessProposer:
             device=served.device,  # whatever it computes on: steps and drafts take turns
         )
 
-    def tell(self, told: Told) -> None:
+    def tell(self, told: DraftListener) -> None:
         """From now on there may be sessions."""
         self._told = told
 
@@ -139,7 +139,7 @@ class InProcessProposer:
     def busy(self) -> bool:
         return bool(self._wanting)
 
-    def take_turn(self, engine: Engine) -> Turn:
+    def draft_between_steps(self, engine: Engine) -> DraftedBetweenSteps:
         began = time.perf_counter()
         self._late = False
         features = None if engine.features is None else engine.features.take()
@@ -164,7 +164,7 @@ class InProcessProposer:
             if self._wanting and not self._late:
                 self._draft(engine, time.perf_counter())
         self._turn = began, time.perf_counter()
-        return Turn(self._turn[1] - began, features)
+        return DraftedBetweenSteps(self._turn[1] - began, features)
 
     def rest(self, engine: Engine) -> None:
         if self._told is not None:
@@ -250,28 +250,28 @@ class InProcessProposer:
         """Whether the next step can begin before the host has its drafts: they are on their way
         to it on the device, and are told when it has begun."""
         trailer = self._proposer
-        if not self._wanting or not isinstance(trailer, Trailer):
+        if not self._wanting or not isinstance(trailer, AsyncProposer):
             return False
-        late = trailer.drafts_behind([*self._wanting])
+        late = trailer.can_launch_after_verify([*self._wanting])
         if late is None:
             return False
         ids = {key: self._followed[key].id for key in late.places}
         places = {ids[key]: place for key, place in late.places.items()}
         lengths = {ids[key]: length for key, length in late.lengths.items()}
-        return engine.expect(LateDrafts(late.tokens, places, lengths))
+        return engine.expect(DeviceDrafts(late.tokens, places, lengths))
 
     def _draft_behind(self, engine: Engine) -> None:
         """Has the drafts that the step in flight will ask for begin on the device when it ends."""
-        verdicts, trailer = engine.verdicts, self._proposer
-        if verdicts is None or not isinstance(trailer, Trailer):
+        verify_output, trailer = engine.verify_output, self._proposer
+        if verify_output is None or not isinstance(trailer, AsyncProposer):
             return
-        rows: list[TrailRow] = []
-        for place, (seq, piece, draft, _) in enumerate(verdicts.rows):
+        rows: list[AsyncRow] = []
+        for place, (seq, piece, draft, _) in enumerate(verify_output.rows):
             key, wanted = self._keys.get(seq.session_id), seq.drafting.num_draft_tokens
             # A constraint may cut what is accepted.
             if key is not None and wanted and not piece.parents and seq.constraint is None:
-                rows.append(TrailRow(key, place, len(draft), wanted))
-        trailer.draft_behind(rows, verdicts.tokens)
+                rows.append(AsyncRow(key, place, len(draft), wanted))
+        trailer.launch_after_verify(rows, verify_output.tokens)
 
     def _answered(self, key: SessionKey) -> _Followed:
         del self._wanting[key]

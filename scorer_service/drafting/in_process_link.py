@@ -76,7 +76,7 @@ class _Commands:
 
 
 class _OnLoop:
-    """Implements `Told`: the roster hears of it on the event loop."""
+    """Implements `DraftListener`: the roster hears of it on the event loop."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, hub: Hub, proposer: AttachedProposer

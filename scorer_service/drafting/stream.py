@@ -18,7 +18,7 @@ from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.drafting.attached import AttachedProposer
 from scorer_service.drafting.outbox import Outbox
-from scorer_service.drafting.transport import Context, Wire, through_frames, through_stream
+from scorer_service.drafting.transport import Context, Transport, through_frames, through_stream
 from scorer_service.hub import Hub
 
 
@@ -89,7 +89,7 @@ async def _converse(
     await first_of(_read(proposer, wire, hub), _write(proposer, wire, hub, ring))
 
 
-async def _read(proposer: AttachedProposer, wire: Wire, hub: Hub) -> None:
+async def _read(proposer: AttachedProposer, wire: Transport, hub: Hub) -> None:
     """Until the proposer closes its side or goes away: grpc.aio cannot tell the two apart."""
     async with contextlib.aclosing(wire.requests()) as requests:
         async for request in requests:
@@ -104,7 +104,9 @@ async def _read(proposer: AttachedProposer, wire: Wire, hub: Hub) -> None:
                     hub.on_bad(proposer, f"{other or 'an empty message'} after Hello")
 
 
-async def _write(proposer: AttachedProposer, wire: Wire, hub: Hub, ring: RingWriter | None) -> None:
+async def _write(
+    proposer: AttachedProposer, wire: Transport, hub: Hub, ring: RingWriter | None
+) -> None:
     outbox = proposer.outbox
     assert isinstance(outbox, Outbox), "it came by this stream"
     while True:

@@ -21,7 +21,7 @@ _parse = draft_pb2.DraftRequest.FromString
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class Transport:
     """Both ways of one conversation."""
 
     requests: Callable[[], AsyncGenerator[draft_pb2.DraftRequest, None]]
@@ -30,17 +30,17 @@ class Wire:
     write: Callable[[SessionMessage], Awaitable[None]]
 
 
-def through_stream(requests: Requests, context: Context) -> Wire:
+def through_stream(requests: Requests, context: Context) -> Transport:
     """As gRPC messages of the stream."""
 
     async def read() -> AsyncGenerator[draft_pb2.DraftRequest, None]:
         async for request in requests:
             yield request
 
-    return Wire(read, context.write)
+    return Transport(read, context.write)
 
 
-def through_frames(stream: Requests, offer: Offer) -> Wire:
+def through_frames(stream: Requests, offer: Offer) -> Transport:
     """Over the data connection of `offer`; the stream, whose requests are given, tells its end.
 
     Raises `InvalidRequestError` if the proposer has not opened it.
@@ -75,4 +75,4 @@ def through_frames(stream: Requests, offer: Offer) -> Wire:
     async def write(message: SessionMessage) -> None:
         await frames.write(response_to_bytes(message))
 
-    return Wire(read, write)
+    return Transport(read, write)

@@ -11,7 +11,7 @@ from outrider.drafting.ahead.outcomes import Pace
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import DraftRound, SessionKey
 from outrider.engine.policy.base import Policy
-from outrider.engine.policy.mode import Way
+from outrider.engine.policy.mode import DraftMode
 from outrider.engine.rounds import Round
 from outrider.engine.sequence import Sequence as Row
 from tests.support.hash_model import HashModel
@@ -38,8 +38,8 @@ class Spells(Policy):
         self.ahead = ahead_at(len(seq.token_ids))
 
     @property
-    def way(self) -> Way:
-        return Way.AHEAD if self.ahead else Way.ON_DEMAND
+    def way(self) -> DraftMode:
+        return DraftMode.AHEAD if self.ahead else DraftMode.ON_DEMAND
 
 
 class Watched(DraftModelProposer):

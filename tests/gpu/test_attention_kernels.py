@@ -16,7 +16,7 @@ from outrider.engine.attention.backends import (
 )
 from outrider.engine.attention.base import AttentionParams
 from outrider.engine.attention.sdpa import SdpaAttention
-from outrider.engine.attention.shared_prefix import SharedPages
+from outrider.engine.attention.shared_prefix import SharedPrefix
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.cuda.attention.triton import TritonPagedAttention
 from outrider.engine.cuda.llama_ops import TritonOps
@@ -251,7 +251,7 @@ def _shared(
     nothing = torch.full((len(slots), *pool.shape[:2]), float("nan"), device=DEVICE)
     pool.keys[:], pool.values[:] = pool.keys.nan_to_num(), pool.values.nan_to_num()
     pool.write(slots, nothing, nothing)
-    shared = SharedPages.of(table, batch.seq_lens, 16)
+    shared = SharedPrefix.of(table, batch.seq_lens, 16)
     return replace(batch, block_table=table, slot_mapping=slots, shared=shared), pool, qkv, rope
 
 

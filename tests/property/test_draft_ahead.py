@@ -15,7 +15,7 @@ from outrider.config import EngineConfig
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.engine.policy.adaptive import AdaptivePolicy
 from outrider.engine.policy.base import Policy
-from outrider.engine.policy.mode import Way
+from outrider.engine.policy.mode import DraftMode
 from outrider.engine.policy.timing import StepDone
 from outrider.engine.sequence import Sequence as Row
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
@@ -91,8 +91,8 @@ class Changing(Policy):
         super().step_done(step)
 
     @property
-    def way(self) -> Way:
-        return Way.ON_DEMAND if self.steps // 3 % 2 else Way.AHEAD
+    def way(self) -> DraftMode:
+        return DraftMode.ON_DEMAND if self.steps // 3 % 2 else DraftMode.AHEAD
 
     def turn_s(self, rows: Sequence[Row]) -> float:  # noqa: ARG002
         return 0.001

@@ -38,7 +38,7 @@ TIMINGS = StepTimings(0.1, 1.0, 0.1, 0.1, 0.0, 1, 1)
 
 
 class RecordingFeatures:
-    """The part of `FeatureCommands` that the hub uses."""
+    """The part of `HiddenStateCommands` that the hub uses."""
 
     def __init__(self) -> None:
         self.given_back: list[tuple[FeatureWindow, int]] = []
@@ -80,11 +80,11 @@ class RecordingWorker:
         *,
         runs_ahead: bool = False,  # noqa: ARG002
         own_device: bool = False,
-        in_turns: bool = False,
+        colocated: bool = False,
         asked: bool = True,
         features: FeatureOrder | None = None,
     ) -> None:
-        assert not in_turns, "nobody here is the engine's companion"
+        assert not colocated, "nobody here is the engine's companion"
         self.set[session_id] = (proposer_id, k)
         self.asked[session_id] = asked
         self.own_device[session_id] = own_device

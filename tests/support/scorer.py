@@ -15,7 +15,7 @@ from outrider.config import EngineConfig
 from outrider.drafting.proposer import Proposer
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
-from outrider.engine.hidden_states.streams import FeatureStreams
+from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.policy.base import Policy
 from outrider.engine.sampling.constraint import ConstraintCompiler
 from outrider.engine.worker import EngineWorker
@@ -177,7 +177,9 @@ async def running_scorer(
     limits = limits or DraftLimits()
     telemetry = telemetry or configure("scorer-under-test")
     model = PacedModel(pause_s, vocab_size) if features is None else PacedFeatures(pause_s)
-    streams = FeatureStreams(model.capture(features)) if isinstance(model, PacedFeatures) else None
+    streams = (
+        HiddenStateStreams(model.capture(features)) if isinstance(model, PacedFeatures) else None
+    )
     engines: list[Engine] = []
     hubs: list[Hub] = []
     beside: InProcessProposer | None = None

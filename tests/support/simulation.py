@@ -26,7 +26,7 @@ from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.proposer import DraftRound, Proposer, SessionStart
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
-from outrider.engine.hidden_states.streams import FeatureStreams
+from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.policy.base import Policy
 from outrider.engine.runner import StepRunner
 from outrider.features import FeatureOrder, FeatureRows, FeatureWindow
@@ -151,7 +151,7 @@ class World:
         step_s: Callable[[int], float],
         rng: random.Random,
         model: HashModel | None = None,
-        features: FeatureStreams | None = None,
+        features: HiddenStateStreams | None = None,
         runner: StepRunner | None = None,
     ) -> None:
         self.now = 0.0

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from outrider.drafting.building.config import HeadConfig, Say
-from outrider.drafting.building.loops import guess_shapes, head_shapes, recording
+from outrider.drafting.building.loops import one_shot_shapes, recording, recurrent_shapes
 from outrider.drafting.building.masks import load_masks
 from outrider.drafting.building.weights import PAGE_SIZE, choose_dtype, prepare_device
-from outrider.drafting.graphs.loops import Recording
+from outrider.drafting.graphs.loops import Capture
 from outrider.drafting.hidden_states.heads.base import OneShotHead, RecurrentHead
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
@@ -108,12 +108,12 @@ def _build(
 
 def _guesses(
     method: HeadConfig, head: OneShotHead, max_sessions: int, say: Say
-) -> AbstractContextManager[Recording | None]:
+) -> AbstractContextManager[Capture | None]:
     """As `_loops`, for a head that guesses from one state."""
     if method.device != "cuda":
         return nullcontext()
     max_rows = min(max_sessions, max_trees(method.tree_width, head.vocab_size))
-    shapes = guess_shapes(max_rows=max_rows, max_depth=head.max_depth)
+    shapes = one_shot_shapes(max_rows=max_rows, max_depth=head.max_depth)
     return recording(shapes, torch.device(method.device), say)
 
 
@@ -123,7 +123,7 @@ def _loops(
     backend: AttentionBackend,
     max_sessions: int,
     say: Say,
-) -> AbstractContextManager[Recording | None]:
+) -> AbstractContextManager[Capture | None]:
     """For the loops that a module's drafts are to be recorded in, if any are."""
     if method.device != "cuda":
         return nullcontext()
@@ -132,7 +132,7 @@ def _loops(
         return nullcontext()
     width = method.tree_width
     at_once = max_sessions if width == 1 else max_trees(width, head.vocab_size)
-    shapes = head_shapes(
+    shapes = recurrent_shapes(
         max_rows=min(max_sessions, at_once),
         max_draft_tokens=method.max_draft_tokens,
         width=width,

@@ -118,14 +118,14 @@ def _build_draft_model(
     chain_drafter: ChainDrafter | None = None
     fork_drafter: ForkDrafter = EagerForks(model)
     if method.device == "cuda":
-        from outrider.drafting.building.loops import loop_shapes, record_loops
+        from outrider.drafting.building.loops import capture_loops, loop_shapes
 
         shapes = loop_shapes(
             max_sessions=max_sessions,
             max_draft_tokens=method.max_draft_tokens,
             max_branches=method.max_branches,
         )
-        loops = record_loops(model, shapes, max_sessions, say)
+        loops = capture_loops(model, shapes, max_sessions, say)
         if loops is not None:
             chain_drafter = fork_drafter = loops
     elif dtype is torch.float32 and method.threads == 1:

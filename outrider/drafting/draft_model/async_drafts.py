@@ -24,11 +24,11 @@ from outrider.drafting.draft_model.session import DraftState
 from outrider.drafting.proposer import SessionKey
 from outrider.engine.graphs.staging import picked
 from outrider.engine.kv_cache.block_pool import BlockPool
-from outrider.engine.step import LateDrafts
+from outrider.engine.step import DeviceDrafts
 from outrider.params import SamplingParams
 
 
-class TrailRow(NamedTuple):
+class AsyncRow(NamedTuple):
     """A row of the step in flight, in which a session's text is verified."""
 
     session: SessionKey
@@ -38,23 +38,23 @@ class TrailRow(NamedTuple):
 
 
 @runtime_checkable
-class Trailer(Protocol):
+class AsyncProposer(Protocol):
     """A method that drafts behind a step."""
 
-    def draft_behind(self, rows: Sequence[TrailRow], verdicts: Tensor) -> None:
+    def launch_after_verify(self, rows: Sequence[AsyncRow], verify_output: Tensor) -> None:
         """Enqueues drafts for what the step's rows will say, if it can for most of them.
 
-        `verdicts` as `Verdicts.tokens` says it. The next `draft` hands them out.
+        `verify_output` as `Verdicts.tokens` says it. The next `draft` hands them out.
         """
         ...
 
-    def drafts_behind(self, sessions: Sequence[SessionKey]) -> LateDrafts | None:
+    def can_launch_after_verify(self, sessions: Sequence[SessionKey]) -> DeviceDrafts | None:
         """Where the device will have what the next `draft` says of `sessions`, to which what was
         committed has been told; None: not of all of them."""
         ...
 
 
-class TrailLine(NamedTuple):
+class AsyncLine(NamedTuple):
     """What the cache holds of a session when its draft is enqueued."""
 
     length: int  # of its text, all in the cache
@@ -62,7 +62,7 @@ class TrailLine(NamedTuple):
     block_table: Sequence[int]  # covers two tokens more than the guesses, and the draft's
 
 
-class Trailing(NamedTuple):
+class AsyncLoop(NamedTuple):
     """Chains on their way."""
 
     tokens: Tensor  # int32 [at least lines, num_tokens]: on the device, for work enqueued behind
@@ -70,17 +70,17 @@ class Trailing(NamedTuple):
 
 
 @runtime_checkable
-class TrailingDrafter(Protocol):
+class AsyncDrafter(Protocol):
     """Drafts chains behind a step."""
 
-    def draft_behind(
+    def launch_after_verify(
         self,
-        lines: Sequence[TrailLine],
+        lines: Sequence[AsyncLine],
         sampling: Sequence[SamplingParams],
         num_tokens: int,
-        verdicts: Tensor,
-    ) -> Trailing | None:
-        """Enqueues drafts of `num_tokens` each, by the lines' own `verdicts`. None: it cannot.
+        verify_output: Tensor,
+    ) -> AsyncLoop | None:
+        """Enqueues drafts of `num_tokens` each, by the lines' own `verify_output`. None: it cannot.
 
         Of each line's guesses the verified ones are as many as there are, or one more. It must be
         waited for before anything else is asked of the drafter.
@@ -89,11 +89,11 @@ class TrailingDrafter(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Trail:
+class _AsyncDraft:
     """Drafts on their way."""
 
-    drafted: Trailing
-    lines: dict[SessionKey, tuple[int, TrailLine]]  # with the place of each
+    drafted: AsyncLoop
+    lines: dict[SessionKey, tuple[int, AsyncLine]]  # with the place of each
 
     def place(self, state: DraftState) -> int | None:
         """Of a session's draft, if one is wanted and goes on from what was committed since."""
@@ -106,13 +106,13 @@ class _Trail:
         return place if known == line.length + kept else None
 
 
-class Trails:
+class AsyncDrafts:
     """The drafts that one method has behind the step in flight, over the pages of `pool`."""
 
-    def __init__(self, drafter: TrailingDrafter, pool: BlockPool) -> None:
+    def __init__(self, drafter: AsyncDrafter, pool: BlockPool) -> None:
         self._drafter = drafter
         self._pool = pool
-        self._trail: _Trail | None = None
+        self._trail: _AsyncDraft | None = None
 
     @property
     def launched(self) -> bool:
@@ -120,12 +120,12 @@ class Trails:
         return self._trail is not None
 
     def launch(
-        self, trailing: Sequence[tuple[DraftState, TrailRow]], verdicts: Tensor, page_size: int
+        self, trailing: Sequence[tuple[DraftState, AsyncRow]], verify_output: Tensor, page_size: int
     ) -> None:
-        """Enqueues drafts of sessions that `may_trail`; not if pages or a loop are lacking."""
+        """Enqueue drafts of sessions, if pages and a loop are free."""
         assert self._trail is None, "they are taken first"
         lines = [
-            TrailLine(len(s.follower.tokens), len(s.ahead.line), s.block_table) for s, _ in trailing
+            AsyncLine(len(s.follower.tokens), len(s.ahead.line), s.block_table) for s, _ in trailing
         ]
         num_tokens = max([row.wanted for _, row in trailing])
         for line, (state, _) in zip(lines, trailing, strict=True):
@@ -133,13 +133,13 @@ class Trails:
             if not state.cover(self._pool, num_rows, page_size):
                 return
         sampling = [state.follower.sampling for state, _ in trailing]
-        theirs = picked(verdicts, [row.place for _, row in trailing])
-        drafted = self._drafter.draft_behind(lines, sampling, num_tokens, theirs)
+        theirs = picked(verify_output, [row.place for _, row in trailing])
+        drafted = self._drafter.launch_after_verify(lines, sampling, num_tokens, theirs)
         if drafted is not None:
             keys = [state.key for state, _ in trailing]
-            self._trail = _Trail(drafted, dict(zip(keys, enumerate(lines), strict=True)))
+            self._trail = _AsyncDraft(drafted, dict(zip(keys, enumerate(lines), strict=True)))
 
-    def late(self, states: Sequence[DraftState]) -> LateDrafts | None:
+    def late(self, states: Sequence[DraftState]) -> DeviceDrafts | None:
         """Where the device will have what `take` gives to all of `states`; None: not to all."""
         trail = self._trail
         if trail is None:
@@ -150,7 +150,7 @@ class Trails:
             return None
         most = trail.drafted.tokens.shape[1]
         lengths = {state.key: min(most, state.follower.wanted) for state in states}
-        return LateDrafts(trail.drafted.tokens, found, lengths)
+        return DeviceDrafts(trail.drafted.tokens, found, lengths)
 
     def take(self, states: Sequence[DraftState]) -> dict[DraftState, DraftTree]:
         """Waits for the drafts, and hands out those of `states`, of which the cache has them."""
@@ -170,7 +170,7 @@ class Trails:
         return drafts
 
 
-def may_trail(state: DraftState, row: TrailRow) -> bool:
+def may_launch_after_verify(state: DraftState, row: AsyncRow) -> bool:
     """Whether a session's next draft can be made behind the step that verifies `row`."""
     tokens = state.follower.tokens
     return (

@@ -30,7 +30,12 @@ from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.drafting.ahead.brancher import Brancher
 from outrider.drafting.ahead.branches import ForkDrafter
 from outrider.drafting.ahead.outcomes import NO_PACE, Outcomes, Pace
-from outrider.drafting.draft_model.async_drafts import TrailingDrafter, TrailRow, Trails, may_trail
+from outrider.drafting.draft_model.async_drafts import (
+    AsyncDrafter,
+    AsyncDrafts,
+    AsyncRow,
+    may_launch_after_verify,
+)
 from outrider.drafting.draft_model.chains import ChainDrafter, draft_chains, sample_chains
 from outrider.drafting.draft_model.masks import DraftMasks, open_mask
 from outrider.drafting.draft_model.session import DraftRow, DraftState
@@ -44,7 +49,7 @@ from outrider.drafting.proposer import (
 from outrider.drafting.sessions import SessionMethod
 from outrider.engine.batch import Model
 from outrider.engine.kv_cache.block_pool import BlockPool
-from outrider.engine.step import LateDrafts
+from outrider.engine.step import DeviceDrafts
 from outrider.errors import ConfigError
 
 _SHORT = 16
@@ -101,9 +106,9 @@ class DraftModelProposer(SessionMethod[DraftState]):
         self._outcomes = Outcomes()
         self._unpublished: dict[DraftState, None] = {}  # drafted for since there was time
         self._put_off = False  # prompts, in the last round
-        self._trails: Trails | None = None
-        if isinstance(chain_drafter, TrailingDrafter):
-            self._trails = Trails(chain_drafter, self._pool)
+        self._trails: AsyncDrafts | None = None
+        if isinstance(chain_drafter, AsyncDrafter):
+            self._trails = AsyncDrafts(chain_drafter, self._pool)
         self._brancher: Brancher | None = None
         if fork_drafter is not None and max_branches > 0:
             self._brancher = Brancher(
@@ -129,22 +134,23 @@ class DraftModelProposer(SessionMethod[DraftState]):
         done.lost.extend(self._take_lost())  # at last: if a forward fails, the next round says it
         return done
 
-    def draft_behind(self, rows: Sequence[TrailRow], verdicts: Tensor) -> None:
-        """Implements `Trailer`."""
+    def launch_after_verify(self, rows: Sequence[AsyncRow], verify_output: Tensor) -> None:
+        """Implements `AsyncProposer`."""
         if self._trails is None:
             return
         self._trails.take(())  # nobody asked for those behind the step before
         trailing = [
             (state, row)
             for row in rows
-            if (state := self._sessions.get(row.session)) is not None and may_trail(state, row)
+            if (state := self._sessions.get(row.session)) is not None
+            and may_launch_after_verify(state, row)
         ]
         # A few would cost nearly as much as all.
         if 0 < len(rows) <= 2 * len(trailing):
-            self._trails.launch(trailing, verdicts, self._page_size)
+            self._trails.launch(trailing, verify_output, self._page_size)
 
-    def drafts_behind(self, sessions: Sequence[SessionKey]) -> LateDrafts | None:
-        """Implements `Trailer`."""
+    def can_launch_after_verify(self, sessions: Sequence[SessionKey]) -> DeviceDrafts | None:
+        """Implements `AsyncProposer`."""
         states = [state for key in sessions if (state := self._sessions.get(key)) is not None]
         if self._trails is None or len(states) < len(sessions):
             return None

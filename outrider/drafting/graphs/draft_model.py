@@ -20,17 +20,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.drafting.ahead.branches import BranchingModel, EagerForks
-from outrider.drafting.draft_model.async_drafts import Trailing, TrailLine
+from outrider.drafting.draft_model.async_drafts import AsyncLine, AsyncLoop
 from outrider.drafting.draft_model.chains import Forks, ReadyRow, draft_chains
-from outrider.drafting.graphs.loop_inputs import ChainInputs, LoopShape
-from outrider.drafting.graphs.loops import Numbered, RecordedLoops, Recording, chains
+from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
+from outrider.drafting.graphs.loops import Capture, CapturedLoops, Numbered, chains
 from outrider.engine.batch import PackedBatch, RowSlice
-from outrider.engine.graphs.prefill_graphs import RaggedForwards
+from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.sampling.coupled import SamplingBatch
 from outrider.params import SamplingParams
 
 
-class RecordableModel(BranchingModel, Protocol):
+class CapturableModel(BranchingModel, Protocol):
     """A model whose forward can be recorded."""
 
     @property
@@ -43,7 +43,7 @@ class RecordableModel(BranchingModel, Protocol):
         ...
 
 
-class GraphChains:
+class DraftModelLoops:
     """Implements `ChainDrafter` and `ForkDrafter` with recorded loops.
 
     Building it records them; `forwards` feed what no loop catches up. Used from one thread.
@@ -53,23 +53,23 @@ class GraphChains:
 
     def __init__(
         self,
-        model: RecordableModel,
-        recording: Recording,
-        forwards: RaggedForwards | None = None,
+        model: CapturableModel,
+        recording: Capture,
+        forwards: PrefillGraphs | None = None,
     ) -> None:
         self._model = model
         self._forwards = forwards
         self._draws = recording.draws
         self._eager = EagerForks(model)
         self.page_size = model.page_size
-        self._inputs = ChainInputs(
+        self._inputs = LoopInputs(
             recording.shapes,
             max_model_len=model.max_model_len,
             page_size=model.page_size,
             scratch_page=model.scratch_page,
             device=model.device,
         )
-        self._loops = RecordedLoops(recording, self._inputs, self._loop, _output_shape)
+        self._loops = CapturedLoops(recording, self._inputs, self._loop, _output_shape)
 
     def draft(self, slices: Sequence[RowSlice], ready: Sequence[ReadyRow]) -> list[list[int]]:
         """What `draft_chains` returns, by recorded loops as far as they hold the rows."""
@@ -84,14 +84,14 @@ class GraphChains:
 
         return self._loops.drafts(slices, ready, chains, feed, eager)
 
-    def draft_behind(
+    def launch_after_verify(
         self,
-        lines: Sequence[TrailLine],
+        lines: Sequence[AsyncLine],
         sampling: Sequence[SamplingParams],
         num_tokens: int,
-        verdicts: Tensor,
-    ) -> Trailing | None:
-        """What `TrailingDrafter` says."""
+        verify_output: Tensor,
+    ) -> AsyncLoop | None:
+        """What `AsyncDrafter` says."""
         slices = [
             RowSlice((line.num_guesses, 0), line.length + line.num_guesses, line.block_table, 1)
             for line in lines
@@ -99,8 +99,8 @@ class GraphChains:
         shape = self._loops.find(slices, sampling, num_tokens, 0)
         if shape is None:
             return None
-        tokens, read = self._loops.launch_behind(shape, slices, sampling, verdicts)
-        return Trailing(
+        tokens, read = self._loops.launch_behind(shape, slices, sampling, verify_output)
+        return AsyncLoop(
             tokens[:, :num_tokens, 0], lambda: chains(read(), [num_tokens] * len(lines))
         )
 

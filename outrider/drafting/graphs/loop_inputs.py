@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.attention.shared_prefix import SharedPages
+from outrider.engine.attention.shared_prefix import SharedPrefix
 from outrider.engine.attention.tree_mask import TreeMask
 from outrider.engine.batch import PackedBatch, RowSlice
 from outrider.engine.sampling.coupled import SamplingBatch, seed_keys
@@ -126,7 +126,7 @@ class LoopBatches:
         )
 
 
-class ChainInputs:
+class LoopInputs:
     """The buffer, large enough for `shapes`, on the host (pinned for CUDA) and on the device."""
 
     def __init__(
@@ -199,18 +199,18 @@ class ChainInputs:
         self._ints[: len(ints)] = ints
         self._device[: len(ints)].copy_(self._host[: len(ints)], non_blocking=True)
 
-    def follow(self, shape: LoopShape, count: int, verdicts: Tensor) -> None:
+    def follow(self, shape: LoopShape, count: int, verify_output: Tensor) -> None:
         """Enqueues what makes the first `count` rows go on from the verdicts of a step.
 
         They were filled as rows of two tokens that begin behind their line: how many guesses of
-        theirs are in the cache, and 0. `verdicts` as `Verdicts.tokens` says it, of the same rows.
+        theirs are in the cache, and 0. `verify_output` is of the same rows.
         """
         rows = self._device[1 : self._end_of_rows(shape)].view(shape.rows, -1)[:count]
-        accepted, line = verdicts[:count, 0], rows[:, _TOKENS].clone()
+        accepted, line = verify_output[:count, 0], rows[:, _TOKENS].clone()
         kept = torch.minimum(accepted, line)
         chosen = kept[:, None] + self._numbers[:2]  # the text's new tokens that are to be fed
-        last = verdicts.shape[1] - 2
-        tokens = verdicts[:count, 1:].gather(1, chosen.clamp(max=last))
+        last = verify_output.shape[1] - 2
+        tokens = verify_output[:count, 1:].gather(1, chosen.clamp(max=last))
         rows[:, _TOKENS : _TOKENS + 2] = tokens.masked_fill(chosen > accepted[:, None], 0)
         rows[:, _START] += kept - line
         rows[:, _COUNT] = accepted + 1 - kept
@@ -252,7 +252,7 @@ class ChainInputs:
         seq_lens = (start + query_len).to(torch.int32)
         shared = None
         if shape.fanout and rows >= _SHARING_ROWS:
-            shared = SharedPages.of(table, seq_lens + shape.num_fed, self._page_size)
+            shared = SharedPrefix.of(table, seq_lens + shape.num_fed, self._page_size)
         catch_up = PackedBatch(
             input_ids=known.tokens.flatten(),
             positions=self._clamped(positions).flatten(),

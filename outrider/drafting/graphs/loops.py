@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.drafting.draft_model.chains import ReadyRow
-from outrider.drafting.draws import Draws
-from outrider.drafting.graphs.loop_inputs import ChainInputs, LoopShape
+from outrider.drafting.graphs.draws import Draws
+from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.engine.batch import RowSlice
 from outrider.engine.graphs.capture import Record, Work
 from outrider.params import SamplingParams
@@ -50,7 +50,7 @@ def make_shapes(
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class Capture:
     """Which loops a method is to record, and how."""
 
     shapes: Sequence[LoopShape]
@@ -59,7 +59,7 @@ class Recording:
     on_progress: Callable[[int, int], None] = lambda done, total: None  # noqa: ARG005
 
 
-class RecordedLoops:
+class CapturedLoops:
     """The loops of one method, which share their inputs and the place of what they leave.
 
     `body` enqueues a loop and returns what it drafted, int32 of `output_shape`, rows first.
@@ -68,8 +68,8 @@ class RecordedLoops:
 
     def __init__(
         self,
-        recording: Recording,
-        inputs: ChainInputs,
+        recording: Capture,
+        inputs: LoopInputs,
         body: Callable[[LoopShape], Tensor],
         output_shape: Callable[[LoopShape], tuple[int, ...]],
     ) -> None:
@@ -170,7 +170,7 @@ class RecordedLoops:
         shape: LoopShape,
         slices: Sequence[RowSlice],
         sampling: Sequence[SamplingParams],
-        verdicts: Tensor,
+        verify_output: Tensor,
     ) -> tuple[Tensor, Callable[[], NDArray[np.int32]]]:
         """Enqueues the loop for rows that `ChainInputs.follow` makes go on.
 
@@ -179,7 +179,7 @@ class RecordedLoops:
         """
         with torch.inference_mode():
             self._inputs.fill(shape, slices, sampling)
-            self._inputs.follow(shape, len(slices), verdicts)
+            self._inputs.follow(shape, len(slices), verify_output)
             read = self._launch(shape, len(slices))
         return self._output.on_device(self._output_shapes[shape]), read
 

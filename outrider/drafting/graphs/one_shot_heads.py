@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafting.graphs.loop_inputs import ChainInputs, LoopShape
-from outrider.drafting.graphs.loops import RecordedLoops, Recording
+from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
+from outrider.drafting.graphs.loops import Capture, CapturedLoops
 from outrider.drafting.graphs.recurrent_heads import FeatureRows
 from outrider.drafting.hidden_states.forward import LEAD
 from outrider.drafting.hidden_states.heads.base import OneShotHead
@@ -22,18 +22,18 @@ from outrider.params import SamplingParams
 _ALL_POSITIONS: Final = 2**30  # on one page, which nobody reads
 
 
-class GuessLoops:
+class OneShotLoops:
     """`head`'s guesses of `width`, by recorded loops of one row to catch up.
 
     `num_tokens` of their shapes are levels, of all of which there are loops of as many rows.
     Building it records them. Used from one thread.
     """
 
-    def __init__(self, head: OneShotHead, recording: Recording, width: int) -> None:
+    def __init__(self, head: OneShotHead, recording: Capture, width: int) -> None:
         self._head = head
         self._width = width
         self._draws = recording.draws
-        self._inputs = ChainInputs(
+        self._inputs = LoopInputs(
             recording.shapes,
             max_model_len=_ALL_POSITIONS,
             page_size=2 * _ALL_POSITIONS,
@@ -43,7 +43,7 @@ class GuessLoops:
         )
         self._most = max(shape.rows for shape in recording.shapes)
         self._features = FeatureRows(self._most, head.features.width, head.device)
-        self._loops = RecordedLoops(recording, self._inputs, self._loop, self._output_shape)
+        self._loops = CapturedLoops(recording, self._inputs, self._loop, self._output_shape)
 
     def guess(
         self,

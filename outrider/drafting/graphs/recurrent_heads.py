@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.drafting.draft_model.chains import ReadyRow
-from outrider.drafting.graphs.loop_inputs import ChainInputs, LoopBatches, LoopShape
-from outrider.drafting.graphs.loops import Draft, Numbered, RecordedLoops, Recording, chains
+from outrider.drafting.graphs.loop_inputs import LoopBatches, LoopInputs, LoopShape
+from outrider.drafting.graphs.loops import Capture, CapturedLoops, Draft, Numbered, chains
 from outrider.drafting.hidden_states.eager import HeadDrafter
 from outrider.drafting.hidden_states.forward import LEAD, HeadForward
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
@@ -62,7 +62,7 @@ class FeatureRows:
         return self._device.index_select(0, (begin[:, None] + place).flatten())
 
 
-class HeadLoops(HeadDrafter):
+class RecurrentLoops(HeadDrafter):
     """Chains and trees by recorded loops, as far as they hold the rows; else as its base class.
 
     No session may have `scratch_page`. Building it records the loops. Used from one thread.
@@ -72,7 +72,7 @@ class HeadLoops(HeadDrafter):
         self,
         head: RecurrentHead,
         backend: AttentionBackend,
-        recording: Recording,
+        recording: Capture,
         *,
         page_size: int,
         scratch_page: int,
@@ -80,7 +80,7 @@ class HeadLoops(HeadDrafter):
     ) -> None:
         super().__init__(head, backend, page_size)
         self._draws = recording.draws
-        self._inputs = ChainInputs(
+        self._inputs = LoopInputs(
             recording.shapes,
             max_model_len=max_model_len,
             page_size=page_size,
@@ -90,7 +90,7 @@ class HeadLoops(HeadDrafter):
         )
         most = max(shape.rows * shape.query_len for shape in recording.shapes)
         self._features = FeatureRows(most, head.features.width, head.device)
-        self._loops = RecordedLoops(recording, self._inputs, self._loop, _output_shape)
+        self._loops = CapturedLoops(recording, self._inputs, self._loop, _output_shape)
 
     def chains(
         self, slices: Sequence[RowSlice], features: Sequence[Tensor], ready: Sequence[ReadyRow]

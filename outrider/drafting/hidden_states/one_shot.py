@@ -17,8 +17,8 @@ from torch import Tensor
 from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.drafting.ahead.outcomes import NO_PACE, Pace
 from outrider.drafting.draft_model.masks import DraftMasks
-from outrider.drafting.graphs.loops import Recording
-from outrider.drafting.graphs.one_shot_heads import GuessLoops
+from outrider.drafting.graphs.loops import Capture
+from outrider.drafting.graphs.one_shot_heads import OneShotLoops
 from outrider.drafting.hidden_states.heads.base import OneShotHead
 from outrider.drafting.hidden_states.session import FeatureMethod, FeatureSession
 from outrider.drafting.hidden_states.trees import TargetDraws, max_trees
@@ -68,7 +68,7 @@ class OneShotProposer(FeatureMethod):
         max_draft_tokens: int = 16,
         tree_width: int = TREE_WIDTH,
         masks: DraftMasks | None = None,
-        recording: Recording | None = None,
+        recording: Capture | None = None,
     ) -> None:
         if max_sessions < 1 or max_draft_tokens < 1 or tree_width < 1:
             raise ConfigError("max_sessions, max_draft_tokens and tree_width are at least 1.")
@@ -90,9 +90,9 @@ class OneShotProposer(FeatureMethod):
         self._head = head
         self._width = tree_width
         self._at_once = max_trees(tree_width, head.vocab_size)
-        self._loops: GuessLoops | None = None
+        self._loops: OneShotLoops | None = None
         if recording is not None:
-            self._loops = GuessLoops(head, recording, tree_width)
+            self._loops = OneShotLoops(head, recording, tree_width)
 
     def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:  # noqa: ARG002
         done = DraftRound()

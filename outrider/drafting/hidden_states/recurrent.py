@@ -19,13 +19,13 @@ from dataclasses import replace
 from outrider.draft_tree import DraftTree
 from outrider.drafting.ahead.outcomes import NO_PACE, Pace
 from outrider.drafting.draft_model.masks import DraftMasks
-from outrider.drafting.graphs.loops import Recording
-from outrider.drafting.graphs.recurrent_heads import HeadLoops
-from outrider.drafting.head_rows import HeadRow, inputs_of
+from outrider.drafting.graphs.loops import Capture
+from outrider.drafting.graphs.recurrent_heads import RecurrentLoops
 from outrider.drafting.hidden_states.eager import HeadDrafter
 from outrider.drafting.hidden_states.forward import LEAD
 from outrider.drafting.hidden_states.grow_trees import max_fed_nodes
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
+from outrider.drafting.hidden_states.rows import HeadRow, inputs_of
 from outrider.drafting.hidden_states.session import FeatureMethod, FeatureSession
 from outrider.drafting.hidden_states.trees import max_trees
 from outrider.drafting.proposer import (
@@ -72,7 +72,7 @@ class RecurrentProposer(FeatureMethod):
         prefill_budget: int = 256,
         tree_width: int = TREE_WIDTH,
         masks: DraftMasks | None = None,
-        recording: Recording | None = None,
+        recording: Capture | None = None,
     ) -> None:
         if min(max_sessions, max_draft_tokens, prefill_budget, tree_width) < 1:
             raise ConfigError(
@@ -111,7 +111,7 @@ class RecurrentProposer(FeatureMethod):
         self._recorded = recorded
         self._drafter = HeadDrafter(head, backend, pools.page_size)
         if recording is not None:
-            self._drafter = HeadLoops(
+            self._drafter = RecurrentLoops(
                 head,
                 backend,
                 recording,

@@ -132,7 +132,7 @@ def split_by_context(rows: Sequence[int], context_lens: Sequence[int]) -> list[t
     )
 
 
-class StepContext:
+class RowGroups:
     """All that attention needs to know about one step; made once, used by every layer."""
 
     def __init__(self, batch: PackedBatch) -> None:

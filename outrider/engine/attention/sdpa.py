@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.engine.attention.base import AttentionParams
-from outrider.engine.attention.row_groups import SHORT_QUERY_LEN, RowGroup, StepContext
+from outrider.engine.attention.row_groups import SHORT_QUERY_LEN, RowGroup, RowGroups
 from outrider.engine.batch import PackedBatch
 from outrider.engine.kv_cache.pools import LayerPool
 
@@ -22,7 +22,7 @@ class SdpaAttention:
     """Implements `LatentAttention`; as a callable it is an `AttentionBackend`."""
 
     def __init__(self, batch: PackedBatch) -> None:
-        self._context = StepContext(batch)
+        self._context = RowGroups(batch)
 
     @property
     def batch(self) -> PackedBatch:

@@ -18,14 +18,14 @@ MAX_OWN_PAGES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPages:
+class SharedPrefix:
     """Runs of rows, each of which begins with most of the pages of the row before it."""
 
     places: Tensor  # int32 [rows]: how far a row is from its run's first
     pages: Tensor  # int32 [rows]: with so many of the pages of the row before; 0 for a run's first
 
     @classmethod
-    def of(cls, block_table: Tensor, seq_lens: Tensor, page_size: int) -> SharedPages:
+    def of(cls, block_table: Tensor, seq_lens: Tensor, page_size: int) -> SharedPrefix:
         """Of a batch's int32 tables [rows, max_pages] and lengths [rows]; waits for no device.
 
         Rows whose whole tables are equal, as those that fill up a batch, share nothing.

@@ -12,7 +12,7 @@ from outrider.engine.attention.base import AttentionParams, StepAttention
 from outrider.engine.cuda.attention.triton import TritonPagedAttention
 from outrider.engine.cuda.gemm.autotune import tune
 from outrider.engine.cuda.gemm.linear import FewRowsLinear
-from outrider.engine.cuda.gemm.tilings import Way
+from outrider.engine.cuda.gemm.tilings import Tiling
 from outrider.engine.cuda.kernels.pointwise import (
     qk_norm_kernel,
     rms_norm_kernel,
@@ -137,7 +137,7 @@ class TritonOps(LlamaOps):
     def _fused(
         self,
         linear: FewRowsLinear,
-        way: Way,
+        way: Tiling,
         x: Tensor,
         norm: Tensor,
         eps: float,

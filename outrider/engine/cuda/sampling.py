@@ -6,13 +6,13 @@ import torch
 import triton
 from torch import Tensor
 
-from outrider.engine.cuda.kernels.cuts import choose_row_kernel, verify_row_kernel
 from outrider.engine.cuda.kernels.sampling import (
     choose_block_kernel,
     noised_kernel,
     top_block_kernel,
     top_row_kernel,
 )
+from outrider.engine.cuda.kernels.topk_topp import choose_row_kernel, verify_row_kernel
 from outrider.engine.sampling.coupled import SamplingBatch
 from outrider.engine.sampling.verify import VerifyBatch
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.engine.batch import Model, PackedBatch
 from outrider.engine.graphs.capture import Record, Work
-from outrider.engine.graphs.decode_inputs import Bucket, StaticInputs, StaticSizes
+from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, DecodeSizes
 from outrider.engine.runner import Forwards, Pending, Runner, to_logprobs
 from outrider.engine.sampling.coupled import Sample, sample
 from outrider.engine.sampling.tree_walk import walk
@@ -26,7 +26,7 @@ from outrider.engine.sampling.verify import ChooseAndVerify, VerifyBatch
 from outrider.engine.step import Step, StepResult
 
 
-class RecordableModel(Model, Protocol):
+class CapturableModel(Model, Protocol):
     """A model whose forward can be recorded."""
 
     @property
@@ -53,7 +53,7 @@ class _Recorded:
     walk: Work | None  # along the trees, in `verified`; not for draws that are not recorded
 
 
-class GraphRunner:
+class DecodeGraphs:
     """A `StepRunner`. Building it records every bucket, the largest first.
 
     Logits and outputs have one place for all buckets: one step is in flight at most.
@@ -61,14 +61,14 @@ class GraphRunner:
 
     def __init__(
         self,
-        model: RecordableModel,
+        model: CapturableModel,
         buckets: Sequence[Bucket],
         *,
         record: Record,
         choose_and_verify: ChooseAndVerify,
         sample: Sample = sample,
         forwards: Forwards | None = None,
-        on_recorded: Callable[[], None] = lambda: None,
+        on_captured: Callable[[], None] = lambda: None,
     ) -> None:
         rows = max(bucket.rows for bucket in buckets)
         query_len = max(bucket.query_len for bucket in buckets)
@@ -76,7 +76,7 @@ class GraphRunner:
         self._model = model
         self._runner = Runner(model, sample=sample, forwards=forwards)
         self._choose_and_verify = choose_and_verify
-        sizes = StaticSizes(
+        sizes = DecodeSizes(
             rows,
             query_len,
             model.max_model_len,
@@ -85,7 +85,7 @@ class GraphRunner:
             trees=any(bucket.trees for bucket in buckets),
         )
         device = model.device
-        self._inputs = StaticInputs(sizes, device)
+        self._inputs = DecodeInputs(sizes, device)
         self._logits = torch.empty(tokens, model.vocab_size, dtype=model.dtype, device=device)
         self._verified = torch.empty(tokens + rows, dtype=torch.int32, device=device)
         self._on_host = torch.empty(
@@ -97,7 +97,7 @@ class GraphRunner:
         largest_first = sorted(buckets, key=lambda bucket: bucket.tokens, reverse=True)
         for bucket in largest_first:
             self._recorded[bucket] = self._record(bucket, record)
-            on_recorded()
+            on_captured()
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Pending:
@@ -110,7 +110,7 @@ class GraphRunner:
         self._marks.mark(0)
         self._inputs.copy(bucket)
         if step.late is not None:
-            self._inputs.take_late(step.late, step.rows, bucket)
+            self._inputs.take_device_drafts(step.late, step.rows, bucket)
         recorded.work()
         if recorded.walk is not None and not any_apart:
             recorded.walk()
@@ -125,7 +125,7 @@ class GraphRunner:
         self._marks.mark(2)
         return _InFlight(step, verified, on_host, logprobs, self._marks)
 
-    def takes_late(self, num_rows: int, num_drafted: int) -> bool:
+    def takes_device_drafts(self, num_rows: int, num_drafted: int) -> bool:
         """Recorded steps read their inputs on the device."""
         return any(
             bucket.query_len > num_drafted and bucket.rows >= num_rows and not bucket.trees

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from outrider.engine.attention.tree_mask import TreeMask
 from outrider.engine.batch import PackedBatch
-from outrider.engine.graphs.staging import Twins, picked
+from outrider.engine.graphs.staging import PinnedMirror, picked
 from outrider.engine.graphs.tree_inputs import TreeViews
 from outrider.engine.sampling.coupled import SamplingBatch, seed_keys
 from outrider.engine.sampling.verify import VerifyBatch
-from outrider.engine.step import LateDrafts, ScheduledRow
+from outrider.engine.step import DeviceDrafts, ScheduledRow
 from outrider.params import SamplingParams
 
 _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)  # then every 64th
@@ -56,7 +56,7 @@ def make_buckets(
 
 
 @dataclass(frozen=True, slots=True)
-class StaticSizes:
+class DecodeSizes:
     """How large the inputs of the largest bucket are."""
 
     rows: int
@@ -107,13 +107,13 @@ class _Constants:
     num_pages: int = 0
 
 
-class StaticInputs:
+class DecodeInputs:
     """The inputs of a step, where every recorded step finds them.
 
     Page tables come last in the buffer, so that one copy brings what a bucket needs and no more.
     """
 
-    def __init__(self, sizes: StaticSizes, device: torch.device) -> None:
+    def __init__(self, sizes: DecodeSizes, device: torch.device) -> None:
         self._sizes = sizes
         rows, tokens = sizes.rows, sizes.rows * sizes.query_len
         trees: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
@@ -121,7 +121,7 @@ class StaticInputs:
             "visible": (torch.int64, (tokens,)),
             "parents": (torch.int64, (tokens,)),
         }
-        self._twins = twins = Twins(
+        self._twins = twins = PinnedMirror(
             {
                 "input_ids": (torch.int64, (tokens,)),
                 "positions": (torch.int64, (tokens,)),
@@ -285,7 +285,7 @@ class StaticInputs:
             pages=np.full(self._sizes.table_width, self._sizes.scratch_page, np.int32),
             sampling=params,
             keys=seed_keys([params.seed])[0].numpy(),
-            apart=row.seq.drawn_apart,
+            apart=row.seq.needs_eager_sampling,
         )
         return constants
 
@@ -306,7 +306,9 @@ class StaticInputs:
         self._tables[i, new] = constants.pages[new]
         self._lengths[i] = length
 
-    def take_late(self, late: LateDrafts, rows: Sequence[ScheduledRow], bucket: Bucket) -> None:
+    def take_device_drafts(
+        self, late: DeviceDrafts, rows: Sequence[ScheduledRow], bucket: Bucket
+    ) -> None:
         """Enqueues, behind the copy, what puts the rows' true drafts in the place of their own.
 
         Rows with fewer tokens get some that are not theirs, where nobody looks.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.engine.batch import Model, PackedBatch, RowSlice
 from outrider.engine.graphs.capture import Record, Work
-from outrider.engine.graphs.prefill_inputs import RaggedBucket, RaggedInputs
+from outrider.engine.graphs.prefill_inputs import PrefillBucket, PrefillInputs
 
 
 class LayeredModel(Model, Protocol):
@@ -34,7 +34,7 @@ class LayeredModel(Model, Protocol):
         ...
 
 
-class RaggedForwards:
+class PrefillGraphs:
     """Building it records every bucket, the largest first. Used from one thread.
 
     A bucket is left out again that takes longer, by `seconds`, than one that holds more: cuBLAS has
@@ -44,14 +44,14 @@ class RaggedForwards:
     def __init__(
         self,
         model: LayeredModel,
-        buckets: Sequence[RaggedBucket],
+        buckets: Sequence[PrefillBucket],
         *,
         record: Record,
         seconds: Callable[[Work], float] = lambda work: 0.0,  # noqa: ARG005
-        on_recorded: Callable[[], None] = lambda: None,
+        on_captured: Callable[[], None] = lambda: None,
     ) -> None:
         self._model = model
-        self._inputs = RaggedInputs(
+        self._inputs = PrefillInputs(
             buckets,
             max_model_len=model.max_model_len,
             page_size=model.page_size,
@@ -59,11 +59,11 @@ class RaggedForwards:
             device=model.device,
         )
         self._hidden: Tensor | None = None  # [tokens, hidden]: one place for all buckets
-        self._recorded: dict[RaggedBucket, Work] = {}
-        taken: dict[RaggedBucket, float] = {}
+        self._recorded: dict[PrefillBucket, Work] = {}
+        taken: dict[PrefillBucket, float] = {}
         for bucket in sorted(buckets, reverse=True):
             work = self._record(bucket, record)
-            on_recorded()
+            on_captured()
             time = seconds(work)
             if all(time <= taken[larger] for larger in taken if larger.rows >= bucket.rows):
                 self._recorded[bucket], taken[bucket] = work, time
@@ -100,7 +100,7 @@ class RaggedForwards:
                 return index
         return None
 
-    def _record(self, bucket: RaggedBucket, record: Record) -> Work:
+    def _record(self, bucket: PrefillBucket, record: Record) -> Work:
         self._inputs.fill((), bucket)
         batch = self._inputs.batch(bucket)
 

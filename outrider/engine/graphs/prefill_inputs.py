@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.batch import PackedBatch, RowSlice, pack
-from outrider.engine.graphs.staging import Twins
+from outrider.engine.graphs.staging import PinnedMirror
 
 _TOKENS = (*range(64, 1024, 64), *range(1024, 2049, 128))
 """Beyond, a forward takes longer than launching its kernels one by one does."""
@@ -25,28 +25,28 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class RaggedBucket:
+class PrefillBucket:
     """The size of a recorded forward, without its inert row."""
 
     tokens: int
     rows: int
 
 
-def make_ragged(max_tokens: int, max_rows: int) -> list[RaggedBucket]:
+def make_prefill_buckets(max_tokens: int, max_rows: int) -> list[PrefillBucket]:
     """All buckets for at most `max_rows` rows and, as far as it pays, `max_tokens` tokens.
 
     Rows that are missing cost next to nothing; and more rows than tokens there cannot be.
     """
     tokens = _TOKENS[: bisect_left(_TOKENS, max_tokens) + 1]
-    return [RaggedBucket(t, min(max_rows, t)) for t in tokens]
+    return [PrefillBucket(t, min(max_rows, t)) for t in tokens]
 
 
-class RaggedInputs:
+class PrefillInputs:
     """The inputs of a forward, where every recorded one finds them."""
 
     def __init__(
         self,
-        buckets: Sequence[RaggedBucket],
+        buckets: Sequence[PrefillBucket],
         *,
         max_model_len: int,
         page_size: int,
@@ -59,7 +59,7 @@ class RaggedInputs:
         self._page_size = page_size
         self._scratch_page = scratch_page
         self._longest = max(max_model_len, tokens)  # the inert row may be longer than any text
-        self._twins = Twins(
+        self._twins = PinnedMirror(
             {
                 "input_ids": (torch.int64, (tokens,)),
                 "positions": (torch.int64, (tokens,)),
@@ -71,7 +71,7 @@ class RaggedInputs:
             device,
         )
 
-    def batch(self, bucket: RaggedBucket) -> PackedBatch:
+    def batch(self, bucket: PrefillBucket) -> PackedBatch:
         """A bucket's batch, without logits: views of the device's buffer."""
         device, tokens, rows = self._twins.device, bucket.tokens, bucket.rows + 1
         return PackedBatch(
@@ -88,7 +88,7 @@ class RaggedInputs:
             recorded=True,
         )
 
-    def fill(self, rows: Sequence[RowSlice], bucket: RaggedBucket) -> Tensor:
+    def fill(self, rows: Sequence[RowSlice], bucket: PrefillBucket) -> Tensor:
         """Writes rows that the bucket holds, and enqueues their copy to the device.
 
         The forward before must have read its own. Returns which tokens get logits: int64

@@ -21,7 +21,7 @@ def picked(rows: Tensor, places: Sequence[int]) -> Tensor:
     return rows.index_select(0, index.to(rows.device, non_blocking=True))
 
 
-class Twins:
+class PinnedMirror:
     """Named arrays in one buffer on the host (pinned for CUDA), and the same on the device."""
 
     def __init__(

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.engine.kv_cache.hidden_states import FeaturePool
+from outrider.engine.kv_cache.hidden_states import HiddenStatePool
 from outrider.errors import UnsupportedModelError
 
 
-class FeatureHooks:
+class HiddenStateHooks:
     """Hooks on the decoder layers that were asked for, and on what the head reads.
 
     Raises `UnsupportedModelError` for a model whose layers it cannot tell.
     """
 
-    def __init__(self, model: nn.Module, pool: FeaturePool) -> None:
+    def __init__(self, model: nn.Module, pool: HiddenStatePool) -> None:
         parts: Any = model
         decoder: Any = parts.get_decoder()
         count = int(parts.config.get_text_config(decoder=True).num_hidden_layers)

@@ -17,7 +17,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from outrider.engine.kv_cache.hidden_states import FeaturePool
+from outrider.engine.kv_cache.hidden_states import HiddenStatePool
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step
 from outrider.features import FeatureBatch, FeatureOrder, FeatureRows, FeatureSpec, FeatureWindow
@@ -73,10 +73,10 @@ class _Copy:
     done: torch.cuda.Event | None
 
 
-class FeatureStreams:
+class HiddenStateStreams:
     """Which rows each session's proposer has been sent. Used on the engine's thread."""
 
-    def __init__(self, pool: FeaturePool, *, max_ahead_bytes: int = 0) -> None:
+    def __init__(self, pool: HiddenStatePool, *, max_ahead_bytes: int = 0) -> None:
         """`max_ahead_bytes` may be read of a step before it is known what of it is accepted.
 
         0 where a step does nothing before it is waited for.

@@ -13,7 +13,7 @@ from outrider.engine.kv_cache.memory import move, zeros
 from outrider.features import FeatureSpec
 
 
-class FeaturePool:
+class HiddenStatePool:
     """One row of states per slot, bfloat16; slot = page * page_size + offset."""
 
     def __init__(

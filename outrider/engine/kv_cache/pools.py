@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from outrider.engine.kv_cache.hidden_states import FeaturePool
+from outrider.engine.kv_cache.hidden_states import HiddenStatePool
 from outrider.engine.kv_cache.memory import move, zeros
 from outrider.features import FeatureSpec
 
@@ -150,7 +150,7 @@ class KVPools:
         self._joint: Tensor | None = None  # [num_layers, ...] of the layers' own joint tensors
         self._layers: dict[int, LayerPool] = {}
         self.features = (
-            None if features is None else FeaturePool(features, num_pages, page_size, device)
+            None if features is None else HiddenStatePool(features, num_pages, page_size, device)
         )
 
     def layer(self, layer_idx: int) -> LayerPool:

@@ -19,7 +19,6 @@ from outrider.engine.attention.backends import attention_traits, choose_backend
 from outrider.engine.attention.base import ATTENTION_NAME
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.config_sizes import caches_latents, head_dim, layer_configs, num_kv_heads
-from outrider.engine.model.gate import check_shardable, check_supported, max_exact_len
 from outrider.engine.model.linear import prepack_linears
 from outrider.engine.model.llama import FusedLlama, fits
 from outrider.engine.model.ops import LlamaOps, TorchOps
@@ -28,6 +27,7 @@ from outrider.engine.model.parallel.leading_model import LeadingModel
 from outrider.engine.model.parallel.ranks import RankGroup
 from outrider.engine.model.parallel.shards import WHOLE, Sharding
 from outrider.engine.model.selftest import check_against, eager_reference
+from outrider.engine.model.supported_models import check_shardable, check_supported, max_exact_len
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec, parse_features
 

@@ -17,7 +17,7 @@ from outrider.engine.attention.base import (
     paged_attention_forward,
 )
 from outrider.engine.batch import PackedBatch
-from outrider.engine.hidden_states.hooks import FeatureHooks
+from outrider.engine.hidden_states.hooks import HiddenStateHooks
 from outrider.engine.kv_cache.pools import KVPools, PagedCache
 from outrider.engine.model.config_sizes import caches_latents
 
@@ -57,7 +57,7 @@ class TransformersStep:
         latent = caches_latents(config)
         self._cache = PagedCache(pools, latent=latent)
         self._pool_of = None if latent else pools.layer
-        self._hooks = None if pools.features is None else FeatureHooks(model, pools.features)
+        self._hooks = None if pools.features is None else HiddenStateHooks(model, pools.features)
 
     def forward(self, attention: StepAttention, out: Tensor | None = None) -> Tensor:
         """Logits [num_logits, vocab_size] in the model's dtype, in `out` if given."""

@@ -15,7 +15,7 @@ its answers loses more than guesses bring (answers.py). Nor if others go now and
 longer than that: its draft could be verified only after it.
 
 Where most rows draft on demand, on another device, halves of them take turns (microbatches.py). On
-the scorer's own they stay together: in two cohorts, one's drafts beside another's step, a round takes
+the scorer's own they stay together: in two cohorts, one's drafts beside another's step, a round is
 t(a) + max(t(b), D) instead of t(a + b) + D, less only where a step's time follows its tokens. There
 drafting brings little, and the second D is D and most of a step.
 
@@ -32,18 +32,18 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 from itertools import accumulate
 
-from outrider.engine.answers import Answers, worth_asking
 from outrider.engine.policy import microbatches
 from outrider.engine.policy.acceptance import Acceptance, expected_gain
 from outrider.engine.policy.base import Policy
-from outrider.engine.policy.cost_model import Costs
+from outrider.engine.policy.circuit_breaker import FIRST_PATIENCE_S
+from outrider.engine.policy.cost_model import CostModel
+from outrider.engine.policy.draft_availability import DraftAvailability, worth_asking
 from outrider.engine.policy.goodput import Goodput
-from outrider.engine.policy.mode import Way
-from outrider.engine.policy.mode_selector import Contests
+from outrider.engine.policy.mode import DraftMode
+from outrider.engine.policy.mode_selector import ModeSelector
 from outrider.engine.policy.mode_trials import STRETCH
-from outrider.engine.policy.set_aside import FIRST_PATIENCE_S
+from outrider.engine.policy.probe import Probe
 from outrider.engine.policy.timing import Delay, StepDone, remember
-from outrider.engine.probe import Probe
 from outrider.engine.rounds import Drafting, Round
 from outrider.engine.sequence import Sequence
 from outrider.types import Request
@@ -58,12 +58,12 @@ class AdaptivePolicy(Policy):
 
     def __init__(self, num_speculative_tokens: int) -> None:
         super().__init__(num_speculative_tokens)
-        self._costs = Costs()
+        self._costs = CostModel()
         self._acceptance = Acceptance()
-        self._answers = Answers()
+        self._answers = DraftAvailability()
         self._goodput = Goodput(self._costs, self._acceptance)
         self._probes: dict[str, Probe] = {}  # by proposer
-        self._contests = Contests()
+        self._contests = ModeSelector()
         self._runs_ahead = False  # a proposer can
         self._steps_since_ahead = 0  # of rows whose proposers all cannot
         self._num_steps = 0
@@ -94,7 +94,7 @@ class AdaptivePolicy(Policy):
         worth = max(MIN_PATIENCE_S, self._worth(d, step))
         if d.probing and (times := self._costs.draft_times(d)) is not None:
             worth = max(worth, STEPS_OF_PATIENCE * step)  # what comes too late tells nothing
-            if not times.calm:  # with no step beside it a draft may come sooner
+            if not times.uncontended:  # with no step beside it a draft may come sooner
                 return min(MAX_PATIENCE_S, worth)
         if mean > worth:
             return 0.0
@@ -134,7 +134,7 @@ class AdaptivePolicy(Policy):
             return max(known)
         per_row = 1 + max([seq.drafting.num_draft_tokens for seq in waiting])
         going, num_waiting = len(ready) + others_ready, len(waiting)
-        stall = max([self._costs.stall_s(seq.drafting) for seq in waiting])
+        stall = max([self._costs.contention_s(seq.drafting) for seq in waiting])
         all_there = arrivals[-1] - now + stall
 
         def step_s(rows: int) -> float:
@@ -164,7 +164,7 @@ class AdaptivePolicy(Policy):
         if times is None:
             return 0.0
         step_s = self._costs.step_s(microbatches.half(len(rows)) * (1 + k))
-        together_s = self._costs.step_s(len(rows) * (1 + k)) + times.calm_s(k)
+        together_s = self._costs.step_s(len(rows) * (1 + k)) + times.uncontended_s(k)
         pays = microbatches.pay(step_s, together_s, times.mean_s(k), k * times.token_s)
         return step_s if pays else 0.0
 
@@ -200,7 +200,7 @@ class AdaptivePolicy(Policy):
         if proposer_id not in self._probes:  # what drafting costs was measured with others
             self._probe(proposer_id)
             self._runs_ahead |= drafting.can_run_ahead
-            self._contests = Contests(ahead=self._runs_ahead)
+            self._contests = ModeSelector(ahead=self._runs_ahead)
         self._acceptance.join(drafting, proposer_id)
         self._answers.join(drafting, proposer_id)
 
@@ -229,26 +229,26 @@ class AdaptivePolicy(Policy):
         self._contests.step_done(step)
         contest = self._contests.current
         catching_up = contest.following or (
-            contest.beginning and not contest.champion.drafts and step.followed < step.num_rows
+            contest.beginning and not contest.incumbent.drafts and step.followed < step.num_rows
         )
         if catching_up:  # beside prompts drafts take long
             self._costs.forget_drafts()
         elif contest.beginning and contest.way is not before:  # what is known is of other rows
-            self._costs.forget_drafts(ahead=contest.way is Way.AHEAD)
+            self._costs.forget_drafts(ahead=contest.way is DraftMode.AHEAD)
 
     def _note_ahead(self, *, possible: bool) -> None:
         """Who could run ahead may have gone: then it is no way, nor a rival to drafts on demand."""
         self._steps_since_ahead = 0 if possible else self._steps_since_ahead + 1
         if possible > self._runs_ahead or (self._runs_ahead and self._steps_since_ahead == STRETCH):
             self._runs_ahead = possible
-            self._contests = Contests(ahead=possible)
+            self._contests = ModeSelector(ahead=possible)
 
     @property
     def may_wait(self) -> bool:
         return self._contests.current.drafting and not self._contests.current.following
 
     @property
-    def way(self) -> Way:
+    def way(self) -> DraftMode:
         return self._contests.current.way
 
     @property

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from outrider.counts import StepCounts
 from outrider.draft_tree import DraftTree
+from outrider.engine.policy.circuit_breaker import HIT_FADE, count_launch, owed
 from outrider.engine.policy.microbatches import next_half
-from outrider.engine.policy.mode import Way
-from outrider.engine.policy.set_aside import HIT_FADE, count_launch, owed
+from outrider.engine.policy.mode import DraftMode
 from outrider.engine.policy.timing import WARM, Delay, StepDone, remember
 from outrider.engine.rounds import USEFUL, BlockFate, Drafting, Round
 from outrider.engine.sequence import Sequence
@@ -101,9 +101,9 @@ class Policy:
         return True
 
     @property
-    def way(self) -> Way:
+    def way(self) -> DraftMode:
         """How rows come to their drafts now; ahead only from proposers that can."""
-        return Way.AHEAD
+        return DraftMode.AHEAD
 
     @property
     def undrafted_sizes(self) -> frozenset[int]:
@@ -194,11 +194,13 @@ class Policy:
         if not num_tokens or batch == self._batch:  # none took no drafting
             return
         self._batch = batch  # of which the first draft tells
-        calm = d.in_turns or self._launched_at < when
+        uncontended = d.colocated or self._launched_at < when
         apart = d.own_device and not d.runs_ahead
         since, until = d.in_vain
         waited_s = until - since if since == when else 0.0
-        self.observe_delay(d, Delay(now, now - when, draft_s, num_tokens, calm, apart, waited_s))
+        self.observe_delay(
+            d, Delay(now, now - when, draft_s, num_tokens, uncontended, apart, waited_s)
+        )
 
     def split(self, rows: Rows[Sequence], others_ready: int, now: float) -> Ready:
         """Of rows that lack only a draft, those to run now.
@@ -247,7 +249,7 @@ class Policy:
         """A row emitted tokens; `wrong` says that its draft fell off the committed path."""
         d = seq.drafting
         if d.looked_at is not None:
-            free = round_.accepted if d.hit and not d.in_turns else 0
+            free = round_.accepted if d.hit and not d.colocated else 0
             d.free_tokens += (free - d.free_tokens) * (1 - HIT_FADE)
         if d.looked_at is None or not d.asked:  # no draft was to come before
             d.awaited_since = now
@@ -270,6 +272,6 @@ class Policy:
 
     def _choose(self, d: Drafting, *, asked: bool = True) -> None:
         """How the row comes to its next draft, and K; 0 if it is not to be `asked` for."""
-        d.runs_ahead = d.can_run_ahead and self.way is not Way.ON_DEMAND
+        d.runs_ahead = d.can_run_ahead and self.way is not DraftMode.ON_DEMAND
         limit = min(d.limit, d.proposer_limit) if asked and d.proposer_id is not None else 0
         d.num_draft_tokens = min(self.choose_k(d, limit), limit) if limit else 0

@@ -12,7 +12,7 @@ SLACK = 0.25  # of a mean delay: drafts that took the same for a while may yet b
 SIZES = (*range(1, 17), 20, 24, 32, 48, 64, 96)  # of K that are compared, beside the limit
 
 
-class Costs:
+class CostModel:
     """All in seconds, 0 as long as nothing was measured. Only the policy says what was."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Costs:
             known = self._usual[key] = self.round_s(d.num_draft_tokens), delay_s, by_s
         return known
 
-    def stall_s(self, d: Drafting) -> float:
+    def contention_s(self, d: Drafting) -> float:
         """By so much a step beside it makes a row's draft late; nothing if made ahead."""
         times = self.draft_times(d)
-        return 0.0 if times is None or d.runs_ahead else times.stall_s
+        return 0.0 if times is None or d.runs_ahead else times.contention_s

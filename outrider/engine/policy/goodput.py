@@ -28,7 +28,7 @@ rows share a batch, one that wants less waits no shorter; l - 1, so that all tog
 from __future__ import annotations
 
 from outrider.engine.policy.acceptance import ALMOST_SURE, Acceptance
-from outrider.engine.policy.cost_model import Costs
+from outrider.engine.policy.cost_model import CostModel
 from outrider.engine.rounds import Drafting
 
 NEARLY = 0.95  # of the best goodput: such differences between sizes are noise
@@ -38,7 +38,7 @@ COMPANY_ROUNDS = 4  # over which the share of rows that draft fades
 class Goodput:
     """Chooses K by it, and keeps the share of rows for which that is not 0."""
 
-    def __init__(self, costs: Costs, acceptance: Acceptance) -> None:
+    def __init__(self, costs: CostModel, acceptance: Acceptance) -> None:
         self._costs = costs
         self._acceptance = acceptance
         self._company = 0.0  # the share of rows that draft, fading

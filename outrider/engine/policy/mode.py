@@ -11,7 +11,7 @@ HOPELESS = 0.8  # of the rate that a trial needs: one that goes so badly ends ea
 HOPELESS_AFTER = 3  # of `TRIAL_STEPS`
 
 
-class Way(enum.Enum):
+class DraftMode(enum.Enum):
     """In which rows come to their drafts."""
 
     NONE = "none"
@@ -20,14 +20,14 @@ class Way(enum.Enum):
 
     @property
     def drafts(self) -> bool:
-        return self is not Way.NONE
+        return self is not DraftMode.NONE
 
 
 @dataclass(slots=True)
-class Trial:
+class ModeTrial:
     """Of a way that is not the champion."""
 
-    way: Way
+    way: DraftMode
     catches_up: bool
     """Nothing was drafted before: at first rows wait for nothing, and it goes on as long as drafts
     get better, which come to be at hand one after the other."""
@@ -36,20 +36,20 @@ class Trial:
     following: int = 0  # steps at the most until a proposer has caught up
     compared: float = 0.0  # steps
     rate_before: float | None = None  # when so many were compared before
-    _calm: float = 0.0  # of those that are compared without newcomers
+    _uncontended: float = 0.0  # of those that are compared without newcomers
 
     def count(self, steps: float, *, newcomers: bool) -> None:
         """So much of a step is compared."""
         self.compared += steps
-        self._calm += steps * (not newcomers)
+        self._uncontended += steps * (not newcomers)
 
     def go_on(self, rate: float) -> None:
         """Drafts got better: as many steps again are compared."""
-        self.rate_before, self.compared, self._calm = rate, 0.0, 0.0
+        self.rate_before, self.compared, self._uncontended = rate, 0.0, 0.0
 
     def hopeless(self, ratio: float) -> bool:
         """Whether what is missing, with so much of the rate that is needed, is more than luck."""
-        if (self.catches_up and self.rate_before is None) or self._calm < HOPELESS_AFTER:
+        if (self.catches_up and self.rate_before is None) or self._uncontended < HOPELESS_AFTER:
             return False
-        luck = math.sqrt(HOPELESS_AFTER / self._calm * self.usual_steps / TRIAL_STEPS)
+        luck = math.sqrt(HOPELESS_AFTER / self._uncontended * self.usual_steps / TRIAL_STEPS)
         return ratio < 1.0 - (1.0 - HOPELESS) * luck

@@ -6,16 +6,19 @@ or at the proposer, is left.
 
 from __future__ import annotations
 
-from outrider.engine.policy.mode import TRIAL_STEPS, Way
-from outrider.engine.policy.mode_trials import STRETCH, Contest
+from outrider.engine.policy.mode import TRIAL_STEPS, DraftMode
+from outrider.engine.policy.mode_trials import STRETCH, ModeTrials
 from outrider.engine.policy.timing import WARM, PromptTimes, StepDone
 
-WAYS, WAYS_AHEAD = (Way.NONE, Way.ON_DEMAND), (Way.NONE, Way.ON_DEMAND, Way.AHEAD)
+WAYS, WAYS_AHEAD = (
+    (DraftMode.NONE, DraftMode.ON_DEMAND),
+    (DraftMode.NONE, DraftMode.ON_DEMAND, DraftMode.AHEAD),
+)
 MANY = 16  # rows, which begin without drafts where nothing is known of them
 LARGEST = 16  # bit length of a number of rows
 
 
-class Contests:
+class ModeSelector:
     """A contest per size of batch, by powers of two, and by whether its texts are warm.
 
     Which way is better depends on both, and both are known where nothing is drafted.
@@ -82,8 +85,8 @@ class Contests:
             return False
         before = self.current
         if (size, warm) not in self._known:
-            champion = before.champion if same else self._way_at(size)
-            self._known[size, warm] = self._contest(size, champion)
+            incumbent = before.incumbent if same else self._way_at(size)
+            self._known[size, warm] = self._contest(size, incumbent)
         self._size, self._warm, self.current = size, warm, self._known[size, warm]
         if same:
             self.current.take_over(before)
@@ -91,19 +94,19 @@ class Contests:
             self.current.settle()
         return True
 
-    def _way_at(self, size: int) -> Way:
+    def _way_at(self, size: int) -> DraftMode:
         if abs(size - self._size) <= 1:
             return self.current.way  # it stays the same if only a few rows come or go
         if (size, self._warm) in self._known:
             return self._known[size, self._warm].way
         decided = self.current.decided or size < MANY.bit_length()
-        return self.current.champion if decided else Way.NONE
+        return self.current.incumbent if decided else DraftMode.NONE
 
-    def _contest(self, size: int, champion: Way) -> Contest:
+    def _contest(self, size: int, incumbent: DraftMode) -> ModeTrials:
         """For batches of this bit length: the fewer rows, the more of their steps say as much."""
-        return Contest(
+        return ModeTrials(
             max(TRIAL_STEPS, 2 * STRETCH >> size),
             ways=self._ways,
-            champion=champion,
+            incumbent=incumbent,
             trial_steps=min(STRETCH, max(TRIAL_STEPS, 8 * STRETCH >> size)),
         )

@@ -24,8 +24,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 
-from outrider.engine.policy.mode import HOPELESS, TRIAL_STEPS, Trial, Way
-from outrider.engine.policy.throughput import Rate
+from outrider.engine.policy.mode import HOPELESS, TRIAL_STEPS, DraftMode, ModeTrial
+from outrider.engine.policy.throughput import Throughput
 
 WORTH = 1.03  # times the rate without drafts: for less none are made; or of another way to draft
 SETTLING_STEPS = 3  # after a change: drafts of before are used up
@@ -43,10 +43,10 @@ LOAD_STEPS = 2048  # over which the share of tokens beside newcomers is taken: o
 FADED = 0.1  # what counts of a rate once another trial, or part of one, begins
 
 
-class Contest:
+class ModeTrials:
     """Between `ways`, for one size of batch and kind of texts.
 
-    It begins with `champion`, and its first trial is after `first_stretch`. A trial compares
+    It begins with `incumbent`, and its first trial is after `first_stretch`. A trial compares
     `trial_steps`.
     """
 
@@ -54,19 +54,19 @@ class Contest:
         self,
         first_stretch: int = STRETCH,
         *,
-        ways: Sequence[Way] = (Way.NONE, Way.ON_DEMAND),
-        champion: Way = Way.ON_DEMAND,
+        ways: Sequence[DraftMode] = (DraftMode.NONE, DraftMode.ON_DEMAND),
+        incumbent: DraftMode = DraftMode.ON_DEMAND,
         trial_steps: int = TRIAL_STEPS,
     ) -> None:
-        self.champion = champion  # what was best so far
+        self.incumbent = incumbent  # what was best so far
         self.decided = False  # by a trial
         self._ways = tuple(ways)  # in the order in which they are tried
         self._trial_steps = trial_steps
         self._rates = {way: self._unknown(way) for way in ways}
         self._came = [0.0, 0.0]  # tokens where rows draft: without newcomers, and beside them
-        self._level: Rate | None = None  # the champion's, first known since a trial or a fall
-        self._trial: Trial | None = None
-        self._rival = champion  # what was on trial last
+        self._level: Throughput | None = None  # the champion's, first known since a trial or a fall
+        self._trial: ModeTrial | None = None
+        self._rival = incumbent  # what was on trial last
         self._has_drafted = False  # in the last trial
         self._may_lose = FIRST_LOSS
         self._lost_steps = 0.0  # by the last trial
@@ -74,26 +74,26 @@ class Contest:
         self._since_trial = 0.0
         self.settle()
 
-    def take_over(self, before: Contest) -> None:
+    def take_over(self, before: ModeTrials) -> None:
         """From a contest of as many rows with other texts: what none brings hardly depends on them.
 
         What drafted is tried first if nothing is drafted now: its proposer has to catch up.
         """
         self.decided |= before.decided
-        none = self._rates[Way.NONE] = deepcopy(before._rates[Way.NONE])
+        none = self._rates[DraftMode.NONE] = deepcopy(before._rates[DraftMode.NONE])
         none.missed_steps = 0.0
         if self._trial is not None:
             self._trial, self._since_trial = None, 0.0
-        if self.champion.drafts and not before.champion.drafts:
-            way, self.champion = self.champion, Way.NONE
+        if self.incumbent.drafts and not before.incumbent.drafts:
+            way, self.incumbent = self.incumbent, DraftMode.NONE
             self._begin(way)
         else:
             self.settle()
 
     @property
-    def way(self) -> Way:
+    def way(self) -> DraftMode:
         """What rows are to do now."""
-        return self.champion if self._trial is None else self._trial.way
+        return self.incumbent if self._trial is None else self._trial.way
 
     @property
     def drafting(self) -> bool:
@@ -122,8 +122,8 @@ class Contest:
         return (current if current.steps else self._best).step_s
 
     @property
-    def _best(self) -> Rate:
-        return self._rates[self.champion]
+    def _best(self) -> Throughput:
+        return self._rates[self.incumbent]
 
     def settle(self) -> None:
         """Something else changed: the next steps say nothing."""
@@ -192,7 +192,7 @@ class Contest:
         """The share of tokens that come beside newcomers where rows draft."""
         return self._came[True] / (sum(self._came) or 1.0)
 
-    def _others(self) -> list[Rate]:
+    def _others(self) -> list[Throughput]:
         """What is known of the ways that are not the champion."""
         best = self._best
         return [rate for rate in self._rates.values() if rate is not best and rate.value]
@@ -201,7 +201,7 @@ class Contest:
         # What was better may be so no more: other texts, or another load beside.
         best, busy = self._best, self._busy
         known = not self.decided or best.steps >= self._trial_steps  # but after a fall
-        left = self._left_of_level(busy) if known and self.champion.drafts else 1.0
+        left = self._left_of_level(busy) if known and self.incumbent.drafts else 1.0
         if left < FALLEN:
             self._forget_drafts()
             return
@@ -209,9 +209,9 @@ class Contest:
             return
         # Drafts of other ways fall with the texts, too: only none's rate still says something.
         falling = left < 1 / FELL_BEHIND
-        ratio, likely = 0.0, self.champion
+        ratio, likely = 0.0, self.incumbent
         for way, rate in self._rates.items():
-            if way is self.champion or (falling and way.drafts):
+            if way is self.incumbent or (falling and way.drafts):
                 continue
             if (theirs := rate.over(best, busy)) > ratio:
                 ratio, likely = theirs, way
@@ -221,7 +221,7 @@ class Contest:
         elif known and self._since_trial >= max(self._stretch, self._lost_steps / MOST_LOST):
             last = self._ways.index(self._rival)
             turns = (*self._ways[last + 1 :], *self._ways)
-            self._begin(next(way for way in turns if way is not self.champion))
+            self._begin(next(way for way in turns if way is not self.incumbent))
 
     def _left_of_level(self, busy: float) -> float:
         """How many times as much drafts bring as they did when that was first known."""
@@ -232,20 +232,20 @@ class Contest:
     def _forget_drafts(self) -> None:
         """What they brought was of other texts. How long a step takes is kept."""
         for way in self._ways:
-            if way.drafts and way is not self.champion:
+            if way.drafts and way is not self.incumbent:
                 self._rates[way] = self._unknown(way)
         self._best.fade(1.0 / STRETCH)
         self._level, self._since_trial = None, 0.0
 
-    def _unknown(self, way: Way) -> Rate:
+    def _unknown(self, way: DraftMode) -> Throughput:
         # The more rows, the fewer steps say as much, and the longer each takes.
-        return Rate(min(STRETCH, 3 * self._trial_steps), drafts=way.drafts)
+        return Throughput(min(STRETCH, 3 * self._trial_steps), drafts=way.drafts)
 
-    def _begin(self, way: Way) -> None:
-        catches_up = not self.champion.drafts
+    def _begin(self, way: DraftMode) -> None:
+        catches_up = not self.incumbent.drafts
         # Two ways to draft differ by little, and by the luck of their texts as drafts and none do.
-        close = way.drafts and self.champion.drafts
-        self._trial = Trial(
+        close = way.drafts and self.incumbent.drafts
+        self._trial = ModeTrial(
             way,
             catches_up,
             num_steps=STRETCH if close else self._trial_steps,
@@ -257,7 +257,7 @@ class Contest:
         self._rates[way].fade(FADED)
         self.settle()
 
-    def _judge(self, trial: Trial) -> None:
+    def _judge(self, trial: ModeTrial) -> None:
         rate = self._rates[trial.way]
         tried, ratio = rate.value, rate.over(self._best, self._busy)
         needed = WORTH if self.drafting else 1 / WORTH
@@ -271,10 +271,10 @@ class Contest:
         else:
             self._end(trial, won=won)
 
-    def _end(self, trial: Trial, *, won: bool) -> None:
+    def _end(self, trial: ModeTrial, *, won: bool) -> None:
         self._trial, self._since_trial, self.decided, self._level = None, 0.0, True, None
         if won:
-            before, self.champion = self.champion, trial.way
+            before, self.incumbent = self.incumbent, trial.way
             # What a verdict cost that did not hold counts as if its trial had gone on.
             lost, self._lost_steps = self._lost_steps, max(0.0, self._best.missed_steps)
             for way, rate in self._rates.items():

@@ -44,7 +44,7 @@ class _Steps:
         self.token_s = self.seconds / self.tokens if known else None
 
 
-class Rate:
+class Throughput:
     """A row's tokens per second over about the last `window` steps, in one way.
 
     Asked several times for each step, so what there is to ask for is worked out when one is added.
@@ -60,13 +60,13 @@ class Rate:
         """Mean seconds of a step."""
         self.length = 0.0
         """Mean tokens of a step."""
-        self._calm = _Steps(window)
-        self._busy = _Steps(BUSY_STEPS) if drafts else self._calm
-        self._kinds = (self._calm, self._busy) if drafts else (self._calm,)
+        self._uncontended = _Steps(window)
+        self._busy = _Steps(BUSY_STEPS) if drafts else self._uncontended
+        self._kinds = (self._uncontended, self._busy) if drafts else (self._uncontended,)
 
     def add(self, tokens: float, seconds: float, counts: float, *, newcomers: bool) -> None:
         """One step's tokens, all the time since the step before, how much of a step it was."""
-        (self._busy if newcomers else self._calm).add(tokens, seconds, counts)
+        (self._busy if newcomers else self._uncontended).add(tokens, seconds, counts)
         self._sum_up()
 
     def fade(self, kept: float) -> None:
@@ -84,14 +84,14 @@ class Rate:
         self.value = tokens / seconds if seconds else 0.0
         self.step_s, self.length = (n / max(1.0, self.steps) for n in (seconds, tokens))
 
-    def over(self, other: Rate, share: float) -> float:
+    def over(self, other: Throughput, share: float) -> float:
         """How many times as much as the other, for a share of tokens that come beside newcomers.
 
         By one kind of steps alone if only that is known of both.
         """
         if not other.value:
             return math.inf if self.value else 0.0
-        if self._calm.token_s is None or other._calm.token_s is None:
+        if self._uncontended.token_s is None or other._uncontended.token_s is None:
             share = 1.0 if self._busy.token_s and other._busy.token_s else share
         elif self._busy.token_s is None or other._busy.token_s is None:
             share = 0.0
@@ -100,8 +100,10 @@ class Rate:
 
     def seconds_for(self, tokens: float, share: float) -> float:
         """What so many tokens take of which that share come beside newcomers."""
-        calm, busy = self._calm.token_s, self._busy.token_s
-        if calm is None or busy is None:
+        uncontended, busy = self._uncontended.token_s, self._busy.token_s
+        if uncontended is None or busy is None:
             any_s = 1.0 / self.value if self.value else 0.0
-            calm, busy = (any_s if token_s is None else token_s for token_s in (calm, busy))
-        return tokens * (calm + share * (busy - calm))
+            uncontended, busy = (
+                any_s if token_s is None else token_s for token_s in (uncontended, busy)
+            )
+        return tokens * (uncontended + share * (busy - uncontended))

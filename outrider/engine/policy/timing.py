@@ -139,7 +139,7 @@ class Delay(NamedTuple):
     seconds: float  # since it was wanted
     draft_s: float  # of these by drafting, as its proposer says
     num_tokens: int
-    calm: bool  # no step was launched meanwhile
+    uncontended: bool  # no step was launched meanwhile
     apart: bool = False  # nor would one have made it late: it was made on a device of its own
     waited_s: float = 0.0  # for so long its row waited in vain before it went without
 
@@ -167,8 +167,8 @@ class DraftTimes:
         self._on_demand = on_demand  # not ahead, where what is drafted is sometimes there already
         self._at = -math.inf  # of the last batch
         self._stall = Average()
-        self._calm = Average()  # seconds
-        self.calm = False  # what counts was made with no step beside it
+        self._uncontended = Average()  # seconds
+        self.uncontended = False  # what counts was made with no step beside it
         self._others = 0  # since the last calm one
         self._begin()
 
@@ -179,26 +179,26 @@ class DraftTimes:
 
     def observe(self, delay: Delay) -> None:
         """A draft came. Of a batch the first one tells: proposers send the longest first."""
-        at, seconds, draft_s, num_tokens, calm, apart, waited_s = delay
+        at, seconds, draft_s, num_tokens, uncontended, apart, waited_s = delay
         if at == self._at:
             return
         self._at = at
         if waited_s and not apart:
-            calm, seconds = True, (waited_s + seconds) / 2  # each goes on at half its speed
-        self._others = 0 if calm else self._others + 1
-        if calm:
-            self._calm.add(seconds)
+            uncontended, seconds = True, (waited_s + seconds) / 2  # each goes on at half its speed
+        self._others = 0 if uncontended else self._others + 1
+        if uncontended:
+            self._uncontended.add(seconds)
         elif self._others == CALM_LASTS:
-            self._calm = Average()
-        calm |= apart
-        if self.calm and not calm:
+            self._uncontended = Average()
+        uncontended |= apart
+        if self.uncontended and not uncontended:
             usual_s = self.mean_s(num_tokens)
             self._stall.add(max(0.0, seconds - usual_s))
-            calm = self._on_demand and seconds < usual_s / 2
-            if not calm and self._others < CALM_LASTS:
+            uncontended = self._on_demand and seconds < usual_s / 2
+            if not uncontended and self._others < CALM_LASTS:
                 return
-        if calm != self.calm:
-            self.calm = calm
+        if uncontended != self.uncontended:
+            self.uncontended = uncontended
             self._begin()
         self.delay.add(seconds)
         if num_tokens:
@@ -214,11 +214,11 @@ class DraftTimes:
         """Mean seconds from a commit to the arrival of so many tokens; 0 tokens: what any takes."""
         return self.delay.mean + self.token_s * (num_tokens - self.longest)
 
-    def calm_s(self, num_tokens: int) -> float:
+    def uncontended_s(self, num_tokens: int) -> float:
         """The same of calm drafts, for which all rows waited together; at least what any take."""
-        return max(self._calm.mean, self.mean_s(num_tokens))
+        return max(self._uncontended.mean, self.mean_s(num_tokens))
 
     @property
-    def stall_s(self) -> float:
+    def contention_s(self) -> float:
         """Mean seconds by which a step beside a draft makes it late; 0 as long as unknown."""
         return self._stall.mean if self._stall.count else 0.0

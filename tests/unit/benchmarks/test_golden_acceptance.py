@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import prompts
 from benchmarks.hidden_states import Bench, draft_model
-from benchmarks.replay import Recording, replay
+from benchmarks.replay import Capture, replay
 from outrider.drafting.building.config import HeadConfig
 from outrider.drafting.building.heads import build_head
 from outrider.drafting.proposer import TREE_WIDTH, Proposer
@@ -49,7 +49,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def recordings() -> dict[float, list[Recording]]:
+def recordings() -> dict[float, list[Capture]]:
     """Held-out texts of the embedded target, and all states that heads read, by temperature."""
     target = resolve_model(None, "target")
     specs = [proposer(method, "chain").traits.features for method in ("eagle3", "mtp")]
@@ -77,7 +77,7 @@ def proposer(method: str, shape: str) -> Proposer:
 
 
 @pytest.fixture(scope="module")
-def lengths(recordings: dict[float, list[Recording]]) -> Callable[[str, str], tuple[float, float]]:
+def lengths(recordings: dict[float, list[Capture]]) -> Callable[[str, str], tuple[float, float]]:
     """Mean acceptance lengths of a method's drafts of a shape, greedily and at temperature 1."""
 
     @cache

@@ -15,8 +15,8 @@ from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
 from outrider.engine.hidden_states import streams
-from outrider.engine.hidden_states.streams import FeatureStreams
-from outrider.engine.kv_cache.hidden_states import FeaturePool
+from outrider.engine.hidden_states.streams import HiddenStateStreams
+from outrider.engine.kv_cache.hidden_states import HiddenStatePool
 from outrider.engine.policy.base import Policy
 from outrider.engine.rounds import Drafting
 from outrider.engine.worker import EngineWorker
@@ -32,7 +32,7 @@ PROMPT = tuple(range(20))
 
 def make(max_wait_s: float = 0.0, policy: Policy | None = None) -> Engine:
     model = FeatureModel(32, CONFIG.page_size, CONFIG.num_pages, CONFIG.max_model_len)
-    streams = FeatureStreams(model.capture())
+    streams = HiddenStateStreams(model.capture())
     policy = policy or Policy(3, max_wait_s=max_wait_s)
     return Engine(model, CONFIG, policy=policy, features=streams)
 
@@ -70,7 +70,7 @@ def test_rows_that_could_not_be_read_leave_the_proposers_window() -> None:
     engine, window = make(), FeatureWindow()
     follow(engine, 1, window)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FeaturePool, "read", _broken)
+        patch.setattr(HiddenStatePool, "read", _broken)
         events = engine.step()
     assert events is not None
     assert events.commits
@@ -235,7 +235,7 @@ def test_a_prompt_leaves_rows_of_rounds_their_room(monkeypatch: pytest.MonkeyPat
 def test_rows_of_a_round_are_read_before_its_verdict(right: bool) -> None:
     """Where steps run once they are launched: with the verdict there is nothing left to read."""
     model = FeatureModel(32, CONFIG.page_size, CONFIG.num_pages, CONFIG.max_model_len)
-    streams = FeatureStreams(model.capture(), max_ahead_bytes=3 * CAPTURED.row_bytes)
+    streams = HiddenStateStreams(model.capture(), max_ahead_bytes=3 * CAPTURED.row_bytes)
     engine = Engine(
         model, CONFIG, policy=Policy(3, max_wait_s=0.0), runner=Eager(model), features=streams
     )
@@ -245,7 +245,7 @@ def test_rows_of_a_round_are_read_before_its_verdict(right: bool) -> None:
     text, sent = list(PROMPT), len(PROMPT)
     done: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        _note(patch, FeaturePool, "read", done)
+        _note(patch, HiddenStatePool, "read", done)
         _note(patch, Done, "wait", done)
         for _ in range(2):
             assert events is not None

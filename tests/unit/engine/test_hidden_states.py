@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from outrider.aux_layers import default_layers, trained_layers
 from outrider.engine.batch import RowSlice, pack
-from outrider.engine.graphs.decode_graphs import GraphRunner
+from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import Bucket
-from outrider.engine.kv_cache.hidden_states import FeaturePool
+from outrider.engine.kv_cache.hidden_states import HiddenStatePool
 from outrider.engine.model.loader import build_paged_model, kv_bytes_per_page, read_features
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.rounds import Drafting
@@ -72,7 +72,7 @@ def slots_of(positions: Tensor, table: list[int] = TABLE) -> Tensor:
     return torch.tensor(table)[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
 
 
-def pool_of(model: PagedModel) -> FeaturePool:
+def pool_of(model: PagedModel) -> HiddenStatePool:
     assert model.pools.features is not None
     return model.pools.features
 
@@ -105,7 +105,7 @@ def test_states_are_those_of_transformers(name: str, fused: bool) -> None:
 
 def test_only_what_is_asked_is_read_in_its_order() -> None:
     spec = FeatureSpec(2, (1, 4), final_norm=True)
-    pool = FeaturePool(spec, 2, PAGE_SIZE, torch.device("cpu"))
+    pool = HiddenStatePool(spec, 2, PAGE_SIZE, torch.device("cpu"))
     slots = torch.tensor([6, 3])
     pool.enter(4, slots, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     pool.enter(2, slots, torch.tensor([[9.0, 9.0], [9.0, 9.0]]))  # not asked for
@@ -120,7 +120,7 @@ def test_only_what_is_asked_is_read_in_its_order() -> None:
 
 def test_states_move_with_keys_and_values() -> None:
     spec = FeatureSpec(2, (0,))
-    pool = FeaturePool(spec, 3, 2, torch.device("cpu"))
+    pool = HiddenStatePool(spec, 3, 2, torch.device("cpu"))
     pool.rows.copy_(torch.arange(12.0).view(6, 2))
     pool.move_slots(torch.tensor([1, 2]), torch.tensor([0, 1]))
     assert pool.rows[:, 0].tolist() == [2, 4, 4, 6, 8, 10]
@@ -153,7 +153,7 @@ def test_a_recorded_step_captures_what_an_eager_one_does() -> None:
     model = build_paged_model(
         source, page_size=PAGE_SIZE, num_pages=NUM_PAGES, features=spec_of(source)
     )
-    graphs = GraphRunner(model, [Bucket(4, 4)], record=rerun, choose_and_verify=choose_and_verify)
+    graphs = DecodeGraphs(model, [Bucket(4, 4)], record=rerun, choose_and_verify=choose_and_verify)
     step, rows = make_step(model.vocab_size), pool_of(model).rows
     owned = slice(0, NUM_PAGES * PAGE_SIZE)
     rows.fill_(0)
@@ -178,7 +178,7 @@ def test_what_an_engine_sends_are_the_models_states(recorded: bool) -> None:
     model = build_paged_model(copy.deepcopy(source), page_size=4, num_pages=64, features=spec)
     runner: StepRunner = Runner(model)
     if recorded:
-        runner = GraphRunner(
+        runner = DecodeGraphs(
             model, [Bucket(1, 4), Bucket(4, 4)], record=rerun, choose_and_verify=choose_and_verify
         )
     texts, rows = write(model, runner, prompts, asked, matrix)

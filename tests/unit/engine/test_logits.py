@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from outrider.engine import runner
 from outrider.engine.batch import RowSlice
 from outrider.engine.rounds import Drafting
 from outrider.engine.runner import Runner
-from outrider.engine.sampling import logprobs, runner
+from outrider.engine.sampling import logprobs
 from outrider.engine.sampling.logits import Adjuster, MinTokens, adjust, make_adjuster, make_editors
 from outrider.engine.sampling.logprobs import drawn_logprobs, to_token_logprobs
 from outrider.engine.sequence import Sequence

@@ -19,11 +19,11 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from outrider.cli.stack import free_port
 from outrider.engine.attention.backends import attention_traits
 from outrider.engine.batch import RowSlice, pack
-from outrider.engine.model.gate import check_shardable
 from outrider.engine.model.loader import kv_bytes_per_page
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.model.parallel.leading_model import LeadingModel
 from outrider.engine.model.parallel.ranks import RankGroup, Ranks, _dumps, _loads
+from outrider.engine.model.supported_models import check_shardable
 from outrider.errors import ConfigError, UnsupportedModelError
 from tests.support.architectures import ARCHITECTURES, VOCAB_SIZE, random_model
 from tests.support.shards import load, say

@@ -7,40 +7,40 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from outrider.engine.policy.mode import Way
+from outrider.engine.policy.mode import DraftMode
 from outrider.engine.policy.mode_selector import WAYS_AHEAD
-from outrider.engine.policy.mode_trials import MOST_LOST, STRETCH, Contest
+from outrider.engine.policy.mode_trials import MOST_LOST, STRETCH, ModeTrials
 
 NONE, ON_DEMAND, AHEAD = WAYS_AHEAD
 STEP_S = {NONE: 0.010, ON_DEMAND: 0.020, AHEAD: 0.020}
 
 
-def of_eight_rows() -> Contest:
-    return Contest(16, ways=WAYS_AHEAD, champion=AHEAD, trial_steps=64)
+def of_eight_rows() -> ModeTrials:
+    return ModeTrials(16, ways=WAYS_AHEAD, incumbent=AHEAD, trial_steps=64)
 
 
-def of_32_rows() -> Contest:
-    return Contest(16, ways=WAYS_AHEAD, champion=AHEAD, trial_steps=16)
+def of_32_rows() -> ModeTrials:
+    return ModeTrials(16, ways=WAYS_AHEAD, incumbent=AHEAD, trial_steps=16)
 
 
-def of_one_row() -> Contest:
-    return Contest(STRETCH, ways=WAYS_AHEAD, champion=AHEAD, trial_steps=STRETCH)
+def of_one_row() -> ModeTrials:
+    return ModeTrials(STRETCH, ways=WAYS_AHEAD, incumbent=AHEAD, trial_steps=STRETCH)
 
 
 @dataclass
 class Texts:
     """Steps whose tokens follow from what each way brings, as a multiple of none."""
 
-    contest: Contest
+    contest: ModeTrials
     on_demand: float = 1.0
     ahead: float = 1.0
     noise: float = 0.0
     rng: random.Random = field(default_factory=lambda: random.Random(1))
     now: float = 0.0
     lost_s: float = 0.0  # by other ways than ahead
-    taken: list[Way] = field(default_factory=list)
+    taken: list[DraftMode] = field(default_factory=list)
 
-    def play(self, steps: int) -> list[Way]:
+    def play(self, steps: int) -> list[DraftMode]:
         """So many steps; in which way each."""
         for _ in range(steps):
             way = self.contest.way
@@ -61,7 +61,7 @@ class Texts:
             self.on_demand = share * self.ahead
             self.play(self.rng.randrange(*steps))
 
-    def until_tried(self, way: Way) -> None:
+    def until_tried(self, way: DraftMode) -> None:
         """Until that has been on trial again, and the best one goes on."""
         self.play(5000)
         while way not in self.play(1):
@@ -72,14 +72,14 @@ class Texts:
 
 @pytest.mark.parametrize(("contest", "steps"), [(of_eight_rows(), 260), (of_32_rows(), 80)])
 def test_after_a_fall_none_is_tried_before_what_was_good_with_other_texts(
-    contest: Contest, steps: int
+    contest: ModeTrials, steps: int
 ) -> None:
     """As 8 requests measured on two H200s: 0.91 and 0.77 of none, after 1.5 and 1.4."""
     texts = Texts(contest, on_demand=1.4, ahead=1.5, noise=0.1)
     texts.until_tried(ON_DEMAND)
     texts.on_demand, texts.ahead = 0.77, 0.91
     taken = texts.play(steps)
-    assert contest.champion is NONE
+    assert contest.incumbent is NONE
     assert ON_DEMAND not in taken[: taken.index(NONE)]
 
 

@@ -7,13 +7,13 @@ import random
 import pytest
 
 from outrider.engine.policy.acceptance import Acceptance, accepted
-from outrider.engine.policy.cost_model import SIZES, Costs
+from outrider.engine.policy.cost_model import SIZES, CostModel
 from outrider.engine.policy.goodput import NEARLY, Goodput
 from outrider.engine.policy.timing import Delay
 from outrider.engine.rounds import Drafting, chain_round
 
 
-def defined(costs: Costs, d: Drafting, limit: int) -> int:
+def defined(costs: CostModel, d: Drafting, limit: int) -> int:
     """`goodput.py`'s first lines, for a row that no others keep company."""
     missed = 1.0 - d.hit_share
     times = costs.draft_times(d)
@@ -44,12 +44,12 @@ def test_k_is_what_the_formulas_say() -> None:
         d.successes = d.trials * rng.choice((0.0, 1.0, rng.random()))
         d.levels, d.hit_share = rng.choice((1.0, rng.random())), rng.random()
         d.num_draft_tokens, d.wait_s = rng.randint(0, 8), rng.uniform(0.0, 0.02)
-        costs, num_rows = Costs(), rng.choice((1, 1, 4, 32))
+        costs, num_rows = CostModel(), rng.choice((1, 1, 4, 32))
         for tokens in (64 * num_rows, 8 * num_rows, num_rows):
             costs.observe_step(num_rows, tokens, 0.005 + tokens * rng.uniform(0.0, 1e-3))
         for at in range(rng.randint(0, 8)):
             seconds = rng.uniform(0.0, 0.02)
-            took = Delay(at, seconds, seconds * rng.random(), rng.randint(1, 8), calm=True)
+            took = Delay(at, seconds, seconds * rng.random(), rng.randint(1, 8), uncontended=True)
             costs.observe_delay(d, took)
         limit = rng.randint(1, 64)
         k = Goodput(costs, Acceptance()).best_k(d, limit)
@@ -72,7 +72,7 @@ def test_k_is_what_the_formulas_say() -> None:
 def test_a_row_of_low_acceptance_waits_with_most_if_its_proposer_is_worth_it(
     num_rows: int, runs_ahead: bool, proposer_id: str, waits: bool
 ) -> None:
-    costs, acceptance = Costs(), Acceptance()
+    costs, acceptance = CostModel(), Acceptance()
     for tokens in (5 * num_rows, num_rows):
         costs.observe_step(num_rows, tokens, 0.01 + tokens * 1e-5)
     goodput = Goodput(costs, acceptance)
@@ -83,7 +83,7 @@ def test_a_row_of_low_acceptance_waits_with_most_if_its_proposer_is_worth_it(
             acceptance.observe(row, chain_round(4, 4 if name == "good" else 0))
     for ahead in (False, True):
         delayed = Drafting(limit=4, drafter="d", runs_ahead=ahead)
-        costs.observe_delay(delayed, Delay(0.0, 0.02, 0.004, 4, calm=True))
+        costs.observe_delay(delayed, Delay(0.0, 0.02, 0.004, 4, uncontended=True))
     poor = Drafting(limit=4, proposer_id=proposer_id, drafter="d", runs_ahead=runs_ahead)
     poor.successes, poor.trials, poor.wait_s, poor.num_draft_tokens = 1.0, 2.0, 0.02, 4
     assert goodput.best_k(poor, 4) == 0, "alone it does not"
@@ -100,4 +100,4 @@ def test_a_row_of_low_acceptance_waits_with_most_if_its_proposer_is_worth_it(
 def test_nothing_is_compared_before_a_step_was_measured() -> None:
     row = Drafting(limit=4, proposer_id="p", drafter="p")
     Acceptance().begin(row)
-    assert Goodput(Costs(), Acceptance()).best_k(row, 3) == 3
+    assert Goodput(CostModel(), Acceptance()).best_k(row, 3) == 3

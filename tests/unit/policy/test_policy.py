@@ -15,11 +15,11 @@ from outrider.engine.engine import Engine
 from outrider.engine.policy import mode_selector, timing
 from outrider.engine.policy.adaptive import AdaptivePolicy
 from outrider.engine.policy.base import Policy, Ready
-from outrider.engine.policy.mode import Way
+from outrider.engine.policy.circuit_breaker import FIRST_PATIENCE_S, FIRST_REST
+from outrider.engine.policy.mode import DraftMode
 from outrider.engine.policy.mode_trials import STRETCH
-from outrider.engine.policy.set_aside import FIRST_PATIENCE_S, FIRST_REST
+from outrider.engine.policy.probe import PROBE_EVERY, Probe
 from outrider.engine.policy.timing import Delay, StepDone, StepTimes
-from outrider.engine.probe import PROBE_EVERY, Probe
 from outrider.engine.rounds import Drafting, Round
 from outrider.engine.sequence import Sequence
 from outrider.params import SamplingParams, SpeculationParams, StopParams
@@ -64,7 +64,7 @@ class Bench:
     first_delay_s: float | None = None  # of a session's first block, with the prompt's processing
     prompts_apart: int = 1  # cycles among which the prompts are divided
     hiccup_s: float = 0.0  # by which the second block of all is late
-    contention_s: float = 0.0  # what a step and a draft at the same time cost each other
+    stall_s: float = 0.0  # what a step and a draft at the same time cost each other
     busy: bool = False  # the proposer has one cycle at a time: what comes meanwhile waits, the
     # latest of a session only
     tax_s: float = 0.0  # what drafts made since the last step cost the next one
@@ -82,10 +82,10 @@ class Bench:
             self.now += times.estimate(len(batch.input_ids)) * (10.0 if slow else 1.0)
             self.now += self.tax_s * (self._rounds > self._taxed)
             self._taxed = self._rounds
-            if self.contention_s and any(arrival > self.now for arrival, _, _ in self._due):
-                self.now += self.contention_s
-                self._due = [(due + self.contention_s, *rest) for due, *rest in self._due]
-                self._drafting_until += self.contention_s
+            if self.stall_s and any(arrival > self.now for arrival, _, _ in self._due):
+                self.now += self.stall_s
+                self._due = [(due + self.stall_s, *rest) for due, *rest in self._due]
+                self._drafting_until += self.stall_s
             return forward(batch)
 
         self.model.forward = timed  # type: ignore[method-assign]
@@ -177,7 +177,7 @@ GPU_STEP_S = ((1, 0.0046), (8, 0.0048), (40, 0.0052), (160, 0.0063), (320, 0.009
 
 
 @pytest.mark.parametrize(
-    ("requests", "delay_s", "contention_s"),
+    ("requests", "delay_s", "stall_s"),
     [
         (1, 0.0069, 0.0),
         (8, 0.0075, 0.0),
@@ -187,7 +187,7 @@ GPU_STEP_S = ((1, 0.0046), (8, 0.0048), (40, 0.0052), (160, 0.0063), (320, 0.009
     ],
 )
 def test_a_draft_slower_than_a_step_is_waited_for_where_that_pays(
-    requests: int, delay_s: float, contention_s: float
+    requests: int, delay_s: float, stall_s: float
 ) -> None:
     """Rows that go on without their drafts have them late, and on a shared device slow them down:
     neither must make it look as if waiting did not pay."""
@@ -198,7 +198,7 @@ def test_a_draft_slower_than_a_step_is_waited_for_where_that_pays(
         agreement=0.97,
         steps=GPU_STEP_S,
         first_delay_s=0.03,
-        contention_s=contention_s,
+        stall_s=stall_s,
     )
     all_stats = bench.run()
     rounds = sum(stats.rounds for stats in all_stats)
@@ -225,7 +225,7 @@ class Told(AdaptivePolicy):
 
 def test_rows_come_back_together_to_drafts_that_were_slow_beside_their_steps() -> None:
     """One row that tried again beside the others' steps would find them as slow as before."""
-    slow = [Delay(1.0 + i, 0.030, 0.013, 4, calm=False) for i in range(100)]
+    slow = [Delay(1.0 + i, 0.030, 0.013, 4, uncontended=False) for i in range(100)]
     bench = Bench(
         Told(60, *slow),
         requests=32,
@@ -234,7 +234,7 @@ def test_rows_come_back_together_to_drafts_that_were_slow_beside_their_steps() -
         max_tokens=480,
         steps=GPU_STEP_S,
         prompts_apart=4,
-        contention_s=0.005,
+        stall_s=0.005,
         busy=True,
     )
     bench.run()
@@ -245,12 +245,12 @@ def test_rows_come_back_together_to_drafts_that_were_slow_beside_their_steps() -
 def test_a_row_comes_to_wait_for_its_drafts_although_the_first_was_slow() -> None:
     """It had gone on beside them for 400 steps: only drafts with no step beside them counted."""
     bench = Bench(
-        Told(1, Delay(0.0, 0.020, 0.001, 4, calm=True)),
+        Told(1, Delay(0.0, 0.020, 0.001, 4, uncontended=True)),
         delay_s=0.0041,
         agreement=0.85,
         max_tokens=600,
         steps=GPU_STEP_S,
-        contention_s=0.0025,
+        stall_s=0.0025,
         busy=True,
     )
     (stats,) = bench.run()
@@ -267,7 +267,7 @@ def test_rows_of_poor_acceptance_wait_in_company(monkeypatch: pytest.MonkeyPatch
         delay_s=0.009,
         max_tokens=400,
         steps=GPU_STEP_S,
-        contention_s=0.004,
+        stall_s=0.004,
         busy=True,
     )
     tokens = sum(stats.output_tokens for stats in bench.run())
@@ -334,7 +334,7 @@ def test_short_answers_come_back_to_drafts_after_a_rush() -> None:
     row = policy.drafting(Request(0, (1,), SamplingParams(temperature=0.0)))
     row.drafter = "a "
     for i in range(64):
-        policy.observe_delay(row, Delay(5.0 + i / 64, 0.5, 0.001, 4, calm=False))
+        policy.observe_delay(row, Delay(5.0 + i / 64, 0.5, 0.001, 4, uncontended=False))
     for i in range(24):
         bench = Bench(policy, max_tokens=12, began=10.0 * (i + 1))
         answers += bench.run()
@@ -759,7 +759,7 @@ def test_a_row_cannot_shorten_the_wait_that_it_shares() -> None:
         d = policy.drafting(Request(0, (1,), SamplingParams(temperature=0.0)))
         d.proposer_id = d.drafter = "a"
         for at in range(20):
-            policy.observe_delay(d, Delay(float(at), 0.0065, 0.0047, 4, calm=True))
+            policy.observe_delay(d, Delay(float(at), 0.0065, 0.0047, 4, uncontended=True))
         d.successes, d.trials = 6.0, 10.0
         k = policy.choose_k(d, 4)
         assert (k > 0) == (num_rows == 1)
@@ -869,11 +869,11 @@ def test_a_trial_of_drafts_begins_with_what_they_take_at_their_best() -> None:
     assert policy.choose_k(d, 4) == 1, "nobody waits for it"
     for followed in (0, 24):  # when 24 are answered, the last 8 prompts still are in the way
         for at in range(20):
-            policy.observe_delay(d, Delay(float(at), 0.2, 0.005, 4, calm=True))
+            policy.observe_delay(d, Delay(float(at), 0.2, 0.005, 4, uncontended=True))
         step(followed)
     step(32)
     assert policy.may_wait
-    policy.observe_delay(d, Delay(21.0, 0.009, 0.005, 4, calm=True))
+    policy.observe_delay(d, Delay(21.0, 0.009, 0.005, 4, uncontended=True))
     assert policy._costs.draft_times(d).mean_s(4) == 0.009
     assert policy.choose_k(d, 4) == 4
     assert d.probing
@@ -945,12 +945,12 @@ def test_a_way_that_no_proposer_can_go_any_more_is_not_compared() -> None:
         policy.expect(d, name)
         ways.append(set())
         for i in range(steps):
-            drafts = policy.way is not Way.NONE
+            drafts = policy.way is not DraftMode.NONE
             now += 0.02 if drafts else 0.01  # twice as long, for as many tokens
             done = StepDone(8, 8, 8, now, 8 * drafts, comparable=True, followed=8)
             policy.step_done(done._replace(may_run_ahead=ahead))
             if ahead or i > STRETCH:
                 ways[-1].add(policy.way)
-    assert Way.AHEAD in ways[0]
-    assert ways[1] == {Way.NONE, Way.ON_DEMAND}
-    assert policy.way is Way.NONE
+    assert DraftMode.AHEAD in ways[0]
+    assert ways[1] == {DraftMode.NONE, DraftMode.ON_DEMAND}
+    assert policy.way is DraftMode.NONE

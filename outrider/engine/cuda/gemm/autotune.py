@@ -28,7 +28,7 @@ from torch import Tensor
 from outrider.engine.cuda.gemm import hopper
 from outrider.engine.cuda.gemm.candidates import CANDIDATES
 from outrider.engine.cuda.gemm.linear import FewRowsLinear
-from outrider.engine.cuda.gemm.tilings import BulkTiles, Way
+from outrider.engine.cuda.gemm.tilings import HopperTiles, Tiling
 from outrider.engine.cuda.launch import graph_us, launch_options
 from outrider.engine.model.ops import Use
 
@@ -102,7 +102,7 @@ def _compile(chain: Sequence[tuple[Use, FewRowsLinear]], run: Run) -> None:
     why, when it is measured.
     """
 
-    def once(use: Use, linear: FewRowsLinear, rows: int, way: Way) -> None:
+    def once(use: Use, linear: FewRowsLinear, rows: int, way: Tiling) -> None:
         alone = copy.copy(linear)
         alone.choices = dict.fromkeys(CANDIDATES, way)
         weight = linear.weight
@@ -129,7 +129,7 @@ def _variants(
     """What the bulk tiles are computed by that were chosen."""
     for (use, linear), rows in itertools.product(chain, numbers_of_rows):
         way = linear.choice(rows)
-        if isinstance(way, BulkTiles):
+        if isinstance(way, HopperTiles):
             add = use.norm is None and not use.alone
             yield way.variant(rows, *linear.weight.shape, gated=use.gated, add=add)
 
@@ -140,7 +140,7 @@ def timed(uses: Sequence[Use], *, int8: bool) -> list[tuple[Use, FewRowsLinear]]
 
     All that are of one kind share their choices from now on, and are quantized if `int8`.
     """
-    choices: dict[Kind, dict[int, Way]] = {}
+    choices: dict[Kind, dict[int, Tiling]] = {}
     chain: list[tuple[Use, FewRowsLinear]] = []
     taken: Counter[Kind] = Counter()
     size = 0
@@ -187,8 +187,8 @@ class _Found:
 
     us_before: float  # the first of them by cuBLAS
     us: float
-    ways: dict[Kind, Way | None]
-    near: dict[Kind, tuple[Way, ...]]  # nearly as fast as the best
+    ways: dict[Kind, Tiling | None]
+    near: dict[Kind, tuple[Tiling, ...]]  # nearly as fast as the best
 
 
 class Chain:
@@ -213,7 +213,7 @@ class Chain:
         """Of its products, the largest first."""
         return tuple(self._first)
 
-    def take(self, kind: Kind, way: Way | None) -> None:
+    def take(self, kind: Kind, way: Tiling | None) -> None:
         """Computes this kind so from now on; None: by cuBLAS."""
         choices = self._first[kind][1].choices
         choices.pop(self._most, None)
@@ -234,11 +234,11 @@ class Chain:
         said = "; ".join(f"{kind} by {way or 'cuBLAS'}" for kind, way in best.ways.items())
         return f"{best.us:.0f} us, all by cuBLAS {first.us_before:.0f}: {said}"
 
-    def _descend(self, candidates: Mapping[Kind, Sequence[Way]]) -> _Found:
+    def _descend(self, candidates: Mapping[Kind, Sequence[Tiling]]) -> _Found:
         """Takes the best way of kind after kind, beside what is taken for the others."""
         us: list[float] = []
-        found: dict[Kind, Way | None] = {}
-        near: dict[Kind, tuple[Way, ...]] = {}
+        found: dict[Kind, Tiling | None] = {}
+        near: dict[Kind, tuple[Tiling, ...]] = {}
         for kind in self._first:
             times = self.compare(kind, candidates[kind])
             best = min(times, key=times.__getitem__)
@@ -251,7 +251,7 @@ class Chain:
             us += times[None], times[best]
         return _Found(us[0], us[-1], found, near)
 
-    def compare(self, kind: Kind, ways: Iterable[Way]) -> dict[Way | None, float]:
+    def compare(self, kind: Kind, ways: Iterable[Tiling]) -> dict[Tiling | None, float]:
         """Microseconds of the chain by each way of computing one kind of product; None: cuBLAS,
         by which it is computed from now on.
 
@@ -259,7 +259,7 @@ class Chain:
         """
         self.take(kind, None)
         expected = self._outputs(kind)
-        times: dict[Way | None, float] = {None: self._us()}
+        times: dict[Tiling | None, float] = {None: self._us()}
         for way in ways:
             if way.takes(kind.outputs, kind.inner):
                 self.take(kind, way)
@@ -268,7 +268,7 @@ class Chain:
         self.take(kind, None)
         return times
 
-    def _us_if_right(self, way: Way, kind: Kind, expected: Tensor) -> float | None:
+    def _us_if_right(self, way: Tiling, kind: Kind, expected: Tensor) -> float | None:
         try:
             error = (self._outputs(kind) - expected).abs().max()
             tolerance = _INT8_TOLERANCE if way.int8 else _TOLERANCE

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.cuda.gemm.candidates import CANDIDATES, candidates
-from outrider.engine.cuda.gemm.tilings import OUTPUTS, Product, Way
+from outrider.engine.cuda.gemm.tilings import OUTPUTS, Product, Tiling
 from outrider.engine.model.linear import PackedLinear
 
 _QUANTIZED_AT_ONCE = 4096  # rows of a weight, to bound what lies in memory beside it
@@ -58,7 +58,7 @@ class FewRowsLinear(PackedLinear):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight, None)
-        self.choices: dict[int, Way] = {}
+        self.choices: dict[int, Tiling] = {}
         self._int8: Int8Weight | None = None
 
     @property
@@ -70,11 +70,11 @@ class FewRowsLinear(PackedLinear):
         """Ways that read int8 may be chosen from now on."""
         self._int8 = Int8Weight.of(self.weight)
 
-    def candidates(self, rows: int) -> tuple[Way, ...]:
+    def candidates(self, rows: int) -> tuple[Tiling, ...]:
         """The ways to choose among for up to so many rows, a key of `CANDIDATES`."""
         return candidates(rows, int8=self._int8 is not None)
 
-    def choice(self, rows: int) -> Way | None:
+    def choice(self, rows: int) -> Tiling | None:
         """How this number of rows is computed; None: by cuBLAS, as none at all (in mid-prompt)."""
         return self.choices.get(next((most for most in CANDIDATES if 0 < rows <= most), 0))
 
@@ -95,7 +95,7 @@ class FewRowsLinear(PackedLinear):
 
     def fused(
         self,
-        way: Way,
+        way: Tiling,
         x: Tensor,
         out: Tensor,
         norm: Tensor | None = None,
@@ -108,7 +108,7 @@ class FewRowsLinear(PackedLinear):
         way(Product(x.contiguous(), *self._read_by(way), out, norm, eps, gated))
         return out
 
-    def _read_by(self, way: Way) -> tuple[Tensor, Tensor]:
+    def _read_by(self, way: Tiling) -> tuple[Tensor, Tensor]:
         """Weight and scales."""
         if not way.int8:
             return self.weight, self.weight

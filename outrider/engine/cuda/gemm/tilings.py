@@ -45,7 +45,7 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
-class Strips:
+class Gemv:
     """How `strip_kernel` divides a weight among its programs."""
 
     per_thread: int  # numbers of the weight in registers
@@ -141,7 +141,7 @@ class Tiles(_Tiled):
 
 
 @dataclass(frozen=True, slots=True)
-class Planes(_Tiled):
+class Int8HiLo(_Tiled):
     """How `plane_tile_kernel` divides a weight that is quantized among its programs.
 
     `weight_rows` are at least 64, `inner` at least 128.
@@ -156,7 +156,7 @@ class Planes(_Tiled):
 
 
 @dataclass(frozen=True, slots=True)
-class BlockPlanes(_Tiled):
+class Int8HiLoBlocks(_Tiled):
     """How `block_plane_kernel` divides a weight that is quantized among its programs.
 
     `weight_rows` are at least 64, `inner` from 128 to 512.
@@ -173,7 +173,7 @@ class BlockPlanes(_Tiled):
 
 
 @dataclass(frozen=True, slots=True)
-class BulkTiles:
+class HopperTiles:
     """How `bulk_tile_kernel` divides a weight among its programs."""
 
     weight_rows: int  # per program, 128 or 256
@@ -252,4 +252,4 @@ def _left_by_programs(device: torch.device) -> tuple[Tensor, Tensor]:
     return partial, torch.zeros(_TILES, dtype=torch.int32, device=device)
 
 
-Way = Strips | Tiles | Planes | BlockPlanes | BulkTiles
+Tiling = Gemv | Tiles | Int8HiLo | Int8HiLoBlocks | HopperTiles

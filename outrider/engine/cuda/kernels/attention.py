@@ -139,7 +139,7 @@ def paged_attention_kernel(
     trees_ptr,  # int32 [rows], and these two are read if HAS_TREES: see `TreeMask`
     visible_ptr,  # int64 [tokens]
     positions_ptr,  # int64 [tokens]
-    places_ptr,  # int32 [rows], and this and the next are read if ROWS > 1: see `SharedPages`
+    places_ptr,  # int32 [rows], and this and the next are read if ROWS > 1: see `SharedPrefix`
     shared_ptr,  # int32 [rows]
     out_ptr,  # [tokens, heads, SPLITS, VALUE_DIM]: each split's own average of values
     lse_ptr,  # float32 [tokens, heads, SPLITS]: log2 of its sum of weights; unused if SPLITS is 1

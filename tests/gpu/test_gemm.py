@@ -9,7 +9,14 @@ from outrider.engine.cuda.gemm import hopper
 from outrider.engine.cuda.gemm.autotune import Chain, Kind, _compile, _variants, timed
 from outrider.engine.cuda.gemm.candidates import CANDIDATES, candidates
 from outrider.engine.cuda.gemm.linear import FewRowsLinear, Int8Weight
-from outrider.engine.cuda.gemm.tilings import BlockPlanes, BulkTiles, Planes, Strips, Tiles, Way
+from outrider.engine.cuda.gemm.tilings import (
+    Gemv,
+    HopperTiles,
+    Int8HiLo,
+    Int8HiLoBlocks,
+    Tiles,
+    Tiling,
+)
 from outrider.engine.cuda.llama_ops import TritonOps
 from outrider.engine.graphs.capture import CudaGraphs
 from outrider.engine.model.ops import TorchOps, Use
@@ -33,25 +40,29 @@ def _linear(weight: Tensor, *, int8: bool) -> FewRowsLinear:
 @pytest.mark.parametrize(
     ("way", "rows", "inner"),
     [
-        *((Strips(32, 1), rows, inner) for rows in (1, 2) for inner in (8, 296)),  # no power of two
+        *((Gemv(32, 1), rows, inner) for rows in (1, 2) for inner in (8, 296)),  # no power of two
         *((Tiles(64, 64, 3, 4, 1), rows, 192) for rows in (1, 5, 16, 17)),
         *((Tiles(64, 64, 3, 4, 8), rows, 256) for rows in (1, 5, 33)),  # shared by four programs
-        *((Strips(32, 1, int8=True), rows, inner) for rows in (1, 2) for inner in (8, 296)),
+        *((Gemv(32, 1, int8=True), rows, inner) for rows in (1, 2) for inner in (8, 296)),
         *(
             (Tiles(64, 64, 3, 4, programs, weight_left=True), rows, 256)
             for rows in (2, 17)
             for programs in (1, 8)
         ),
-        *((Planes(64, 128, 3, 4, programs), rows, 512) for rows in (1, 17) for programs in (1, 8)),
         *(
-            (BlockPlanes(64, 128, 3, 4, programs), rows, inner)
+            (Int8HiLo(64, 128, 3, 4, programs), rows, 512)
+            for rows in (1, 17)
+            for programs in (1, 8)
+        ),
+        *(
+            (Int8HiLoBlocks(64, 128, 3, 4, programs), rows, inner)
             for rows in (3, 8, 16)
             for programs, inner in ((1, 384), (8, 512))
         ),
     ],
 )
 def test_products_of_few_rows(
-    way: Way, rows: int, inner: int, monkeypatch: pytest.MonkeyPatch
+    way: Tiling, rows: int, inner: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outrider.engine.model.linear.can_prepack", lambda *_: False)  # on CPU
     # The interpreter takes the bits of bfloat16 for numbers when it multiplies matrices.
@@ -90,9 +101,9 @@ def test_the_fastest_way_that_is_right_is_chosen(monkeypatch: pytest.MonkeyPatch
     uses = [Use(layers[0], randn(256, dtype=dtype), True), Use(layers[1]), Use(layers[2])]
     gated, added = Kind.of(uses[0], layers[0]), Kind.of(uses[1], layers[1])
     layers[2].choices = layers[1].choices  # of one kind
-    fast, faster, too_long = Tiles(64, 64, 3, 4, 1), Strips(32, 1), Tiles(64, 512, 3, 4, 1)
-    fails, wrong, unrecorded = Strips(64, 1), Tiles(128, 64, 3, 4, 1), Strips(32, 2)
-    us: dict[Way | None, float] = {
+    fast, faster, too_long = Tiles(64, 64, 3, 4, 1), Gemv(32, 1), Tiles(64, 512, 3, 4, 1)
+    fails, wrong, unrecorded = Gemv(64, 1), Tiles(128, 64, 3, 4, 1), Gemv(32, 2)
+    us: dict[Tiling | None, float] = {
         None: 10.0,
         fast: 7.0,
         faster: 5.0,
@@ -131,16 +142,16 @@ def test_the_fastest_way_that_is_right_is_chosen(monkeypatch: pytest.MonkeyPatch
 def test_bulk_tiles_take_the_place_of_planes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "available", lambda: False)
     without = {rows: candidates(rows, int8=True) for rows in CANDIDATES}
-    assert not any(isinstance(way, BulkTiles) for ways in without.values() for way in ways)
-    assert any(isinstance(way, Planes) for way in without[64])
+    assert not any(isinstance(way, HopperTiles) for ways in without.values() for way in ways)
+    assert any(isinstance(way, Int8HiLo) for way in without[64])
     monkeypatch.setattr(hopper, "available", lambda: True)
     for rows, ways in without.items():
-        kept = [way for way in ways if not isinstance(way, Planes)]
+        kept = [way for way in ways if not isinstance(way, Int8HiLo)]
         if 1 < rows <= 96:
             kept = [way for way in kept if way.int8]
         now = candidates(rows, int8=True)
-        assert [way for way in now if not isinstance(way, BulkTiles)] == kept
-        bulk_of_int8 = any(way.int8 for way in now if isinstance(way, BulkTiles))
+        assert [way for way in now if not isinstance(way, HopperTiles)] == kept
+        bulk_of_int8 = any(way.int8 for way in now if isinstance(way, HopperTiles))
         assert bulk_of_int8 == (8 <= rows <= 96)
     assert {way.int8 for way in candidates(64, int8=False)} == {False}
 
@@ -148,15 +159,15 @@ def test_bulk_tiles_take_the_place_of_planes(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("way", "outputs", "inner", "splits"),
     [
-        (BulkTiles(128, 100), 4096, 4096, 3),  # of 32 tiles
-        (BulkTiles(256, 100), 4096, 4096, 6),
-        (BulkTiles(128, 100), 128256, 4096, 1),  # more tiles than programs
-        (BulkTiles(128, 264), 256, 8192, 8),  # a cluster has no more
-        (BulkTiles(128, 264), 256, 384, 3),  # of three blocks
+        (HopperTiles(128, 100), 4096, 4096, 3),  # of 32 tiles
+        (HopperTiles(256, 100), 4096, 4096, 6),
+        (HopperTiles(128, 100), 128256, 4096, 1),  # more tiles than programs
+        (HopperTiles(128, 264), 256, 8192, 8),  # a cluster has no more
+        (HopperTiles(128, 264), 256, 384, 3),  # of three blocks
     ],
 )
 def test_clusters_are_as_large_as_programs_allow(
-    way: BulkTiles, outputs: int, inner: int, splits: int
+    way: HopperTiles, outputs: int, inner: int, splits: int
 ) -> None:
     variant = way.variant(33, outputs, inner, gated=False, add=True)
     assert (variant.rows, variant.splits) == (40, splits)
@@ -165,7 +176,7 @@ def test_clusters_are_as_large_as_programs_allow(
 def test_what_launched_steps_need_is_compiled_at_start() -> None:
     """Logits are of any number of rows: each has the kernel that was chosen for it."""
     layer = FewRowsLinear(torch.empty(256, 384, device="meta"))
-    layer.choices = {16: BulkTiles(128, 2), 32: Tiles(64, 64, 3, 4, 1), 40: BulkTiles(256, 1)}
+    layer.choices = {16: HopperTiles(128, 2), 32: Tiles(64, 64, 3, 4, 1), 40: HopperTiles(256, 1)}
     variants = set(_variants([(Use(layer), layer)], range(1, 161)))
     assert {(v.rows, v.groups) for v in variants} == {(16, 2), (40, 4)}
     assert all(v.add and not v.gated for v in variants)
@@ -178,7 +189,7 @@ def test_ways_are_chosen_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> N
     gate, down = (FewRowsLinear(randn(n, 256, dtype=dtype, seed=n) / 16) for n in (512, 256))
     chain = [(Use(gate, randn(256, dtype=dtype), gated=True), gate), (Use(down), down)]
     one, other = Tiles(64, 64, 3, 4, 1), Tiles(64, 128, 3, 4, 1)
-    us: dict[tuple[Way | None, Way | None], float] = {}
+    us: dict[tuple[Tiling | None, Tiling | None], float] = {}
 
     def times(*_: object) -> float:
         return us.get((gate.choices.get(2), down.choices.get(2)), 20.0)

@@ -1,4 +1,4 @@
-"""What is asked of an engine's `FeatureStreams` from outside of its thread."""
+"""What is asked of an engine's `HiddenStateStreams` from outside of its thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Push(Protocol):
     def __call__(self, work: Callable[[Engine], None], *, wakes: bool = True) -> None: ...
 
 
-class FeatureCommands:
+class HiddenStateCommands:
     """Thread-safe; its methods never wait for a step. No session's failure undoes them."""
 
     def __init__(self, lock: threading.Condition, push: Push) -> None:

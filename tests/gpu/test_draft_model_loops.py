@@ -16,12 +16,12 @@ if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 
 from outrider.drafting.draft_model.chains import ReadyRow, draft_chains, draft_forks  # noqa: E402
-from outrider.drafting.draws import TorchDraws  # noqa: E402
 from outrider.drafting.graphs import loop_inputs  # noqa: E402
-from outrider.drafting.graphs.draft_model import GraphChains  # noqa: E402
-from outrider.drafting.graphs.loops import Recording, make_shapes  # noqa: E402
+from outrider.drafting.graphs.draft_model import DraftModelLoops  # noqa: E402
+from outrider.drafting.graphs.draws import TorchDraws  # noqa: E402
+from outrider.drafting.graphs.loops import Capture, make_shapes  # noqa: E402
+from outrider.drafting.graphs.triton_draws import TritonDraws  # noqa: E402
 from outrider.drafting.likeliest import top_candidates  # noqa: E402
-from outrider.drafting.triton_draws import TritonDraws  # noqa: E402
 from outrider.engine.batch import RowSlice, pack  # noqa: E402
 from outrider.engine.graphs.capture import CudaGraphs  # noqa: E402
 from outrider.engine.model.paged_model import PagedModel  # noqa: E402
@@ -109,7 +109,7 @@ def test_graphs_draft_what_the_eager_way_drafts() -> None:
             rows=(1, 4, 8), query_lens=(2,), num_tokens=(4,), fanout=fanout, cut=cut
         )
     ]
-    drafter = GraphChains(model, Recording(shapes, CudaGraphs(), TritonDraws()))
+    drafter = DraftModelLoops(model, Capture(shapes, CudaGraphs(), TritonDraws()))
     for seed in range(20):
         rng = random.Random(seed)
         short, whole = fed_rows(model, rng, rng.randint(1, 8), 5)
@@ -128,7 +128,7 @@ def test_graphs_draft_what_the_eager_way_drafts() -> None:
 def test_a_loop_copies_pages_first() -> None:
     model = llama()
     shapes = make_shapes(rows=(2, 4), query_lens=(1,), num_tokens=(4,), fanout=2)
-    drafter = GraphChains(model, Recording(shapes, CudaGraphs(), TritonDraws()))
+    drafter = DraftModelLoops(model, Capture(shapes, CudaGraphs(), TritonDraws()))
     rng = random.Random(2)
     text = [rng.randrange(1000) for _ in range(21)]
     model.forward(pack([RowSlice(text[:20], 0, [5, 9], 1)], 16, DEVICE))
@@ -149,7 +149,7 @@ def test_branches_that_share_pages_are_drafted_as_each_alone(
     monkeypatch.setattr(loop_inputs, "_SHARING_ROWS", 1)
     model, rng, k = llama(), random.Random(4), 3
     shapes = make_shapes(rows=(16,), query_lens=(1, 2), num_tokens=(k,), fanout=2)
-    drafter = GraphChains(model, Recording(shapes, CudaGraphs(), TritonDraws()))
+    drafter = DraftModelLoops(model, Capture(shapes, CudaGraphs(), TritonDraws()))
     free, slices, whole, copies = list(range(model.num_pages)), [], [], []
     for length, count in ((70, 7), (31, 3), (47, 1)):
         text = [rng.randrange(1000) for _ in range(length)]

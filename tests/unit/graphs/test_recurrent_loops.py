@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.building.loops import head_shapes
-from outrider.drafting.draws import TorchDraws
+from outrider.drafting.building.loops import recurrent_shapes
+from outrider.drafting.graphs.draws import TorchDraws
 from outrider.drafting.graphs.loop_inputs import LoopShape
-from outrider.drafting.graphs.loops import Recording
-from outrider.drafting.graphs.recurrent_heads import HeadLoops
+from outrider.drafting.graphs.loops import Capture
+from outrider.drafting.graphs.recurrent_heads import RecurrentLoops
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
@@ -90,7 +90,7 @@ def proposer_of(head: RecurrentHead, tree_width: int, record: Record | None) -> 
         max_draft_tokens=6,  # one more than loops have
         prefill_budget=20,
         tree_width=tree_width,
-        recording=None if record is None else Recording(shapes, record, TorchDraws()),
+        recording=None if record is None else Capture(shapes, record, TorchDraws()),
     )
 
 
@@ -173,10 +173,10 @@ def test_nothing_that_is_recorded_waits_for_the_device(
     head.bind(KVPools(20, PAGE_SIZE, head.dtype, device))
     cuts = (False, True) if tree_width > 1 else (False,)  # cuts of chains are Triton's alone
     shapes = [LoopShape(2, 3, 4, cut=cut, width=tree_width) for cut in cuts]
-    HeadLoops(
+    RecurrentLoops(
         head,
         MetaAttention,
-        Recording(shapes, rerun_strictly, TorchDraws()),
+        Capture(shapes, rerun_strictly, TorchDraws()),
         page_size=PAGE_SIZE,
         scratch_page=19,
         max_model_len=MAX_LEN,
@@ -187,7 +187,7 @@ def test_nothing_that_is_recorded_waits_for_the_device(
 @pytest.mark.parametrize("max_rows", [1, 5, 256])
 def test_a_proposer_records_a_loop_for_what_its_rounds_bring(max_rows: int, width: int) -> None:
     """After a draft of k tokens at most k + 1 rows are to be fed."""
-    shapes = head_shapes(max_rows=max_rows, max_draft_tokens=16, width=width)
+    shapes = recurrent_shapes(max_rows=max_rows, max_draft_tokens=16, width=width)
     assert len(shapes) == len(set(shapes))
     assert all(shape.num_fed <= MAX_TREE_NODES for shape in shapes)
     for k in range(1, 17 if width == 1 else 10):

@@ -72,7 +72,7 @@ def _count_hit(seq: Sequence, wanted: bool, drafted: int, counts: StepCounts) ->
     if d.hit is not None:
         (c.after_hit if d.hit else c.after_miss)[hit] += 1
     d.hit = hit
-    d.hit_share += ((hit and not d.in_turns) - d.hit_share) * (1 - HIT_FADE)
+    d.hit_share += ((hit and not d.colocated) - d.hit_share) * (1 - HIT_FADE)
     if not d.at_hand and (d.runs_ahead or not drafted):
         c.misses_wrong += d.wrong
         c.misses_late += not d.wrong

@@ -13,14 +13,14 @@ from torch import Tensor
 from outrider.drafting.building.loops import loop_shapes
 from outrider.drafting.draft_model.chains import ReadyRow, draft_chains, draft_forks
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.draws import TorchDraws
-from outrider.drafting.graphs.draft_model import GraphChains
+from outrider.drafting.graphs.draft_model import DraftModelLoops
+from outrider.drafting.graphs.draws import TorchDraws
 from outrider.drafting.graphs.loop_inputs import LoopShape
-from outrider.drafting.graphs.loops import Recording, make_shapes
+from outrider.drafting.graphs.loops import Capture, make_shapes
 from outrider.drafting.proposer import SessionStart
 from outrider.engine.batch import PackedBatch, RowSlice, pack
-from outrider.engine.graphs.prefill_graphs import RaggedForwards
-from outrider.engine.graphs.prefill_inputs import make_ragged
+from outrider.engine.graphs.prefill_graphs import PrefillGraphs
+from outrider.engine.graphs.prefill_inputs import make_prefill_buckets
 from outrider.engine.model.paged_model import PagedModel
 from outrider.params import SamplingParams
 from tests.support.by_tensors import by_tensors
@@ -36,8 +36,8 @@ Recordable = RecordableHashModel | PagedModel
 
 
 def drafter_of(
-    model: Recordable, max_rows: int = 4, forwards: RaggedForwards | None = None
-) -> GraphChains:
+    model: Recordable, max_rows: int = 4, forwards: PrefillGraphs | None = None
+) -> DraftModelLoops:
     shapes = [
         shape
         for fanout in (0, 3)
@@ -50,7 +50,7 @@ def drafter_of(
             cut=cut,
         )
     ]
-    return GraphChains(model, Recording(shapes, rerun, TorchDraws()), forwards)
+    return DraftModelLoops(model, Capture(shapes, rerun, TorchDraws()), forwards)
 
 
 class Rows:
@@ -146,7 +146,9 @@ def test_prompts_are_fed_by_recorded_forwards(monkeypatch: pytest.MonkeyPatch) -
         rows.add(length, missing, 3)
     ready = [ReadyRow(len(text), 4, SAMPLINGS[i]) for i, text in enumerate(rows.texts)]
     drafts = expected(model, rows, ready)
-    drafter = drafter_of(model, forwards=RaggedForwards(model, make_ragged(128, 4), record=rerun))
+    drafter = drafter_of(
+        model, forwards=PrefillGraphs(model, make_prefill_buckets(128, 4), record=rerun)
+    )
     monkeypatch.setattr(model, "forward", None)  # nothing is launched forward by forward
     assert drafter.draft(rows.slices, ready) == drafts
     assert drafter.feed([rows.whole(i, 0) for i in (0, 1)])

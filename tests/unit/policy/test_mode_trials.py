@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from outrider.engine.policy.mode import TRIAL_STEPS, Way
-from outrider.engine.policy.mode_selector import MANY, Contests
+from outrider.engine.policy.mode import TRIAL_STEPS, DraftMode
+from outrider.engine.policy.mode_selector import MANY, ModeSelector
 from outrider.engine.policy.mode_trials import (
     FIRST_LOSS,
     FOLLOWED,
@@ -19,12 +19,14 @@ from outrider.engine.policy.mode_trials import (
     SETTLING_DRAFTS,
     SETTLING_STEPS,
     STRETCH,
-    Contest,
+    ModeTrials,
 )
 from outrider.engine.policy.timing import StepDone
 
 
-def play(contest: Contest, steps: int, *, with_s: float, without_s: float, tokens: int = 3) -> int:
+def play(
+    contest: ModeTrials, steps: int, *, with_s: float, without_s: float, tokens: int = 3
+) -> int:
     """`steps` steps, of `tokens` with drafts and 1 without; how many were with drafts."""
     drafted = 0
     for _ in range(steps):
@@ -37,7 +39,7 @@ def play(contest: Contest, steps: int, *, with_s: float, without_s: float, token
 
 
 def rate_of(
-    contest: Contest,
+    contest: ModeTrials,
     steps: int,
     with_s: Callable[[int], float],
     *,
@@ -60,18 +62,18 @@ def rate_of(
 
 
 def test_drafts_that_pay_are_rarely_done_without() -> None:
-    contest = Contest()
+    contest = ModeTrials()
     assert play(contest, 10_000, with_s=0.012, without_s=0.010) > 0.99 * 10_000
 
 
 def test_drafts_that_cost_more_than_they_bring_are_rarely_made() -> None:
-    contest = Contest()
+    contest = ModeTrials()
     assert play(contest, 10_000, with_s=0.040, without_s=0.010) < 0.03 * 10_000
 
 
 @pytest.mark.parametrize("with_s", [0.032, 0.040, 0.060, 0.120])
 def test_the_worse_the_other_way_the_more_seldom_it_is_tried(with_s: float) -> None:
-    contest = Contest(TRIAL_STEPS)
+    contest = ModeTrials(TRIAL_STEPS)
     play(contest, 20 * TRIAL_STEPS, with_s=with_s, without_s=0.010)
     steps = 20_000
     drafted = play(contest, steps, with_s=with_s, without_s=0.010)
@@ -81,7 +83,7 @@ def test_the_worse_the_other_way_the_more_seldom_it_is_tried(with_s: float) -> N
 
 
 def test_a_trial_whose_drafts_the_policy_gives_up_ends_like_any_other() -> None:
-    contest = Contest(TRIAL_STEPS)
+    contest = ModeTrials(TRIAL_STEPS)
     play(contest, 4 * TRIAL_STEPS, with_s=0.040, without_s=0.010)
     while not contest.drafting:
         contest.observe(1, 0.010, drafted=False)
@@ -94,7 +96,7 @@ def test_a_trial_whose_drafts_the_policy_gives_up_ends_like_any_other() -> None:
 
 
 def test_one_accident_ends_nothing_for_long() -> None:
-    contest = Contest(TRIAL_STEPS)
+    contest = ModeTrials(TRIAL_STEPS)
     play(contest, 3 * TRIAL_STEPS, with_s=0.040, without_s=0.010)
     assert not contest.drafting
     while not contest.drafting:
@@ -109,7 +111,7 @@ def test_one_accident_ends_nothing_for_long() -> None:
 
 
 def test_a_change_is_noticed_at_the_next_trial() -> None:
-    contest = Contest()
+    contest = ModeTrials()
     play(contest, 20 * STRETCH, with_s=0.040, without_s=0.010)
     assert not contest.drafting
     play(contest, 2 * LONGEST_STRETCH, with_s=0.012, without_s=0.010)
@@ -117,7 +119,7 @@ def test_a_change_is_noticed_at_the_next_trial() -> None:
 
 
 def test_what_falls_behind_the_other_way_is_tried_against_it_soon() -> None:
-    contest = Contest()
+    contest = ModeTrials()
     play(contest, 20_000, with_s=0.012, without_s=0.010)  # trials are thousands of steps apart
     assert contest.drafting
     assert play(contest, 1000, with_s=0.045, without_s=0.010) < 250
@@ -126,17 +128,17 @@ def test_what_falls_behind_the_other_way_is_tried_against_it_soon() -> None:
 @pytest.mark.parametrize(("with_s", "made"), [(0.0303, False), (0.0297, False), (0.0270, True)])
 def test_drafts_are_made_for_a_gain_only(with_s: float, made: bool) -> None:
     """What is no faster than none costs a device for nothing: 1 % slower, 1 % and 11 % faster."""
-    drafted = play(Contest(), 10_000, with_s=with_s, without_s=0.0100)
+    drafted = play(ModeTrials(), 10_000, with_s=with_s, without_s=0.0100)
     assert (drafted > 0.97 * 10_000) if made else (drafted < 0.1 * 10_000)
 
 
 def test_steps_that_happen_to_be_shorter_do_not_speak_for_drafts_without_tokens() -> None:
-    contest = Contest(TRIAL_STEPS, champion=Way.NONE)
+    contest = ModeTrials(TRIAL_STEPS, incumbent=DraftMode.NONE)
     assert 0 < play(contest, 10_000, with_s=0.0090, without_s=0.010, tokens=1) < 0.1 * 10_000
 
 
 def test_without_a_proposer_nothing_is_decided() -> None:
-    contest = Contest()
+    contest = ModeTrials()
     for _ in range(1000):
         contest.observe(1, 0.01, drafted=False)
     assert contest.drafting
@@ -144,7 +146,7 @@ def test_without_a_proposer_nothing_is_decided() -> None:
 
 def test_steps_that_bring_no_token_decide_nothing() -> None:
     """As where every answer is one token: the step after it brings a stop, and no token."""
-    contest, drafted = Contest(), 0
+    contest, drafted = ModeTrials(), 0
     for _ in range(1000):
         drafted += contest.drafting
         contest.observe(0, 0.010, drafted=contest.drafting)
@@ -152,7 +154,7 @@ def test_steps_that_bring_no_token_decide_nothing() -> None:
 
 
 def test_each_size_of_batch_has_its_own_answer() -> None:
-    contests, now, drafted = Contests(), 0.0, {1: 0, 32: 0}
+    contests, now, drafted = ModeSelector(), 0.0, {1: 0, 32: 0}
     for rows, step_s in ((1, 0.012), (32, 0.040), (1, 0.012), (32, 0.040)):
         for _ in range(2000):
             drafts = contests.current.drafting
@@ -172,7 +174,7 @@ def test_each_size_of_batch_has_its_own_answer() -> None:
 class Kinds:
     """32 rows, of which some texts are met by drafts: 3 tokens in 12 ms with drafts, else in 40."""
 
-    contests: Contests = field(default_factory=Contests)
+    contests: ModeSelector = field(default_factory=ModeSelector)
     now: float = 0.0
     lost_s: float = 0.0
 
@@ -255,7 +257,7 @@ def test_a_load_that_changes_its_kind_again_and_again_loses_little() -> None:
 
 
 def test_steps_with_prompts_are_not_compared() -> None:
-    contests, now = Contests(), 0.0
+    contests, now = ModeSelector(), 0.0
     for i in range(4000):
         drafts, comparable = contests.current.drafting, i % 2 == 0
         now += 0.012 if comparable else 1.0
@@ -265,7 +267,7 @@ def test_steps_with_prompts_are_not_compared() -> None:
 
 def test_prompts_alone_count_with_the_round_that_waits_for_drafts() -> None:
     """Else drafts that are waited for would seem to take no time."""
-    contests, now = Contests(), 0.0
+    contests, now = ModeSelector(), 0.0
 
     def play(tokens: int, seconds: float, drafted: int, prompt_tokens: int) -> None:
         nonlocal now
@@ -281,12 +283,12 @@ def test_prompts_alone_count_with_the_round_that_waits_for_drafts() -> None:
             play(32, 0.005, drafted=0, prompt_tokens=0)
         else:
             play(32, 0.008, drafted=0, prompt_tokens=100)
-    assert not contests.current.champion.drafts, "32 tokens in 5 ms are more than 96 in 20 - 3"
+    assert not contests.current.incumbent.drafts, "32 tokens in 5 ms are more than 96 in 20 - 3"
 
 
 def test_rows_that_wait_for_their_first_drafts_do_not_end_a_trial() -> None:
     """32 rows, as simulated: drafts were off, and their proposer first processes prompts."""
-    contests, now = Contests(), 0.0
+    contests, now = ModeSelector(), 0.0
 
     def play(steps: int, *, rows: int, drafted: int, tokens: int, step_s: float) -> None:
         nonlocal now
@@ -305,12 +307,12 @@ def test_rows_that_wait_for_their_first_drafts_do_not_end_a_trial() -> None:
     play(6, rows=14, drafted=14, tokens=40, step_s=0.010)  # 4,000 tokens/s, of 5,800 without
     assert contests.current.drafting
     play(30, rows=32, drafted=32, tokens=96, step_s=0.012)
-    assert contests.current.champion.drafts, "they won"
+    assert contests.current.incumbent.drafts, "they won"
 
 
 def test_one_long_step_of_many_rows_ends_nothing() -> None:
     """A kernel of a new size was compiled for 0.1 s within the first eight steps of 32 rows."""
-    contests, now, drafted = Contests(), 0.0, 0
+    contests, now, drafted = ModeSelector(), 0.0, 0
     for i in range(200):
         drafts = contests.current.drafting
         drafted += drafts
@@ -322,7 +324,7 @@ def test_one_long_step_of_many_rows_ends_nothing() -> None:
 
 def test_a_size_met_while_answers_end_begins_as_the_one_before() -> None:
     """Rows of 32 that are not to draft would all ask for drafts as soon as they are 31."""
-    contests, now, drafted = Contests(), 0.0, 0
+    contests, now, drafted = ModeSelector(), 0.0, 0
     for i in range(300):
         rows, drafts = (32 if i < 280 else 300 - i), contests.current.drafting
         drafted += drafts * (i >= 280)
@@ -344,7 +346,7 @@ class Load:
     without_s: float = 0.0055
     prompt_s: float = 0.010  # a newcomer adds without drafts,
     extra_s: float = 0.0  # and with drafts, because its proposer has a prompt to process, too
-    contests: Contests = field(default_factory=Contests)
+    contests: ModeSelector = field(default_factory=ModeSelector)
     now: float = 0.0
     drafted: int = 0
     steps: int = 0
@@ -458,17 +460,17 @@ def test_a_trial_of_drafts_goes_on_as_long_as_they_get_better() -> None:
         load.step()
         while not load.contests.current.drafting:
             load.step()
-        while load.contests.current.drafting and not load.contests.current.champion.drafts:
+        while load.contests.current.drafting and not load.contests.current.incumbent.drafts:
             load.step(step_s=seconds, followed=None)
             settled = load.contests.current.settled
             seconds = max(0.0125, seconds * (1 - (1 - gain) / 8)) if settled else seconds
-        won[gain] = load.contests.current.champion.drafts
+        won[gain] = load.contests.current.incumbent.drafts
     assert won == {0.9: True, 1.0: False}
 
 
 def test_many_rows_begin_without_drafts() -> None:
     """What drafts cost them is found out by a trial, which may not lose much."""
-    contests = Contests()
+    contests = ModeSelector()
     assert contests.current.drafting
     assert all((size in contests.undrafted_sizes) == (size >= MANY.bit_length()) for size in (4, 5))
     load = Load(contests=contests)
@@ -481,9 +483,9 @@ def test_what_drafts_brought_long_ago_does_not_have_them_tried_again_and_again()
 
     It answers so few rows that no trial comes to compare anything.
     """
-    contest, with_s, without_s = Contest(TRIAL_STEPS), 0.012, 0.010
+    contest, with_s, without_s = ModeTrials(TRIAL_STEPS), 0.012, 0.010
     play(contest, 20 * STRETCH, with_s=with_s, without_s=without_s)
-    while contest.champion.drafts:
+    while contest.incumbent.drafts:
         play(contest, 20, with_s=with_s, without_s=without_s)
         with_s *= 1.01
     rate = rate_of(contest, 5000, lambda _: 0.060, without_s=0.0118, share=0.1)
@@ -497,5 +499,5 @@ def test_a_verdict_that_does_not_hold_costs_no_more_than_trials_do(later_s: floa
     def with_s(in_a_row: int) -> float:
         return 0.050 if in_a_row <= SETTLING_DRAFTS else 0.024 if in_a_row < 30 else later_s
 
-    rate = rate_of(Contest(TRIAL_STEPS), 30_000, with_s, without_s=0.010)
+    rate = rate_of(ModeTrials(TRIAL_STEPS), 30_000, with_s, without_s=0.010)
     assert rate > 0.98 / 0.010

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.engine.attention.shared_prefix import MAX_OWN_PAGES, SharedPages
+from outrider.engine.attention.shared_prefix import MAX_OWN_PAGES, SharedPrefix
 
 PAGE = 4
 
@@ -16,7 +16,7 @@ PAGE = 4
 def shared(tables: list[list[int]], lengths: list[int]) -> tuple[list[int], list[int]]:
     width = max(map(len, tables))
     padded = torch.tensor([table + [0] * (width - len(table)) for table in tables])
-    found = SharedPages.of(padded.to(torch.int32), torch.tensor(lengths, dtype=torch.int32), PAGE)
+    found = SharedPrefix.of(padded.to(torch.int32), torch.tensor(lengths, dtype=torch.int32), PAGE)
     assert found.places.dtype == found.pages.dtype == torch.int32
     return found.places.tolist(), found.pages.tolist()
 

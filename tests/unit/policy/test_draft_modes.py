@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import pytest
 
 from outrider.engine.policy.adaptive import AdaptivePolicy
-from outrider.engine.policy.mode import HOPELESS_AFTER, TRIAL_STEPS, Way
+from outrider.engine.policy.mode import HOPELESS_AFTER, TRIAL_STEPS, DraftMode
 from outrider.engine.policy.mode_selector import WAYS_AHEAD
-from outrider.engine.policy.mode_trials import MOST_LOST, SETTLING_DRAFTS, STRETCH, Contest
+from outrider.engine.policy.mode_trials import MOST_LOST, SETTLING_DRAFTS, STRETCH, ModeTrials
 from outrider.engine.policy.timing import Delay, StepDone
 from outrider.params import SamplingParams
 from outrider.types import Request
@@ -19,7 +19,9 @@ NONE, ON_DEMAND, AHEAD = WAYS_AHEAD
 STEP_S = {NONE: 0.010, ON_DEMAND: 0.025, AHEAD: 0.020}  # of 1 and 3 tokens
 
 
-def play(contest: Contest, steps: int, step_s: Mapping[Way, float] = STEP_S) -> dict[Way, int]:
+def play(
+    contest: ModeTrials, steps: int, step_s: Mapping[DraftMode, float] = STEP_S
+) -> dict[DraftMode, int]:
     """So many steps; how many in each way."""
     taken = dict.fromkeys(WAYS_AHEAD, 0)
     for _ in range(steps):
@@ -31,17 +33,17 @@ def play(contest: Contest, steps: int, step_s: Mapping[Way, float] = STEP_S) -> 
 
 @pytest.mark.parametrize("first", WAYS_AHEAD)
 @pytest.mark.parametrize("best", WAYS_AHEAD)
-def test_the_fastest_way_is_found_from_any_other(first: Way, best: Way) -> None:
+def test_the_fastest_way_is_found_from_any_other(first: DraftMode, best: DraftMode) -> None:
     step_s = {NONE: 0.010, ON_DEMAND: 0.034, AHEAD: 0.034}
     step_s[best] *= 0.75
-    contest = Contest(TRIAL_STEPS, ways=WAYS_AHEAD, champion=first)
+    contest = ModeTrials(TRIAL_STEPS, ways=WAYS_AHEAD, incumbent=first)
     play(contest, 16 * STRETCH, step_s)
-    assert contest.champion is best
+    assert contest.incumbent is best
     assert play(contest, 10_000, step_s)[best] > 0.95 * 10_000
 
 
 def test_trials_of_two_other_ways_lose_no_more_than_those_of_one() -> None:
-    contest = Contest(ways=WAYS_AHEAD, champion=AHEAD)
+    contest = ModeTrials(ways=WAYS_AHEAD, incumbent=AHEAD)
     play(contest, 20 * STRETCH)
     steps = 50_000
     taken = play(contest, steps)
@@ -54,7 +56,7 @@ def test_trials_of_two_other_ways_lose_no_more_than_those_of_one() -> None:
 
 def test_a_hopeless_trial_of_another_way_to_draft_ends_early() -> None:
     """One request: a proposer that drafts already needs no time to catch up."""
-    contest = Contest(ways=WAYS_AHEAD, champion=AHEAD)
+    contest = ModeTrials(ways=WAYS_AHEAD, incumbent=AHEAD)
     step_s = {**STEP_S, ON_DEMAND: 0.035}
     while contest.way is not ON_DEMAND:
         play(contest, 1, step_s)
@@ -63,12 +65,12 @@ def test_a_hopeless_trial_of_another_way_to_draft_ends_early() -> None:
 
 
 def test_ways_to_draft_that_bring_the_same_do_not_alternate() -> None:
-    contest, changes, champion = Contest(ways=WAYS_AHEAD, champion=AHEAD), 0, AHEAD
+    contest, changes, incumbent = ModeTrials(ways=WAYS_AHEAD, incumbent=AHEAD), 0, AHEAD
     for i in range(20_000):
         luck = 1.0 + 0.02 * (-1) ** (i // 40)
         play(contest, 1, {**STEP_S, ON_DEMAND: 0.0202 * luck, AHEAD: 0.020 / luck})
-        changes += contest.champion is not champion
-        champion = contest.champion
+        changes += contest.incumbent is not incumbent
+        incumbent = contest.incumbent
     assert changes <= 2
 
 
@@ -78,18 +80,18 @@ def test_what_drafts_take_on_demand_is_not_what_they_take_beside_branches() -> N
     row.proposer_id = row.drafter = "a"
     row.can_run_ahead = True
     policy.expect(row, "a")
-    assert policy.way is not Way.ON_DEMAND, "one request drafts ahead"
+    assert policy.way is not DraftMode.ON_DEMAND, "one request drafts ahead"
 
     def observe(seconds: float) -> None:
         for at in range(20):
-            policy.observe_delay(row, Delay(float(at), seconds, 0.005, 4, calm=True))
+            policy.observe_delay(row, Delay(float(at), seconds, 0.005, 4, uncontended=True))
 
     now = 0.0
     row.runs_ahead = True
     observe(0.030)
     row.runs_ahead = False
     observe(0.004)  # of one row
-    while policy.way is not Way.ON_DEMAND:
+    while policy.way is not DraftMode.ON_DEMAND:
         now += 0.005
         drafts = policy.may_wait
         done = StepDone(1, 1, 1 + 2 * drafts, now, drafts, comparable=True, followed=1)

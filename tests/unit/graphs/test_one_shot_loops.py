@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.drafting.building.loops import guess_shapes
-from outrider.drafting.draws import TorchDraws
-from outrider.drafting.graphs.loops import Recording
-from outrider.drafting.graphs.one_shot_heads import GuessLoops
+from outrider.drafting.building.loops import one_shot_shapes
+from outrider.drafting.graphs.draws import TorchDraws
+from outrider.drafting.graphs.loops import Capture
+from outrider.drafting.graphs.one_shot_heads import OneShotLoops
 from tests.support.one_shot_drafts import DEPTH, HEADS, drafts
 from tests.support.recordable import Counted, rerun_strictly
 
@@ -19,8 +19,8 @@ def test_trees_are_those_of_the_eager_way(name: str, tree_width: int) -> None:
     """Also of more rows than a loop holds."""
     head = HEADS[name](torch.float64, torch.device("cpu"))  # near ties are decided alike
     counted = Counted()
-    shapes = guess_shapes(max_rows=4, max_depth=DEPTH)
-    recording = Recording(shapes, counted, TorchDraws())
+    shapes = one_shot_shapes(max_rows=4, max_depth=DEPTH)
+    recording = Capture(shapes, counted, TorchDraws())
     expected = drafts(head, tree_width, None)
     assert drafts(head, tree_width, recording) == expected
     assert counted.repeated > 10
@@ -30,13 +30,13 @@ def test_trees_are_those_of_the_eager_way(name: str, tree_width: int) -> None:
 @pytest.mark.parametrize("name", HEADS)
 def test_nothing_that_is_recorded_waits_for_the_device(name: str) -> None:
     head = HEADS[name](torch.float32, torch.device("meta"))
-    shapes = guess_shapes(max_rows=2, max_depth=DEPTH)
-    GuessLoops(head, Recording(shapes, rerun_strictly, TorchDraws()), 4)
+    shapes = one_shot_shapes(max_rows=2, max_depth=DEPTH)
+    OneShotLoops(head, Capture(shapes, rerun_strictly, TorchDraws()), 4)
 
 
 @pytest.mark.parametrize("max_rows", [1, 5, 256])
 def test_a_proposer_records_a_loop_for_any_batch(max_rows: int) -> None:
-    shapes = guess_shapes(max_rows=max_rows, max_depth=4)
+    shapes = one_shot_shapes(max_rows=max_rows, max_depth=4)
     assert len(shapes) == len(set(shapes))
     for cut in (False, True):
         depths = {shape.num_tokens for shape in shapes if shape.cut == cut}

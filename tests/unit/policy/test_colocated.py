@@ -25,7 +25,7 @@ class Slow(HashModel):
 
 
 @pytest.mark.parametrize("in_turns", [True, False])
-def test_their_time_counts_though_they_are_hits(in_turns: bool) -> None:
+def test_their_time_counts_though_they_are_hits(colocated: bool) -> None:
     model = Slow(num_pages=64, max_model_len=200)
     config = EngineConfig(page_size=4, num_pages=64, max_model_len=200)
     engine = Engine(model, config, policy=AdaptivePolicy(4))
@@ -34,7 +34,7 @@ def test_their_time_counts_though_they_are_hits(in_turns: bool) -> None:
         Request(1, prompt, SamplingParams(temperature=0), StopParams(150), SpeculationParams())
     )
     text = [*prompt, *model.greedy_text(prompt, 150)]
-    engine.set_drafting(1, "here", 4, in_turns=in_turns, asked=False)
+    engine.set_drafting(1, "here", 4, colocated=colocated, asked=False)
     drafting = engine._scheduler.by_session[1].drafting
     for _ in range(ROUNDS):
         engine.launch()
@@ -46,5 +46,5 @@ def test_their_time_counts_though_they_are_hits(in_turns: bool) -> None:
             engine.post_block(1, draft, "here", round(DRAFT_S * 1e6))
         engine.take_events()
     assert drafting.hit, "it was there"
-    assert (drafting.hit_share > 0.5) != in_turns
-    assert (drafting.free_tokens > 1) != in_turns
+    assert (drafting.hit_share > 0.5) != colocated
+    assert (drafting.free_tokens > 1) != colocated

@@ -21,7 +21,7 @@ _MAX_POOLS = 256
 _log = logging.getLogger(__name__)
 
 
-class Roster:
+class ProposerRegistry:
     """Owns the attached proposers and gives each session that wants one a proposer.
 
     The engine's side of each decision is `EngineWorker.set_drafting`: a session without a proposer
@@ -219,7 +219,7 @@ class Roster:
                 k,
                 runs_ahead=proposer.runs_ahead,
                 own_device=proposer.own_device,
-                in_turns=proposer.in_turns,
+                colocated=proposer.colocated,
                 asked=session.num_draft_tokens > 0,
                 features=proposer.feature_order(session),
             )

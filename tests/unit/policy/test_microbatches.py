@@ -6,7 +6,7 @@ import pytest
 
 from outrider.engine.policy.adaptive import AdaptivePolicy
 from outrider.engine.policy.microbatches import begins_at, pay
-from outrider.engine.policy.mode import Way
+from outrider.engine.policy.mode import DraftMode
 from outrider.engine.policy.timing import Delay
 from outrider.engine.sequence import Sequence
 from outrider.params import SamplingParams
@@ -30,7 +30,9 @@ def rows_of_a_policy(
     policy.observe_step(4, 20, step_s)
     rows = [row(policy, i) for i in range(8)]
     for at in range(8):
-        policy.observe_delay(rows[0].drafting, Delay(float(at), drafts_s, 0.006, 4, calm=True))
+        policy.observe_delay(
+            rows[0].drafting, Delay(float(at), drafts_s, 0.006, 4, uncontended=True)
+        )
     for seq in rows:
         for _ in range(8):
             policy.choose_k(seq.drafting, 4)
@@ -107,7 +109,7 @@ def test_turns_go_on_although_the_drafts_of_a_half_come_sooner() -> None:
     """Than those of all, and than two steps of a half take longer than one of all."""
     policy, rows = rows_of_a_policy(step_s=0.0055, drafts_s=0.006)
     for at in range(16):
-        half = Delay(10.0 + at, 0.005, 0.003, 4, calm=False, apart=True)
+        half = Delay(10.0 + at, 0.005, 0.003, 4, uncontended=False, apart=True)
         policy.observe_delay(rows[0].drafting, half)
     for seq in rows:
         has_draft(seq)
@@ -117,7 +119,7 @@ def test_turns_go_on_although_the_drafts_of_a_half_come_sooner() -> None:
 def test_halves_in_turns_are_faster_and_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 rows of which all draft on demand, without trials; beside them newcomers' prompts."""
     monkeypatch.setattr(AdaptivePolicy, "may_wait", True)
-    monkeypatch.setattr(AdaptivePolicy, "way", Way.ON_DEMAND)
+    monkeypatch.setattr(AdaptivePolicy, "way", DraftMode.ON_DEMAND)
     rates, texts = [], []
     for turns in (False, True):
         with monkeypatch.context() as patched:

@@ -14,7 +14,7 @@ PROPOSER_FADE = 0.98  # and of a proposer, over all its rows
 ALWAYS = 0.999  # such a share of guesses needs no more of them
 
 
-class Answers:
+class DraftAvailability:
     """The share of answers that hold a guess: by proposer here, by row in its `Drafting`."""
 
     def __init__(self) -> None:

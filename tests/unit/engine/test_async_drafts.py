@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.config import EngineConfig
-from outrider.drafting.draft_model.async_drafts import Trailing, TrailRow
+from outrider.drafting.draft_model.async_drafts import AsyncLoop, AsyncRow
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.draws import TorchDraws
-from outrider.drafting.graphs.draft_model import GraphChains
-from outrider.drafting.graphs.loops import Recording, make_shapes
+from outrider.drafting.graphs.draft_model import DraftModelLoops
+from outrider.drafting.graphs.draws import TorchDraws
+from outrider.drafting.graphs.loops import Capture, make_shapes
 from outrider.drafting.proposer import SessionKey, SessionStart
 from outrider.engine.engine import Engine
-from outrider.engine.graphs.decode_graphs import GraphRunner
-from outrider.engine.graphs.decode_inputs import StaticInputs, make_buckets
+from outrider.engine.graphs.decode_graphs import DecodeGraphs
+from outrider.engine.graphs.decode_inputs import DecodeInputs, make_buckets
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.policy.base import Policy
 from outrider.engine.runner import Runner, StepRunner, _Enqueued
@@ -32,8 +32,8 @@ from tests.support.drafting_scorer import (
     EDITED,
     SAMPLINGS,
     DraftingScorer,
+    DraftListener,
     K,
-    Told,
     draw_requests,
 )
 from tests.support.recordable import RecordableHashModel, recordable_llama, rerun
@@ -48,7 +48,7 @@ class Drafting:
         self.rng = random.Random(seed)
         model = RecordableHashModel(num_pages=num_pages)
         shapes = make_shapes(rows=(1, 2, 4), query_lens=(1, 2, 16), num_tokens=(1, 2, K, 6))
-        loops = GraphChains(model, Recording(shapes, rerun, TorchDraws()))
+        loops = DraftModelLoops(model, Capture(shapes, rerun, TorchDraws()))
         self.proposer = DraftModelProposer(model, name="hash", chain_drafter=loops, max_branches=0)
         self.lengths: dict[SessionKey, int] = {}
         self.held: dict[SessionKey, tuple[int, ...]] = {}
@@ -86,24 +86,24 @@ class Drafting:
         """A step verifies all drafts, `behind` which the next ones are enqueued, and ends."""
         keys = sorted(self.lengths)
         self.rng.shuffle(keys)
-        verdicts = torch.full((len(keys) + 1, 1 + WIDTH), 61, dtype=torch.int32)
-        rows: list[TrailRow] = []
+        verify_output = torch.full((len(keys) + 1, 1 + WIDTH), 61, dtype=torch.int32)
+        rows: list[AsyncRow] = []
         for i, key in enumerate(keys):
             draft = self.held[key]
             accepted = self.rng.randint(0, len(draft))
-            verdicts[i, 0] = accepted
+            verify_output[i, 0] = accepted
             chosen = [*draft[:accepted], self.rng.randrange(60)]
-            verdicts[i, 1 : 2 + accepted] = torch.tensor(chosen)
+            verify_output[i, 1 : 2 + accepted] = torch.tensor(chosen)
             self.wanted[key] = self.rng.randint(0, K) if self.rng.random() < 0.3 else K
-            rows.append(TrailRow(key, i, len(draft), max(1, self.wanted[key])))
+            rows.append(AsyncRow(key, i, len(draft), max(1, self.wanted[key])))
         ended = self.rng.randrange(3 * len(keys)) if keys else 0
         if behind:
             random.Random(1).shuffle(rows)
-            self.proposer.draft_behind(rows, verdicts)
+            self.proposer.launch_after_verify(rows, verify_output)
             assert self.proposer._trails is not None
             self.trails += self.proposer._trails.launched
         for i, key in enumerate(keys):
-            output = verdicts[i, 1 : 2 + int(verdicts[i, 0])].tolist()
+            output = verify_output[i, 1 : 2 + int(verify_output[i, 0])].tolist()
             if i == ended:  # its text is cut at a stop
                 self.proposer.commit(key, self.lengths[key], output[:1], K)
                 self.end(key)
@@ -152,7 +152,7 @@ def test_nothing_is_drafted_anew_that_was_drafted_behind(monkeypatch: pytest.Mon
     world.draft()
     world.verify(behind=True)
     world.wanted = dict.fromkeys(world.wanted, K)
-    monkeypatch.setattr(GraphChains, "draft", None)
+    monkeypatch.setattr(DraftModelLoops, "draft", None)
     drafts = dict(world.proposer.draft(list(world.lengths)).drafts)
     assert len(drafts) > 2
     assert sorted(drafts) == sorted(world.lengths)
@@ -175,13 +175,13 @@ def draft_model() -> DraftModelProposer:
     """Nearly the target."""
     model = recordable_llama(num_pages=96, noise=0.02)
     shapes = make_shapes(rows=(1, 2, 4), query_lens=(1, 2, 16), num_tokens=(1, 2, K))
-    loops = GraphChains(model, Recording(shapes, rerun, TorchDraws()))
+    loops = DraftModelLoops(model, Capture(shapes, rerun, TorchDraws()))
     return DraftModelProposer(model, name="llama", chain_drafter=loops, max_branches=0)
 
 
-def recorded_runner(model: PagedModel) -> GraphRunner:
+def recorded_runner(model: PagedModel) -> DecodeGraphs:
     buckets = make_buckets(4, (1, K + 1))
-    return GraphRunner(model, buckets, record=rerun, choose_and_verify=choose_and_verify)
+    return DecodeGraphs(model, buckets, record=rerun, choose_and_verify=choose_and_verify)
 
 
 def run(
@@ -211,19 +211,19 @@ def test_a_scorer_that_drafts_behind_its_steps_says_what_the_target_says(
 
         monkeypatch.setattr(owner, name, noted)
 
-    counted(GraphChains, "draft")
-    counted(StaticInputs, "take_late")
+    counted(DraftModelLoops, "draft")
+    counted(DecodeInputs, "take_device_drafts")
     requests = draw_requests(97)
     num_plain, plain = run(requests, drafts=False)
     num_late, late = run(requests, drafts=True)
     assert late == plain
     assert num_late < 0.6 * num_plain
-    assert counts["take_late"] > 3 * counts["draft"] > 0, "all but those beside prompts"
+    assert counts["take_device_drafts"] > 3 * counts["draft"] > 0, "all but those beside prompts"
     # Without it the steps are the same: what is late is what is verified.
     counts.clear()
     monkeypatch.setattr(Engine, "expect", lambda *_: False)
     assert run(requests, drafts=True) == (num_late, plain)
-    assert counts["take_late"] == 0 < counts["draft"]
+    assert counts["take_device_drafts"] == 0 < counts["draft"]
     monkeypatch.setattr(Engine, "verdicts", None)
     assert run(requests, drafts=True) == (num_late, plain)
     assert counts["draft"] > 0.9 * num_late
@@ -248,7 +248,7 @@ def test_it_drafts_behind_prompts_too(
 ) -> None:
     """As on a device, where steps that are not recorded are enqueued as well."""
     counts: Counter[str] = Counter()
-    draft, take_late = GraphChains.draft, StaticInputs.take_late
+    draft, take_device_drafts = DraftModelLoops.draft, DecodeInputs.take_device_drafts
 
     def drafted(*args: Any) -> Any:
         counts["draft"] += 1
@@ -256,10 +256,10 @@ def test_it_drafts_behind_prompts_too(
 
     def taken(*args: Any) -> None:
         counts["late"] += 1
-        take_late(*args)
+        take_device_drafts(*args)
 
-    monkeypatch.setattr(GraphChains, "draft", drafted)
-    monkeypatch.setattr(StaticInputs, "take_late", taken)
+    monkeypatch.setattr(DraftModelLoops, "draft", drafted)
+    monkeypatch.setattr(DecodeInputs, "take_device_drafts", taken)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Runner, "launch", lambda runner, step: _Enqueued(runner, step))
     requests = draw_requests(97, samplings=samplings)
@@ -283,23 +283,23 @@ def test_a_step_that_is_not_recorded_waits_for_its_drafts(monkeypatch: pytest.Mo
 def test_only_a_recorded_step_takes_late_drafts() -> None:
     model = recordable_llama()
     runner = recorded_runner(model)
-    assert runner.takes_late(4, K)
-    assert not runner.takes_late(4, K + 1)
-    assert not runner.takes_late(5, K)
-    assert not Runner(model).takes_late(1, 1)
+    assert runner.takes_device_drafts(4, K)
+    assert not runner.takes_device_drafts(4, K + 1)
+    assert not runner.takes_device_drafts(5, K)
+    assert not Runner(model).takes_device_drafts(1, 1)
 
 
 def test_drafts_that_the_host_never_gets_cost_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step verifies what the device has; nobody can say any more what that was."""
     requests = draw_requests(97)
     _, plain = run(requests, drafts=False)
-    draft_behind = GraphChains.draft_behind
+    launch_after_verify = DraftModelLoops.launch_after_verify
     calls = 0
 
-    def failing(*args: Any) -> Trailing | None:
+    def failing(*args: Any) -> AsyncLoop | None:
         nonlocal calls
         calls += 1
-        trailing = draft_behind(*args)
+        trailing = launch_after_verify(*args)
         if trailing is None or calls % 3:
             return trailing
         return trailing._replace(wait=broken)
@@ -307,8 +307,8 @@ def test_drafts_that_the_host_never_gets_cost_no_token(monkeypatch: pytest.Monke
     def broken() -> list[list[int]]:
         raise RuntimeError("the device fell over")
 
-    monkeypatch.setattr(GraphChains, "draft_behind", failing)
-    monkeypatch.setattr(Told, "lost", lambda *_: None)
+    monkeypatch.setattr(DraftModelLoops, "launch_after_verify", failing)
+    monkeypatch.setattr(DraftListener, "lost", lambda *_: None)
     _, late = run(requests, drafts=True)
     assert late == plain
     assert calls >= 3

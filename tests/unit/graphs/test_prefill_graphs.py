@@ -15,10 +15,10 @@ from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.engine import Engine
-from outrider.engine.graphs.decode_graphs import GraphRunner
+from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import make_buckets
-from outrider.engine.graphs.prefill_graphs import RaggedForwards
-from outrider.engine.graphs.prefill_inputs import RaggedBucket, make_ragged
+from outrider.engine.graphs.prefill_graphs import PrefillGraphs
+from outrider.engine.graphs.prefill_inputs import PrefillBucket, make_prefill_buckets
 from outrider.engine.model.loader import build_paged_model
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.policy.base import Policy
@@ -29,7 +29,7 @@ from tests.support.architectures import ARCHITECTURES, random_model
 from tests.support.by_tensors import by_tensors
 
 PAGE_SIZE, NUM_PAGES, MAX_MODEL_LEN = 4, 96, 60
-BUCKETS = [RaggedBucket(n, rows) for n in (8, 24, 70) for rows in (2, 6)]
+BUCKETS = [PrefillBucket(n, rows) for n in (8, 24, 70) for rows in (2, 6)]
 
 
 def make_model(architecture: str = "llama", fused: bool = True) -> PagedModel:
@@ -50,8 +50,8 @@ def model() -> PagedModel:
 
 
 @pytest.fixture(scope="module")
-def forwards(model: PagedModel) -> RaggedForwards:
-    return RaggedForwards(model, BUCKETS, record=rerun)
+def forwards(model: PagedModel) -> PrefillGraphs:
+    return PrefillGraphs(model, BUCKETS, record=rerun)
 
 
 def make_rows(rng: random.Random, lengths: list[int]) -> list[RowSlice]:
@@ -86,7 +86,7 @@ def written(model: PagedModel, rows: list[RowSlice]) -> Tensor:
     seed=st.integers(0, 2**32),
 )
 def test_recorded_forwards_equal_eager_ones(
-    model: PagedModel, forwards: RaggedForwards, lengths: list[int], long: int, seed: int
+    model: PagedModel, forwards: PrefillGraphs, lengths: list[int], long: int, seed: int
 ) -> None:
     rng = random.Random(seed)
     rows = make_rows(rng, rng.sample([*lengths, long], len(lengths) + 1))
@@ -104,7 +104,7 @@ def test_recorded_forwards_equal_eager_ones(
 
 
 def test_nothing_but_the_rows_own_slots_and_the_scratch_page_is_written(
-    model: PagedModel, forwards: RaggedForwards
+    model: PagedModel, forwards: PrefillGraphs
 ) -> None:
     rows = make_rows(random.Random(7), [3, 30, 1])
     before = model.pools.layer(1).keys.clone()
@@ -115,7 +115,7 @@ def test_nothing_but_the_rows_own_slots_and_the_scratch_page_is_written(
     assert own <= set(changed.tolist()) <= own | set(scratch)
 
 
-def test_what_no_bucket_holds_is_left_alone(model: PagedModel, forwards: RaggedForwards) -> None:
+def test_what_no_bucket_holds_is_left_alone(model: PagedModel, forwards: PrefillGraphs) -> None:
     rng = random.Random(3)
     for rows in (
         make_rows(rng, [40, 31]),  # tokens
@@ -128,7 +128,7 @@ def test_what_no_bucket_holds_is_left_alone(model: PagedModel, forwards: RaggedF
         assert torch.equal(before, model.pools.layer(1).keys)
 
 
-def texts(model: PagedModel, runner: GraphRunner | None) -> list[list[int]]:
+def texts(model: PagedModel, runner: DecodeGraphs | None) -> list[list[int]]:
     """Of requests that come while others decode, with drafts that are partly right."""
     config = EngineConfig(
         page_size=PAGE_SIZE,
@@ -165,8 +165,8 @@ def texts(model: PagedModel, runner: GraphRunner | None) -> list[list[int]]:
 
 
 def test_texts_stay_the_same(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    forwards = RaggedForwards(model, BUCKETS, record=rerun)
-    runner = GraphRunner(
+    forwards = PrefillGraphs(model, BUCKETS, record=rerun)
+    runner = DecodeGraphs(
         model,
         make_buckets(4, (1, 3)),
         record=rerun,
@@ -182,7 +182,7 @@ def test_texts_stay_the_same(model: PagedModel, monkeypatch: pytest.MonkeyPatch)
 def test_a_size_that_takes_longer_than_a_larger_one_is_not_used(model: PagedModel) -> None:
     times = {(8, 2): 3.0, (8, 6): 1.0, (24, 2): 2.0, (24, 6): 5.0, (70, 2): 4.0, (70, 6): 4.0}
     seconds = iter([times[bucket.tokens, bucket.rows] for bucket in sorted(BUCKETS)[::-1]])
-    forwards = RaggedForwards(model, BUCKETS, record=rerun, seconds=lambda _: next(seconds))
+    forwards = PrefillGraphs(model, BUCKETS, record=rerun, seconds=lambda _: next(seconds))
     left = {(bucket.tokens, bucket.rows) for bucket in forwards._buckets}
     assert left == {(8, 6), (24, 2), (70, 2), (70, 6)}
     rows = make_rows(random.Random(3), [9, 1, 4])
@@ -198,8 +198,8 @@ def test_only_models_whose_layers_run_apart_have_them(model: PagedModel) -> None
 
 
 def test_sizes() -> None:
-    assert make_ragged(512, 8) == [RaggedBucket(n, 8) for n in range(64, 513, 64)]
-    assert make_ragged(100, 300) == [RaggedBucket(64, 64), RaggedBucket(128, 128)]
-    assert make_ragged(1100, 64)[-2:] == [RaggedBucket(1024, 64), RaggedBucket(1152, 64)]
-    assert max(bucket.tokens for bucket in make_ragged(8192, 8)) == 2048
-    assert make_ragged(1, 1) == [RaggedBucket(64, 1)]
+    assert make_prefill_buckets(512, 8) == [PrefillBucket(n, 8) for n in range(64, 513, 64)]
+    assert make_prefill_buckets(100, 300) == [PrefillBucket(64, 64), PrefillBucket(128, 128)]
+    assert make_prefill_buckets(1100, 64)[-2:] == [PrefillBucket(1024, 64), PrefillBucket(1152, 64)]
+    assert max(bucket.tokens for bucket in make_prefill_buckets(8192, 8)) == 2048
+    assert make_prefill_buckets(1, 1) == [PrefillBucket(64, 1)]

@@ -12,7 +12,7 @@ from tests.support.kernels import ON_GPU, randn  # isort: skip - before what nee
 from outrider.engine.cuda.gemm import hopper
 from outrider.engine.cuda.gemm.candidates import CANDIDATES
 from outrider.engine.cuda.gemm.linear import FewRowsLinear
-from outrider.engine.cuda.gemm.tilings import BulkTiles, Product
+from outrider.engine.cuda.gemm.tilings import HopperTiles, Product
 from outrider.engine.cuda.llama_ops import TritonOps
 
 pytestmark = [
@@ -20,16 +20,16 @@ pytestmark = [
     pytest.mark.skipif(not ON_GPU or not hopper.available(), reason="needs Hopper"),
 ]
 _WAYS = [
-    BulkTiles(128, 1),
-    BulkTiles(128, 20),
-    BulkTiles(128, 264, 2),
-    BulkTiles(256, 1),
-    BulkTiles(256, 100),
+    HopperTiles(128, 1),
+    HopperTiles(128, 20),
+    HopperTiles(128, 264, 2),
+    HopperTiles(256, 1),
+    HopperTiles(256, 100),
 ]
 _INT8 = [replace(way, int8=True) for way in _WAYS]
 
 
-def _products(x: Tensor, layer: FewRowsLinear, way: BulkTiles, old: Tensor) -> list[Tensor]:
+def _products(x: Tensor, layer: FewRowsLinear, way: HopperTiles, old: Tensor) -> list[Tensor]:
     """Plain, gated, normed, and added to `old`."""
     norm = randn(x.shape[1], dtype=x.dtype, seed=2)
     layer.choices = dict.fromkeys(CANDIDATES, way)
@@ -53,7 +53,7 @@ def _expected(x: Tensor, weight: Tensor, old: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("rows", [3, 8, 21, 40, 64, 96, 157])
 @pytest.mark.parametrize("way", [*_WAYS, *_INT8], ids=str)
 @torch.inference_mode()
-def test_bulk_tiles_compute_what_torch_does(way: BulkTiles, rows: int) -> None:
+def test_bulk_tiles_compute_what_torch_does(way: HopperTiles, rows: int) -> None:
     if way.int8 and rows > 96:
         pytest.skip("is never tried")
     for outputs, inner in ((256, 128), (768, 1152), (2048, 2048)):

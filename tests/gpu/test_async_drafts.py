@@ -13,14 +13,14 @@ if not torch.cuda.is_available():
 
 from outrider.config import EngineConfig
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.graphs.draft_model import GraphChains
-from outrider.drafting.graphs.loops import Recording, make_shapes
-from outrider.drafting.triton_draws import TritonDraws
+from outrider.drafting.graphs.draft_model import DraftModelLoops
+from outrider.drafting.graphs.loops import Capture, make_shapes
+from outrider.drafting.graphs.triton_draws import TritonDraws
 from outrider.engine.cuda.sampling import choose_and_verify
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.capture import CudaGraphs
-from outrider.engine.graphs.decode_graphs import GraphRunner
-from outrider.engine.graphs.decode_inputs import StaticInputs, make_buckets
+from outrider.engine.graphs.decode_graphs import DecodeGraphs
+from outrider.engine.graphs.decode_inputs import DecodeInputs, make_buckets
 from outrider.engine.policy.base import Policy
 from outrider.types import Request
 from tests.support.clear_llama import PAGE_SIZE, VOCAB_SIZE, clear_llama
@@ -32,7 +32,7 @@ CUDA, PAGES = torch.device("cuda"), 60
 
 def run(requests: list[Request], *, drafts: bool) -> tuple[int, dict[int, list[int]]]:
     model, method = clear_llama(CUDA, PAGES), None
-    runner = GraphRunner(
+    runner = DecodeGraphs(
         model,
         make_buckets(4, (1, K + 1)),
         record=CudaGraphs(),
@@ -43,7 +43,7 @@ def run(requests: list[Request], *, drafts: bool) -> tuple[int, dict[int, list[i
     if drafts:
         draft = clear_llama(CUDA, PAGES, noise=0.03)
         shapes = make_shapes(rows=(1, 2, 4), query_lens=(1, 2, 16), num_tokens=(1, 2, K))
-        loops = GraphChains(draft, Recording(shapes, CudaGraphs(), TritonDraws()))
+        loops = DraftModelLoops(draft, Capture(shapes, CudaGraphs(), TritonDraws()))
         method = DraftModelProposer(draft, name="llama", chain_drafter=loops, max_branches=0)
     return DraftingScorer(engine, method).run(requests)
 
@@ -53,13 +53,13 @@ def test_late_drafts_are_those_made_after_the_step(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: Counter[str] = Counter()
-    take_late = StaticInputs.take_late
+    take_device_drafts = DecodeInputs.take_device_drafts
 
     def noted(*args: Any) -> None:
         counts["late"] += 1
-        take_late(*args)
+        take_device_drafts(*args)
 
-    monkeypatch.setattr(StaticInputs, "take_late", noted)
+    monkeypatch.setattr(DecodeInputs, "take_device_drafts", noted)
     requests = draw_requests(VOCAB_SIZE, seed)
     num_plain, plain = run(requests, drafts=False)
     num_late, late = run(requests, drafts=True)
