@@ -171,7 +171,7 @@ def costs(pair: Pair, repeats: int = 20) -> dict[str, list[float]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints both tables."""
+    """Print both tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.constrained", description=__doc__)
     parser.add_argument("--max-tokens", type=int, default=150)
     args = parser.parse_args(argv)

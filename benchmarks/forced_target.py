@@ -71,7 +71,7 @@ def replay(
     advice: Advice,
     k: int,
 ) -> Replay:
-    """Decodes `output` after `prompt`, drafting at most `k` tokens a round, on demand.
+    """Decode `output` after `prompt`, drafting at most `k` tokens a round, on demand.
 
     Nothing runs beside anything else: drafting and steps take turns, and the policy's clock is CPU
     time, so that a busy machine disturbs little. Raises `AssertionError` if the text is another.

@@ -276,7 +276,8 @@ def _triton_backend() -> AttentionBackend:
 
 def sampling() -> Iterator[Record]:
     """Drawing tokens: torch's argmax, ours and torch's own with and without noise and cuts, and the
-    four best."""
+    four best.
+    """
     from outrider.engine.cuda.sampling import choose_top, sample
     from outrider.engine.sampling.coupled import sample as torch_sample
 

@@ -166,7 +166,7 @@ class Bench:
         return Sample(tuple(tokens), ended - began, tuple(draft_s[1:]))
 
     def _draft(self, method: Proposer, session: int) -> float:
-        """Posts a draft; returns the CPU seconds it took."""
+        """Post a draft; returns the CPU seconds it took."""
         seconds = 0.0
         while True:
             began = time.process_time()
@@ -228,7 +228,7 @@ def row(
     samples: Sequence[Sample],
     plain: Sequence[Sample],
 ) -> Row:
-    """Sums up a contender; `plain` are the prompts of its `samples` without speculation."""
+    """Sum up a contender; `plain` are the prompts of its `samples` without speculation."""
     spec = None if one.proposer is None else one.proposer.traits.features
     pairs = list(zip(samples, plain, strict=True))
     draft_s = [seconds for sample in samples for seconds in sample.draft_s]

@@ -144,7 +144,7 @@ class _Result:
 
 
 def _record(work: Work) -> Work:  # noqa: ARG001
-    """Records nothing, which takes no time to repeat."""
+    """Record nothing, which takes no time to repeat."""
     return lambda: None
 
 

@@ -139,7 +139,7 @@ def inflate(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Writes the module in `folder`, whose small target is in `target`, as a large one.
+    """Write the module in `folder`, whose small target is in `target`, as a large one.
 
     Raises `ShapeError` and `ConfigError`.
     """
@@ -153,7 +153,7 @@ def inflate(
 
 
 def main() -> int:
-    """Writes the folder."""
+    """Write the folder."""
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

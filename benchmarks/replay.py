@@ -74,7 +74,7 @@ def record(
     requests: Sequence[tuple[TokenIds, SamplingParams]],
     num_tokens: int,
 ) -> list[Capture]:
-    """Writes `num_tokens` and `SPARE` more for each request, in the order of `requests`."""
+    """Write `num_tokens` and `SPARE` more for each request, in the order of `requests`."""
     pool = model.pools.features
     streams = None if pool is None else HiddenStateStreams(pool)
     engine = Engine(model, config, policy=Policy(1, max_wait_s=60.0), features=streams)

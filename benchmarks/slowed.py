@@ -20,7 +20,7 @@ from benchmarks.wrapped import leave
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs until a signal; returns the exit code."""
+    """Run until a signal; returns the exit code."""
     p = argparse.ArgumentParser(description=__doc__, add_help=False)
     p.add_argument("service", choices=("scorer", "proposer"))
     p.add_argument("--forward-ms", type=float, required=True)

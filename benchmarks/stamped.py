@@ -35,7 +35,7 @@ Taken = list[tuple[str, int, list[Round]]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs until a signal; returns the exit code."""
+    """Run until a signal; returns the exit code."""
     p = argparse.ArgumentParser(description=__doc__, add_help=False)
     p.add_argument("service", choices=("scorer_service", "proposer_service"))
     p.add_argument("--stamps", type=Path, required=True)

@@ -74,7 +74,7 @@ def random_llama(shape: str) -> Any:
 def measure(
     name: str, model: Any, rows: int, query_len: int, context: int, repeats: int, paged: PagedModel
 ) -> Timing:
-    """Times `query_len` new tokens per row after `context` cached ones, in turns."""
+    """Time `query_len` new tokens per row after `context` cached ones, in turns."""
     tokens = torch.randint(0, paged.vocab_size, (rows, context + query_len))
     pages = -(-(context + query_len) // PAGE_SIZE)
     tables = [[i * pages + j for j in range(pages)] for i in range(rows)]

@@ -19,7 +19,7 @@ from scorer_service import __main__ as scorer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs until a signal; returns the exit code."""
+    """Run until a signal; returns the exit code."""
     p = argparse.ArgumentParser(description=__doc__, add_help=False)
     p.add_argument("--synthetic-acceptance-length", type=float, required=True)
     ours, flags = p.parse_known_args(argv)

@@ -67,7 +67,7 @@ class Stack:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the tables; 2 if a service failed."""
+    """Print the tables; 2 if a service failed."""
     p = argparse.ArgumentParser(
         prog="python -m benchmarks.way",
         description=__doc__,
@@ -120,7 +120,7 @@ def start(
     children: list[Child],
     args: argparse.Namespace,
 ) -> Stack:
-    """Returns when both serve."""
+    """Return when both serve."""
     name = f"{tree.name}-{wire}" + (f"-{interval}" if interval else "")
     files = folder / f"{name}-scorer.json", folder / f"{name}-proposer.json"
 

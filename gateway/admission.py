@@ -28,7 +28,7 @@ class Admission:
         return self._grace_end is not None
 
     def check_size(self, completions: int, param: str) -> None:
-        """Raises `InvalidRequestError` naming `param` for more completions than could ever run."""
+        """Raise `InvalidRequestError` naming `param` for more completions than could ever run."""
         if completions > self.max_in_flight:
             raise InvalidRequestError(
                 f"{param} asks for {completions} completions; at most {self.max_in_flight} run "
@@ -38,7 +38,7 @@ class Admission:
 
     @contextlib.contextmanager
     def admitted(self, completions: int) -> Iterator[None]:
-        """Holds places for a number of completions, from before their prompts are worked on.
+        """Hold places for a number of completions, from before their prompts are worked on.
 
         Raises `CapacityError`, or `UnavailableError` while draining.
         """
@@ -55,7 +55,7 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def until(self, deadline: float) -> AsyncGenerator[None, None]:
-        """Ends its body when the deadline (loop time) passes, a client that does not read
+        """End its body when the deadline (loop time) passes, a client that does not read
         included: raises `DeadlineError`, or `UnavailableError` while draining.
         """
         try:

@@ -78,7 +78,7 @@ class Intake:
         self._pool = pool
 
     def check_model(self, name: str | None) -> None:
-        """Raises `ModelNotFoundError`; no name is the default model."""
+        """Raise `ModelNotFoundError`; no name is the default model."""
         if name and name != self._config.served_model_name:
             raise ModelNotFoundError(
                 f"The model {name!r} is not served here; {self._config.served_model_name!r} is."

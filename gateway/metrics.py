@@ -61,7 +61,7 @@ class GatewayMetrics:
 
     @contextlib.contextmanager
     def outcome(self, operation: str, cancelled_by: Callable[[], str]) -> Iterator[None]:
-        """Counts how its body ends; `cancelled_by` says what a cancelled one ends as."""
+        """Count how its body ends; `cancelled_by` says what a cancelled one ends as."""
         outcome = "ok"
         try:
             yield

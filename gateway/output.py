@@ -66,7 +66,7 @@ class OutputAssembler:
         return self._release(len(self._held))
 
     def _match(self, piece: str) -> bool:
-        """Looks for a stop string; at a match, drops what is behind the match's begin."""
+        """Look for a stop string; at a match, drops what is behind the match's begin."""
         excess = self._matcher.feed(piece) if self._seen > self._min_tokens else None
         if excess is None:
             return False

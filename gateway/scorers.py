@@ -45,7 +45,7 @@ class ScorerPool:
         self._misfits: dict[str, ConfigError] = {}
 
     async def start(self, timeout_s: float) -> None:
-        """Returns once a scorer serves.
+        """Return once a scorer serves.
 
         Raises `ConfigError` if one does not fit, or if none serves within `timeout_s`.
         """
@@ -144,7 +144,7 @@ class ScorerPool:
             await asyncio.sleep(_PROBE_UP_S if healthy else _PROBE_DOWN_S)
 
     async def _dial(self, target: Target) -> Scorer:
-        """Tries until the TLS files can be read: they may be in the middle of being replaced."""
+        """Try until the TLS files can be read: they may be in the middle of being replaced."""
         while True:
             try:
                 scorer = Scorer(target, self._tls)

@@ -126,7 +126,7 @@ class Gateway:
 
 
 def check_scorer(info: scorer_pb2.GetScorerInfoResponse, tokenizer: Tokenizer) -> None:
-    """Raises `ConfigError` for a scorer whose tokens would not mean what ours do."""
+    """Raise `ConfigError` for a scorer whose tokens would not mean what ours do."""
     who = f"scorer {info.scorer_id} ({info.model})"
     if info.tokenizer_hash != tokenizer.hash:
         raise ConfigError(

@@ -15,7 +15,7 @@ def number(text: str) -> float:
 
 
 def whole(text: str, low: int, high: int = 2**31 - 1) -> int:
-    """Raises `ArgumentTypeError` for what is no whole number within these bounds."""
+    """Raise `ArgumentTypeError` for what is no whole number within these bounds."""
     try:
         value = int(text)
     except ValueError:

@@ -112,7 +112,7 @@ class ProposerService:
         await asyncio.gather(*ending)
 
     async def wait_failed(self) -> None:
-        """Returns if the drafting thread ended by itself, or hangs."""
+        """Return if the drafting thread ended by itself, or hangs."""
         assert self._worker is not None
         await self._worker.until_ended()
 

@@ -166,7 +166,7 @@ def resolve(argv: Sequence[str] | None) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs until a signal; returns the exit code."""
+    """Run until a signal; returns the exit code."""
     try:
         args = resolve(argv)
     except ConfigError as error:

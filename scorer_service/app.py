@@ -116,7 +116,7 @@ class ScorerApp:
         self._constraints: Constraints | None = None
 
     async def start(self) -> dict[str, str]:
-        """Listens at once (health says NOT_SERVING), loads the model, then serves."""
+        """Listen at once (health says NOT_SERVING), loads the model, then serves."""
         options = self._options
         if options.ranks is not None and options.in_process_proposer:
             raise ConfigError(
@@ -205,7 +205,7 @@ class ScorerApp:
         self._telemetry.shutdown()
 
     async def wait_failed(self) -> None:
-        """Returns once the engine fails step after step, or hangs."""
+        """Return once the engine fails step after step, or hangs."""
         assert self._hub is not None
         assert self._worker is not None
         await first_of(self._hub.failed.wait(), self._worker.until_hung())
@@ -227,7 +227,7 @@ def build_engine(
     group: RankGroup | None = None,
     beside: InProcessProposer | None = None,
 ) -> Engine:
-    """Loads, checks and warms up, also what drafts beside it on the engine's thread: this one.
+    """Load, checks and warms up, also what drafts beside it on the engine's thread: this one.
 
     Raises `OutriderError`s.
     """
@@ -276,7 +276,7 @@ def build_engine(
 
 
 def _warm_up(engine: Engine, config: EngineConfig) -> None:
-    """Runs each size of step that a single request meets, so that no client pays for the first.
+    """Run each size of step that a single request meets, so that no client pays for the first.
 
     Verification of k draft tokens and processing k + 1 prompt tokens are the same forward.
     """

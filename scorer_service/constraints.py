@@ -77,7 +77,7 @@ class Constraints:
             future.cancel()  # in vain once it has begun
 
     def close(self) -> None:
-        """Waits for nothing: a compilation in progress ends by itself within seconds."""
+        """Wait for nothing: a compilation in progress ends by itself within seconds."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -55,7 +55,7 @@ class StepLimits:
 def size_cache(
     memory: DeviceMemory, model: PagedModel, limits: StepLimits, say: Callable[[str], None]
 ) -> None:
-    """Gives the model's cache all memory that nothing else will need. Raises `ConfigError`.
+    """Give the model's cache all memory that nothing else will need. Raises `ConfigError`.
 
     The model must have been loaded with `TRIAL_PAGES`.
     """
@@ -95,7 +95,7 @@ def size_cache(
 def capture_steps(
     model: PagedModel, limits: StepLimits, say: Callable[[str], None]
 ) -> DecodeGraphs | None:
-    """Records every bucket; None if the model's steps cannot be recorded, which is said."""
+    """Record every bucket; None if the model's steps cannot be recorded, which is said."""
     if not model.capturable:
         say("this attention cannot be recorded in CUDA graphs: every step runs eagerly")
         return None

@@ -11,7 +11,7 @@ from scorer_service.metrics import ScorerMetrics
 def watch(
     metrics: ScorerMetrics, worker: EngineWorker, roster: ProposerRegistry, served: ServedModel
 ) -> None:
-    """Registers the gauges. They read single values that the other threads replace as a whole."""
+    """Register the gauges. They read single values that the other threads replace as a whole."""
 
     def kv_usage() -> float:
         snapshot = worker.snapshot()

@@ -87,7 +87,7 @@ class Hub:
         return session
 
     def abort(self, session: Session, error: OutriderError | None = None) -> None:
-        """Ends a session that the engine may still run; no-op for one that has ended."""
+        """End a session that the engine may still run; no-op for one that has ended."""
         if session.id in self._sessions:
             self._worker.abort(session.id)
             self._forget(session)
@@ -255,7 +255,7 @@ class Hub:
         return session.id, tree, proposer.id, draft_us, now, proposer.methods[method_index]
 
     def on_bad(self, proposer: AttachedProposer, what: str) -> None:
-        """Counts a malformed message; too many end the stream."""
+        """Count a malformed message; too many end the stream."""
         self._metrics.malformed_blocks.inc()
         proposer.bad_blocks += 1
         _log.warning("proposer %s sent a bad message: %s", proposer.id, what)

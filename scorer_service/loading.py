@@ -124,7 +124,7 @@ def load(
 
 
 def _device(name: str) -> torch.device:
-    """Raises `ConfigError` if there is no such device."""
+    """Raise `ConfigError` if there is no such device."""
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or not (index.isdecimal() or name == kind):
         raise ConfigError(f"--device {name} is unknown: give cpu, cuda or, say, cuda:1.")

@@ -38,7 +38,7 @@ class Mailbox:
             self._wake.set()
 
     def fail(self, error: Exception) -> None:
-        """Ends the stream with `error`, after the commits that came before."""
+        """End the stream with `error`, after the commits that came before."""
         self._error = error
         self._wake.set()
 

@@ -44,7 +44,8 @@ def create_app(generator: Generator, api_keys: ApiKeys) -> Starlette:
 
 class _CloseWhileDraining:
     """Answers of a gateway that is shutting down say so, or a client's next request on the
-    same connection meets its end."""
+    same connection meets its end.
+    """
 
     def __init__(self, app: ASGIApp, admission: Admission) -> None:
         self._app = app
@@ -80,7 +81,7 @@ class _OpenAI:
     def _guarded(
         self, handler: Callable[[Request, str, float], Coroutine[Any, Any, Response]]
     ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Checks the key, which says whose request it is, and ends what takes longer than the
+        """Check the key, which says whose request it is, and ends what takes longer than the
         deadline (loop time); an error becomes OpenAI's error body.
         """
 
@@ -180,7 +181,7 @@ class _OpenAI:
         places: ExitStack,
         echoes: tuple[str, ...] = (),
     ) -> Answer:
-        """Takes the places over. Raises `InvalidRequestError`."""
+        """Take the places over. Raises `InvalidRequestError`."""
         request_id = uuid.uuid4().hex
         work = await self._work(body, prompts, tenant, request_id)
         n, per_prompt = body.num_choices()

@@ -88,7 +88,7 @@ class Request(BaseModel):
         return n, n
 
     def sampling(self, default_seed: int) -> SamplingParams:
-        """Raises `InvalidRequestError` for a value out of range."""
+        """Raise `InvalidRequestError` for a value out of range."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         if self.top_k == -1:  # off, as in vLLM
             given["top_k"] = 0

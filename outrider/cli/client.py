@@ -71,7 +71,8 @@ async def stream(
     channel: grpc.aio.Channel, options: GenerateOptions, *, timeout_s: float
 ) -> AsyncIterator[generation_pb2.GenerateResponse]:
     """The pieces of one completion. Raises the `OutriderError` that the gateway meant, or an
-    `UnavailableError` if nothing answers there."""
+    `UnavailableError` if nothing answers there.
+    """
     call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(
         options.to_proto(),
         timeout=timeout_s,

@@ -26,7 +26,7 @@ DEFAULT_GRPC_PORT = 50051
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code: 0, 1 for a failed request, 2 for a wrong set-up."""
+    """Run one command; returns its exit code: 0, 1 for a failed request, 2 for a wrong set-up."""
     args, unknown = build_parser().parse_known_args(argv)
     if unknown:  # argparse itself would blame the whole command line
         command: argparse.ArgumentParser = args.parser

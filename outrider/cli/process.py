@@ -54,7 +54,7 @@ class ServiceProcess:
         return self._process.pid
 
     async def start(self, deadline_s: float) -> dict[str, str]:
-        """Runs the child and returns what its ready line says.
+        """Run the child and returns what its ready line says.
 
         Raises `ConfigError` with the child's own last words if it ends instead, and
         `UnavailableError` if it is not ready in time (the child still runs then).
@@ -102,7 +102,7 @@ class ServiceProcess:
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends the child at once."""
+        """End the child at once."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:

@@ -35,7 +35,7 @@ STYLES: dict[int, tuple[str, Style, str]] = {
 
 
 def write_tokens(console: Console, tokens: Iterable[generation_pb2.OutputToken]) -> None:
-    """Writes tokens as they are, each in its kind's style: no wrapping, no escape sequences."""
+    """Write tokens as they are, each in its kind's style: no wrapping, no escape sequences."""
     for token in tokens:
         _, style, _ = STYLES.get(token.kind, STYLES[common_pb2.TOKEN_KIND_PLAIN])
         text = "".join(map(_printable, token.text))

@@ -67,7 +67,7 @@ class StackConfig:
 
 
 def check_tokenizers(config: StackConfig) -> None:
-    """Raises `ConfigError` if the draft model has another tokenizer than the target.
+    """Raise `ConfigError` if the draft model has another tokenizer than the target.
 
     Before anything is loaded, of models that are on disk; of others the scorer refuses it.
     """

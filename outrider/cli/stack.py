@@ -87,7 +87,7 @@ class Stack:
         await self.stop()
 
     async def wait_for_proposer(self) -> None:
-        """Returns once the scorer has its proposer, if there is to be one.
+        """Return once the scorer has its proposer, if there is to be one.
 
         A bounded time, because requests are served without it, too. Raises `ConfigError` if the
         scorer refuses it: that would not change.
@@ -167,7 +167,8 @@ class Stack:
 
     async def _start_gateway(self, scorer_address: str) -> dict[str, str]:
         """What its ready line says. Another stack that starts may have found the same ports free
-        and taken them first: then once more, with others."""
+        and taken them first: then once more, with others.
+        """
         while True:
             gateway = ServiceProcess(gateway_spec(self._config, scorer_address), self._relay)
             self._essential = [*self._essential[:1], gateway]
@@ -208,7 +209,7 @@ class Stack:
 
 
 def check_port(port: int, flag: str) -> None:
-    """Raises `ConfigError` if a port that was asked for is taken. 0 always passes."""
+    """Raise `ConfigError` if a port that was asked for is taken. 0 always passes."""
     if port and not _port_is_free(port):
         raise ConfigError(f"port {port} on {HOST} is taken: choose another {flag}, or 0 for any.")
 

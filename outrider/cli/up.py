@@ -14,7 +14,7 @@ from outrider.cli.stack import Stack
 
 
 def run_up(args: argparse.Namespace) -> int:
-    """Serves until SIGINT or SIGTERM; the one line on stdout says where."""
+    """Serve until SIGINT or SIGTERM; the one line on stdout says where."""
     return run_until_signal(_up(args))
 
 
@@ -71,13 +71,13 @@ def stack_config(
 
 
 def relay(name: str, line: str) -> None:
-    """Shows one line of a service on stderr."""
+    """Show one line of a service on stderr."""
     line = line.removeprefix(name).removeprefix(":").lstrip()  # it says its name itself
     print(f"{name:<8} | {line}", file=sys.stderr, flush=True)
 
 
 def run_until_signal(command: Coroutine[object, object, int]) -> int:
-    """Runs a command; SIGINT, SIGTERM and SIGHUP cancel it, which stops what it started.
+    """Run a command; SIGINT, SIGTERM and SIGHUP cancel it, which stops what it started.
 
     Returns its exit code, or 0 if a signal ended it: that is how these commands are stopped.
     """

@@ -190,7 +190,7 @@ class Follower:
     def commit(
         self, base_len: int, tokens: Sequence[int], num_draft_tokens: int
     ) -> Sequence[int] | None:
-        """Appends what is new in `tokens`, and returns it; None if they do not fit what is known.
+        """Append what is new in `tokens`, and returns it; None if they do not fit what is known.
 
         Nothing is new to a session that is silent, or falls silent with it.
         """

@@ -62,7 +62,7 @@ def count_block(
 
 
 def settle(policy: Policy, committed: Committed) -> tuple[Commit, ...]:
-    """Counts a step's rounds, and lets the policy learn from them; for each row once."""
+    """Count a step's rounds, and lets the policy learn from them; for each row once."""
     commits = tuple([_settle_row(policy, committed, *row) for row in committed.emitted])
     tokens = sum([len(commit.token_ids) for commit in commits])
     rows, counts = committed.step.rows, policy.counts

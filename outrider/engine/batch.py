@@ -58,7 +58,8 @@ class PackedBatch:
     @property
     def max_query_len(self) -> int:
         """At least the longest row's. Attention on a device chooses its kernels by it: all batches
-        that are not recorded take those of prompts, so that none is compiled while serving."""
+        that are not recorded take those of prompts, so that none is compiled while serving.
+        """
         return max(self.query_lens) if self.recorded else max(*self.query_lens, _PROMPT)
 
     @property
@@ -85,14 +86,14 @@ class Model(Protocol):
     def device(self) -> torch.device: ...
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """Writes the new keys and values and returns float32 logits [num_logits, vocab_size].
+        """Write the new keys and values and returns float32 logits [num_logits, vocab_size].
 
         The tensor may be reused by the next call.
         """
         ...
 
     def move_slots(self, source: Tensor, target: Tensor) -> None:
-        """Makes slots `target` int64 [n] hold what `source` [n] held before, in every layer.
+        """Make slots `target` int64 [n] hold what `source` [n] held before, in every layer.
 
         Where two targets are the same, so are their sources.
         """

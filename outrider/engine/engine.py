@@ -145,7 +145,7 @@ class Engine:
         return True
 
     def collect(self) -> bool:
-        """Waits for the step in flight and makes its result true.
+        """Wait for the step in flight and makes its result true.
 
         Without one it begins to send hidden states that can be sent without a step. True if
         there is something to tell: `take_events`, when the next step is on its way.
@@ -272,7 +272,7 @@ class Engine:
         *,
         method: str = "",
     ) -> BlockFate | None:
-        """Takes a validated block; None if the session is unknown or drafted for by another.
+        """Take a validated block; None if the session is unknown or drafted for by another.
 
         `arrived_at`, on the engine's clock: when it came, if not now. What it then waited for a
         step to end is no delay of the proposer's. `method` made it, for `RequestStats.by_method`.
@@ -315,7 +315,8 @@ class Engine:
 
     def drafted(self, seconds: float) -> None:
         """The late drafts of the step in flight were posted. They took so much longer than
-        `launch` was told."""
+        `launch` was told.
+        """
         self._note_blocks()
         if (flight := self._in_flight) is not None:
             draft_ms = flight.timings.draft_ms + seconds * 1e3
@@ -323,7 +324,7 @@ class Engine:
             self._in_flight = replace(flight, timings=timings)
 
     def fail_all(self, error: Exception) -> StepEvents:
-        """Ends every session with `error`; the engine can go on afterwards."""
+        """End every session with `error`; the engine can go on afterwards."""
         self._late = None
         if self._in_flight is not None:
             flight, self._in_flight = self._in_flight, None
@@ -342,11 +343,11 @@ class Engine:
         )
 
     def check_invariants(self) -> None:
-        """Raises `AssertionError` if the books do not agree. For tests."""
+        """Raise `AssertionError` if the books do not agree. For tests."""
         self._scheduler.check_invariants()
 
     def _settle(self) -> None:
-        """Counts what the last step made true and the blocks since, and makes events of it."""
+        """Count what the last step made true and the blocks since, and makes events of it."""
         self._note_blocks()
         if self._unsettled is not None:
             (committed, timings, result, commit_s), self._unsettled = self._unsettled, None

@@ -70,7 +70,7 @@ class Sequence:
         return self.page_hashes[:num_pages]
 
     def take_block(self, block: DraftTree, method: str = "") -> BlockFate:
-        """Walks a block by what was committed since, and keeps it if something is left below.
+        """Walk a block by what was committed since, and keeps it if something is left below.
 
         A block from an older base than the present draft's does not replace it, nor does a smaller
         one from the same: branches follow the chain that they belong to.
@@ -98,7 +98,7 @@ class Sequence:
         return self.edits_logits or not is_coupled(request) or request.top_logprobs is not None
 
     def commit(self, emitted: TokenIds, drafted: int) -> bool:
-        """Appends tokens and walks the draft by them. True if they fell off: a wrong guess.
+        """Append tokens and walks the draft by them. True if they fell off: a wrong guess.
 
         Of what a proposer guessed ahead, that is: where nothing past the draft of this round
         (`drafted` tokens were verified) had come yet, or none is asked for before this commit,

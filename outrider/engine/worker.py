@@ -63,7 +63,8 @@ class ColocatedProposer(Protocol):
 
     def rest(self, engine: Engine) -> None:
         """The next step is on its way: there is time for what nobody waits for, and to post the
-        drafts that it was launched without."""
+        drafts that it was launched without.
+        """
         ...
 
 
@@ -107,7 +108,7 @@ class EngineWorker:
     # Any thread.
 
     def start(self, timeout_s: float) -> EngineInfo:
-        """Builds the engine on its thread. Raises what `build` raised, or `DeadlineError`."""
+        """Build the engine on its thread. Raises what `build` raised, or `DeadlineError`."""
         self._thread.start()
         if not self._started.wait(timeout_s):
             raise DeadlineError(f"The engine was not ready within {timeout_s:.0f} s.")
@@ -144,13 +145,14 @@ class EngineWorker:
 
     def carry_out(self, work: _Work, session_id: int | None = None) -> None:
         """Has it done on the engine's thread, in order with all else; `session_id`: only while
-        that session has not ended."""
+        that session has not ended.
+        """
         with self._wakeup:
             if session_id is None or session_id in self._sessions:
                 self._push(work, session_id)
 
     def abort(self, session_id: int) -> None:
-        """Ends a session without further events. Unknown sessions are ignored."""
+        """End a session without further events. Unknown sessions are ignored."""
         with self._wakeup:
             if session_id in self._sessions:
                 self._sessions.discard(session_id)
@@ -220,7 +222,7 @@ class EngineWorker:
         return not self._stopping
 
     async def until_hung(self) -> None:
-        """Returns when a step hangs: the engine has broken down then."""
+        """Return when a step hangs: the engine has broken down then."""
         await self._watchdog.until_hung()
         self._break_down()
 
@@ -229,7 +231,7 @@ class EngineWorker:
         return self._snapshot
 
     def stop(self, timeout_s: float) -> None:
-        """Ends the thread after the step it is in; open sessions fail with `UnavailableError`.
+        """End the thread after the step it is in; open sessions fail with `UnavailableError`.
 
         Raises `DeadlineError` if the step takes longer than `timeout_s`.
         """

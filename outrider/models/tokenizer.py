@@ -55,7 +55,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Reads a folder in Hugging Face layout. Raises `ConfigError` naming what is missing."""
+        """Read a folder in Hugging Face layout. Raises `ConfigError` naming what is missing."""
         content = _read_tokenizer_json(folder)
         try:
             backend = BackendTokenizer.from_str(content)

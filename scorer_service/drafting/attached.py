@@ -118,7 +118,7 @@ class AttachedProposer:
 
 
 def check_hello(hello: draft_pb2.Hello, served: ServedModel) -> None:
-    """Raises `ProposerRefusedError` with the reasons of draft.proto, or `InvalidRequestError`."""
+    """Raise `ProposerRefusedError` with the reasons of draft.proto, or `InvalidRequestError`."""
     agreed_version(hello.protocol_version)
     for name in ("proposer_id", "max_sessions", "max_draft_tokens"):
         if not getattr(hello, name):

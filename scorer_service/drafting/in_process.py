@@ -77,7 +77,7 @@ class InProcessProposer:
         self._good = 0  # drafts since the last failure
 
     def build(self) -> None:
-        """Loads the method. Raises `ConfigError` and `UnsupportedModelError`."""
+        """Load the method. Raises `ConfigError` and `UnsupportedModelError`."""
         threads = torch.get_num_threads()
         with naming_flag():
             self._proposer, self._tokenizer_hash = self._build()
@@ -221,7 +221,7 @@ class InProcessProposer:
             self._wanting.pop(key, None)
 
     def _draft(self, engine: Engine, began: float) -> float:
-        """Posts what is wanted, made since `began`; returns when it was there."""
+        """Post what is wanted, made since `began`; returns when it was there."""
         round_ = self._proposer.draft([*self._wanting], NO_PACE)
         now = time.perf_counter()  # the same for all: they were drafted in one batch
         draft_us = round((now - began) * 1e6)
@@ -248,7 +248,8 @@ class InProcessProposer:
 
     def _expects(self, engine: Engine) -> bool:
         """Whether the next step can begin before the host has its drafts: they are on their way
-        to it on the device, and are told when it has begun."""
+        to it on the device, and are told when it has begun.
+        """
         trailer = self._proposer
         if not self._wanting or not isinstance(trailer, AsyncProposer):
             return False

@@ -20,7 +20,7 @@ from scorer_service.sessions import Session
 def attach(
     hub: Hub, worker: EngineWorker, proposer: InProcessProposer, served: ServedModel
 ) -> None:
-    """Gives it to the roster. Raises `ConfigError` if it does not fit."""
+    """Give it to the roster. Raises `ConfigError` if it does not fit."""
     hello = proposer.hello(served)
     if hello.HasField("features"):
         hub.roster.projections.note(features_from_proto(hello.features))

@@ -149,7 +149,7 @@ class Outbox:
             self._tell(session, length)
 
     def _tell(self, session: Session, base_len: int) -> None:
-        """Sends all that the session has committed since `base_len`, which was told last."""
+        """Send all that the session has committed since `base_len`, which was told last."""
         tokens, k = session.committed[base_len:], session.num_draft_tokens
         self._batch.commits.add(
             session=session.id,
@@ -181,7 +181,7 @@ class Outbox:
         self._grow(0)
 
     async def take(self) -> SessionMessage:
-        """Waits until something was put, and takes all of it, but of prompts' states a part."""
+        """Wait until something was put, and takes all of it, but of prompts' states a part."""
         await self._wake.wait()
         # A session's Open goes before its rows.
         prompts_next = self._turn_of_prompts and not self._batch.opens

@@ -90,7 +90,7 @@ class Projections:
         requests: AsyncIterator[draft_pb2.DraftRequest],
         in_use: Callable[[], Iterable[bytes]],
     ) -> None:
-        """Reads the chunks of a matrix, checks it and gives it to the engine.
+        """Read the chunks of a matrix, checks it and gives it to the engine.
 
         `in_use` tells the digests that attached proposers need. Raises what the stream should end
         with.

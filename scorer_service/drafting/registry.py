@@ -52,7 +52,7 @@ class ProposerRegistry:
         return tuple(self._proposers.values())
 
     def attach(self, hello: draft_pb2.Hello, told: Recipient | None = None) -> AttachedProposer:
-        """Takes on a proposer; one of the same id that is still attached is replaced.
+        """Take on a proposer; one of the same id that is still attached is replaced.
 
         It is `told` of its sessions, or by messages that wait in its outbox. Running sessions
         without a proposer are opened on it. Raises `ProposerRefusedError` or
@@ -80,7 +80,7 @@ class ProposerRegistry:
     async def complete(
         self, proposer: AttachedProposer, requests: AsyncIterator[draft_pb2.DraftRequest]
     ) -> None:
-        """Reads the projection that the proposer was asked for; then it may have sessions."""
+        """Read the projection that the proposer was asked for; then it may have sessions."""
         assert proposer.features is not None
         await self.projections.receive(
             proposer.features,
@@ -123,7 +123,8 @@ class ProposerRegistry:
 
     def on_lost(self, proposer: AttachedProposer, lost: draft_pb2.Lost) -> None:
         """It evicted a session, which is opened anew, here or elsewhere, a few times at most; or it
-        has no room: then it is given no more than it has, for a while."""
+        has no room: then it is given no more than it has, for a while.
+        """
         session = proposer.sessions.get(lost.session)
         if session is None or session.epoch != lost.epoch:
             return
@@ -141,7 +142,7 @@ class ProposerRegistry:
             self._offer(proposer, 2)
 
     def probe(self) -> None:
-        """Tries one session more on each proposer that had no room a while ago."""
+        """Try one session more on each proposer that had no room a while ago."""
         for proposer in self._proposers.values():
             limited = proposer.limit < proposer.max_sessions
             if limited and proposer.full_until <= self._now():
@@ -198,7 +199,7 @@ class ProposerRegistry:
         )
 
     def assign(self, session: Session) -> None:
-        """Gives a session without a proposer one, or notes that it wants one."""
+        """Give a session without a proposer one, or notes that it wants one."""
         proposer = self._pick(session)
         if proposer is None:
             self._undrafted[session.id] = session
@@ -225,7 +226,7 @@ class ProposerRegistry:
             )
 
     def assign_undrafted(self) -> None:
-        """Gives the sessions without a proposer one, as far as there is room.
+        """Give the sessions without a proposer one, as far as there is room.
 
         The oldest first, whenever they lost theirs: they are those that run.
         """
@@ -242,13 +243,13 @@ class ProposerRegistry:
             self.assign_undrafted()
 
     def _release(self, proposer: AttachedProposer, session: Session) -> None:
-        """Takes a session from its proposer. The engine is not told."""
+        """Take a session from its proposer. The engine is not told."""
         session.proposer = None
         del proposer.sessions[session.id]
         proposer.outbox.close(session)
 
     def reassign(self, session: Session) -> None:
-        """Moves a session to another proposer or to a new epoch on the same one, or to none."""
+        """Move a session to another proposer or to a new epoch on the same one, or to none."""
         if session.proposer is not None:
             self._release(session.proposer, session)
         self.assign(session)

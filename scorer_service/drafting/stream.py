@@ -32,7 +32,7 @@ async def serve_proposer(
     shared: Path | None,
     data_port: DataPort | None,
 ) -> None:
-    """Runs one stream until either side ends it. Raises the error that it should end with.
+    """Run one stream until either side ends it. Raises the error that it should end with.
 
     `shared` is the folder in which a proposer's row ring may lie.
     """

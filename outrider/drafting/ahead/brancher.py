@@ -88,7 +88,7 @@ class Brancher:
         return branching
 
     def lengthen(self, states: Sequence[DraftState]) -> None:
-        """Finds the candidates at the ends of the branches of `states`, which were pushed.
+        """Find the candidates at the ends of the branches of `states`, which were pushed.
 
         Without it nothing is known of what follows a draft that is accepted as a whole, but how
         the likeliest text goes on.
@@ -192,7 +192,7 @@ class _Joint:
         return Forks(forks.candidates[n:], forks.gaps[n:])
 
     def hand_out(self) -> None:
-        """Gives the rows what was drafted for them: a guess more than is fed."""
+        """Give the rows what was drafted for them: a guess more than is fed."""
         assert self.drafted is not None
         chains: list[list[int]] = self.drafted.chains.tolist()
         for i, (row, chain) in enumerate(zip(self._rows, chains, strict=True)):

@@ -97,7 +97,7 @@ class ForkDrafter(Protocol):
         fanout: int,
         copies: Sequence[tuple[int, int]] = (),
     ) -> Forks:
-        """Copies pages (source, target), feeds `slices`, drafts `num_tokens` after each.
+        """Copy pages (source, target), feeds `slices`, drafts `num_tokens` after each.
 
         Page tables cover `num_tokens` more than the slices. Sources are read before any target is
         written. Raises what the model raises.
@@ -109,7 +109,7 @@ class BranchingModel(Model, Protocol):
     """A model whose pages can be copied."""
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Makes pages `target` int64 [n] hold the keys and values of `source` [n]."""
+        """Make pages `target` int64 [n] hold the keys and values of `source` [n]."""
         ...
 
 
@@ -132,7 +132,7 @@ class EagerForks:
         return draft_forks(self._model, slices, sampling, num_tokens, fanout)
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies pages (source, target)."""
+        """Copy pages (source, target)."""
         if copies:
             pages = torch.tensor(copies).to(self._model.device, non_blocking=True)
             self._model.copy_pages(pages[:, 0], pages[:, 1])
@@ -189,7 +189,7 @@ def draft_branches(
 def lengthen(
     drafter: ForkDrafter, branches: Sequence[tuple[Trunk, DraftedBranch]], fanout: int
 ) -> Forks:
-    """Feeds the last token of each branch's guess, and finds what may follow it; once for each.
+    """Feed the last token of each branch's guess, and finds what may follow it; once for each.
 
     Of the branch that comes true the guess is in the cache then, and its candidates go on with
     these: [branches, 1, F].

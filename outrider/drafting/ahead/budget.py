@@ -120,7 +120,7 @@ def _plan(
     best: Floats,
     outcomes: Ints,
 ) -> None:
-    """Fills `best` [sessions, B], which is zeros, and `outcomes` [sessions, B]."""
+    """Fill `best` [sessions, B], which is zeros, and `outcomes` [sessions, B]."""
     first, num_ranks = 0, chances.shape[1]
     for i in range(len(sizes)):
         end = sizes[i] - 1

@@ -123,7 +123,7 @@ class Outcomes:
         self._noted.append((candidates, gaps, truth, hit))
 
     def _count(self) -> None:
-        """Takes in what was noted: per place up to the first where the draft was wrong."""
+        """Take in what was noted: per place up to the first where the draft was wrong."""
         if not self._noted:
             return
         gaps: list[NDArray[np.float32]] = []

@@ -31,7 +31,7 @@ _SUFFIX_FLAGS = {
 
 
 def add_method_flags(parser: argparse.ArgumentParser, device: str) -> None:
-    """Adds them, each with its default; `device`: where models draft unless it is said."""
+    """Add them, each with its default; `device`: where models draft unless it is said."""
     ngram, draft, suffix = NgramConfig(), DraftModelConfig(), SuffixSettings()
     add = parser.add_argument
     add(

@@ -19,7 +19,8 @@ _COMPARED = 64  # tokens of the output's end
 
 class DeterministicProposer(CopyingProposer):
     """Drafts the advice's next tokens, as many as are wanted: where it is right, it is right for
-    long."""
+    long.
+    """
 
     def __init__(self, *, max_draft_tokens: int = 128, **limits: Unpack[Limits]) -> None:
         super().__init__("deterministic", max_draft_tokens=max_draft_tokens, **limits)

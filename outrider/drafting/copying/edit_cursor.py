@@ -148,7 +148,7 @@ class EditCursor:
         return True
 
     def _search(self) -> None:
-        """Looks for the place that the output's last tokens come from.
+        """Look for the place that the output's last tokens come from.
 
         The more tokens agree, the better, and the less a place drifts: as much of the original
         should have passed as was written instead.
@@ -181,7 +181,7 @@ class EditCursor:
             self._limit = _GROPING if len(pending) <= _SHORT else 0
 
     def _learn(self, removed: TokenIds, inserted: TokenIds) -> None:
-        """Expects a short replacement to recur, and an insertion that begins as this one did."""
+        """Expect a short replacement to recur, and an insertion that begins as this one did."""
         if not removed and 1 < len(inserted) < _MAX_PENDING:
             self._insertions = (inserted, *self._insertions[: _MAX_INSERTIONS - 1])
         if 0 < len(removed) <= _MAX_EDIT and 0 < len(inserted) <= _MAX_EDIT:

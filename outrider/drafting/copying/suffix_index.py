@@ -1,5 +1,6 @@
 """Texts in which the continuations of a context are found, growing at one end, shrinking at the
-other."""
+other.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class SuffixIndex:
         self._begin(tokens)
 
     def _begin(self, tokens: Sequence[int] | Ints) -> None:
-        """Holds just these, in new arrays."""
+        """Hold just these, in new arrays."""
         self._start = self._end = 0  # of the places that count
         room = _room(len(tokens))
         self._tokens: Ints = np.empty(room, np.int32)

@@ -58,7 +58,7 @@ class LlamaChains:
         return False
 
     def draft(self, slices: Sequence[RowSlice], ready: Sequence[ReadyRow]) -> list[list[int]]:
-        """Feeds the rows' tokens and drafts their chains, as `draft_chains` does."""
+        """Feed the rows' tokens and drafts their chains, as `draft_chains` does."""
         tokens = [token for row in slices for token in row.token_ids]
         positions = [row.start + i for row in slices for i in range(len(row.token_ids))]
         rows = [i for i, row in enumerate(slices) for _ in row.token_ids]

@@ -77,7 +77,7 @@ def draft(
     wanted: Ints,  # [num_rows], largest first, at least 1
     draws: Draws,
 ) -> Ints:
-    """Feeds the tokens, then drafts `wanted` tokens a row: [num_rows, max wanted].
+    """Feed the tokens, then drafts `wanted` tokens a row: [num_rows, max wanted].
 
     Every row has a token in `fed`. What lies beyond a row's `wanted` is undefined.
     """
@@ -231,7 +231,7 @@ def _attend(
 
 @compiled
 def _exp(x: _Float) -> _Float:
-    """e to the power of x <= 88, within 2 units in the last place: vectorises, as a call does not.
+    """E to the power of x <= 88, within 2 units in the last place: vectorises, as a call does not.
 
     x = n ln 2 + r; the polynomial is Cephes'.
     """
@@ -262,7 +262,7 @@ def _rms_norm(x: Floats, weight: Floats, eps: float, out: Floats) -> None:
 
 @compiled
 def _store(qkv: Floats, bias: Floats, weights: Weights, pool: Floats, fed: Fed, token: int) -> None:
-    """Adds the bias to one token's qkv, rotates queries and keys, and stores keys and values."""
+    """Add the bias to one token's qkv, rotates queries and keys, and stores keys and values."""
     num_stored, _, page_size, dim = pool.shape
     position = fed.positions[token]
     page = fed.block_tables[fed.rows[token], position // page_size]

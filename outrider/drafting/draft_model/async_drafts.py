@@ -50,7 +50,8 @@ class AsyncProposer(Protocol):
 
     def can_launch_after_verify(self, sessions: Sequence[SessionKey]) -> DeviceDrafts | None:
         """Where the device will have what the next `draft` says of `sessions`, to which what was
-        committed has been told; None: not of all of them."""
+        committed has been told; None: not of all of them.
+        """
         ...
 
 
@@ -153,7 +154,7 @@ class AsyncDrafts:
         return DeviceDrafts(trail.drafted.tokens, found, lengths)
 
     def take(self, states: Sequence[DraftState]) -> dict[DraftState, DraftTree]:
-        """Waits for the drafts, and hands out those of `states`, of which the cache has them."""
+        """Wait for the drafts, and hands out those of `states`, of which the cache has them."""
         trail, self._trail = self._trail, None
         if trail is None:
             return {}

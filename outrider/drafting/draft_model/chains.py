@@ -49,18 +49,18 @@ class ChainDrafter(Protocol):
         ...
 
     def draft(self, slices: Sequence[RowSlice], ready: Sequence[ReadyRow]) -> list[list[int]]:
-        """Feeds `slices`, then drafts a chain for each; `ready` are as many."""
+        """Feed `slices`, then drafts a chain for each; `ready` are as many."""
         ...
 
     def feed(self, slices: Sequence[RowSlice]) -> bool:
-        """Feeds rows that no draft is wanted for; False if there is no faster way."""
+        """Feed rows that no draft is wanted for; False if there is no faster way."""
         ...
 
 
 def draft_chains(
     model: DraftForward, slices: Sequence[RowSlice], ready: Sequence[ReadyRow], lead: int = 1
 ) -> list[list[int]]:
-    """Feeds `slices`, then drafts a chain for each of `ready`, which are the first of them.
+    """Feed `slices`, then drafts a chain for each of `ready`, which are the first of them.
 
     `ready` is ordered by `wanted`, largest first, and page tables must cover
     length + wanted - lead tokens. `lead` is how far a drawn token is from the position that it was
@@ -147,7 +147,7 @@ def draft_forks(
     num_tokens: int,
     fanout: int,
 ) -> Forks:
-    """Feeds `slices`, then drafts `num_tokens` after each, with `fanout` candidates per place.
+    """Feed `slices`, then drafts `num_tokens` after each, with `fanout` candidates per place.
 
     The last token of a chain is fed, too: page tables must cover `num_tokens` more than the
     slices. No token comes to the host before the end.
@@ -214,7 +214,7 @@ class _Steps:
             self._sampling = SamplingBatch.build(params, lengths, device, [lane] * num_rows)
 
     def batch(self, tokens: Tensor, step: int) -> PackedBatch:
-        """Feeds the tokens [rows] that were drawn at `step` - 1."""
+        """Feed the tokens [rows] that were drawn at `step` - 1."""
         n = self._num_rows[step]
         return PackedBatch(
             input_ids=tokens[:n],
@@ -243,7 +243,7 @@ class _Steps:
         return logits
 
     def follow(self, tokens: Tensor) -> None:
-        """Moves the masks by the tokens [rows] that were drawn; waits for them if there are any."""
+        """Move the masks by the tokens [rows] that were drawn; waits for them if there are any."""
         if self._masks:
             drawn = tokens.tolist()
             for i, mask in self._masks:

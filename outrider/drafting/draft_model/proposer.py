@@ -135,7 +135,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
         return done
 
     def launch_after_verify(self, rows: Sequence[AsyncRow], verify_output: Tensor) -> None:
-        """Implements `AsyncProposer`."""
+        """Implement `AsyncProposer`."""
         if self._trails is None:
             return
         self._trails.take(())  # nobody asked for those behind the step before
@@ -150,7 +150,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
             self._trails.launch(trailing, verify_output, self._page_size)
 
     def can_launch_after_verify(self, sessions: Sequence[SessionKey]) -> DeviceDrafts | None:
-        """Implements `AsyncProposer`."""
+        """Implement `AsyncProposer`."""
         states = [state for key in sessions if (state := self._sessions.get(key)) is not None]
         if self._trails is None or len(states) < len(sessions):
             return None
@@ -170,7 +170,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
         return DraftRound(trees=trees, forward_s=self._clock() - started)
 
     def check_invariants(self) -> None:
-        """Raises `AssertionError` unless pages and sessions agree."""
+        """Raise `AssertionError` unless pages and sessions agree."""
         states = self._sessions.values()
         branches = [branch.pages for state in states for branch in state.ahead.branches]
         self._pool.check_invariants([*(state.block_table for state in states), *branches])
@@ -203,7 +203,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
         self._unpublished.clear()
 
     def _run(self, rows: list[DraftRow], done: DraftRound, pace: Pace) -> float:
-        """Feeds and drafts; returns how long it took."""
+        """Feed and drafts; returns how long it took."""
         started = self._clock()
         forked: list[DraftRow] = []
         sampled: list[DraftRow] = []
@@ -287,7 +287,8 @@ class DraftModelProposer(SessionMethod[DraftState]):
 
     def _put_off_prompts(self, rows: list[DraftRow], done: DraftRound) -> list[DraftRow]:
         """Without the prompts, if others only wait for a draft: these have it sooner, and while it
-        is verified the prompts are processed. For one round."""
+        is verified the prompts are processed. For one round.
+        """
         short = [row for row in rows if row.num_tokens <= _SHORT]
         self._put_off = 0 < len(short) < len(rows) and not self._put_off
         if not self._put_off:
@@ -297,7 +298,8 @@ class DraftModelProposer(SessionMethod[DraftState]):
 
     def _reserve(self, row: DraftRow) -> bool:
         """Pages for the text and what the round writes past it, at the cost of branches and of idle
-        sessions; without them the session is lost, before any of its prompt is processed."""
+        sessions; without them the session is lost, before any of its prompt is processed.
+        """
         length = len(row.state.follower.tokens)
         num_tokens = length + max((row.num_forked or row.wanted) - 1, 0)
         while not row.state.cover(self._pool, num_tokens, self._page_size):

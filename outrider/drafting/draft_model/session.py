@@ -67,7 +67,7 @@ class Lookahead:
     def _take_branch(
         self, pool: BlockPool, block_table: MutableSequence[int], fresh: Sequence[int]
     ) -> None:
-        """Makes the branch that `fresh` takes part of the line; the others are dropped."""
+        """Make the branch that `fresh` takes part of the line; the others are dropped."""
         on_line = common_prefix_len(fresh, self.line)
         taken = (on_line, fresh[on_line]) if on_line < len(fresh) else self.end
         branches, beyond = self.branches, self.beyond
@@ -155,7 +155,7 @@ class DraftState(PageCache):
         self.computed += ahead.follow(pool, self.block_table, fresh)
 
     def settle(self, pool: BlockPool) -> int:
-        """Gives up what was guessed; returns how many committed tokens are to be fed.
+        """Give up what was guessed; returns how many committed tokens are to be fed.
 
         At least one: the last token's logits are what the draft begins with.
         """
@@ -214,7 +214,7 @@ class DraftState(PageCache):
         return tree
 
     def drop(self, pool: BlockPool) -> None:
-        """Gives up all that is held beside the text."""
+        """Give up all that is held beside the text."""
         self.ahead.drop(pool)
         super().drop(pool)
         if self.mask is not None:

@@ -131,7 +131,7 @@ class DraftModelLoops:
         return Forks(candidates, gaps)
 
     def feed(self, slices: Sequence[RowSlice]) -> bool:
-        """Feeds rows that no draft is wanted for; False if no recorded forward holds them."""
+        """Feed rows that no draft is wanted for; False if no recorded forward holds them."""
         return self._forwards is not None and self._forwards.feed(slices)
 
     def _loop(self, shape: LoopShape) -> Tensor:

@@ -173,7 +173,7 @@ class LoopInputs:
         sampling: Sequence[SamplingParams],
         copies: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Writes the rows and enqueues the copy to the device; nothing may be copying meanwhile."""
+        """Write the rows and enqueues the copy to the device; nothing may be copying meanwhile."""
         no_page = array("i", [self._scratch_page])
         longest = max([row.start + len(row.token_ids) for row in slices], default=1)
         num_pages = -(-(longest + shape.num_fed) // self._page_size)

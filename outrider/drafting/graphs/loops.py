@@ -96,7 +96,7 @@ class CapturedLoops:
         eager: Callable[[Numbered], list[Draft]],
         load: Callable[[Numbered], None] | None = None,
     ) -> list[Draft]:
-        """Feeds `slices`, then makes a draft for each of `ready`, which are the first of them.
+        """Feed `slices`, then makes a draft for each of `ready`, which are the first of them.
 
         `read` makes them of what a loop left, and of how many tokens each row wanted. `feed` is
         told before what no loop catches up; `load`, which rows run next: it brings what they need
@@ -275,7 +275,7 @@ class _Output:
             self._done.record()
 
     def read(self, shape: tuple[int, ...]) -> NDArray[np.int32]:
-        """Waits for what was sent; a copy."""
+        """Wait for what was sent; a copy."""
         size = math.prod(shape)
         if self._done is not None:
             self._done.synchronize()

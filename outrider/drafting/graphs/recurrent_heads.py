@@ -40,7 +40,7 @@ class FeatureRows:
         self._device = torch.zeros(num_rows, width, dtype=torch.bfloat16, device=device)
 
     def fill(self, rows: Sequence[Tensor]) -> None:
-        """Writes bfloat16 [any, width] each and enqueues the copy; nothing may be copying."""
+        """Write bfloat16 [any, width] each and enqueues the copy; nothing may be copying."""
         end = sum(map(len, rows))
         torch.cat(list(rows), out=self._host[:end])
         self._device[:end].copy_(self._host[:end], non_blocking=True)

@@ -1,5 +1,6 @@
 """Reads checkpoint folders tensor by tensor: those of draft modules, and what they share with the
-target's."""
+target's.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ class Checkpoint:
         return found
 
     def check_all_taken(self, ignored: Iterable[str] = ()) -> None:
-        """Raises `ConfigError` if tensors were left: the module would compute something else."""
+        """Raise `ConfigError` if tensors were left: the module would compute something else."""
         left = sorted(
             name
             for name in self.names - self._taken - set(ignored)

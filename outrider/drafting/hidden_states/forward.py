@@ -31,7 +31,7 @@ class HeadForward:
         return self._head.device
 
     def forward(self, batch: PackedBatch, sources: Tensor | None = None) -> Tensor:
-        """Writes keys and values; logits [num_logits, vocab_size].
+        """Write keys and values; logits [num_logits, vocab_size].
 
         Each token goes on from what the forward before put out for one of its logits: `sources`
         int64 [tokens] says which, None: the first token from the first, and so on.

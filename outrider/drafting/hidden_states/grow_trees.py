@@ -34,7 +34,7 @@ def max_fed_nodes(num_nodes: int, width: int, *, recorded: bool = False) -> int:
 def draft_trees(
     forward: HeadForward, slices: Sequence[RowSlice], ready: Sequence[ReadyRow], width: int
 ) -> list[Nodes]:
-    """Feeds `slices`, then drafts a tree of `wanted` nodes for each of `ready`, the first of them.
+    """Feed `slices`, then drafts a tree of `wanted` nodes for each of `ready`, the first of them.
 
     At most `width` nodes of a level get children, `width` each; page tables must cover
     `max_fed_nodes` more than the slices. Trees do not depend on those beside them.

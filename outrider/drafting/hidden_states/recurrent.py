@@ -133,14 +133,15 @@ class RecurrentProposer(FeatureMethod):
         return done
 
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:  # noqa: ARG002
-        """Feeds rows of sessions of which no draft is asked, as where another method drafts: they
-        would pile up, and the first draft that is asked for would have to wait for all of them."""
+        """Feed rows of sessions of which no draft is asked, as where another method drafts: they
+        would pile up, and the first draft that is asked for would have to wait for all of them.
+        """
         if rows := self._plan_unasked():
             self._run(rows, DraftRound())
         return DraftRound()
 
     def check_invariants(self) -> None:
-        """Raises `AssertionError` unless pages, rows and sessions agree."""
+        """Raise `AssertionError` unless pages, rows and sessions agree."""
         assert self._caches.keys() == self._sessions.keys()
         self._pool.check_invariants([cache.block_table for cache in self._caches.values()])
         for key, cache in self._caches.items():
@@ -150,7 +151,7 @@ class RecurrentProposer(FeatureMethod):
             assert state.first <= cache.computed or state.first == state.end
 
     def _run(self, rows: list[HeadRow], done: DraftRound) -> float:
-        """Feeds and drafts; returns how long it took."""
+        """Feed and drafts; returns how long it took."""
         started = time.perf_counter()
         trees = [row for row in rows if not row.chain]
         chains = [row for row in rows if row.chain and not row.sampled]
@@ -247,7 +248,8 @@ class RecurrentProposer(FeatureMethod):
 
     def _reserve_text(self, row: HeadRow) -> bool:
         """Pages for all of the text and what the round writes past it, at the cost of idle
-        sessions; without them the session is lost, before any of its prompt is fed."""
+        sessions; without them the session is lost, before any of its prompt is fed.
+        """
         while not row.cache.cover(self._pool, row.length - 1 + row.num_guessed, self._page_size):
             if not self._makes_room(row.state.key):
                 return False

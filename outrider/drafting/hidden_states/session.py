@@ -79,7 +79,7 @@ class FeatureSession:
         return self.end - self.first
 
     def add(self, start: int, rows: Tensor) -> bool:
-        """Appends what is new of `rows` [n, width], from position `start`; False for a gap."""
+        """Append what is new of `rows` [n, width], from position `start`; False for a gap."""
         if start > self.end:
             return False
         fresh = rows[self.end - start :]
@@ -104,7 +104,7 @@ class FeatureSession:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def forget(self, before: int) -> None:
-        """Drops the rows of positions below `before`."""
+        """Drop the rows of positions below `before`."""
         while self._chunks and self.first < before:
             chunk = self._chunks[0]
             dropped = min(len(chunk), before - self.first)
@@ -116,7 +116,7 @@ class FeatureSession:
             self._held.count -= dropped
 
     def drop(self) -> None:
-        """Gives up all that is held beside the text."""
+        """Give up all that is held beside the text."""
         self.forget(self.end)
         if self.mask is not None:
             self.mask.close()

@@ -45,7 +45,7 @@ class AttentionTraits:
 
 
 def attention_traits(model: nn.Module, page_size: int) -> AttentionTraits:
-    """Reads them from a loaded `transformers` model."""
+    """Read them from a loaded `transformers` model."""
     parts: Any = model
     config = parts.config.get_text_config(decoder=True)
     return AttentionTraits(

@@ -112,7 +112,7 @@ class RowGroup:
 
 
 def split_by_context(rows: Sequence[int], context_lens: Sequence[int]) -> list[tuple[int, ...]]:
-    """Groups of rows of similar context, so that short ones are not padded to the longest.
+    """Group of rows of similar context, so that short ones are not padded to the longest.
 
     A group is cut in two where that saves the most keys, as long as it saves enough of them.
     """
@@ -160,7 +160,7 @@ class RowGroups:
         return restore
 
     def restore(self, parts: list[Tensor]) -> Tensor:
-        """Joins the groups' outputs [tokens, ...] in the order of the batch."""
+        """Join the groups' outputs [tokens, ...] in the order of the batch."""
         if self._restore is None:
             return parts[0]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -92,7 +92,7 @@ class MemoryBudget:
         return max(0, self.kv_cache // self.page_bytes - 1)
 
     def check(self, max_model_len: int) -> None:
-        """Raises `ConfigError` unless one request of `max_model_len` tokens fits."""
+        """Raise `ConfigError` unless one request of `max_model_len` tokens fits."""
         tokens = self.num_pages * self.page_size
         if tokens >= max_model_len:
             return
@@ -128,7 +128,7 @@ def measure_activations(
 def claim_activations(
     model: PagedModel, draw: Sample, *, max_num_seqs: int, max_num_batched_tokens: int
 ) -> None:
-    """Runs the largest eager steps, so that the allocator keeps from the start what they take.
+    """Run the largest eager steps, so that the allocator keeps from the start what they take.
 
     Else memory would grow while serving, and what does not fit beside a KV cache of a given size
     would be found out then. Raises `ConfigError`. The model's pages hold nothing afterwards, and

@@ -201,7 +201,7 @@ class DecodeInputs:
         )
 
     def fill(self, rows: Sequence[ScheduledRow], bucket: Bucket) -> bool:
-        """Writes a step's rows, and inert ones after them, to the host's buffer.
+        """Write a step's rows, and inert ones after them, to the host's buffer.
 
         Nothing may be copying from it. Returns whether drawing takes more than is recorded.
         """
@@ -297,7 +297,7 @@ class DecodeInputs:
         self._keys[i] = constants.keys
 
     def _grow(self, i: int, constants: _Constants) -> None:
-        """Takes in what was appended to the table of the row at place i."""
+        """Take in what was appended to the table of the row at place i."""
         # Trees may reach beyond the longest context, and are not recorded then.
         known, length = constants.num_pages, min(len(constants.table), self._sizes.table_width)
         constants.pages[known:length] = constants.table[known:length]

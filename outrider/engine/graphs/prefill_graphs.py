@@ -26,7 +26,7 @@ class LayeredModel(Model, Protocol):
         ...
 
     def hidden(self, batch: PackedBatch) -> Tensor:
-        """Writes the new keys and values and returns what `head` takes: [tokens, hidden]."""
+        """Write the new keys and values and returns what `head` takes: [tokens, hidden]."""
         ...
 
     def head(self, hidden: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ class PrefillInputs:
         )
 
     def fill(self, rows: Sequence[RowSlice], bucket: PrefillBucket) -> Tensor:
-        """Writes rows that the bucket holds, and enqueues their copy to the device.
+        """Write rows that the bucket holds, and enqueues their copy to the device.
 
         The forward before must have read its own. Returns which tokens get logits: int64
         [num_logits], on the host.

@@ -24,7 +24,7 @@ class TreeViews:
     def plant(
         self, rows: Sequence[RowSlice], seq_lens: NDArray[Any], positions: NDArray[Any]
     ) -> None:
-        """Writes the rows' trees, chains as trees of which nothing is hidden.
+        """Write the rows' trees, chains as trees of which nothing is hidden.
 
         `seq_lens` [rows] and `positions` [rows, query_len] are the bucket's: the nodes' positions
         are put right.

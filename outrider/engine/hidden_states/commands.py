@@ -40,7 +40,7 @@ class HiddenStateCommands:
             self._push(command, wakes=window.short)
 
     def put_projection(self, spec: FeatureSpec, matrix: bytearray) -> Future[None]:
-        """Keeps a projection on the device; done when it is there, or with what was raised."""
+        """Keep a projection on the device; done when it is there, or with what was raised."""
         done: Future[None] = Future()
 
         def command(engine: Engine) -> None:

@@ -110,7 +110,7 @@ class HiddenStateStreams:
         window.short = False
 
     def put_projection(self, spec: FeatureSpec, matrix: bytearray) -> None:
-        """Keeps a matrix on the device. Raises what the device raises if it has no room."""
+        """Keep a matrix on the device. Raises what the device raises if it has no room."""
         tensor = torch.frombuffer(matrix, dtype=torch.bfloat16)
         shape = (spec.projection_dim, spec.captured_width)
         self._projections[spec.projection_sha256] = tensor.view(shape).to(self._pool.rows.device)
@@ -209,7 +209,7 @@ class HiddenStateStreams:
         return parts
 
     def _take_ahead(self, ahead: _Copy, parts: list[_Part]) -> list[_Part]:
-        """Takes of `parts` what was read ahead, which begins where they do; the others."""
+        """Take of `parts` what was read ahead, which begins where they do; the others."""
         read = {part.stream: at for part, at in ahead.parts}
         taken = [(part, read[part.stream]) for part in parts if part.stream in read]
         if taken:
@@ -253,7 +253,7 @@ class HiddenStateStreams:
 
 
 def _on_host(copy: _Copy) -> list[FeatureRows]:
-    """Waits for a copy."""
+    """Wait for a copy."""
     if copy.done is not None:
         copy.done.synchronize()
     data = copy.rows.view(torch.uint8).flatten().numpy().data  # it keeps the copy alive

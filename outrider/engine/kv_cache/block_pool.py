@@ -24,8 +24,9 @@ def extend_hashes(
     page_size: int,
     lead: int = 0,
 ) -> None:
-    """Appends what is missing of the keys of the first `num_pages` pages of a text, whose row p is
-    a function of the tokens up to p + `lead`."""
+    """Append what is missing of the keys of the first `num_pages` pages of a text, whose row p is
+    a function of the tokens up to p + `lead`.
+    """
     root = page_hash(ROOT_HASH, token_ids[:lead]) if lead else ROOT_HASH
     for i in range(len(hashes), num_pages):
         start = i * page_size + lead
@@ -79,14 +80,14 @@ class BlockPool:
         return sum(self._refs[page] == 0 for page in pages)
 
     def share(self, pages: Iterable[int]) -> None:
-        """Takes a reference to each of `pages`, which `match` returned."""
+        """Take a reference to each of `pages`, which `match` returned."""
         for page in pages:
             if self._refs[page] == 0:
                 del self._cached[page]
             self._refs[page] += 1
 
     def publish(self, page: int, key: PageHash) -> None:
-        """Makes a full page findable. Only after the forward that wrote it was committed.
+        """Make a full page findable. Only after the forward that wrote it was committed.
 
         If another page has the same contents already, this one stays private.
         """
@@ -95,7 +96,7 @@ class BlockPool:
             self._hash_of[page] = key
 
     def release(self, pages: Sequence[int]) -> None:
-        """Drops a reference to each page of a block table.
+        """Drop a reference to each page of a block table.
 
         From the last page to the first, so that a prefix outlives its continuations.
         """
@@ -108,7 +109,7 @@ class BlockPool:
                     self._blank.append(page)
 
     def check_invariants(self, block_tables: Iterable[Sequence[int]]) -> None:
-        """Raises `AssertionError` unless the books agree with the sequences' block tables."""
+        """Raise `AssertionError` unless the books agree with the sequences' block tables."""
         references = Counter(page for table in block_tables for page in table)
         free = self._blank + list(self._cached)
         assert len(free) == len(set(free)), "a page is free twice"

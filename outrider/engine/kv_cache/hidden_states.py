@@ -26,7 +26,7 @@ class HiddenStatePool:
         self.resize(num_pages)
 
     def resize(self, num_pages: int) -> None:
-        """Holds `num_pages` pages from now on, of zeros."""
+        """Hold `num_pages` pages from now on, of zeros."""
         self.rows = zeros(
             num_pages * self.page_size,
             self.spec.captured_width,
@@ -40,13 +40,13 @@ class HiddenStatePool:
         return self.spec.row_bytes
 
     def enter(self, layer: int, slots: Tensor, hidden: Tensor) -> None:
-        """Keeps `hidden` [n, hidden_size], which enters `layer`, in `slots` [n], if it is asked."""
+        """Keep `hidden` [n, hidden_size], which enters `layer`, in `slots` [n], if it is asked."""
         column = self._columns.get(layer)
         if column is not None:
             self._write(column, slots, hidden)
 
     def final(self, slots: Tensor, normed: Tensor) -> None:
-        """Keeps what left the final norm, [n, hidden_size], in `slots` [n]."""
+        """Keep what left the final norm, [n, hidden_size], in `slots` [n]."""
         assert self.spec.final_norm
         self._write(len(self._columns) * self.spec.hidden_size, slots, normed)
 
@@ -60,11 +60,11 @@ class HiddenStatePool:
         return rows if projection is None else torch.nn.functional.linear(rows, projection)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Makes pages `target` int64 [n] hold what `source` [n] held before."""
+        """Make pages `target` int64 [n] hold what `source` [n] held before."""
         move(self.rows.view(1, -1, self.page_size * self.spec.captured_width), source, target)
 
     def move_slots(self, source: Tensor, target: Tensor) -> None:
-        """Makes slots `target` int64 [n] hold what `source` [n] held before."""
+        """Make slots `target` int64 [n] hold what `source` [n] held before."""
         move(self.rows[None], source, target)
 
     def _write(self, column: int, slots: Tensor, hidden: Tensor) -> None:

@@ -22,7 +22,7 @@ def zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def move(units: Tensor, source: Tensor, target: Tensor) -> None:
-    """Makes units `target` int64 [n] hold what `source` [n] held before: [parts, count, numbers].
+    """Make units `target` int64 [n] hold what `source` [n] held before: [parts, count, numbers].
 
     What moves numbers takes its time by how many they are, not how wide: 67 MB of bfloat16 220 us
     on an H200, as numbers of 16 bytes 79.
@@ -35,7 +35,7 @@ def move(units: Tensor, source: Tensor, target: Tensor) -> None:
 
 @contextlib.contextmanager
 def fitting(what: str, kv_cache_memory: int | None) -> Iterator[None]:
-    """Raises `ConfigError` if `what` is loaded within and does not fit into the device's memory.
+    """Raise `ConfigError` if `what` is loaded within and does not fit into the device's memory.
 
     `kv_cache_memory` MiB are what its pools were told to take; None: they take what is left.
     """

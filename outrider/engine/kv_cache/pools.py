@@ -45,7 +45,7 @@ class LayerPool(ABC):
 
     @abstractmethod
     def resize(self, num_pages: int, joint: Tensor | None = None) -> None:
-        """Holds `num_pages` pages of zeros from now on, in `joint` if it is given."""
+        """Hold `num_pages` pages of zeros from now on, in `joint` if it is given."""
 
     @property
     def bytes_per_slot(self) -> int:
@@ -55,11 +55,11 @@ class LayerPool(ABC):
 
     @abstractmethod
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Stores keys [n, heads, key_dim] and values [n, heads, value_dim] in `slots` int64 [n]."""
+        """Store keys [n, heads, key_dim] and values [n, heads, value_dim] in `slots` int64 [n]."""
 
     @abstractmethod
     def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the keys [heads, n, key_dim] and values [.., value_dim] in `slots` [n]."""
+        """Copy of the keys [heads, n, key_dim] and values [.., value_dim] in `slots` [n]."""
 
     def _zeros(self, *shape: int) -> Tensor:
         # Zeros, because slots past a row's end are read and masked: 0 * garbage could be NaN.
@@ -172,7 +172,7 @@ class KVPools:
         return pool
 
     def resize(self, num_pages: int) -> None:
-        """Gives every layer `num_pages` pages, of zeros, in place of those it has."""
+        """Give every layer `num_pages` pages, of zeros, in place of those it has."""
         self._joint = None
         for pool in self._layers.values():
             pool.resize(0)  # all of them first: old and new must not need room at once
@@ -187,13 +187,13 @@ class KVPools:
             self.features.resize(num_pages)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Makes pages `target` int64 [n] hold what `source` [n] held before, in every layer."""
+        """Make pages `target` int64 [n] hold what `source` [n] held before, in every layer."""
         self._move(self.num_pages, source, target)
         if self.features is not None:
             self.features.copy_pages(source, target)
 
     def move_slots(self, source: Tensor, target: Tensor) -> None:
-        """Makes slots `target` int64 [n] hold what `source` [n] held before, in every layer.
+        """Make slots `target` int64 [n] hold what `source` [n] held before, in every layer.
 
         Where two targets are the same, so are their sources.
         """
@@ -260,7 +260,7 @@ class PagedCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Writes keys [1, heads, T, key_dim] and values [1, heads, T, value_dim] of the step."""
+        """Write keys [1, heads, T, key_dim] and values [1, heads, T, value_dim] of the step."""
         assert self._attention is not None, "begin() comes first"
         heads, key_dim, value_dim = key_states.shape[1], key_states.shape[3], value_states.shape[3]
         pool = self._pools.allocate(layer_idx, heads, key_dim, value_dim)

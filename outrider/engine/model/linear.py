@@ -121,7 +121,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> Linear:
 
 
 def prepack_linears(model: nn.Module) -> int:
-    """Replaces every plain `nn.Linear` of a loaded model in place; returns how many."""
+    """Replace every plain `nn.Linear` of a loaded model in place; returns how many."""
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

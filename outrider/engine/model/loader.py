@@ -50,7 +50,7 @@ def load_model(
     group: RankGroup | None = None,
     int8_weights: bool = False,
 ) -> PagedModel:
-    """Reads a Hugging Face folder (config.json, safetensors) and makes it ready to run.
+    """Read a Hugging Face folder (config.json, safetensors) and makes it ready to run.
 
     With a `group`, this rank's shard of it: all ranks load at the same time with the same
     arguments, and then all but the leader must `follow`, whose self-test they take part in.
@@ -87,7 +87,7 @@ def build_paged_model(
     int8_weights: bool = False,
     name: str = "model",
 ) -> PagedModel:
-    """Takes over a loaded `transformers` model; `model` must not be used afterwards.
+    """Take over a loaded `transformers` model; `model` must not be used afterwards.
 
     `attention_backend` is a name of `backends.BACKEND_NAMES`, or None for the best that fits;
     `features` are hidden states to keep beside keys and values. `group`: the ranks among which

@@ -17,7 +17,8 @@ from outrider.engine.model.linear import Linear
 @dataclass(frozen=True, slots=True)
 class Use:
     """A product of a step: by `norm_linear` or `norm_gated`; without a norm by `Linear.add`, or
-    alone."""
+    alone.
+    """
 
     linear: Linear
     norm: Tensor | None = None  # [in]
@@ -37,7 +38,7 @@ class LlamaOps(Protocol):
         ...
 
     def rotate_and_store(self, qkv: Tensor, rope: Tensor, slots: Tensor, pool: LayerPool) -> Tensor:
-        """Turns queries and keys, stores keys and values, returns the queries.
+        """Turn queries and keys, stores keys and values, returns the queries.
 
         qkv [tokens, (heads + 2 * kv_heads) * dim] may be overwritten; rope
         [tokens, 2, 2, dim / 2]: the cosines of both halves, then the sines as -sin, sin; slots

@@ -127,7 +127,7 @@ class PagedModel:
         return isinstance(self._step, LayeredStep)
 
     def resize(self, num_pages: int) -> None:
-        """Gives the cache another size; what it held is lost."""
+        """Give the cache another size; what it held is lost."""
         self.pools.resize(num_pages + 1)
 
     @property
@@ -137,12 +137,12 @@ class PagedModel:
 
     @torch.inference_mode()
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Makes pages `target` int64 [n] hold the keys and values of `source` [n]."""
+        """Make pages `target` int64 [n] hold the keys and values of `source` [n]."""
         self.pools.copy_pages(source, target)
 
     @torch.inference_mode()
     def move_slots(self, source: Tensor, target: Tensor) -> None:
-        """Makes slots `target` int64 [n] hold what `source` [n] held before, in every layer."""
+        """Make slots `target` int64 [n] hold what `source` [n] held before, in every layer."""
         self.pools.move_slots(source, target)
 
     @torch.inference_mode()
@@ -151,7 +151,7 @@ class PagedModel:
         return self._step.forward(self._backend(batch), out)
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """Writes the new keys and values and returns float32 logits [num_logits, vocab_size].
+        """Write the new keys and values and returns float32 logits [num_logits, vocab_size].
 
         A float64 model returns float64: its near ties are the point.
         """
@@ -159,7 +159,7 @@ class PagedModel:
 
     @torch.inference_mode()
     def hidden(self, batch: PackedBatch) -> Tensor:
-        """Writes the new keys and values and returns what `head` takes: [tokens, hidden]."""
+        """Write the new keys and values and returns what `head` takes: [tokens, hidden]."""
         assert self.layered
         assert isinstance(self._step, LayeredStep)
         return self._step.hidden(self._backend(batch))

@@ -39,7 +39,7 @@ class Reference:
 def eager_reference(
     model: nn.Module, *, page_size: int, num_pages: int, max_model_len: int
 ) -> Reference:
-    """Runs the model, not yet changed, with its own eager attention and no cache."""
+    """Run the model, not yet changed, with its own eager attention and no cache."""
     parts: Any = model
     rows = min(_NUM_ROWS, num_pages)
     length = min(_MAX_LEN, max_model_len, num_pages // rows * page_size)
@@ -56,7 +56,7 @@ def eager_reference(
 
 
 def check_against(model: _Runnable, reference: Reference) -> None:
-    """Raises `UnsupportedModelError` if the paged model disagrees with the reference."""
+    """Raise `UnsupportedModelError` if the paged model disagrees with the reference."""
     rows, length = reference.token_ids.shape
     try:
         logits = _run(model, reference.token_ids.tolist())

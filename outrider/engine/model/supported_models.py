@@ -21,14 +21,14 @@ DEFAULT_MAX_MODEL_LEN = 2048  # for a config that names no limit
 
 
 def check_supported(model: nn.Module) -> None:
-    """Raises `UnsupportedModelError` with the reason if the model cannot be served exactly."""
+    """Raise `UnsupportedModelError` with the reason if the model cannot be served exactly."""
     reason = _refusal(model, model.config)
     if reason is not None:
         raise UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}.")
 
 
 def check_shardable(config: Any, num_ranks: int) -> None:
-    """Raises `UnsupportedModelError` unless `num_ranks` ranks can share the model out evenly."""
+    """Raise `UnsupportedModelError` unless `num_ranks` ranks can share the model out evenly."""
     text = config.get_text_config(decoder=True)
     if not getattr(text, "base_model_tp_plan", None):
         raise UnsupportedModelError(

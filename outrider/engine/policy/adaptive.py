@@ -113,7 +113,7 @@ class AdaptivePolicy(Policy):
         now: float,
         turn_s: float = 0.0,
     ) -> float:
-        """Waits for drafts that are due soon if all rows together have their round earlier then.
+        """Wait for drafts that are due soon if all rows together have their round earlier then.
 
         Holding rows back by `delay` until j of m others can join, the round of all ends at
 

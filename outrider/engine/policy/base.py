@@ -259,7 +259,7 @@ class Policy:
         d.unlearned = round_
 
     def learn(self, seq: Sequence) -> None:
-        """Takes in what a row's last round showed, and chooses K; once per round.
+        """Take in what a row's last round showed, and chooses K; once per round.
 
         When the row goes into its next step, and for the round after that: before, the device, or
         else the proposer, would have to wait for it.

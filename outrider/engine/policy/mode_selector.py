@@ -76,7 +76,8 @@ class ModeSelector:
 
     def _changed(self, num_rows: int, temperature: float) -> bool:
         """Whether rows became so many more or fewer, or so different, that another contest is
-        theirs."""
+        theirs.
+        """
         least = 1 << self._size - 1  # rows of this size; the most are 2 * least - 1
         same = 3 * least <= 4 * num_rows < 10 * least
         size = self._size if same else num_rows.bit_length()

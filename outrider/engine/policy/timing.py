@@ -17,7 +17,7 @@ V = TypeVar("V")
 
 
 def remember(known: dict[K, V], name: K, value: V) -> None:
-    """Keeps `value` of a proposer, of the latest `MAX_NAMES`: it may call itself what it likes."""
+    """Keep `value` of a proposer, of the latest `MAX_NAMES`: it may call itself what it likes."""
     known.pop(name, None)
     known[name] = value
     if len(known) > MAX_NAMES:
@@ -38,7 +38,7 @@ class Average:
         self.count = 0
 
     def add(self, value: float) -> None:
-        """Takes in one measurement."""
+        """Take in one measurement."""
         if not self.mean or value < self.mean / 4:  # no multiple of 0 is more
             self.mean, self.deviation = value, value / 2
         else:
@@ -64,7 +64,7 @@ class StepTimes:
         self._seen: dict[int, int] = {}  # bucket: the last step of that size
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Takes in one step."""
+        """Take in one step."""
         bucket = (num_tokens - 1).bit_length()
         self._steps += 1
         stale = self._steps - self._seen.get(bucket, 0) > STALE_AFTER

@@ -235,7 +235,7 @@ class ConstraintEditor:
         return FinishReason.STOP
 
     def _walk(self, masks: NDArray[np.uint8], draft: TokenIds) -> tuple[int, int]:
-        """Fills masks, as far as text may go; the last row, and how many of `draft` were taken."""
+        """Fill masks, as far as text may go; the last row, and how many of `draft` were taken."""
         self.end = None
         row = taken = 0
         for row, mask in enumerate(masks):
@@ -261,7 +261,7 @@ class ConstraintEditor:
         return not self._matcher.is_error()
 
     def _take_back(self, taken: int, row: int) -> None:
-        """Returns from `row`. Where a draft led nowhere, the output need not go."""
+        """Return from `row`. Where a draft led nowhere, the output need not go."""
         self.error = None
         if not self._matcher.is_error():
             self._matcher.rollback(taken)
@@ -272,7 +272,7 @@ class ConstraintEditor:
         self._matcher.consume_tokens(self._output)
 
     def _fill(self, mask: NDArray[np.uint8]) -> bool:
-        """Writes what may follow, a bit per token; False, and all of them, if no text may."""
+        """Write what may follow, a bit per token; False, and all of them, if no text may."""
         matcher = self._matcher
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         accepting = matcher.is_accepting()

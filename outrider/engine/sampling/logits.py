@@ -146,7 +146,7 @@ class Adjuster:
 
 
 def adjust(logits: Tensor, adjustments: Sequence[Adjustments]) -> None:
-    """Applies `adjustments`, whose rows are rows of `logits`, float32 [n, vocab_size], in place."""
+    """Apply `adjustments`, whose rows are rows of `logits`, float32 [n, vocab_size], in place."""
     rows, token_ids, bias, divisor, penalty = (
         torch.from_numpy(np.concatenate(parts)).to(logits.device, non_blocking=True)
         for parts in zip(*adjustments, strict=True)

@@ -40,7 +40,7 @@ def walk(drafts: Tensor, parents: Tensor, choices: Tensor, slots: Tensor, depth:
 
 
 def walk_trees(drawn: Tensor, rows: Sequence[ScheduledRow], page_size: int) -> Walk:
-    """Walks along every row's tree, or chain. `drawn` int64 [num_logits], of these rows."""
+    """Walk along every row's tree, or chain. `drawn` int64 [num_logits], of these rows."""
     device = drawn.device
     parents = [row.slice.parents or chain_parents(len(row.draft)) for row in rows]
     counts = [row.slice.num_logits for row in rows]

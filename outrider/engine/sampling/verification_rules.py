@@ -131,7 +131,7 @@ class RuledRow:
 
 
 def apply_rules(logits: Tensor, rows: Sequence[RuledRow], drawn: Tensor) -> None:
-    """Puts the rules' choices at the drafted places of `rows` into `drawn`, in place.
+    """Put the rules' choices at the drafted places of `rows` into `drawn`, in place.
 
     logits [num_logits, vocab]; drawn int64 [num_logits] holds the target's own draws, with the
     noise of `lane_of`. Rows do not affect each other.

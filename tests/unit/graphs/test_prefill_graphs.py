@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.test_graph_runner import fill_pools, rerun
 from torch import Tensor
 
 from outrider.config import EngineConfig
@@ -27,6 +26,7 @@ from outrider.params import SamplingParams, StopParams
 from outrider.types import Request
 from tests.support.architectures import ARCHITECTURES, random_model
 from tests.support.by_tensors import by_tensors
+from tests.unit.graphs.test_decode_graphs import fill_pools, rerun
 
 PAGE_SIZE, NUM_PAGES, MAX_MODEL_LEN = 4, 96, 60
 BUCKETS = [PrefillBucket(n, rows) for n in (8, 24, 70) for rows in (2, 6)]

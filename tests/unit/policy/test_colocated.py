@@ -24,7 +24,7 @@ class Slow(HashModel):
         return super().forward(batch)
 
 
-@pytest.mark.parametrize("in_turns", [True, False])
+@pytest.mark.parametrize("colocated", [True, False])
 def test_their_time_counts_though_they_are_hits(colocated: bool) -> None:
     model = Slow(num_pages=64, max_model_len=200)
     config = EngineConfig(page_size=4, num_pages=64, max_model_len=200)

@@ -23,7 +23,7 @@ def rate_of(uncontended: int, busy: int, *, slower: float = 1.0, drafts: bool = 
     return rate
 
 
-@pytest.mark.parametrize(("calm", "busy"), [(8, 40), (40, 8), (24, 24)])
+@pytest.mark.parametrize(("uncontended", "busy"), [(8, 40), (40, 8), (24, 24)])
 def test_a_way_that_met_more_newcomers_is_not_worse(uncontended: int, busy: int) -> None:
     for share in (0.0, 0.2, 0.7):
         assert rate_of(uncontended, busy).over(rate_of(32, 16), share) == pytest.approx(1.0)

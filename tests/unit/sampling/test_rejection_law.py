@@ -10,7 +10,6 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from tests.unit.test_sampling import chi_square_limit
 
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftProbs, DraftTree
@@ -39,6 +38,7 @@ from outrider.params import (
 from outrider.types import Commit, Request
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.hash_model import HashModel, Sequential
+from tests.unit.sampling.test_sampling import chi_square_limit
 
 VOCAB, LENGTH, PROMPT = 3, 5, (1, 2)
 NUM_REQUESTS = 2000

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.test_sampling import chi_square_limit
 from torch import Tensor
 
 from outrider.draft_tree import DraftProbs
@@ -27,6 +26,7 @@ from outrider.engine.sampling.coupled import (
 from outrider.engine.sampling.verification_rules import RuledRow
 from outrider.params import SamplingParams, SpeculationParams, Verification, VerificationRule
 from outrider.types import Request
+from tests.unit.sampling.test_sampling import chi_square_limit
 
 REJECTION = Verification(VerificationRule.REJECTION)
 

@@ -107,7 +107,7 @@ class RecurrentHead(Protocol):
     def forward(
         self, token_ids: Tensor, states: Tensor, attention: StepAttention, step: int
     ) -> Tensor:
-        """Runs rows: int64 [n] and [n, state_size] to outputs [n, width of its own].
+        """Run rows: int64 [n] and [n, state_size] to outputs [n, width of its own].
 
         It may leave out the outputs of all rows but `wanted_rows(attention.batch)`.
         Writes their keys and values at `attention.batch.slot_mapping`; rows stand at
@@ -117,11 +117,11 @@ class RecurrentHead(Protocol):
         ...
 
     def feed_back(self, outputs: Tensor) -> Tensor:
-        """Outputs [m, ...] of `forward` as the next rows' states [m, state_size]."""
+        """Output [m, ...] of `forward` as the next rows' states [m, state_size]."""
         ...
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """Outputs [m, ...] of `forward` to float logits over the target's vocabulary [m, vocab].
+        """Output [m, ...] of `forward` to float logits over the target's vocabulary [m, vocab].
 
         -inf for tokens that the module does not know.
         """
@@ -178,5 +178,6 @@ class OneShotHead(Protocol):
 
     def step(self, states: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """For those who choose every token themselves: `tokens` int64 [n] came `depth` tokens
-        after the states, and next come float32 logits [n, vocab]. Also returns the next states."""
+        after the states, and next come float32 logits [n, vocab]. Also returns the next states.
+        """
         ...

@@ -169,7 +169,7 @@ class LlamaLayer:
         )
 
     def bind(self, pools: KVPools, index: int) -> None:
-        """Keeps its keys and values there, as layer `index`."""
+        """Keep its keys and values there, as layer `index`."""
         dim = self._shape.head_dim
         self._pool = pools.allocate(index, self._shape.num_kv_heads, dim, dim)
 

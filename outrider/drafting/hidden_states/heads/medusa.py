@@ -125,7 +125,7 @@ _PREFIXES = ("", "medusa_head.", "medusa_heads.")  # with one: inside the whole 
 def load_medusa(
     folder: Path, target_folder: Path, dtype: torch.dtype, device: torch.device
 ) -> MedusaHead:
-    """Reads Medusa heads: FasterDecoding's file or vLLM's, or those inside a whole model's.
+    """Read Medusa heads: FasterDecoding's file or vLLM's, or those inside a whole model's.
 
     How many heads and layers there are is counted: published configurations say it wrong. Raises
     `ConfigError`, naming the tensor that does not fit the format or the target.

@@ -114,7 +114,7 @@ class MlpSpeculatorHead:
 
 
 def _normed(x: Tensor) -> Tensor:
-    """x over the root of its mean square; no mean is taken out."""
+    """X over the root of its mean square; no mean is taken out."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + _EPS)).to(x.dtype)
 
@@ -122,7 +122,7 @@ def _normed(x: Tensor) -> Tensor:
 def load_mlp_speculator(
     folder: Path, target_folder: Path, dtype: torch.dtype, device: torch.device
 ) -> MlpSpeculatorHead:
-    """Reads a checkpoint in the format of ibm-fms (`model_type` mlp_speculator).
+    """Read a checkpoint in the format of ibm-fms (`model_type` mlp_speculator).
 
     Raises `ConfigError`, naming the setting or the tensor that does not fit the format or the
     target.

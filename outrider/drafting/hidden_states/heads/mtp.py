@@ -147,7 +147,7 @@ class MtpHead:
     def forward(
         self, token_ids: Tensor, states: Tensor, attention: StepAttention, step: int
     ) -> Tensor:
-        """Outputs [m, H], normed; with raw feedback [m, 2 H]: normed, then not normed.
+        """Output [m, H], normed; with raw feedback [m, 2 H]: normed, then not normed.
 
         They are those of `wanted_rows`.
         """

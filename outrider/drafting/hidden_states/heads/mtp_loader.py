@@ -101,7 +101,7 @@ class ModuleTensors:
         return self._stored.stored_name(name, self._number) in self._tensors
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """Raises `ConfigError` unless it is there, in this shape."""
+        """Raise `ConfigError` unless it is there, in this shape."""
         source = self._stored.stored_name(name, self._number)
         if name == "eh_proj.weight" and self._stored.hidden_first:
             from_hidden, from_embedding = self._tensors.tensor(source, *shape[::-1]).T.chunk(2, 1)
@@ -111,7 +111,7 @@ class ModuleTensors:
         return self._tensors.tensor(source, *shape)
 
     def check_all_taken(self) -> None:
-        """Raises `ConfigError` if the module has tensors that nothing read."""
+        """Raise `ConfigError` if the module has tensors that nothing read."""
         foreign = self._stored.foreign(self._tensors.names, self._tensors.taken, self._number)
         if foreign:
             raise ConfigError(
@@ -135,7 +135,7 @@ class ModuleTensors:
 
 
 def _filled(weights: ModuleWeights, tensors: ModuleTensors, place: Place) -> ModuleWeights:
-    """Gives a module without memory what it holds, one tensor after the other."""
+    """Give a module without memory what it holds, one tensor after the other."""
     buffers = dict(weights.named_buffers())  # a router's bias: it stays in float32
     found: dict[str, Tensor] = {}
     for name, empty in weights.state_dict().items():

@@ -98,7 +98,7 @@ class TritonPagedAttention:
     def attend_new(
         self, query: Tensor, rope: Tensor, pool: LayerPool, params: AttentionParams
     ) -> Tensor:
-        """Turns queries and keys, stores keys and values, and attends, in one launch.
+        """Turn queries and keys, stores keys and values, and attends, in one launch.
 
         query [tokens, kv_heads, group, dim] is the first part of rows in which the new keys and
         values [2, kv_heads, dim] follow; rope as for `LlamaOps.rotate_and_store`.

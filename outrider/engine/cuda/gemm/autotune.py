@@ -75,7 +75,7 @@ class Kind:
 
 @torch.inference_mode()
 def tune(uses: Sequence[Use], run: Run, *, int8: bool = False) -> None:
-    """Sets the choices of every `FewRowsLinear` among the uses, which are in a step's order.
+    """Set the choices of every `FewRowsLinear` among the uses, which are in a step's order.
 
     Whatever fails or is not faster is left to cuBLAS. `int8`: weights may be quantized.
     """
@@ -96,7 +96,7 @@ def tune(uses: Sequence[Use], run: Run, *, int8: bool = False) -> None:
 
 
 def _compile(chain: Sequence[tuple[Use, FewRowsLinear]], run: Run) -> None:
-    """Computes everything once that is going to be tried, side by side.
+    """Compute everything once that is going to be tried, side by side.
 
     One after another the kernels take half a minute to compile. What fails fails again, and says
     why, when it is measured.
@@ -161,7 +161,7 @@ def timed(uses: Sequence[Use], *, int8: bool) -> list[tuple[Use, FewRowsLinear]]
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Processes that start together do not measure each other, where they share a folder.
+    """Process that start together do not measure each other, where they share a folder.
 
     Whoever waits longer than `_PATIENCE_S` goes on: what is measured then may be worse chosen.
     """
@@ -214,16 +214,17 @@ class Chain:
         return tuple(self._first)
 
     def take(self, kind: Kind, way: Tiling | None) -> None:
-        """Computes this kind so from now on; None: by cuBLAS."""
+        """Compute this kind so from now on; None: by cuBLAS."""
         choices = self._first[kind][1].choices
         choices.pop(self._most, None)
         if way is not None:
             choices[self._most] = way
 
     def choose(self) -> str:
-        """Takes the best ways, which depend on each other: a way that begins early gains nothing
+        """Take the best ways, which depend on each other: a way that begins early gains nothing
         beside cuBLAS. So they are looked for from all by cuBLAS, and once more from ways that are
-        nearly as fast as the best; says which are chosen and why."""
+        nearly as fast as the best; says which are chosen and why.
+        """
         ways = {kind: linear.candidates(self._most) for kind, (_, linear) in self._first.items()}
         first = self._descend(ways)
         for kind, near in first.near.items():
@@ -235,7 +236,7 @@ class Chain:
         return f"{best.us:.0f} us, all by cuBLAS {first.us_before:.0f}: {said}"
 
     def _descend(self, candidates: Mapping[Kind, Sequence[Tiling]]) -> _Found:
-        """Takes the best way of kind after kind, beside what is taken for the others."""
+        """Take the best way of kind after kind, beside what is taken for the others."""
         us: list[float] = []
         found: dict[Kind, Tiling | None] = {}
         near: dict[Kind, tuple[Tiling, ...]] = {}

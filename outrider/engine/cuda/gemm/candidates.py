@@ -68,7 +68,8 @@ INT8_CANDIDATES: dict[int, tuple[Tiling, ...]] = {
 def candidates(rows: int, *, int8: bool) -> tuple[Tiling, ...]:
     """The ways to choose among for up to so many rows, a key of `CANDIDATES`; those that read the
     least first. Where bulk tiles are to be had, planes by other kernels were never faster, and
-    weights that are not quantized only at one row, or beyond what int8 is tried for."""
+    weights that are not quantized only at one row, or beyond what int8 is tried for.
+    """
     bulk = hopper.available()
     ways = INT8_CANDIDATES[rows] if int8 else ()
     if rows == 1 or not (ways and bulk):

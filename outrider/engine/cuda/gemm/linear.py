@@ -104,7 +104,8 @@ class FewRowsLinear(PackedLinear):
         gated: bool = False,
     ) -> Tensor:
         """Into `out` [rows, outputs]: the product of x [rows, in], normed if `norm` is given, which
-        the way must do; silu(gate) * up of its halves if `gated`."""
+        the way must do; silu(gate) * up of its halves if `gated`.
+        """
         way(Product(x.contiguous(), *self._read_by(way), out, norm, eps, gated))
         return out
 

@@ -117,13 +117,13 @@ class RankGroup:
         return int(tensor)
 
     def meet(self) -> None:
-        """Waits for all ranks, as long as a start may take: a call waits for none that long."""
+        """Wait for all ranks, as long as a start may take: a call waits for none that long."""
         dist.barrier(group=self._loading)
 
     # The leader.
 
     def call(self, method: str, *args: object) -> None:
-        """Makes the other ranks call `method` of their models with the same arguments.
+        """Make the other ranks call `method` of their models with the same arguments.
 
         Raises `UnavailableError` if one is gone.
         """
@@ -166,7 +166,7 @@ class RankGroup:
                     return
 
     def _send(self, message: tuple[str, tuple[object, ...]]) -> None:
-        """Raises `UnavailableError` if a rank does not take it."""
+        """Raise `UnavailableError` if a rank does not take it."""
         payload = _dumps(message)
         first = bytearray(_INLINE)
         first[:_LENGTH] = len(payload).to_bytes(_LENGTH, "little")
@@ -180,7 +180,7 @@ class RankGroup:
     # The others.
 
     def follow(self, model: PagedModel) -> None:
-        """Runs what the leader calls until it stops.
+        """Run what the leader calls until it stops.
 
         Raises `UnavailableError` if it is gone, and what the model raises.
         """
