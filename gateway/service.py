@@ -155,7 +155,7 @@ async def _settled(task: asyncio.Task[None]) -> None:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A listening socket's address, taken before anything slow. Raises `ConfigError`."""
+    """Bind the HTTP port before anything slow. Raises `ConfigError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
