@@ -24,12 +24,12 @@ import torch
 
 from benchmarks import prompts, report
 from outrider.config import EngineConfig
-from outrider.drafting.draft_model import DraftModelProposer
-from outrider.drafting.llama_chains import LlamaChains
+from outrider.drafting.cpu.llama_chains import LlamaChains
+from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import SessionStart
 from outrider.engine.engine import Engine
-from outrider.engine.loader import load_model
-from outrider.engine.policy import Policy
+from outrider.engine.model.loader import load_model
+from outrider.engine.policy.base import Policy
 from outrider.models.resolve import resolve_model
 from outrider.params import (
     SamplingParams,
@@ -131,14 +131,14 @@ class Pair:
         return Sample(tuple(tokens), commit.stats, ended - began, block_bytes)
 
     def _step(self) -> Commit:
-        """Steps until the request commits something."""
+        """Step until the request commits something."""
         while True:
             events = self._engine.step()
             if events is not None and events.commits:
                 return events.commits[0]
 
     def _draft(self, session: int) -> int:
-        """Posts a draft; returns its bytes on the wire."""
+        """Post a draft; returns its bytes on the wire."""
         while not (drafts := self._method.draft([session]).drafts):
             pass  # the prompt takes several calls
         tree = drafts[0][1]
@@ -197,7 +197,7 @@ def main() -> int:
 
 
 def row(temperature: float, rule: str, samples: Sequence[Sample], plain: Sequence[Sample]) -> Row:
-    """Sums up a rule's samples; `plain` are the same prompts without speculation."""
+    """Sum up a rule's samples; `plain` are the same prompts without speculation."""
     stats = [sample.stats for sample in samples]
     drafted, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)
     with_draft = sum(sum(s.k_histogram[1:]) for s in stats)

@@ -9,7 +9,7 @@ time until a draft is there:
 
 with p = h0 / (1 - h1 + h0) the share of hits that these rates settle at. Branches leave after K
 forwards, and one more follows while they are on their way; what comes late gives the branches after
-it a start; a miss is drafted on demand: outrider/drafting/branch_plan.py, with branches as long as
+it a start; a miss is drafted on demand: drafting/ahead/outcomes.py, with branches as long as
 drafts. All speed-ups are over T per token.
 """
 

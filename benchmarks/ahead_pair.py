@@ -130,7 +130,7 @@ class Pair:
         self._tell_proxy({"delay_s": milliseconds / 2e3})
 
     async def rehearse(self, load: Load) -> None:
-        """Runs `load` with speculation, unmeasured: kernels are compiled, a policy learns."""
+        """Run `load` with speculation, unmeasured: kernels are compiled, a policy learns."""
         await self._run(load, speculate=True)
 
     async def sample(self, load: Load) -> Sample:

@@ -88,7 +88,7 @@ WEIGHTS = "weights"
 
 
 def main() -> int:
-    """Builds the bundles that were asked for and says what is in each part."""
+    """Build the bundles that were asked for and says what is in each part."""
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -119,7 +119,7 @@ def main() -> int:
 
 
 def _wheels(name: str, python: str, present: frozenset[str], cache: Path) -> Iterator[Path]:
-    """Downloads the bundle's wheels for `python` on Linux x86-64, less those in `present`."""
+    """Download the bundle's wheels for `python` on Linux x86-64, less those in `present`."""
     bundle = WHEELS[name]
     pins = list(bundle.requirements)
     if bundle.resolve:
@@ -208,7 +208,7 @@ def _pack(tree: Path) -> Path:
 
 
 def _cut(archives: Sequence[Path], part_bytes: int, out: Path) -> None:
-    """Fills the parts one after the other; an archive may be cut anywhere."""
+    """Fill the parts one after the other; an archive may be cut anywhere."""
     number, left = 0, 0
     for archive in archives:
         data = archive.read_bytes()

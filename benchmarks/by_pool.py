@@ -21,7 +21,7 @@ def change(service: str) -> None:
         return
     fix()
     runtime.prepare_grpc()  # which the next imports
-    from scorer_service.proposers import AttachedProposer
+    from scorer_service.drafting.attached import AttachedProposer
     from scorer_service.sessions import Session
 
     fits = AttachedProposer.fits

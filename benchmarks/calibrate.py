@@ -32,7 +32,7 @@ def choose(
     prompts: Sequence[TokenIds],
     timeout_s: float,
 ) -> Choice:
-    """Tries `mode` with every worker (by its threads), dtype and number of assistant tokens."""
+    """Try `mode` with every worker (by its threads), dtype and number of assistant tokens."""
     candidates = [
         (threads, dtype, k) for threads in workers for dtype in DTYPES for k in assistant_tokens
     ]

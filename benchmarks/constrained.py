@@ -22,14 +22,14 @@ from dataclasses import dataclass
 import torch
 
 from outrider.config import EngineConfig
-from outrider.drafting.draft_mask import DraftMasks
-from outrider.drafting.draft_model import DraftModelProposer
+from outrider.drafting.draft_model.masks import DraftMasks
+from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import SessionStart
-from outrider.engine.constraint import ConstraintCompiler
 from outrider.engine.engine import Engine
-from outrider.engine.loader import load_model
-from outrider.engine.paged_model import PagedModel
-from outrider.engine.policy import Policy
+from outrider.engine.model.loader import load_model
+from outrider.engine.model.paged_model import PagedModel
+from outrider.engine.policy.base import Policy
+from outrider.engine.sampling.constraint import ConstraintCompiler
 from outrider.models.resolve import resolve_model
 from outrider.models.tokenizer import Tokenizer
 from outrider.params import Constraint, ConstraintKind, SamplingParams, StopParams, TokenIds
@@ -171,7 +171,7 @@ def costs(pair: Pair, repeats: int = 20) -> dict[str, list[float]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints both tables."""
+    """Print both tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.constrained", description=__doc__)
     parser.add_argument("--max-tokens", type=int, default=150)
     args = parser.parse_args(argv)

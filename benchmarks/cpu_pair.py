@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark. 0: measured and texts equal; 1: texts differ; 2: it could not run."""
+    """Run the benchmark. 0: measured and texts equal; 1: texts differ; 2: it could not run."""
     args = parser().parse_args(argv)
     return guarded(lambda: _run(args))
 

@@ -63,14 +63,14 @@ class DelayProxy:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Listens."""
+        """Listen."""
         for target in self._targets:
             accept = functools.partial(self._accept, target)
             server = await asyncio.start_server(accept, self._host, _port(target))
             self._servers.append(server)
 
     async def stop(self) -> None:
-        """Stops listening and breaks what is open."""
+        """Stop listening and breaks what is open."""
         for server in self._servers:
             server.close()
         await self.disconnect()
@@ -78,7 +78,7 @@ class DelayProxy:
             await server.wait_closed()
 
     async def disconnect(self) -> None:
-        """Breaks every connection; what is on its way is lost. New ones are accepted."""
+        """Break every connection; what is on its way is lost. New ones are accepted."""
         tasks = list(self._connections)
         for task in tasks:
             task.cancel()

@@ -76,7 +76,7 @@ def edits(seed: int = 0, limit: int = 60) -> list[Trace]:
 
 
 def rename(text: str) -> str | None:
-    """Renames the local variable or argument that is used most."""
+    """Rename the local variable or argument that is used most."""
     tree = _function(text)
     used = Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
     local = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)} - {"self", "cls"}
@@ -109,7 +109,7 @@ _CHECK = "    if verbose:\n        print('called')\n"
 
 
 def add_argument(text: str) -> str | None:
-    """Adds a keyword argument, and a check of it."""
+    """Add a keyword argument, and a check of it."""
     node = _function(text)
     close = text.rfind(")", 0, text.index(":\n"))
     if node.args.kwarg or node.args.kwonlyargs or node.returns or close < 0:
@@ -124,7 +124,7 @@ def add_argument(text: str) -> str | None:
 
 
 def insert_logging(text: str) -> str | None:
-    """Inserts a line of logging at the beginning and before each return of its own."""
+    """Insert a line of logging at the beginning and before each return of its own."""
     node = _function(text)
     lines = text.splitlines(keepends=True)
     places = [
@@ -139,7 +139,7 @@ def insert_logging(text: str) -> str | None:
 
 
 def delete_branch(text: str) -> str | None:
-    """Deletes the shortest `if` without `else` that is not all of its block."""
+    """Delete the shortest `if` without `else` that is not all of its block."""
     found: list[tuple[int, int]] = []
     for parent in ast.walk(_function(text)):
         for block in (getattr(parent, "body", None), getattr(parent, "orelse", None)):

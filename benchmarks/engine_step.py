@@ -14,13 +14,13 @@ from benchmarks.synthetic import SyntheticRunner
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import RowSlice
-from outrider.engine.cuda.graph_runner import GraphRunner
-from outrider.engine.cuda.graphs import Record, Work
 from outrider.engine.engine import Engine
-from outrider.engine.paged_model import PagedModel
-from outrider.engine.policy import Policy
+from outrider.engine.graphs.capture import Record, Work
+from outrider.engine.graphs.decode_graphs import DecodeGraphs
+from outrider.engine.graphs.decode_inputs import Bucket
+from outrider.engine.model.paged_model import PagedModel
+from outrider.engine.policy.base import Policy
 from outrider.engine.sequence import Sequence as Row
-from outrider.engine.static_step import Bucket
 from outrider.engine.step import ScheduledRow, Step
 from outrider.params import SamplingParams, StopParams
 from outrider.types import Request
@@ -47,16 +47,16 @@ class EngineSteps:
         self._model = model
         cuda = model.device.type == "cuda"
         if cuda:
-            from outrider.engine.cuda.graphs import CudaGraphs
-            from outrider.engine.cuda.triton_sampling import choose_and_verify
+            from outrider.engine.cuda.sampling import choose_and_verify
+            from outrider.engine.graphs.capture import CudaGraphs
 
             record: Record = CudaGraphs()
         else:
-            from outrider.engine.verifier import choose_and_verify
+            from outrider.engine.sampling.verify import choose_and_verify
 
             record = _run_again
         buckets = [Bucket(query_len, rows) for rows, query_len in sizes]
-        self._runner = GraphRunner(
+        self._runner = DecodeGraphs(
             model, buckets, record=record, choose_and_verify=choose_and_verify
         )
 

@@ -53,7 +53,7 @@ from outrider.cli.stack import memory_folder
 from outrider.errors import ConfigError
 from outrider.methods import HIDDEN_STATE_METHODS
 from outrider.models.resolve import resolve_model
-from scorer_service.in_process import POOL
+from scorer_service.drafting.in_process import POOL
 
 _SENT: Final = ("bytes", "rows", "seconds")
 _SHAPE: Final = "llama-3.1-8b"

@@ -110,7 +110,7 @@ class Row:
 
 
 def row(k: int, at_once: int, way: str, samples: Mapping[str, Sequence[Sample]]) -> Row:
-    """Sums up one way; `samples` of all ways by repetition."""
+    """Sum up one way; `samples` of all ways by repetition."""
     mine, plain, close = samples[way], samples[NONE], samples[IN_PROCESS]
 
     def spread(of: Callable[[Sample], float], to: Sequence[Sample] | None = None) -> Spread:

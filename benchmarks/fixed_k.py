@@ -17,14 +17,14 @@ _PATIENCE_S: Final = 60.0
 
 def fix() -> None:
     """From now on every policy of this process does so. Imports torch."""
-    from outrider.engine.adaptive import AdaptivePolicy
-    from outrider.engine.contest import Contest
-    from outrider.engine.policy import Policy
-    from outrider.engine.trial import Way
+    from outrider.engine.policy.adaptive import AdaptivePolicy
+    from outrider.engine.policy.base import Policy
+    from outrider.engine.policy.mode import DraftMode
+    from outrider.engine.policy.mode_trials import ModeTrials
 
-    mock.patch.object(Contest, "drafting", new=True).start()
+    mock.patch.object(ModeTrials, "drafting", new=True).start()
     mock.patch.object(AdaptivePolicy, "may_wait", new=True).start()
-    mock.patch.object(AdaptivePolicy, "way", new=Way.AHEAD).start()
+    mock.patch.object(AdaptivePolicy, "way", new=DraftMode.AHEAD).start()
     mock.patch.object(AdaptivePolicy, "choose_k", new=Policy.choose_k).start()
     mock.patch.object(AdaptivePolicy, "patience", new=_patience).start()
 

@@ -58,7 +58,7 @@ class Arm:
         *,
         counts: bool,
     ) -> None:
-        """Decodes a group of prompts, all at once."""
+        """Decode a group of prompts, all at once."""
         before = [_used(child) for child in children]
         jobs = [Job(prompt, max_tokens) for prompt in group]
         done, seconds = stack.generate(jobs, len(jobs), method=self.method, timeout_s=300)
@@ -81,7 +81,7 @@ def _used(child: Child) -> tuple[float, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the tables; 2 if a service failed."""
+    """Print the tables; 2 if a service failed."""
     p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     p.add_argument("--seconds", type=float, default=240.0, help="of measuring")
     p.add_argument("--max-tokens", type=int, default=160, help="of a completion")
@@ -116,7 +116,7 @@ def _run(config: StackConfig, args: argparse.Namespace) -> int:
 
 
 def measure(stack: Stack, children: Sequence[Child], args: argparse.Namespace) -> tuple[Arm, Arm]:
-    """Takes turns until the time is over."""
+    """Take turns until the time is over."""
     known = prompts.load(None, resolve_model("embedded", "target"), count=48, max_prompt_tokens=64)
     arms = (Arm("none"), Arm(args.method))
     rng, deadline, turn = random.Random(0), 0.0, 0

@@ -18,7 +18,7 @@ from outrider.config import EngineConfig
 from outrider.drafting.proposer import Proposer, SessionStart
 from outrider.engine.batch import Model, PackedBatch
 from outrider.engine.engine import Engine
-from outrider.engine.policy import Policy
+from outrider.engine.policy.base import Policy
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams, TokenIds
 from outrider.types import Request, RequestStats
 
@@ -71,7 +71,7 @@ def replay(
     advice: Advice,
     k: int,
 ) -> Replay:
-    """Decodes `output` after `prompt`, drafting at most `k` tokens a round, on demand.
+    """Decode `output` after `prompt`, drafting at most `k` tokens a round, on demand.
 
     Nothing runs beside anything else: drafting and steps take turns, and the policy's clock is CPU
     time, so that a busy machine disturbs little. Raises `AssertionError` if the text is another.

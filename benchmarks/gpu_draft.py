@@ -29,15 +29,22 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks import report
 from benchmarks.gpu import copy_bandwidth, gpu_name, wall_ms
 from benchmarks.inflate import SHAPES
-from outrider.drafting.branches import Branch, EagerForks, ForkDrafter, Trunk, draft_branches, drop
-from outrider.drafting.chain_inputs import ChainInputs, LoopShape
-from outrider.drafting.draft_steps import ReadyRow, draft_chains
-from outrider.drafting.draws import TorchDraws
-from outrider.drafting.graph_chains import GraphChains
-from outrider.drafting.recorded_loops import Recording, make_shapes
+from outrider.drafting.ahead.branches import (
+    Branch,
+    EagerForks,
+    ForkDrafter,
+    Trunk,
+    draft_branches,
+    drop,
+)
+from outrider.drafting.draft_model.chains import ReadyRow, draft_chains
+from outrider.drafting.graphs.draft_model import DraftModelLoops
+from outrider.drafting.graphs.draws import TorchDraws
+from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
+from outrider.drafting.graphs.loops import Capture, make_shapes
 from outrider.engine.batch import RowSlice
-from outrider.engine.block_pool import BlockPool
-from outrider.engine.loader import build_paged_model
+from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.model.loader import build_paged_model
 from outrider.params import SamplingParams
 
 _PAGE_SIZE = 16
@@ -94,7 +101,7 @@ class Bench:
         self.graphs = self._record(shapes)
         seconds = time.perf_counter() - began
         print(f"{len(shapes)} loops recorded in {seconds:.1f} s", file=sys.stderr)
-        self._inputs = ChainInputs(
+        self._inputs = LoopInputs(
             shapes,
             max_model_len=self.model.max_model_len,
             page_size=_PAGE_SIZE,
@@ -107,13 +114,13 @@ class Bench:
             for _ in range(sessions)
         ]
 
-    def _record(self, shapes: Sequence[LoopShape]) -> GraphChains:
+    def _record(self, shapes: Sequence[LoopShape]) -> DraftModelLoops:
         if self.device.type != "cuda":  # to try this program out
-            return GraphChains(self.model, Recording(shapes, lambda work: work, TorchDraws()))
-        from outrider.drafting.triton_draws import TritonDraws
-        from outrider.engine.cuda.graphs import CudaGraphs
+            return DraftModelLoops(self.model, Capture(shapes, lambda work: work, TorchDraws()))
+        from outrider.drafting.graphs.triton_draws import TritonDraws
+        from outrider.engine.graphs.capture import CudaGraphs
 
-        return GraphChains(self.model, Recording(shapes, CudaGraphs(), TritonDraws()))
+        return DraftModelLoops(self.model, Capture(shapes, CudaGraphs(), TritonDraws()))
 
     def chains(self, sessions: int, temperature: float, bandwidth: float) -> Row:
         """Half of the rows catch up one token, the others two."""

@@ -24,11 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu import gpu_name, wall_ms
-from outrider.engine.attention import AttentionBackend, AttentionParams, StepAttention
+from outrider.engine.attention.base import AttentionBackend, AttentionParams, StepAttention
+from outrider.engine.attention.shared_prefix import SharedPrefix
 from outrider.engine.batch import PackedBatch, RowSlice, pack
-from outrider.engine.kv_cache import KVPools, PageMajorPool
-from outrider.engine.sampling import SamplingBatch
-from outrider.engine.shared_pages import SharedPages
+from outrider.engine.kv_cache.pools import KVPools, PageMajorPool
+from outrider.engine.sampling.coupled import SamplingBatch
 from outrider.params import SamplingParams
 
 CUDA = torch.device("cuda")
@@ -100,8 +100,8 @@ def linear() -> Iterator[Record]:
 
 def pointwise() -> Iterator[Record]:
     """What lies between the products, Triton and torch."""
-    from outrider.engine.cuda.triton_ops import TritonOps
-    from outrider.engine.llama_ops import TorchOps
+    from outrider.engine.cuda.llama_ops import TritonOps
+    from outrider.engine.model.ops import TorchOps
 
     norm = _rand(HIDDEN)
     for rows in ROWS:
@@ -146,8 +146,8 @@ def attention() -> Iterator[Record]:
 
 def new_tokens() -> Iterator[Record]:
     """Turning, storing and attending: in one launch, and one after the other."""
-    from outrider.engine.cuda.triton_ops import TritonOps
-    from outrider.engine.llama_ops import LlamaOps
+    from outrider.engine.cuda.llama_ops import TritonOps
+    from outrider.engine.model.ops import LlamaOps
 
     ops, backend = TritonOps(), _triton_backend()
     ways: dict[str, AttendNew] = {
@@ -164,14 +164,14 @@ def new_tokens() -> Iterator[Record]:
 
 def shared_pages() -> Iterator[Record]:
     """A layer's attention to branches of a 1B model: rows apart, and joined by what they share."""
-    from outrider.engine.cuda.triton_ops import TritonOps
+    from outrider.engine.cuda.llama_ops import TritonOps
 
     ops, backend = TritonOps(), _triton_backend()
     kv_heads, dim, _ = DRAFT_KV
     params = AttentionParams(dim**-0.5)
     for sessions, branches, context in BRANCHES:
         apart = _branches(sessions, branches, context)
-        shared = SharedPages.of(apart.block_table, apart.seq_lens, apart.page_size)
+        shared = SharedPrefix.of(apart.block_table, apart.seq_lens, apart.page_size)
         num_pages = int(apart.block_table.max()) + 1
         pools = [PageMajorPool(num_pages, 16, DRAFT_KV, BF16, CUDA) for _ in range(DRAFT_LAYERS)]
         rows = len(apart.query_lens)
@@ -257,11 +257,11 @@ def _backends() -> Iterator[tuple[str, AttentionBackend]]:
     from importlib.util import find_spec
 
     if find_spec("flash_attn") is not None:
-        from outrider.engine.cuda.flash import Flash4Attention
+        from outrider.engine.cuda.attention.flash import Flash4Attention
 
         yield "flash4", Flash4Attention
     if find_spec("flashinfer") is not None:
-        from outrider.engine.cuda.flashinfer_attention import FlashInferAttention, FlashInferBackend
+        from outrider.engine.cuda.attention.flashinfer import FlashInferAttention, FlashInferBackend
 
         backend = FlashInferBackend(CUDA)
         yield "flashinfer", lambda batch: FlashInferAttention(batch, backend, graph=True)
@@ -269,16 +269,17 @@ def _backends() -> Iterator[tuple[str, AttentionBackend]]:
 
 
 def _triton_backend() -> AttentionBackend:
-    from outrider.engine.cuda.paged_attention import TritonBackend
+    from outrider.engine.cuda.attention.triton import TritonBackend
 
     return TritonBackend(torch.cuda.get_device_properties(CUDA).multi_processor_count)
 
 
 def sampling() -> Iterator[Record]:
     """Drawing tokens: torch's argmax, ours and torch's own with and without noise and cuts, and the
-    four best."""
-    from outrider.engine.cuda.triton_sampling import choose_top, sample
-    from outrider.engine.sampling import sample as torch_sample
+    four best.
+    """
+    from outrider.engine.cuda.sampling import choose_top, sample
+    from outrider.engine.sampling.coupled import sample as torch_sample
 
     for rows in ROWS:
         logits = 3 * _rand(rows, VOCAB)

@@ -38,7 +38,7 @@ from benchmarks.processes import Child, ProcessError, stopping
 from benchmarks.program import say
 from benchmarks.token_cost import NEW_TOKENS, transformers_ms, vllm_ms
 from benchmarks.vllm_modes import VllmPlace
-from outrider.engine.loader import build_paged_model
+from outrider.engine.model.loader import build_paged_model
 
 _LOOP_ROOM = 1024  # tokens that a row of the engine's loop may grow by
 

@@ -24,13 +24,20 @@ from benchmarks import report
 from benchmarks.gpu import gpu_name
 from benchmarks.inflate import SHAPES
 from benchmarks.program import say
-from outrider.engine.cuda import bulk_tiles
+from outrider.engine.cuda.gemm import hopper
+from outrider.engine.cuda.gemm.autotune import Chain, timed
+from outrider.engine.cuda.gemm.linear import FewRowsLinear
+from outrider.engine.cuda.gemm.tilings import (
+    Gemv,
+    HopperTiles,
+    Int8HiLo,
+    Int8HiLoBlocks,
+    Tiles,
+    Tiling,
+)
 from outrider.engine.cuda.launch import launch_options
-from outrider.engine.cuda.products import FewRowsLinear
-from outrider.engine.cuda.triton_ops import TritonOps
-from outrider.engine.cuda.tuning import Chain, timed
-from outrider.engine.cuda.ways import BlockPlanes, BulkTiles, Planes, Strips, Tiles, Way
-from outrider.engine.llama_ops import Use
+from outrider.engine.cuda.llama_ops import TritonOps
+from outrider.engine.model.ops import Use
 
 _COMPILERS = 16  # processes at most, each with half a gigabyte of the device
 
@@ -70,21 +77,21 @@ _BULK_TILES = (
 )
 
 
-def _ways(rows: int, *, int8: bool) -> list[Way]:
-    ways: list[Way] = []
+def _ways(rows: int, *, int8: bool) -> list[Tiling]:
+    ways: list[Tiling] = []
     if rows <= 2:
-        ways += [Strips(*how) for how in _STRIPS]
-        ways += [Strips(*how, int8=True) for how in _INT8_STRIPS if int8]
+        ways += [Gemv(*how) for how in _STRIPS]
+        ways += [Gemv(*how, int8=True) for how in _INT8_STRIPS if int8]
     if 1 < rows <= 32:
         ways += [Tiles(*how) for how in _TILES]
     if rows > 1:
         ways += [Tiles(*how, weight_left=True) for how in _WEIGHT_LEFT]
     if int8 and rows > 1:
-        ways += [BlockPlanes(*how) for how in _BLOCK_PLANES if rows <= 16]
-        ways += [Planes(*how) for how in _PLANES if rows > 8]
-    if rows > 2 and bulk_tiles.available():
-        ways += [BulkTiles(*how) for how in _BULK_TILES]
-        ways += [BulkTiles(*how, int8=True) for how in _BULK_TILES if int8]
+        ways += [Int8HiLoBlocks(*how) for how in _BLOCK_PLANES if rows <= 16]
+        ways += [Int8HiLo(*how) for how in _PLANES if rows > 8]
+    if rows > 2 and hopper.available():
+        ways += [HopperTiles(*how) for how in _BULK_TILES]
+        ways += [HopperTiles(*how, int8=True) for how in _BULK_TILES if int8]
     return ways
 
 

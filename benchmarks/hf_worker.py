@@ -11,7 +11,7 @@ from benchmarks.worker_loop import Handler, serve
 
 
 def build(target: str, draft: str, threads: int) -> Handler:
-    """Loads the models on demand, once per dtype, and answers `run` requests."""
+    """Load the models on demand, once per dtype, and answers `run` requests."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     import torch
     from transformers import AutoModelForCausalLM

@@ -29,17 +29,17 @@ from typing import cast
 import torch
 
 from benchmarks import prompts, report
-from benchmarks.replay import Recording, Replay, record, replay
+from benchmarks.replay import Capture, Replay, record, replay
 from outrider.config import EngineConfig
 from outrider.drafting.building.config import HeadConfig
 from outrider.drafting.building.heads import build_head
-from outrider.drafting.draft_model import DraftModelProposer
-from outrider.drafting.llama_chains import LlamaChains
+from outrider.drafting.cpu.llama_chains import LlamaChains
+from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import TREE_WIDTH, FeatureProposer, Proposer, SessionStart
 from outrider.engine.engine import Engine
-from outrider.engine.feature_streams import FeatureStreams
-from outrider.engine.loader import load_model
-from outrider.engine.policy import Policy
+from outrider.engine.hidden_states.streams import HiddenStateStreams
+from outrider.engine.model.loader import load_model
+from outrider.engine.policy.base import Policy
 from outrider.errors import ConfigError
 from outrider.features import FeatureBatch, FeatureOrder, FeatureSpec, FeatureWindow
 from outrider.models.resolve import EMBEDDED, resolve_model
@@ -116,7 +116,7 @@ class Bench:
             enable_prefix_caching=False,
         )
         pool = model.pools.features
-        self._streams = None if pool is None else FeatureStreams(pool)
+        self._streams = None if pool is None else HiddenStateStreams(pool)
         # Its drafts are always there: it never waits.
         policy = Policy(max_k, max_wait_s=60.0)
         self._engine = Engine(model, config, policy=policy, features=self._streams)
@@ -124,7 +124,7 @@ class Bench:
 
     def record(
         self, requests: Sequence[tuple[TokenIds, SamplingParams]], num_tokens: int
-    ) -> list[Recording]:
+    ) -> list[Capture]:
         """Their texts and states."""
         return record(self._model, self._config, requests, num_tokens)
 
@@ -166,7 +166,7 @@ class Bench:
         return Sample(tuple(tokens), ended - began, tuple(draft_s[1:]))
 
     def _draft(self, method: Proposer, session: int) -> float:
-        """Posts a draft; returns the CPU seconds it took."""
+        """Post a draft; returns the CPU seconds it took."""
         seconds = 0.0
         while True:
             began = time.process_time()
@@ -228,7 +228,7 @@ def row(
     samples: Sequence[Sample],
     plain: Sequence[Sample],
 ) -> Row:
-    """Sums up a contender; `plain` are the prompts of its `samples` without speculation."""
+    """Sum up a contender; `plain` are the prompts of its `samples` without speculation."""
     spec = None if one.proposer is None else one.proposer.traits.features
     pairs = list(zip(samples, plain, strict=True))
     draft_s = [seconds for sample in samples for seconds in sample.draft_s]

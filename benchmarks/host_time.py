@@ -34,13 +34,13 @@ from torch import Tensor
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import PackedBatch
-from outrider.engine.cuda.graph_runner import GraphRunner
-from outrider.engine.cuda.graphs import Work
 from outrider.engine.engine import Engine
+from outrider.engine.graphs.capture import Work
+from outrider.engine.graphs.decode_graphs import DecodeGraphs
+from outrider.engine.graphs.decode_inputs import Bucket
 from outrider.engine.runner import StepRunner
-from outrider.engine.static_step import Bucket
+from outrider.engine.sampling.verify import choose_and_verify
 from outrider.engine.step import Step, StepResult
-from outrider.engine.verifier import choose_and_verify
 from outrider.params import SamplingParams, StopParams, TokenIds
 from outrider.types import Request
 
@@ -117,7 +117,7 @@ class Instant:
     def clock(self) -> float:
         return time.thread_time() + self.lead_s
 
-    def takes_late(self, num_rows: int, num_drafted: int) -> bool:  # noqa: ARG002
+    def takes_device_drafts(self, num_rows: int, num_drafted: int) -> bool:  # noqa: ARG002
         return False
 
     def launch(self, step: Step) -> _Result:
@@ -144,7 +144,7 @@ class _Result:
 
 
 def _record(work: Work) -> Work:  # noqa: ARG001
-    """Records nothing, which takes no time to repeat."""
+    """Record nothing, which takes no time to repeat."""
     return lambda: None
 
 
@@ -180,7 +180,7 @@ class HostSteps:
         model = NoModel(num_pages)
         buckets = [Bucket(query_len, rows) for query_len in (1, 1 + K)]
         self._runner = Instant(
-            GraphRunner(model, buckets, record=_record, choose_and_verify=choose_and_verify)
+            DecodeGraphs(model, buckets, record=_record, choose_and_verify=choose_and_verify)
         )
         self._engine = Engine(model, config, runner=self._runner, clock=self._runner.clock)
         self._speculation = speculation

@@ -83,7 +83,7 @@ class Inflation:
     def plan(
         cls, small: Any, shape: dict[str, Any], device: torch.device, dtype: torch.dtype
     ) -> Inflation:
-        """Raises `ShapeError` if `small` does not fit."""
+        """Raise `ShapeError` if `small` does not fit."""
         old = small.config
         new = LlamaConfig(**{**old.to_dict(), **shape})
         new.max_position_embeddings = max(old.max_position_embeddings, MAX_POSITIONS)
@@ -285,7 +285,7 @@ def divergences(
 
 
 def main() -> int:
-    """Writes the folder, checks the texts, or both. 1: in float32 a text differs."""
+    """Write the folder, checks the texts, or both. 1: in float32 a text differs."""
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

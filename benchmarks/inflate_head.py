@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from benchmarks.inflate import GAIN, PENALTY, SHAPES, Inflation, ShapeError
-from outrider.drafting.checkpoints import Checkpoint, TargetTensors
+from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensors
 from outrider.models.modules import resolve_module
 
 DRAFT_VOCAB = 32_000  # of EAGLE-3 modules as their authors publish them
@@ -139,7 +139,7 @@ def inflate(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Writes the module in `folder`, whose small target is in `target`, as a large one.
+    """Write the module in `folder`, whose small target is in `target`, as a large one.
 
     Raises `ShapeError` and `ConfigError`.
     """
@@ -153,7 +153,7 @@ def inflate(
 
 
 def main() -> int:
-    """Writes the folder."""
+    """Write the folder."""
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -8,8 +8,8 @@ from __future__ import annotations
 from unittest import mock
 
 from benchmarks.wrapped import serve
-from outrider.engine.contest import Contest
-from outrider.engine.trial import Way
+from outrider.engine.policy.mode import DraftMode
+from outrider.engine.policy.mode_trials import ModeTrials
 
 if __name__ == "__main__":
-    serve(lambda _: mock.patch.object(Contest, "way", new=Way.NONE).start())
+    serve(lambda _: mock.patch.object(ModeTrials, "way", new=DraftMode.NONE).start())

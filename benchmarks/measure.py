@@ -44,7 +44,7 @@ def measure(
     children: Sequence[Child],
     progress: Callable[[str], None],
 ) -> list[Cell]:
-    """Runs `plan`; raises `ProcessError` where a system fails or drafts nothing."""
+    """Run `plan`; raises `ProcessError` where a system fails or drafts nothing."""
     chosen = [s for s in systems if plan.concurrency in s.concurrencies]
     cells = [Cell(s.name, plan.concurrency) for s in chosen]
     for r in range(plan.rounds):

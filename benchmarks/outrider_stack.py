@@ -25,7 +25,7 @@ from outrider.methods import HIDDEN_STATE_METHODS
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, scorer_pb2
 from outrider.v1.scorer_pb2_grpc import ScorerServiceStub
-from scorer_service.in_process import POOL
+from scorer_service.drafting.in_process import POOL
 
 METHODS = ("draft_model", "ngram")
 _RPC_TIMEOUT_S = 10.0
@@ -144,12 +144,12 @@ class Stack:
         self._runner.run(self._connect(scorer_grpc, gateway_grpc))
 
     def close(self) -> None:
-        """Closes the channels; the processes are their owner's to stop."""
+        """Close the channels; the processes are their owner's to stop."""
         self._runner.run(self._disconnect())
         self._runner.close()
 
     def require_proposers(self, timeout_s: float = 30.0) -> None:
-        """Waits until all proposers are attached and in use. Raises `ProcessError` if not."""
+        """Wait until all proposers are attached and in use. Raises `ProcessError` if not."""
         deadline = time.monotonic() + timeout_s
         while True:
             info = self._runner.run(self._info())
@@ -195,7 +195,7 @@ class Stack:
         timeout_s: float,
         through_gateway: bool = True,
     ) -> tuple[tuple[Completion, ...], float]:
-        """Runs all jobs with `concurrency` in flight; returns completions and seconds."""
+        """Run all jobs with `concurrency` in flight; returns completions and seconds."""
 
         def call(job: Job) -> object:
             return self._call(job, method, timeout_s, through_gateway=through_gateway)
@@ -205,7 +205,7 @@ class Stack:
     def generate_for(
         self, jobs: Iterator[Job], seconds: float, in_flight: int, *, method: str, timeout_s: float
     ) -> tuple[int, int]:
-        """Starts jobs for `seconds`, `in_flight` at once; returns how many, and their tokens."""
+        """Start jobs for `seconds`, `in_flight` at once; returns how many, and their tokens."""
         deadline = time.monotonic() + seconds
         done: list[int] = []
 

@@ -97,7 +97,7 @@ class LlamaCppSystem:
         return Run(tuple(done), wall_s, rounds, drafted, accepted)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Returns once /health says ok. Raises `ProcessError`."""
+        """Return once /health says ok. Raises `ProcessError`."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             try:
@@ -196,7 +196,7 @@ def start_vllm(
 
 
 def to_gguf(python: str, source: Path, destination: Path) -> None:
-    """Converts a checkpoint with `python`, which must have `gguf`. Raises `ProcessError`."""
+    """Convert a checkpoint with `python`, which must have `gguf`. Raises `ProcessError`."""
     command = [python, "-m", "benchmarks.to_gguf", str(source), str(destination)]
     try:
         subprocess.run(

@@ -86,7 +86,7 @@ class Child:
             raise ProcessError(f"{self.name} ended{self._tail()}") from None
 
     def ready(self, timeout_s: float) -> dict[str, str]:
-        """Waits for a service's `ready {...}` line and returns what it says."""
+        """Wait for a service's `ready {...}` line and returns what it says."""
         deadline = time.monotonic() + timeout_s
         while True:
             line = self.line(max(0.1, deadline - time.monotonic()))
@@ -95,7 +95,7 @@ class Child:
                 return says
 
     def stop(self) -> None:
-        """Ends the process and what it started: SIGTERM, then SIGKILL after 10 s."""
+        """End the process and what it started: SIGTERM, then SIGKILL after 10 s."""
         with contextlib.suppress(OSError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
@@ -121,7 +121,8 @@ class Child:
 
     def busiest_thread_seconds(self) -> float:
         """Time of the thread that used most, the first one apart: of a scorer or a proposer with
-        one thread for its model, that one. In ticks of 10 ms."""
+        one thread for its model, that one. In ticks of 10 ms.
+        """
         tasks = [int(task.name) for task in Path(f"/proc/{self.pid}/task").iterdir()]
         return max(self._thread_seconds(task) for task in tasks if task != self.pid)
 
@@ -154,7 +155,7 @@ class Worker:
         self._answer(start_timeout_s)
 
     def ask(self, request: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
-        """Sends a request and returns the answer. Raises `ProcessError`."""
+        """Send a request and returns the answer. Raises `ProcessError`."""
         self.child.write(json.dumps(request))
         return self._answer(timeout_s)
 
@@ -167,7 +168,7 @@ class Worker:
 
 @contextlib.contextmanager
 def stopping(children: list[Child]) -> Iterator[list[Child]]:
-    """Stops every child in the list at the end, the last started first."""
+    """Stop every child in the list at the end, the last started first."""
     try:
         yield children
     finally:

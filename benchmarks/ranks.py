@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 from outrider.engine.batch import RowSlice, pack
-from outrider.engine.loader import load_model
-from outrider.engine.paged_model import PagedModel
-from outrider.engine.ranks import RankGroup, Ranks
+from outrider.engine.model.loader import load_model
+from outrider.engine.model.paged_model import PagedModel
+from outrider.engine.model.parallel.ranks import RankGroup, Ranks
 
 PAGE_SIZE = 64
 START_TIMEOUT_S = 600.0

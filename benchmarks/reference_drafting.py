@@ -34,13 +34,13 @@ from tokenizers import Tokenizer
 from benchmarks.edit_traces import Trace, agentic, edits
 from benchmarks.forced_target import GREEDY, PAGE_SIZE, ForcedTarget, Replay, replay
 from benchmarks.reference_report import AGENTIC, EDITS, Row, report
-from outrider.drafting.deterministic import DeterministicProposer
-from outrider.drafting.ngram import NgramProposer
+from outrider.drafting.copying.deterministic import DeterministicProposer
+from outrider.drafting.copying.ngram import NgramProposer
+from outrider.drafting.copying.suffix import SuffixProposer
 from outrider.drafting.proposer import Proposer, SessionStart
-from outrider.drafting.suffix import SuffixProposer
-from outrider.engine.adaptive import AdaptivePolicy
-from outrider.engine.loader import load_model
-from outrider.engine.policy import Policy
+from outrider.engine.model.loader import load_model
+from outrider.engine.policy.adaptive import AdaptivePolicy
+from outrider.engine.policy.base import Policy
 from outrider.models.resolve import resolve_model
 from outrider.params import NO_ADVICE, Advice, TokenIds
 from outrider.types import common_prefix_len

@@ -18,9 +18,9 @@ from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.drafting.proposer import FeatureProposer, Proposer, SessionStart
 from outrider.engine.engine import Engine
-from outrider.engine.feature_streams import FeatureStreams
-from outrider.engine.paged_model import PagedModel
-from outrider.engine.policy import Policy
+from outrider.engine.hidden_states.streams import HiddenStateStreams
+from outrider.engine.model.paged_model import PagedModel
+from outrider.engine.policy.base import Policy
 from outrider.features import FeatureOrder, FeatureSpec, FeatureWindow
 from outrider.params import SamplingParams, StopParams, TokenIds
 from outrider.types import Request
@@ -30,7 +30,7 @@ SPARE = 16
 
 
 @dataclass(frozen=True)
-class Recording:
+class Capture:
     """A request's text, and the states that it was drawn from."""
 
     prompt: TokenIds
@@ -73,10 +73,10 @@ def record(
     config: EngineConfig,
     requests: Sequence[tuple[TokenIds, SamplingParams]],
     num_tokens: int,
-) -> list[Recording]:
-    """Writes `num_tokens` and `SPARE` more for each request, in the order of `requests`."""
+) -> list[Capture]:
+    """Write `num_tokens` and `SPARE` more for each request, in the order of `requests`."""
     pool = model.pools.features
-    streams = None if pool is None else FeatureStreams(pool)
+    streams = None if pool is None else HiddenStateStreams(pool)
     engine = Engine(model, config, policy=Policy(1, max_wait_s=60.0), features=streams)
     stop = StopParams(max_tokens=num_tokens + SPARE, ignore_eos=True)
     for session, (prompt, sampling) in enumerate(requests):
@@ -104,7 +104,7 @@ def record(
     spec = None if pool is None else pool.spec
     width = 0 if spec is None else spec.width
     return [
-        Recording(
+        Capture(
             prompt,
             tuple(tokens[i]),
             sampling,
@@ -115,7 +115,7 @@ def record(
     ]
 
 
-def replay(recordings: Sequence[Recording], proposer: Proposer, k: int) -> Replay:
+def replay(recordings: Sequence[Capture], proposer: Proposer, k: int) -> Replay:
     """Drafts `k` tokens in every round that begins before a recording's last `SPARE` tokens."""
     texts = [each.prompt + each.token_ids for each in recordings]
     known = [len(each.prompt) + 1 for each in recordings]

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import prompts
 from benchmarks.records import TokenIds
-from outrider.engine.sampling import gumbel_noise, seed_keys
+from outrider.engine.sampling.coupled import gumbel_noise, seed_keys
 from outrider.models.resolve import resolve_model
 
 _FANOUTS = (1, 2, 4, 8, 16)

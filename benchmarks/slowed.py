@@ -20,15 +20,15 @@ from benchmarks.wrapped import leave
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs until a signal; returns the exit code."""
+    """Run until a signal; returns the exit code."""
     p = argparse.ArgumentParser(description=__doc__, add_help=False)
     p.add_argument("service", choices=("scorer", "proposer"))
     p.add_argument("--forward-ms", type=float, required=True)
     ours, flags = p.parse_known_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from outrider.drafting.llama_chains import LlamaChains
+    from outrider.drafting.cpu.llama_chains import LlamaChains
     from outrider.engine.batch import PackedBatch
-    from outrider.engine.paged_model import PagedModel
+    from outrider.engine.model.paged_model import PagedModel
 
     forward = PagedModel.forward
 

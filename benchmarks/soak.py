@@ -48,7 +48,7 @@ def soak(
     timeout_s: float,
     say: Callable[[str], None],
 ) -> list[str]:
-    """Keeps `in_flight` requests going for `seconds`; returns what was wrong, a line each."""
+    """Keep `in_flight` requests going for `seconds`; returns what was wrong, a line each."""
     memory = _Memory()
     watcher = threading.Thread(target=memory.watch, daemon=True)
     watcher.start()

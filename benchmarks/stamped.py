@@ -35,7 +35,7 @@ Taken = list[tuple[str, int, list[Round]]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs until a signal; returns the exit code."""
+    """Run until a signal; returns the exit code."""
     p = argparse.ArgumentParser(description=__doc__, add_help=False)
     p.add_argument("service", choices=("scorer_service", "proposer_service"))
     p.add_argument("--stamps", type=Path, required=True)
@@ -66,7 +66,8 @@ def _change_scorer(
     from outrider.engine.scheduler import Scheduler
     from outrider.engine.worker import EngineWorker
     from outrider.rpc.feature_codec import response_to_bytes
-    from scorer_service import app, loading, wire
+    from scorer_service import app, loading
+    from scorer_service.drafting import transport
     from scorer_service.hub import Hub
 
     load = loading.load
@@ -109,13 +110,13 @@ def _change_scorer(
     _before(taken, EngineWorker, "post_blocks", "posted", 0)
     _before(taken, Engine, "post_block", "taken", slice(0, 2))
     to_bytes = _at(taken, response_to_bytes, "sent")
-    mock.patch.object(wire, "response_to_bytes", to_bytes).start()
-    mock.patch.object(wire, "_parse", _after(taken, wire._parse, "arrived")).start()
+    mock.patch.object(transport, "response_to_bytes", to_bytes).start()
+    mock.patch.object(transport, "_parse", _after(taken, transport._parse, "arrived")).start()
 
 
 def _change_proposer(taken: Taken, sleep_s: float, ahead_s: float, row_bytes: int) -> None:
     from outrider.drafting.building import methods
-    from outrider.drafting.ngram import NgramProposer
+    from outrider.drafting.copying.ngram import NgramProposer
     from proposer_service import connection
     from proposer_service.cycle import Cycle
 

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.branch_plan import NO_PACE, Pace
-from outrider.drafting.feature_session import FeatureMethod
+from outrider.drafting.ahead.outcomes import NO_PACE, Pace
+from outrider.drafting.hidden_states.session import FeatureMethod
 from outrider.drafting.proposer import DraftRound, ProposerTraits, SessionKey
-from outrider.engine.feature_pool import FeaturePool
-from outrider.engine.paged_model import PagedModel
+from outrider.engine.kv_cache.hidden_states import HiddenStatePool
+from outrider.engine.model.paged_model import PagedModel
 from outrider.features import BYTES_PER_VALUE, FeatureSpec
 
 _MAX_ROWS: Final = 4096  # of a round
 
 
-def make_pool(row_bytes: int, model: PagedModel) -> FeaturePool:
+def make_pool(row_bytes: int, model: PagedModel) -> HiddenStatePool:
     """Of a wide target, for the pages of a narrow one: one row stands for all."""
-    pool = FeaturePool(_spec(row_bytes), 1, 1, model.device)
+    pool = HiddenStatePool(_spec(row_bytes), 1, 1, model.device)
     pool.page_size = model.page_size
     pool.rows = pool.rows.expand(model.num_pages * model.page_size, -1)
     return pool

@@ -27,8 +27,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from outrider.engine.batch import RowSlice, pack
-from outrider.engine.loader import build_paged_model
-from outrider.engine.paged_model import PagedModel
+from outrider.engine.model.loader import build_paged_model
+from outrider.engine.model.paged_model import PagedModel
 
 PAGE_SIZE = 16
 SHAPES = {
@@ -74,7 +74,7 @@ def random_llama(shape: str) -> Any:
 def measure(
     name: str, model: Any, rows: int, query_len: int, context: int, repeats: int, paged: PagedModel
 ) -> Timing:
-    """Times `query_len` new tokens per row after `context` cached ones, in turns."""
+    """Time `query_len` new tokens per row after `context` cached ones, in turns."""
     tokens = torch.randint(0, paged.vocab_size, (rows, context + query_len))
     pages = -(-(context + query_len) // PAGE_SIZE)
     tables = [[i * pages + j for j in range(pages)] for i in range(rows)]

@@ -78,7 +78,7 @@ class Switch:
     def steady_scorer(self) -> None:
         """Has the scorer do the same steps in every mode, and count them. Imports torch."""
         from benchmarks.fixed_k import fix
-        from outrider.engine.adaptive import AdaptivePolicy
+        from outrider.engine.policy.adaptive import AdaptivePolicy
         from scorer_service.metrics import ScorerMetrics
 
         fix()

@@ -32,7 +32,7 @@ class SyntheticRunner:
         self._chance = chance_per_token(mean_length, num_draft_tokens)
         self._seed = seed
 
-    def takes_late(self, num_rows: int, num_drafted: int) -> bool:  # noqa: ARG002
+    def takes_device_drafts(self, num_rows: int, num_drafted: int) -> bool:  # noqa: ARG002
         return False
 
     def launch(self, step: Step) -> Pending:

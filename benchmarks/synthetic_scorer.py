@@ -19,7 +19,7 @@ from scorer_service import __main__ as scorer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs until a signal; returns the exit code."""
+    """Run until a signal; returns the exit code."""
     p = argparse.ArgumentParser(description=__doc__, add_help=False)
     p.add_argument("--synthetic-acceptance-length", type=float, required=True)
     ours, flags = p.parse_known_args(argv)
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     from benchmarks.synthetic import SyntheticRunner, chance_per_token
     from outrider.engine.engine import Engine
-    from outrider.engine.ranks import RankGroup
+    from outrider.engine.model.parallel.ranks import RankGroup
     from scorer_service import app
 
     chance_per_token(ours.synthetic_acceptance_length, options.num_speculative_tokens)

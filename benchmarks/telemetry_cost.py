@@ -98,7 +98,7 @@ class Bench:
     def turn(
         self, mode: str, group: Sequence[tuple[int, ...]], max_tokens: int, at_once: int
     ) -> Turn:
-        """Decodes a group of prompts, `at_once` of them at a time."""
+        """Decode a group of prompts, `at_once` of them at a time."""
         jobs = [Job(prompt, max_tokens) for prompt in group]
         steps = self._steps()
         self._switch(mode)
@@ -137,7 +137,7 @@ class Bench:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table; 2 if a service failed or turns did different work."""
+    """Print the table; 2 if a service failed or turns did different work."""
     p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     p.add_argument("--seconds", type=float, default=180.0, help="of measuring")
     p.add_argument("--max-tokens", type=int, default=64, help="of a completion")
@@ -185,7 +185,7 @@ def running(folder: Path, endpoint: str) -> Iterator[Bench]:
 
 @contextlib.contextmanager
 def scraping(url: str) -> Iterator[threading.Event]:
-    """Reads /metrics every second while the event is set, as Prometheus would."""
+    """Read /metrics every second while the event is set, as Prometheus would."""
     wanted, over = threading.Event(), threading.Event()
 
     def scrape() -> None:
@@ -206,7 +206,7 @@ def scraping(url: str) -> Iterator[threading.Event]:
 
 
 def measure(bench: Bench, seconds: float, max_tokens: int, at_once: int) -> list[Turn]:
-    """Turns, in order: muted, another, muted, another, ..., muted."""
+    """Turn, in order: muted, another, muted, another, ..., muted."""
     known = prompts.load(None, resolve_model("embedded", "target"), count=48, max_prompt_tokens=64)
     group = known.group(0, max(2, at_once))
 

@@ -39,7 +39,6 @@ def step_cost_us(rows: int) -> float:
 
 def spans_cost_us() -> tuple[float, float]:
     """CPU time to note and make the spans of a traced request, and to send them, in the scorer."""
-
     exporter = InMemorySpanExporter()
     telemetry = Telemetry("outrider-scorer", exporter, batch=True)
     parent = telemetry.tracer.start_span("request")

@@ -40,7 +40,7 @@ def gguf_name(name: str) -> str:
 
 
 def convert(source: Path, destination: Path) -> None:
-    """Writes `source`'s weights as bf16 (norms as fp32). Raises `ValueError` for non-Llamas."""
+    """Write `source`'s weights as bf16 (norms as fp32). Raises `ValueError` for non-Llamas."""
     import gguf  # type: ignore[import-not-found, unused-ignore]
     import torch
     from safetensors.torch import load_file

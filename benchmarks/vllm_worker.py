@@ -30,7 +30,7 @@ _COUNTERS = {
 
 
 def build(args: argparse.Namespace) -> Handler:
-    """Loads the engine, with its `draft_model` method if there is a draft model."""
+    """Load the engine, with its `draft_model` method if there is a draft model."""
     for name, value in _ENV.items():
         os.environ.setdefault(name, value)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)

@@ -67,7 +67,7 @@ class Stack:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the tables; 2 if a service failed."""
+    """Print the tables; 2 if a service failed."""
     p = argparse.ArgumentParser(
         prog="python -m benchmarks.way",
         description=__doc__,
@@ -120,7 +120,7 @@ def start(
     children: list[Child],
     args: argparse.Namespace,
 ) -> Stack:
-    """Returns when both serve."""
+    """Return when both serve."""
     name = f"{tree.name}-{wire}" + (f"-{interval}" if interval else "")
     files = folder / f"{name}-scorer.json", folder / f"{name}-proposer.json"
 
@@ -162,12 +162,12 @@ async def measure(stacks: Sequence[Stack], args: argparse.Namespace) -> None:
     for turn in range(args.turns + 1):
         for sessions in args.sessions:
             for stack in rng.sample(stacks, len(stacks)):
-                taken = await take_turn(stack, sessions, args)
+                taken = await draft_between_steps(stack, sessions, args)
                 if turn:
                     stack.turns.append(taken)
 
 
-async def take_turn(stack: Stack, sessions: int, args: argparse.Namespace) -> Turn:
+async def draft_between_steps(stack: Stack, sessions: int, args: argparse.Namespace) -> Turn:
     """So many clients, who begin together."""
     async with open_channel(stack.address) as channel:
         stub = ScorerServiceStub(channel)

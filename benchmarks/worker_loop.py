@@ -17,7 +17,7 @@ Handler = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def serve(build: Callable[[], Handler]) -> None:
-    """Builds the handler, says so, then answers one line per line until stdin ends.
+    """Build the handler, says so, then answers one line per line until stdin ends.
 
     An exception becomes an `error` answer; the loop goes on.
     """

@@ -13,14 +13,14 @@ from typing import NoReturn
 
 
 def serve(change: Callable[[str], object]) -> NoReturn:
-    """Runs the service that the command line names until a signal; `change` is told its name."""
+    """Run the service that the command line names until a signal; `change` is told its name."""
     service, *flags = sys.argv[1:]
     change(service)
     leave(importlib.import_module(f"{service}.__main__").main(flags))
 
 
 def leave(exit_code: int) -> NoReturn:
-    """Ends the process as the services do: not waiting for threads that still have torch."""
+    """End the process as the services do: not waiting for threads that still have torch."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

@@ -18,7 +18,7 @@ _DEFAULTS = {field.name: field.default for field in dataclasses.fields(GatewayCo
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a gateway until a signal; returns the exit code."""
+    """Run a gateway until a signal; returns the exit code."""
     flags = vars(_parser().parse_args(argv))
     exit_with_parent = flags.pop("exit_with_parent")
     try:

@@ -28,7 +28,7 @@ class Admission:
         return self._grace_end is not None
 
     def check_size(self, completions: int, param: str) -> None:
-        """Raises `InvalidRequestError` naming `param` for more completions than could ever run."""
+        """Raise `InvalidRequestError` naming `param` for more completions than could ever run."""
         if completions > self.max_in_flight:
             raise InvalidRequestError(
                 f"{param} asks for {completions} completions; at most {self.max_in_flight} run "
@@ -38,7 +38,7 @@ class Admission:
 
     @contextlib.contextmanager
     def admitted(self, completions: int) -> Iterator[None]:
-        """Holds places for a number of completions, from before their prompts are worked on.
+        """Hold places for a number of completions, from before their prompts are worked on.
 
         Raises `CapacityError`, or `UnavailableError` while draining.
         """
@@ -55,8 +55,9 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def until(self, deadline: float) -> AsyncGenerator[None, None]:
-        """Ends its body when the deadline (loop time) passes, a client that does not read
-        included: raises `DeadlineError`, or `UnavailableError` while draining.
+        """End the body at the deadline (loop time), even if a client does not read.
+
+        Raises `DeadlineError`, or `UnavailableError` while draining.
         """
         try:
             async with asyncio.timeout_at(deadline) as timeout:
@@ -73,9 +74,7 @@ class Admission:
             ) from error
 
     def cancelled_by(self, deadline: float) -> str:
-        """Who cancels a completion with this deadline now, as an outcome: this gateway, as `until`
-        would have it, or the client.
-        """
+        """Return the outcome of a completion cancelled now: by this gateway or by the client."""
         now = deadline_after(_TIMER_S)
         if self._grace_end is not None and now >= min(deadline, self._grace_end):
             return UnavailableError.reason

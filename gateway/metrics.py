@@ -61,7 +61,7 @@ class GatewayMetrics:
 
     @contextlib.contextmanager
     def outcome(self, operation: str, cancelled_by: Callable[[], str]) -> Iterator[None]:
-        """Counts how its body ends; `cancelled_by` says what a cancelled one ends as."""
+        """Count how its body ends; `cancelled_by` says what a cancelled one ends as."""
         outcome = "ok"
         try:
             yield
@@ -78,6 +78,6 @@ class GatewayMetrics:
             self._requests.labels(operation, outcome).inc()
 
     def completed(self, usage: common_pb2.Usage) -> None:
-        """A completion that ended well."""
+        """Count a completion that ended well."""
         self._prompt_tokens.inc(usage.prompt_tokens)
         self._generation_tokens.inc(usage.completion_tokens)

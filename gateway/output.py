@@ -44,7 +44,7 @@ class OutputAssembler:
     def push(
         self, token_id: int, kind: TokenKind, logprobs: TokenLogprobs | None = None
     ) -> list[OutputToken]:
-        """The tokens that became certain; `stopped` is set once a stop string has appeared."""
+        """Return the tokens that became certain; set `stopped` once a stop string has appeared."""
         assert not self.stopped
         self._seen += 1
         token = OutputToken(token_id, kind, self._detokenizer.push(token_id), logprobs)
@@ -57,7 +57,7 @@ class OutputAssembler:
         return self._release(self._certain())
 
     def finish(self) -> list[OutputToken]:
-        """What is left when the scorer has ended the completion."""
+        """Return the tokens that are left when the scorer has ended the completion."""
         rest = "" if self.stopped else self._detokenizer.flush()
         if rest:  # an incomplete character kept its token here
             self._held[-1] = replace(self._held[-1], text=self._held[-1].text + rest)
@@ -66,7 +66,7 @@ class OutputAssembler:
         return self._release(len(self._held))
 
     def _match(self, piece: str) -> bool:
-        """Looks for a stop string; at a match, drops what is behind the match's begin."""
+        """Look for a stop string; at a match, drops what is behind the match's begin."""
         excess = self._matcher.feed(piece) if self._seen > self._min_tokens else None
         if excess is None:
             return False

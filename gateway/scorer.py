@@ -46,7 +46,7 @@ class Scorer:
         metadata: tuple[tuple[str, str], ...],
         timeout_s: float,
     ) -> AsyncGenerator[scorer_pb2.ScorerServiceGenerateResponse, None]:
-        """The scorer's answer; closing the iterator cancels the RPC. Raises `AioRpcError`."""
+        """Yield the scorer's answer; closing the iterator cancels the RPC. Raises `AioRpcError`."""
         call = self._stub.Generate(request, metadata=metadata, timeout=timeout_s)
         self.in_flight += 1
         try:
@@ -68,7 +68,7 @@ class Scorer:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def fetch_info(self) -> scorer_pb2.GetScorerInfoResponse:
-        """Raises `OutriderError`."""
+        """Raise `OutriderError`."""
         try:
             info: scorer_pb2.GetScorerInfoResponse = await self._stub.GetScorerInfo(
                 scorer_pb2.GetScorerInfoRequest(), timeout=_PROBE_TIMEOUT_S
@@ -78,7 +78,7 @@ class Scorer:
         return info
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Requests under way have `grace_s` seconds left; none may be begun."""
+        """Request under way have `grace_s` seconds left; none may be begun."""
         await self._channel.close(grace_s)
         for task in self._closing:
             task.cancel()
@@ -99,7 +99,7 @@ class Scorer:
             raise ConfigError(f"cannot read {error.filename}: {error.strerror}.") from error
 
     def _renew(self) -> None:
-        """Connects anew if the certificates were replaced; requests under way end where they are.
+        """Connect anew if the certificates were replaced; requests under way end where they are.
 
         gRPC would go on with the ones it was given first, and fail when they have expired.
         """

@@ -45,7 +45,7 @@ class ScorerPool:
         self._misfits: dict[str, ConfigError] = {}
 
     async def start(self, timeout_s: float) -> None:
-        """Returns once a scorer serves.
+        """Return once a scorer serves.
 
         Raises `ConfigError` if one does not fit, or if none serves within `timeout_s`.
         """
@@ -93,7 +93,7 @@ class ScorerPool:
     async def pick(
         self, prompt_token_ids: Sequence[int], excluded: frozenset[Scorer], timeout_s: float
     ) -> Scorer:
-        """The scorer for a prompt, waiting at most `timeout_s` until one serves.
+        """Choose the scorer for a prompt, waiting at most `timeout_s` until one serves.
 
         Rendezvous hashing ranks the scorers for prompts with the same first page: the first that is
         not clearly busier than the least busy one. Raises `UnavailableError`.
@@ -110,7 +110,7 @@ class ScorerPool:
         return min(idle_enough, key=lambda scorer: _rendezvous(scorer.target, page))
 
     def mark_down(self, scorer: Scorer) -> None:
-        """A request could not reach it: it gets none until a probe succeeds."""
+        """Send no requests to a scorer that one could not reach, until a probe succeeds."""
         self._set_serving(scorer, False)
 
     async def _follow(self) -> None:
@@ -144,7 +144,7 @@ class ScorerPool:
             await asyncio.sleep(_PROBE_UP_S if healthy else _PROBE_DOWN_S)
 
     async def _dial(self, target: Target) -> Scorer:
-        """Tries until the TLS files can be read: they may be in the middle of being replaced."""
+        """Try until the TLS files can be read: they may be in the middle of being replaced."""
         while True:
             try:
                 scorer = Scorer(target, self._tls)

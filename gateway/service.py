@@ -15,7 +15,7 @@ from gateway.config import GatewayConfig
 from gateway.generation import Generator
 from gateway.grpc_service import GenerationServicer
 from gateway.http_connection import PatientProtocol
-from gateway.openai_http import create_app
+from gateway.openai.http import create_app
 from gateway.scorers import ScorerPool
 from outrider.errors import ConfigError
 from outrider.models.resolve import resolve_model
@@ -126,7 +126,7 @@ class Gateway:
 
 
 def check_scorer(info: scorer_pb2.GetScorerInfoResponse, tokenizer: Tokenizer) -> None:
-    """Raises `ConfigError` for a scorer whose tokens would not mean what ours do."""
+    """Raise `ConfigError` for a scorer whose tokens would not mean what ours do."""
     who = f"scorer {info.scorer_id} ({info.model})"
     if info.tokenizer_hash != tokenizer.hash:
         raise ConfigError(
@@ -155,7 +155,7 @@ async def _settled(task: asyncio.Task[None]) -> None:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A listening socket's address, taken before anything slow. Raises `ConfigError`."""
+    """Bind the HTTP port before anything slow. Raises `ConfigError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -18,7 +18,7 @@ class StopStringMatcher:
         self._automata = [_Automaton(stop) for stop in stop_strings]
 
     def feed(self, piece: str) -> int | None:
-        """Returns how many characters before the end of what was fed so far a match begins.
+        """Return how many characters before the end of what was fed so far a match begins.
 
         None if there is none. After a match nothing more may be fed; what follows the match in
         `piece` counts among the characters returned.
@@ -44,7 +44,7 @@ class _Automaton:
         self._fallback = _fallbacks(pattern)
 
     def step(self, char: str) -> int:
-        """Returns the pattern's length if `char` completes it, else 0."""
+        """Return the pattern's length if `char` completes it, else 0."""
         while self.state and self._pattern[self.state] != char:
             self.state = self._fallback[self.state - 1]
         if self._pattern[self.state] == char:

@@ -1,4 +1,4 @@
-"""The exception tree. Translated once at each boundary (rpc/status.py, gateway/openai_errors.py).
+"""The exception tree. Translated once at each boundary (rpc/status.py, gateway/openai/errors.py).
 
 OutriderError
 ├── InvalidRequestError        a field is wrong; `param` names it

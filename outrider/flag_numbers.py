@@ -7,7 +7,7 @@ import math
 
 
 def number(text: str) -> float:
-    """What is none is NaN, which no bounds include."""
+    """Read a number; other text is NaN, which no bounds include."""
     try:
         return float(text)
     except ValueError:
@@ -15,7 +15,7 @@ def number(text: str) -> float:
 
 
 def whole(text: str, low: int, high: int = 2**31 - 1) -> int:
-    """Raises `ArgumentTypeError` for what is no whole number within these bounds."""
+    """Raise `ArgumentTypeError` for what is no whole number within these bounds."""
     try:
         value = int(text)
     except ValueError:

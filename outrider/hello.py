@@ -8,7 +8,7 @@ from outrider.rpc.versions import PROTOCOL_VERSION
 from outrider.v1 import draft_pb2
 
 
-def hello_of(
+def make_hello(
     traits: ProposerTraits, tokenizer_hash: str, *, proposer_id: str, pool: str, device: str
 ) -> draft_pb2.Hello:
     """Of a method with these traits; without what is its connection's."""

@@ -20,7 +20,7 @@ MAX_CONSTRAINT_CHARS = 2**18
 
 
 def require(condition: bool, param: str, allowed: str) -> None:
-    """Raises `InvalidRequestError`: `param` must be `allowed`."""
+    """Raise `InvalidRequestError`: `param` must be `allowed`."""
     if not condition:
         raise InvalidRequestError(f"{param} must be {allowed}.", param=param)
 

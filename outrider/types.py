@@ -193,7 +193,7 @@ class EngineInfo:
     features: FeatureSpec | None = None  # hidden states that are captured
 
     def check(self, request: Request) -> None:
-        """Raises unless the request can be served at all.
+        """Raise unless the request can be served at all.
 
         `InvalidRequestError` for a token outside the vocabulary; `PromptTooLongError` for a
         prompt that leaves no room for a token.

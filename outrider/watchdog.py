@@ -37,7 +37,7 @@ class Watchdog:
         self._working = False
 
     async def until_hung(self) -> None:
-        """Returns when a piece of work has taken `PATIENCE_S`; the log tells where the thread is.
+        """Return when a piece of work has taken `PATIENCE_S`; the log tells where the thread is.
 
         Looks are counted, not seconds: while the whole process is paused there are none.
         """

@@ -1,0 +1,1 @@
+"""A service that drafts for scorers."""

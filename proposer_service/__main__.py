@@ -71,7 +71,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ProposerConfig, bool]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs until a signal; returns the exit code."""
+    """Run until a signal; returns the exit code."""
     try:
         config, exit_with_parent = parse(argv)
     except OutriderError as error:

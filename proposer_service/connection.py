@@ -75,7 +75,7 @@ class Connection:
             self._fail(error)
 
     def flush(self) -> None:
-        """Sends what waits, as far as the socket takes it."""
+        """Send what waits, as far as the socket takes it."""
         try:
             self._frames.flush()
         except OutriderError as error:

@@ -68,11 +68,11 @@ class Conversation(ABC):
             self._ended.set()
 
     async def until_unused(self) -> None:
-        """Returns when no session is open, or the conversation has ended."""
+        """Return when no session is open, or the conversation has ended."""
         await first_of(self._all_closed.wait(), self._ended.wait())
 
     async def say_goodbye(self) -> None:
-        """Returns when every session was closed and the scorer has ended the stream."""
+        """Return when every session was closed and the scorer has ended the stream."""
         goodbye = draft_pb2.DraftRequest(goodbye=draft_pb2.Goodbye())
         self._stream.worker.send(self._stream.link, goodbye)
         await self.until_unused()
@@ -80,7 +80,7 @@ class Conversation(ABC):
         await self._ended.wait()
 
     def _note(self, batch: draft_pb2.SessionBatch) -> None:
-        """Keeps count of open sessions."""
+        """Keep count of open sessions."""
         for opened in batch.opens:
             self._open[opened.session] = opened.epoch
         for closed in batch.closes:
@@ -140,7 +140,7 @@ class Streamed(Conversation):
                     await asyncio.sleep(_QUEUE_FULL_WAIT_S)
 
     async def _write_all(self) -> None:
-        """Writes what is put, until cancelled. Raises for a scorer that does not read."""
+        """Write what is put, until cancelled. Raises for a scorer that does not read."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -201,7 +201,7 @@ class Direct(Conversation):
 
 
 async def write(call: Call, message: draft_pb2.DraftRequest) -> None:
-    """Raises the status that the scorer has ended the stream with, if it has."""
+    """Raise the status that the scorer has ended the stream with, if it has."""
     try:
         await call.write(message)
     except asyncio.InvalidStateError as error:  # ended meanwhile: the status says why

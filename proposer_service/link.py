@@ -125,7 +125,7 @@ class ScorerLink:
         self._hurry.set()
 
     def _tell(self, error: OutriderError) -> None:
-        """Logs what is news: not every failed dial of a scorer that is away."""
+        """Log what is news: not every failed dial of a scorer that is away."""
         if self._last_error is None or error.message != self._last_error.message:
             refused = _is_refusal(error)
             verb = "refused this proposer" if refused else "is not connected"

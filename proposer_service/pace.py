@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from outrider.drafting.branch_plan import Pace
+from outrider.drafting.ahead.outcomes import Pace
 from outrider.drafting.proposer import SessionKey
-from outrider.engine.measured import Average
+from outrider.engine.policy.timing import Average
 
 _RISE: Final = 1 / 16
 

@@ -75,7 +75,7 @@ class Routes:
         feature_rows: Sequence[bytes],
         arrived: float,
     ) -> None:
-        """Opens, then features, commits and closes, as draft.proto says.
+        """Open, then features, commits and closes, as draft.proto says.
 
         `feature_rows` are those of the batch's features.
         """
@@ -218,7 +218,7 @@ class Routes:
 
 
 def _start(opened: draft_pb2.Open) -> SessionStart:
-    """Raises `InvalidRequestError` for a value out of range."""
+    """Raise `InvalidRequestError` for a value out of range."""
     return SessionStart(
         prefix=tuple(opened.prefix),
         sampling=codec.sampling_from_proto(opened.sampling, seed=0),

@@ -12,7 +12,7 @@ from typing import Final
 from outrider.device import device_id
 from outrider.drafting.building.methods import build_proposer
 from outrider.drafting.proposer import Proposer
-from outrider.hello import hello_of
+from outrider.hello import make_hello
 from outrider.rpc.runtime import progress
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.targets import Targets, join_address
@@ -112,7 +112,7 @@ class ProposerService:
         await asyncio.gather(*ending)
 
     async def wait_failed(self) -> None:
-        """Returns if the drafting thread ended by itself, or hangs."""
+        """Return if the drafting thread ended by itself, or hangs."""
         assert self._worker is not None
         await self._worker.until_ended()
 
@@ -122,7 +122,7 @@ class ProposerService:
 
     def _hello(self) -> draft_pb2.Hello:
         assert self._method is not None
-        hello = hello_of(
+        hello = make_hello(
             self._method.traits,
             self._method.tokenizer_hash,
             proposer_id=self._proposer_id,

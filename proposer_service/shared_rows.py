@@ -16,7 +16,7 @@ class SharedRows:
     """The ring that the Hello of one stream offers, as long as the scorer may use it."""
 
     def __init__(self, target: Target, hello: draft_pb2.Hello) -> None:
-        """Puts the offer into `hello`, if it asks for rows from a scorer on the same host."""
+        """Put the offer into `hello`, if it asks for rows from a scorer on the same host."""
         self._target = target
         self._ring: RingReader | None = None
         if target.socket_path is None or not hello.HasField("features"):

@@ -83,7 +83,7 @@ class DraftWorker:
         self.num_sessions = 0
 
     async def start(self, timeout_s: float) -> MethodInfo:
-        """Waits until the method is built. Raises what building it raised, or `DeadlineError`."""
+        """Wait until the method is built. Raises what building it raised, or `DeadlineError`."""
         self._thread.start()
         try:
             async with asyncio.timeout(timeout_s):
@@ -92,12 +92,12 @@ class DraftWorker:
             raise DeadlineError(f"The method was not ready within {timeout_s:g} s.") from error
 
     async def until_ended(self) -> None:
-        """Returns when the thread has ended or hangs; it is noticed here alone that it hangs."""
+        """Return when the thread has ended or hangs; it is noticed here alone that it hangs."""
         await first_of(self.ended.wait(), self._watchdog.until_hung())
         self.ended.set()
 
     async def stop(self, timeout_s: float) -> None:
-        """Ends the thread after its current cycle; waits for it within the time."""
+        """End the thread after its current cycle; waits for it within the time."""
         if self._thread.ident is not None:
             self._inbox.put(Stop())
             await asyncio.to_thread(self._thread.join, timeout_s)

@@ -1,0 +1,1 @@
+"""A service that verifies drafts over a paged KV cache."""

@@ -158,7 +158,7 @@ def resolve(argv: Sequence[str] | None) -> dict[str, Any]:
     if flags is not None:
         os.environ["OMP_NUM_THREADS"] = str(args["threads"])  # as in `main`: it loads NumPy
         # Imported here: a scorer without starts sooner.
-        from scorer_service.in_process_flags import states_of, take
+        from scorer_service.drafting.in_process_flags import states_of, take
 
         args["in_process_proposer"] = methods = take(flags, args["model"], args["device"])
         args["hidden_features"] = args["hidden_features"] or states_of(methods)
@@ -166,7 +166,7 @@ def resolve(argv: Sequence[str] | None) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs until a signal; returns the exit code."""
+    """Run until a signal; returns the exit code."""
     try:
         args = resolve(argv)
     except ConfigError as error:
@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         runtime.prepare_grpc()
         runtime.progress("scorer", "starting")
-        from outrider.engine.ranks import Ranks
+        from outrider.engine.model.parallel.ranks import Ranks
         from scorer_service.app import NAME, Options, ScorerApp
         from scorer_service.follower import follow
     except KeyboardInterrupt:  # torch takes seconds to import; afterwards the loop has the signal

@@ -20,11 +20,11 @@ from outrider.config import EngineConfig
 from outrider.device import device_id
 from outrider.drafting.building.config import MethodConfig
 from outrider.drafting.building.methods import build_proposer
-from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.engine import Engine
-from outrider.engine.feature_streams import MAX_AHEAD_BYTES, FeatureStreams
-from outrider.engine.policy import Policy
-from outrider.engine.ranks import RankGroup, Ranks
+from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, HiddenStateStreams
+from outrider.engine.model.parallel.ranks import RankGroup, Ranks
+from outrider.engine.policy.adaptive import AdaptivePolicy
+from outrider.engine.policy.base import Policy
 from outrider.engine.worker import EngineWorker
 from outrider.errors import ConfigError, DeadlineError, InternalError
 from outrider.models.resolve import resolve_model
@@ -40,10 +40,10 @@ from outrider.rpc.telemetry import Telemetry, configure
 from outrider.types import Request, StepEvents
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.constraints import Constraints
+from scorer_service.drafting.in_process import InProcessProposer
+from scorer_service.drafting.in_process_link import attach
 from scorer_service.gauges import watch
 from scorer_service.hub import Hub
-from scorer_service.in_process import InProcessProposer
-from scorer_service.in_process_link import attach
 from scorer_service.loading import join, load
 from scorer_service.metrics import ScorerMetrics
 from scorer_service.registration import add_to_server
@@ -116,7 +116,7 @@ class ScorerApp:
         self._constraints: Constraints | None = None
 
     async def start(self) -> dict[str, str]:
-        """Listens at once (health says NOT_SERVING), loads the model, then serves."""
+        """Listen at once (health says NOT_SERVING), loads the model, then serves."""
         options = self._options
         if options.ranks is not None and options.in_process_proposer:
             raise ConfigError(
@@ -205,7 +205,7 @@ class ScorerApp:
         self._telemetry.shutdown()
 
     async def wait_failed(self) -> None:
-        """Returns once the engine fails step after step, or hangs."""
+        """Return once the engine fails step after step, or hangs."""
         assert self._hub is not None
         assert self._worker is not None
         await first_of(self._hub.failed.wait(), self._worker.until_hung())
@@ -227,7 +227,7 @@ def build_engine(
     group: RankGroup | None = None,
     beside: InProcessProposer | None = None,
 ) -> Engine:
-    """Loads, checks and warms up, also what drafts beside it on the engine's thread: this one.
+    """Load, checks and warms up, also what drafts beside it on the engine's thread: this one.
 
     Raises `OutriderError`s.
     """
@@ -256,7 +256,7 @@ def build_engine(
         eos_token_ids=model.eos_token_ids,
         policy=policy,
         runner=runner,
-        features=None if pool is None else FeatureStreams(pool, max_ahead_bytes=ahead),
+        features=None if pool is None else HiddenStateStreams(pool, max_ahead_bytes=ahead),
     )
     if beside is not None:
         beside.bring(engine)
@@ -276,7 +276,7 @@ def build_engine(
 
 
 def _warm_up(engine: Engine, config: EngineConfig) -> None:
-    """Runs each size of step that a single request meets, so that no client pays for the first.
+    """Run each size of step that a single request meets, so that no client pays for the first.
 
     Verification of k draft tokens and processing k + 1 prompt tokens are the same forward.
     """

@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from outrider.engine.constraint import ConstraintCompiler, ConstraintEditor
+from outrider.engine.sampling.constraint import ConstraintCompiler, ConstraintEditor
 from outrider.errors import CapacityError, ConfigError, InvalidRequestError
 from outrider.rpc import runtime
 from outrider.types import EngineInfo, Request
@@ -77,7 +77,7 @@ class Constraints:
             future.cancel()  # in vain once it has begun
 
     def close(self) -> None:
-        """Waits for nothing: a compilation in progress ends by itself within seconds."""
+        """Wait for nothing: a compilation in progress ends by itself within seconds."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

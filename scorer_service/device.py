@@ -10,19 +10,19 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.engine.cuda.graph_runner import GraphRunner
-from outrider.engine.cuda.graphs import CudaGraphs, replay_seconds
-from outrider.engine.cuda.memory import (
+from outrider.engine.cuda.memory_budget import (
     DeviceMemory,
     MemoryBudget,
     estimate_graphs,
     measure_activations,
 )
-from outrider.engine.cuda.ragged_forwards import RaggedForwards
-from outrider.engine.cuda.triton_sampling import choose_and_verify, sample
-from outrider.engine.paged_model import PagedModel
-from outrider.engine.ragged_step import RaggedBucket, make_ragged
-from outrider.engine.static_step import Bucket, make_buckets
+from outrider.engine.cuda.sampling import choose_and_verify, sample
+from outrider.engine.graphs.capture import CudaGraphs, replay_seconds
+from outrider.engine.graphs.decode_graphs import DecodeGraphs
+from outrider.engine.graphs.decode_inputs import Bucket, make_buckets
+from outrider.engine.graphs.prefill_graphs import PrefillGraphs
+from outrider.engine.graphs.prefill_inputs import PrefillBucket, make_prefill_buckets
+from outrider.engine.model.paged_model import PagedModel
 from outrider.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -45,17 +45,17 @@ class StepLimits:
         trees = (verifying,) if self.trees and verifying > 2 else ()
         return make_buckets(self.max_num_seqs, (1, verifying), trees)
 
-    def ragged(self, model: PagedModel) -> list[RaggedBucket]:
+    def ragged(self, model: PagedModel) -> list[PrefillBucket]:
         """The same of steps with prompts; empty if the model's layers do not run apart."""
         if not model.layered:
             return []
-        return make_ragged(self.max_num_batched_tokens, self.max_num_seqs)
+        return make_prefill_buckets(self.max_num_batched_tokens, self.max_num_seqs)
 
 
 def size_cache(
     memory: DeviceMemory, model: PagedModel, limits: StepLimits, say: Callable[[str], None]
 ) -> None:
-    """Gives the model's cache all memory that nothing else will need. Raises `ConfigError`.
+    """Give the model's cache all memory that nothing else will need. Raises `ConfigError`.
 
     The model must have been loaded with `TRIAL_PAGES`.
     """
@@ -92,10 +92,10 @@ def size_cache(
     model.resize(budget.num_pages)
 
 
-def record_steps(
+def capture_steps(
     model: PagedModel, limits: StepLimits, say: Callable[[str], None]
-) -> GraphRunner | None:
-    """Records every bucket; None if the model's steps cannot be recorded, which is said."""
+) -> DecodeGraphs | None:
+    """Record every bucket; None if the model's steps cannot be recorded, which is said."""
     if not model.capturable:
         say("this attention cannot be recorded in CUDA graphs: every step runs eagerly")
         return None
@@ -103,14 +103,14 @@ def record_steps(
     buckets, ragged = limits.buckets(), limits.ragged(model)
     done, total = 0, len(buckets) + len(ragged)
 
-    def on_recorded() -> None:
+    def on_captured() -> None:
         nonlocal done, said
         done += 1
         if time.perf_counter() - said > _SECONDS_PER_LINE:
             said = time.perf_counter()
             say(f"recording steps {'#' * (20 * done // total):.<20} {done}/{total}")
 
-    runner = _record(model, buckets, ragged, on_recorded)
+    runner = _record(model, buckets, ragged, on_captured)
     if runner is not None:
         say(f"recorded steps of {total} sizes in {time.perf_counter() - began:.1f} s")
     return runner
@@ -119,24 +119,24 @@ def record_steps(
 def _record(
     model: PagedModel,
     buckets: Sequence[Bucket],
-    ragged: Sequence[RaggedBucket],
-    on_recorded: Callable[[], None],
-) -> GraphRunner | None:
+    ragged: Sequence[PrefillBucket],
+    on_captured: Callable[[], None],
+) -> DecodeGraphs | None:
     record = CudaGraphs()
     try:
         forwards = None
         if ragged:
-            forwards = RaggedForwards(
-                model, ragged, record=record, seconds=replay_seconds, on_recorded=on_recorded
+            forwards = PrefillGraphs(
+                model, ragged, record=record, seconds=replay_seconds, on_captured=on_captured
             )
-        return GraphRunner(
+        return DecodeGraphs(
             model,
             buckets,
             record=record,
             choose_and_verify=choose_and_verify,
             sample=sample,
             forwards=forwards,
-            on_recorded=on_recorded,
+            on_captured=on_captured,
         )
     except torch.OutOfMemoryError as error:
         raise ConfigError(

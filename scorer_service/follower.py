@@ -13,7 +13,7 @@ import grpc
 import transformers
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from outrider.engine.ranks import Ranks
+from outrider.engine.model.parallel.ranks import Ranks
 from outrider.errors import ConfigError, OutriderError, UnavailableError
 from outrider.models.resolve import resolve_model
 from outrider.rpc import runtime

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from outrider.engine.worker import EngineWorker
 from scorer_service.config import ServedModel
+from scorer_service.drafting.registry import ProposerRegistry
 from scorer_service.metrics import ScorerMetrics
-from scorer_service.roster import Roster
 
 
 def watch(
-    metrics: ScorerMetrics, worker: EngineWorker, roster: Roster, served: ServedModel
+    metrics: ScorerMetrics, worker: EngineWorker, roster: ProposerRegistry, served: ServedModel
 ) -> None:
-    """Registers the gauges. They read single values that the other threads replace as a whole."""
+    """Register the gauges. They read single values that the other threads replace as a whole."""
 
     def kv_usage() -> float:
         snapshot = worker.snapshot()

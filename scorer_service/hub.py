@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 
 from outrider.draft_tree import DraftProbs, DraftTree
-from outrider.engine.constraint import ConstraintEditor
+from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.worker import MAX_BLOCKS_AT_ONCE, Block, EngineWorker
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.features import FeatureBatch
@@ -17,10 +17,10 @@ from outrider.rpc import codec
 from outrider.types import Commit, Request, StepEvents
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
+from scorer_service.drafting.attached import AttachedProposer
+from scorer_service.drafting.outbox import Outbox
+from scorer_service.drafting.registry import ProposerRegistry
 from scorer_service.metrics import ScorerMetrics
-from scorer_service.outbox import Outbox
-from scorer_service.proposers import AttachedProposer
-from scorer_service.roster import Roster
 from scorer_service.sessions import Deliveries, Session
 
 _MAX_FAILED_STEPS = 8
@@ -46,7 +46,7 @@ class Hub:
         self._metrics = metrics
         self._last_id = 0
         self._sessions: dict[int, Session] = {}
-        self.roster = Roster(worker, served, limits, metrics, clock=clock)
+        self.roster = ProposerRegistry(worker, served, limits, metrics, clock=clock)
         self._deliveries = Deliveries()
         self._failed_steps = 0  # in a row
         self.failed = asyncio.Event()
@@ -87,7 +87,7 @@ class Hub:
         return session
 
     def abort(self, session: Session, error: OutriderError | None = None) -> None:
-        """Ends a session that the engine may still run; no-op for one that has ended."""
+        """End a session that the engine may still run; no-op for one that has ended."""
         if session.id in self._sessions:
             self._worker.abort(session.id)
             self._forget(session)
@@ -255,7 +255,7 @@ class Hub:
         return session.id, tree, proposer.id, draft_us, now, proposer.methods[method_index]
 
     def on_bad(self, proposer: AttachedProposer, what: str) -> None:
-        """Counts a malformed message; too many end the stream."""
+        """Count a malformed message; too many end the stream."""
         self._metrics.malformed_blocks.inc()
         proposer.bad_blocks += 1
         _log.warning("proposer %s sent a bad message: %s", proposer.id, what)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.engine.loader import count_pages, kv_bytes_per_page, load_model, read_features
-from outrider.engine.paged_model import PagedModel
-from outrider.engine.pool_memory import fitting
-from outrider.engine.ranks import RankGroup
+from outrider.engine.kv_cache.memory import fitting
+from outrider.engine.model.loader import count_pages, kv_bytes_per_page, load_model, read_features
+from outrider.engine.model.paged_model import PagedModel
+from outrider.engine.model.parallel.ranks import RankGroup
 from outrider.engine.runner import Runner, StepRunner
 from outrider.errors import ConfigError
 from outrider.rpc import runtime
@@ -81,9 +81,9 @@ def load(
         beside()
         return load_given(), None, []
     # Imported here: without a CUDA device there may be no Triton.
-    from outrider.engine.cuda.memory import TRIAL_PAGES, DeviceMemory, claim_activations
-    from outrider.engine.cuda.triton_sampling import sample
-    from scorer_service.device import StepLimits, record_steps, size_cache
+    from outrider.engine.cuda.memory_budget import TRIAL_PAGES, DeviceMemory, claim_activations
+    from outrider.engine.cuda.sampling import sample
+    from scorer_service.device import StepLimits, capture_steps, size_cache
 
     def say(message: str) -> None:
         runtime.progress("scorer", message)
@@ -111,7 +111,7 @@ def load(
     if group is not None:
         say("a model on several ranks: every step runs eagerly")
         return model, None, []
-    recorded = record_steps(model, limits, say)
+    recorded = capture_steps(model, limits, say)
     claim_activations(
         model,
         sample,
@@ -124,7 +124,7 @@ def load(
 
 
 def _device(name: str) -> torch.device:
-    """Raises `ConfigError` if there is no such device."""
+    """Raise `ConfigError` if there is no such device."""
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or not (index.isdecimal() or name == kind):
         raise ConfigError(f"--device {name} is unknown: give cpu, cuda or, say, cuda:1.")

@@ -12,7 +12,7 @@ from functools import cache
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from outrider.counts import StepCounts
-from outrider.engine.trial import Way
+from outrider.engine.policy.mode import DraftMode
 from outrider.features import FeatureBatch
 from outrider.rpc.telemetry import METRIC_PREFIX
 from outrider.types import FinishReason, RequestStats, StepTimings
@@ -95,7 +95,7 @@ class ScorerMetrics:
             "proposers that can. An adaptive policy chooses it, and tries the others now and then.",
             "way",
         )
-        self._steps = {way.value: steps.labels(model_name, way.value) for way in Way}
+        self._steps = {way.value: steps.labels(model_name, way.value) for way in DraftMode}
         round_seconds = self._counters(
             "round_seconds",
             "Where rounds' time goes, summed over rounds. propose: in the proposer; network: from "

@@ -23,7 +23,7 @@ from outrider.types import Commit, Request
 from outrider.v1 import draft_pb2, scorer_pb2, scorer_pb2_grpc
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.constraints import Constraints
-from scorer_service.draft_stream import serve_proposer
+from scorer_service.drafting.stream import serve_proposer
 from scorer_service.hub import Hub
 from scorer_service.round_spans import RoundSpans
 from scorer_service.sessions import Session
@@ -59,7 +59,7 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
         self._serving = serving
 
     async def drain(self, grace_s: float) -> None:
-        """Takes no new request; the running ones end by themselves or, late, with UNAVAILABLE."""
+        """Take no new request; the running ones end by themselves or, late, with UNAVAILABLE."""
         self._draining = True
         if self._serving is None:
             return
@@ -225,7 +225,7 @@ class _Call:
 def _request_from_proto(
     message: scorer_pb2.ScorerServiceGenerateRequest, session_id: int, served: ServedModel
 ) -> Request:
-    """Raises `InvalidRequestError`; whether the prompt fits is the engine's to say."""
+    """Raise `InvalidRequestError`; whether the prompt fits is the engine's to say."""
     sampling = codec.sampling_from_proto(message.sampling, seed=0)
     if not sampling.greedy and not message.sampling.HasField("seed"):
         raise InvalidRequestError("seed must be set if temperature is above 0.", param="seed")

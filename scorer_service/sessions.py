@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from outrider.types import Commit, Request, RequestStats
 
 if TYPE_CHECKING:
-    from scorer_service.proposers import AttachedProposer
+    from scorer_service.drafting.attached import AttachedProposer
     from scorer_service.round_spans import RoundSpans
 
 _DELIVERED_AT_ONCE: Final = 8
@@ -38,7 +38,7 @@ class Mailbox:
             self._wake.set()
 
     def fail(self, error: Exception) -> None:
-        """Ends the stream with `error`, after the commits that came before."""
+        """End the stream with `error`, after the commits that came before."""
         self._error = error
         self._wake.set()
 

@@ -161,7 +161,7 @@ class Deduplicator:
 
 
 def chat_examples(text: str, most: int = 3) -> Iterator[str]:
-    """Turns "docstring" into a request and the function's source into the answer."""
+    """Turn "docstring" into a request and the function's source into the answer."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):

@@ -151,7 +151,7 @@ def load(gateway: str) -> int:
 
 
 def check_panels(prometheus: str) -> int:
-    """Prints what every panel would show now; returns how many queries had no number."""
+    """Print what every panel would show now; returns how many queries had no number."""
     failures = 0
     for path in sorted(HERE.glob("*.json")):
         for panel in json.loads(path.read_text())["panels"]:
@@ -169,7 +169,7 @@ def check_panels(prometheus: str) -> int:
 
 
 def check_rules(prometheus: str) -> int:
-    """Prints every rule's state; returns how many do not evaluate, or fire."""
+    """Print every rule's state; returns how many do not evaluate, or fire."""
     failures = 0
     for group in ask(prometheus, "rules")["groups"]:
         for rule in group["rules"]:

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from outrider import __version__
 from outrider.cli import flag_types
+from outrider.cli.flag_types import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT
 from outrider.config import SPECULATION_POLICIES
 from outrider.errors import ConfigError, OutriderError
 from outrider.methods import METHODS
@@ -21,12 +22,9 @@ SERVICES = {
 }
 """Name on the command line -> the package that `python -m` runs."""
 
-DEFAULT_HTTP_PORT = 8000
-DEFAULT_GRPC_PORT = 50051
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code: 0, 1 for a failed request, 2 for a wrong set-up."""
+    """Run one command; returns its exit code: 0, 1 for a failed request, 2 for a wrong set-up."""
     args, unknown = build_parser().parse_known_args(argv)
     if unknown:  # argparse itself would blame the whole command line
         command: argparse.ArgumentParser = args.parser
@@ -60,13 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_module(module: str, args: Sequence[str]) -> NoReturn:
-    """Becomes `python -m <module>`."""
+    """Replace this process by `python -m <module>`."""
     # -P: a folder called gateway in the working directory is not our gateway.
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *args])
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """Build the whole command line."""
     parser = argparse.ArgumentParser(
         prog="outrider",
         description="Speculative decoding for large language models as a distributed service.",

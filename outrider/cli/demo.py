@@ -58,7 +58,7 @@ class Run:
 
 
 def run_demo(args: argparse.Namespace) -> int:
-    """Starts the stack, shows two runs, stops it. Returns 1 if texts differ that must not."""
+    """Start the stack, shows two runs, stops it. Returns 1 if texts differ that must not."""
     return run_until_signal(_demo(args))
 
 
@@ -112,7 +112,7 @@ async def _show(console: Console, address: str, args: argparse.Namespace, seed: 
 
 
 async def _run(console: Console | None, channel: grpc.aio.Channel, options: GenerateOptions) -> Run:
-    """Runs one request, showing it on `console` if there is one."""
+    """Run one request, showing it on `console` if there is one."""
     pieces: list[str] = []
     kinds: Counter[int] = Counter()
     aux: common_pb2.AuxInfo | None = None

@@ -54,7 +54,7 @@ class ServiceProcess:
         return self._process.pid
 
     async def start(self, deadline_s: float) -> dict[str, str]:
-        """Runs the child and returns what its ready line says.
+        """Run the child and returns what its ready line says.
 
         Raises `ConfigError` with the child's own last words if it ends instead, and
         `UnavailableError` if it is not ready in time (the child still runs then).
@@ -90,7 +90,7 @@ class ServiceProcess:
             ended.cancel()
 
     async def wait(self) -> int:
-        """The exit code, once the child has ended and all it wrote has been relayed."""
+        """Return the exit code once the child has ended and all its output was relayed."""
         assert self._process is not None, "started"
         code = await self._process.wait()
         # A grandchild may hold the pipes open: do not wait for it.
@@ -102,7 +102,7 @@ class ServiceProcess:
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends the child at once."""
+        """End the child at once."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:

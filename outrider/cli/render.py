@@ -35,7 +35,7 @@ STYLES: dict[int, tuple[str, Style, str]] = {
 
 
 def write_tokens(console: Console, tokens: Iterable[generation_pb2.OutputToken]) -> None:
-    """Writes tokens as they are, each in its kind's style: no wrapping, no escape sequences."""
+    """Write tokens as they are, each in its kind's style: no wrapping, no escape sequences."""
     for token in tokens:
         _, style, _ = STYLES.get(token.kind, STYLES[common_pb2.TOKEN_KIND_PLAIN])
         text = "".join(map(_printable, token.text))
@@ -46,7 +46,7 @@ def write_tokens(console: Console, tokens: Iterable[generation_pb2.OutputToken])
 
 
 def legend(counts: Counter[int] | None = None) -> Text:
-    """What the colours mean, with the number of tokens of each kind if given."""
+    """Explain the colours, with the number of tokens of each kind if given."""
     lines = Text()
     for kind, (name, style, meaning) in STYLES.items():
         if lines:

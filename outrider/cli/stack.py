@@ -87,7 +87,7 @@ class Stack:
         await self.stop()
 
     async def wait_for_proposer(self) -> None:
-        """Returns once the scorer has its proposer, if there is to be one.
+        """Return once the scorer has its proposer, if there is to be one.
 
         A bounded time, because requests are served without it, too. Raises `ConfigError` if the
         scorer refuses it: that would not change.
@@ -166,8 +166,10 @@ class Stack:
         self._endpoints = Endpoints(gateway_ready["http"], gateway_ready["grpc"], metrics)
 
     async def _start_gateway(self, scorer_address: str) -> dict[str, str]:
-        """What its ready line says. Another stack that starts may have found the same ports free
-        and taken them first: then once more, with others."""
+        """Start the gateway and return the fields of its ready line.
+
+        Another stack may have taken the free ports first; then other ports are tried.
+        """
         while True:
             gateway = ServiceProcess(gateway_spec(self._config, scorer_address), self._relay)
             self._essential = [*self._essential[:1], gateway]
@@ -208,7 +210,7 @@ class Stack:
 
 
 def check_port(port: int, flag: str) -> None:
-    """Raises `ConfigError` if a port that was asked for is taken. 0 always passes."""
+    """Raise `ConfigError` if a port that was asked for is taken. 0 always passes."""
     if port and not _port_is_free(port):
         raise ConfigError(f"port {port} on {HOST} is taken: choose another {flag}, or 0 for any.")
 
@@ -232,14 +234,14 @@ def memory_folder() -> str | None:
 
 
 def free_port() -> int:
-    """A port nobody listens on at this moment."""
+    """Find a port that nobody listens on at this moment."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
 
 
 def describe_exit(code: int) -> str:
-    """An exit status in words."""
+    """Put an exit status into words."""
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 

@@ -8,13 +8,13 @@ import signal
 import sys
 from collections.abc import Coroutine
 
-from outrider.cli.command_line import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT
+from outrider.cli.flag_types import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT
 from outrider.cli.specs import StackConfig
 from outrider.cli.stack import Stack
 
 
 def run_up(args: argparse.Namespace) -> int:
-    """Serves until SIGINT or SIGTERM; the one line on stdout says where."""
+    """Serve until SIGINT or SIGTERM; the one line on stdout says where."""
     return run_until_signal(_up(args))
 
 
@@ -42,7 +42,7 @@ def stack_config(
     grpc_port: int | None = 0,
     served_model_name: str = "default",
 ) -> StackConfig:
-    """The flags that `up` and `demo` share, with "auto" resolved. May raise `ConfigError`.
+    """Read the flags that `up` and `demo` share, "auto" resolved. Raises `ConfigError`.
 
     A port that is `None` is the default one if it is free, else any.
     """
@@ -71,13 +71,13 @@ def stack_config(
 
 
 def relay(name: str, line: str) -> None:
-    """Shows one line of a service on stderr."""
+    """Show one line of a service on stderr."""
     line = line.removeprefix(name).removeprefix(":").lstrip()  # it says its name itself
     print(f"{name:<8} | {line}", file=sys.stderr, flush=True)
 
 
 def run_until_signal(command: Coroutine[object, object, int]) -> int:
-    """Runs a command; SIGINT, SIGTERM and SIGHUP cancel it, which stops what it started.
+    """Run a command; SIGINT, SIGTERM and SIGHUP cancel it, which stops what it started.
 
     Returns its exit code, or 0 if a signal ended it: that is how these commands are stopped.
     """

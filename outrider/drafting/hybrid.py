@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.branch_plan import NO_PACE, Pace
+from outrider.drafting.ahead.outcomes import NO_PACE, Pace
 from outrider.drafting.proposer import (
     DraftRound,
     FeatureProposer,

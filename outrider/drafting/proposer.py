@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.branch_plan import NO_PACE, Pace
+from outrider.drafting.ahead.outcomes import NO_PACE, Pace
 from outrider.features import FeatureSpec
 from outrider.params import (
     NO_ADVICE,
@@ -190,7 +190,7 @@ class Follower:
     def commit(
         self, base_len: int, tokens: Sequence[int], num_draft_tokens: int
     ) -> Sequence[int] | None:
-        """Appends what is new in `tokens`, and returns it; None if they do not fit what is known.
+        """Append what is new in `tokens`, and returns it; None if they do not fit what is known.
 
         Nothing is new to a session that is silent, or falls silent with it.
         """

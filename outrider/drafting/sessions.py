@@ -88,7 +88,8 @@ class SessionMethod(Generic[S]):
 
     def _follow(self, state: S, fresh: Sequence[int]) -> None:
         """The text went on with `fresh`: nothing if the scorer repeats itself, or if the session is
-        silent (now)."""
+        silent (now).
+        """
         raise NotImplementedError
 
     def _end(self, state: S) -> None:
@@ -119,7 +120,8 @@ class SessionMethod(Generic[S]):
 
     def _makes_room(self, session: SessionKey) -> bool:
         """Loses the longest idle session for what this one needs; without any this one itself, and
-        is False."""
+        is False.
+        """
         idle = self._idle()
         lost = session if idle is None else idle
         self._lose(lost)

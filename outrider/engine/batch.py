@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.shared_pages import SharedPages
-from outrider.engine.tree_mask import TreeMask, depths, lineages
+from outrider.engine.attention.shared_prefix import SharedPrefix
+from outrider.engine.attention.tree_mask import TreeMask, depths, lineages
 
 _PROMPT = 256
 """Tokens whose queries no attention holds in one tile."""
@@ -53,12 +53,13 @@ class PackedBatch:
     page_size: int
     recorded: bool = False  # of a recorded step: its context_lens are only upper bounds
     trees: TreeMask | None = None  # if some row holds a tree
-    shared: SharedPages | None = None  # if it is known; all rows have as many tokens then
+    shared: SharedPrefix | None = None  # if it is known; all rows have as many tokens then
 
     @property
     def max_query_len(self) -> int:
         """At least the longest row's. Attention on a device chooses its kernels by it: all batches
-        that are not recorded take those of prompts, so that none is compiled while serving."""
+        that are not recorded take those of prompts, so that none is compiled while serving.
+        """
         return max(self.query_lens) if self.recorded else max(*self.query_lens, _PROMPT)
 
     @property
@@ -85,14 +86,14 @@ class Model(Protocol):
     def device(self) -> torch.device: ...
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """Writes the new keys and values and returns float32 logits [num_logits, vocab_size].
+        """Write the new keys and values and returns float32 logits [num_logits, vocab_size].
 
         The tensor may be reused by the next call.
         """
         ...
 
     def move_slots(self, source: Tensor, target: Tensor) -> None:
-        """Makes slots `target` int64 [n] hold what `source` [n] held before, in every layer.
+        """Make slots `target` int64 [n] hold what `source` [n] held before, in every layer.
 
         Where two targets are the same, so are their sources.
         """

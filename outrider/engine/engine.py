@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
-from outrider.engine.accounts import Arrived, Committed, Emitted, note_block, settle
-from outrider.engine.adaptive import AdaptivePolicy
+from outrider.engine.accounting import Arrived, Committed, Emitted, count_block, settle
 from outrider.engine.batch import Model
-from outrider.engine.block_pool import BlockPool
-from outrider.engine.constraint import ConstraintEditor
-from outrider.engine.feature_streams import FeatureStreams
-from outrider.engine.policy import Policy
+from outrider.engine.hidden_states.streams import HiddenStateStreams
+from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.policy.adaptive import AdaptivePolicy
+from outrider.engine.policy.base import Policy
+from outrider.engine.policy.mode import DraftMode
 from outrider.engine.rounds import USEFUL, BlockFate
 from outrider.engine.runner import Pending, Runner, StepRunner
+from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.step import LateDrafts, Step, StepResult, Verdicts
-from outrider.engine.trial import Way
+from outrider.engine.step import DeviceDrafts, Step, StepResult, VerifyOutput
 from outrider.errors import ConfigError, InternalError
 from outrider.features import FeatureOrder
 from outrider.params import TokenIds
@@ -63,7 +63,7 @@ class Engine:
         eos_token_ids: frozenset[int] = frozenset(),
         policy: Policy | None = None,
         runner: StepRunner | None = None,
-        features: FeatureStreams | None = None,
+        features: HiddenStateStreams | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if (model.page_size, model.num_pages) != (config.page_size, config.num_pages):
@@ -90,7 +90,7 @@ class Engine:
         self._idle_since = clock()
         self._result_at: float | None = None  # of the step before, if nothing was waited for since
         self._in_flight: _InFlight | None = None
-        self._late: LateDrafts | None = None  # of the step to come
+        self._late: DeviceDrafts | None = None  # of the step to come
         self._arrived: list[Arrived] = []  # useful blocks, and not yet noted
         # True, and not yet told; with the seconds that it took to make it true.
         self._unsettled: tuple[Committed, StepTimings, StepResult, float] | None = None
@@ -145,7 +145,7 @@ class Engine:
         return True
 
     def collect(self) -> bool:
-        """Waits for the step in flight and makes its result true.
+        """Wait for the step in flight and makes its result true.
 
         Without one it begins to send hidden states that can be sent without a step. True if
         there is something to tell: `take_events`, when the next step is on its way.
@@ -210,13 +210,13 @@ class Engine:
         )
 
     @property
-    def verdicts(self) -> Verdicts | None:
+    def verify_output(self) -> VerifyOutput | None:
         """Of the step in flight, where the device will have them; None: only the host will."""
         flight = self._in_flight
         if flight is None or flight.pending.verified is None:
             return None
         rows = [row for row in flight.step.rows if row.slice.num_logits]
-        return Verdicts(rows, flight.pending.verified)
+        return VerifyOutput(rows, flight.pending.verified)
 
     @property
     def emitted(self) -> tuple[Emitted, ...]:
@@ -242,14 +242,14 @@ class Engine:
         *,
         runs_ahead: bool = False,
         own_device: bool = False,
-        in_turns: bool = False,
+        colocated: bool = False,
         asked: bool = True,
         features: FeatureOrder | None = None,
     ) -> None:
         """A proposer drafts for the session from now on; None: nobody does.
 
         `own_device`: another than the engine's, so neither slows the other down.
-        `in_turns`: it is this engine's `Companion`.
+        `colocated`: it is this engine's `ColocatedProposer`.
         `asked`: it knows that a draft is wanted. Otherwise the next commit says so.
         `features`: it is to be sent these of the target's states, from the first position on.
         """
@@ -259,7 +259,7 @@ class Engine:
             if self.features is not None:
                 self.features.follow(seq, features)
             seq.drafting.can_run_ahead, seq.drafting.own_device = runs_ahead, own_device
-            seq.drafting.in_turns = in_turns
+            seq.drafting.colocated = colocated
             self._policy.attach(seq, proposer_id, max_draft_tokens, self._clock(), asked=asked)
 
     def post_block(
@@ -272,7 +272,7 @@ class Engine:
         *,
         method: str = "",
     ) -> BlockFate | None:
-        """Takes a validated block; None if the session is unknown or drafted for by another.
+        """Take a validated block; None if the session is unknown or drafted for by another.
 
         `arrived_at`, on the engine's clock: when it came, if not now. What it then waited for a
         step to end is no delay of the proposer's. `method` made it, for `RequestStats.by_method`.
@@ -286,10 +286,10 @@ class Engine:
         if fate is USEFUL:  # the row has what it needs
             self._arrived.append(arrived)
         elif fate is not BlockFate.INVALID:
-            note_block(self._policy, *arrived)
+            count_block(self._policy, *arrived)
         return fate
 
-    def expect(self, late: LateDrafts) -> bool:
+    def expect(self, late: DeviceDrafts) -> bool:
         """The next step is to verify drafts that the device will have by then.
 
         When it has been launched they are to be posted, and `drafted` says so. False, and nothing
@@ -300,10 +300,12 @@ class Engine:
         ready = late.lengths.keys() == sequences.keys() and all(
             seq.admitted
             and seq.num_computed == len(seq.token_ids) - 1
-            and not seq.drawn_apart  # by drafts that the host has
+            and not seq.needs_eager_sampling  # by drafts that the host has
             for seq in sequences.values()
         )
-        if not ready or not self._runner.takes_late(len(sequences), max(late.lengths.values())):
+        if not ready or not self._runner.takes_device_drafts(
+            len(sequences), max(late.lengths.values())
+        ):
             return False
         for session, num_tokens in late.lengths.items():
             seq = sequences[session]
@@ -313,7 +315,8 @@ class Engine:
 
     def drafted(self, seconds: float) -> None:
         """The late drafts of the step in flight were posted. They took so much longer than
-        `launch` was told."""
+        `launch` was told.
+        """
         self._note_blocks()
         if (flight := self._in_flight) is not None:
             draft_ms = flight.timings.draft_ms + seconds * 1e3
@@ -321,7 +324,7 @@ class Engine:
             self._in_flight = replace(flight, timings=timings)
 
     def fail_all(self, error: Exception) -> StepEvents:
-        """Ends every session with `error`; the engine can go on afterwards."""
+        """End every session with `error`; the engine can go on afterwards."""
         self._late = None
         if self._in_flight is not None:
             flight, self._in_flight = self._in_flight, None
@@ -340,11 +343,11 @@ class Engine:
         )
 
     def check_invariants(self) -> None:
-        """Raises `AssertionError` if the books do not agree. For tests."""
+        """Raise `AssertionError` if the books do not agree. For tests."""
         self._scheduler.check_invariants()
 
     def _settle(self) -> None:
-        """Counts what the last step made true and the blocks since, and makes events of it."""
+        """Count what the last step made true and the blocks since, and makes events of it."""
         self._note_blocks()
         if self._unsettled is not None:
             (committed, timings, result, commit_s), self._unsettled = self._unsettled, None
@@ -354,7 +357,7 @@ class Engine:
                 verify_ms=result.verify_s * 1e3,
                 commit_ms=commit_s * 1e3,
             )
-            on_demand = self._policy.way is Way.ON_DEMAND
+            on_demand = self._policy.way is DraftMode.ON_DEMAND
             commits, failures = settle(self._policy, committed), committed.failures
             counts = self._policy.take_counts()
             self._events = StepEvents(
@@ -364,7 +367,7 @@ class Engine:
     def _note_blocks(self) -> None:
         arrived, self._arrived = self._arrived, []
         for each in arrived:
-            note_block(self._policy, *each)
+            count_block(self._policy, *each)
 
     def _gather(self) -> bool:
         return self.features is not None and self.features.gather(self._scheduler.by_session)

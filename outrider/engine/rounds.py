@@ -105,7 +105,7 @@ class Drafting:
     can_run_ahead: bool = False  # the proposer
     runs_ahead: bool = False  # and does
     own_device: bool = False  # steps do not slow its drafts down
-    in_turns: bool = False  # drafts are made between steps, on the engine's thread: none is free
+    colocated: bool = False  # drafts are made between steps, on the engine's thread: none is free
     num_draft_tokens: int = 0  # K of the next round
     commits: deque[tuple[int, float, bool]] = field(default_factory=lambda: deque(maxlen=8))
     """(committed length, when, whether no draft was left) of the last rounds: a block's base_len

@@ -9,15 +9,15 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from outrider.engine.attention.tree_mask import depths
 from outrider.engine.batch import Model, RowSlice, pack
-from outrider.engine.logits import Adjustments, adjust
-from outrider.engine.logprobs import Asked, drawn_logprobs, to_token_logprobs
-from outrider.engine.rules import RuledRow, apply_rules, is_coupled, lane_of
-from outrider.engine.sampling import Lane, Sample, SamplingBatch, sample
+from outrider.engine.sampling.coupled import Lane, Sample, SamplingBatch, sample
+from outrider.engine.sampling.logits import Adjustments, adjust
+from outrider.engine.sampling.logprobs import Asked, drawn_logprobs, to_token_logprobs
+from outrider.engine.sampling.tree_walk import padded, path_order, per_row, walk_trees
+from outrider.engine.sampling.verification_rules import RuledRow, apply_rules, is_coupled, lane_of
+from outrider.engine.sampling.verify import verify_rows
 from outrider.engine.step import ScheduledRow, Step, StepResult
-from outrider.engine.tree_mask import depths
-from outrider.engine.tree_walk import padded, path_order, per_row, walk_trees
-from outrider.engine.verifier import verify_rows
 from outrider.params import SamplingParams
 from outrider.types import TokenLogprobs
 
@@ -48,7 +48,7 @@ class StepRunner(Protocol):
         """Enqueues the step's work and returns. May raise what the forward raises."""
         ...
 
-    def takes_late(self, num_rows: int, num_drafted: int) -> bool:
+    def takes_device_drafts(self, num_rows: int, num_drafted: int) -> bool:
         """Whether it verifies `Step.late` of so many rows, of so many tokens at the most."""
         ...
 
@@ -90,7 +90,7 @@ class Runner:
         """On a CPU nothing can be enqueued: there `wait` does the work."""
         return _Lazy(self, step) if self.model.device.type == "cpu" else _Enqueued(self, step)
 
-    def takes_late(self, num_rows: int, num_drafted: int) -> bool:  # noqa: ARG002
+    def takes_device_drafts(self, num_rows: int, num_drafted: int) -> bool:  # noqa: ARG002
         """It needs the drafts when it packs the step."""
         return False
 

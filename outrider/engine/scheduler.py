@@ -11,12 +11,12 @@ from collections import deque
 
 from outrider.config import EngineConfig
 from outrider.counts import Admission
-from outrider.engine.accounts import Committed, Emitted
+from outrider.engine.accounting import Committed, Emitted
 from outrider.engine.batch import RowSlice
-from outrider.engine.block_pool import BlockPool
-from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.draft_choice import NO_DRAFT, choose_draft
-from outrider.engine.policy import Policy, Ready
+from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.policy.base import Policy, Ready
+from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import ScheduledRow, Step, StepResult
 from outrider.types import Failure, Request
@@ -92,7 +92,7 @@ class Scheduler:
         return tuple([seq.session_id for seq in aside])
 
     def commit(self, step: Step, result: StepResult, seconds: float, now: float) -> Committed:
-        """Makes a step's result true. `seconds`: from its launch to its result.
+        """Make a step's result true. `seconds`: from its launch to its result.
 
         Only what the next step follows from: the rest is `settle`'s, when that one is on its way.
         """
@@ -163,7 +163,7 @@ class Scheduler:
         seq.num_published = full
 
     def _admit(self) -> None:
-        """Moves waiting requests to the running ones while rows and pages last, in order."""
+        """Move waiting requests to the running ones while rows and pages last, in order."""
         if not self.waiting or len(self.running) >= self.config.max_num_seqs:
             return
         promised = sum(self._missing_pages(seq, len(seq.token_ids) + 1) for seq in self.running)
@@ -233,7 +233,7 @@ class Scheduler:
         return ScheduledRow(seq, row_slice, draft, probs)
 
     def _cover(self, seq: Sequence, length: int, rows: dict[int, ScheduledRow]) -> bool:
-        """Gives a sequence pages for `length` tokens, preempting the youngest rows if need be.
+        """Give a sequence pages for `length` tokens, preempting the youngest rows if need be.
 
         False if the sequence itself was the youngest. The oldest row is never preempted for
         another, and always fits: that is why there is no livelock.
@@ -249,7 +249,7 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        """Takes a row's pages; it is recomputed when its turn in the queue comes."""
+        """Take a row's pages; it is recomputed when its turn in the queue comes."""
         self.pool.release(seq.block_table)
         seq.block_table = []
         seq.num_computed = seq.num_published = 0
@@ -262,7 +262,7 @@ class Scheduler:
         return max(0, -(-length // self.config.page_size) - len(seq.block_table))
 
     def check_invariants(self) -> None:
-        """Raises `AssertionError` unless sequences, queues and pages agree."""
+        """Raise `AssertionError` unless sequences, queues and pages agree."""
         sequences = list(self.by_session.values())
         self.pool.check_invariants(seq.block_table for seq in sequences)
         assert len(sequences) == len(self.running) + len(self.waiting)

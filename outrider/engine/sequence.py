@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from outrider.draft_tree import DraftTree
-from outrider.engine.block_pool import PageHash, extend_hashes
-from outrider.engine.constraint import ConstraintEditor
-from outrider.engine.logits import LogitsEditor, make_adjuster, make_editors
+from outrider.engine.kv_cache.block_pool import PageHash, extend_hashes
 from outrider.engine.rounds import USEFUL, BlockFate, Counters, Drafting
-from outrider.engine.rules import is_coupled
+from outrider.engine.sampling.constraint import ConstraintEditor
+from outrider.engine.sampling.logits import LogitsEditor, make_adjuster, make_editors
+from outrider.engine.sampling.verification_rules import is_coupled
 from outrider.params import TokenIds
 from outrider.types import FinishReason, MethodCounts, Request, RequestStats
 
@@ -70,7 +70,7 @@ class Sequence:
         return self.page_hashes[:num_pages]
 
     def take_block(self, block: DraftTree, method: str = "") -> BlockFate:
-        """Walks a block by what was committed since, and keeps it if something is left below.
+        """Walk a block by what was committed since, and keeps it if something is left below.
 
         A block from an older base than the present draft's does not replace it, nor does a smaller
         one from the same: branches follow the chain that they belong to.
@@ -92,13 +92,13 @@ class Sequence:
         return USEFUL
 
     @property
-    def drawn_apart(self) -> bool:
+    def needs_eager_sampling(self) -> bool:
         """Whether drawing its tokens takes more than is recorded: edits, another rule, to tell."""
         request = self.request
         return self.edits_logits or not is_coupled(request) or request.top_logprobs is not None
 
     def commit(self, emitted: TokenIds, drafted: int) -> bool:
-        """Appends tokens and walks the draft by them. True if they fell off: a wrong guess.
+        """Append tokens and walks the draft by them. True if they fell off: a wrong guess.
 
         Of what a proposer guessed ahead, that is: where nothing past the draft of this round
         (`drafted` tokens were verified) had come yet, or none is asked for before this commit,

@@ -10,10 +10,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from outrider.draft_tree import DraftProbs, DraftTree
+from outrider.engine.attention.tree_mask import depths
 from outrider.engine.batch import RowSlice
 from outrider.engine.rounds import Round, chain_round
 from outrider.engine.sequence import Sequence
-from outrider.engine.tree_mask import depths
 from outrider.params import TokenIds
 from outrider.types import TokenLogprobs
 
@@ -40,7 +40,7 @@ class ScheduledRow(NamedTuple):  # made in a third of a frozen dataclass's time
         return Round(drafted, max(depths(parents)) + 1, accepted, not tree.is_leaf(node))
 
 
-class LateDrafts(NamedTuple):
+class DeviceDrafts(NamedTuple):
     """Draft tokens that the device has when a step begins, and the host only later."""
 
     tokens: Tensor  # int32 [at least sessions, at least draft tokens]
@@ -55,12 +55,12 @@ class Step:
     rows: tuple[ScheduledRow, ...]
     num_tokens: int
     prompts_only: bool = False  # while all rows that decode wait for drafts
-    late: LateDrafts | None = None
+    late: DeviceDrafts | None = None
     """The drafts of all rows, for which the rows' own stand in. Who ignores it verifies these: some
     tokens, so most are refused."""
 
 
-class Verdicts(NamedTuple):
+class VerifyOutput(NamedTuple):
     """Where the device will have what comes of a step that is in flight."""
 
     rows: Rows[ScheduledRow]  # that have some: not in the middle of a prompt

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from outrider.draft_tree import DraftTree
-from outrider.engine.constraint import ConstraintEditor
 from outrider.engine.engine import Engine
-from outrider.engine.feature_commands import FeatureCommands
+from outrider.engine.hidden_states.commands import HiddenStateCommands
+from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.errors import (
     CapacityError,
     DeadlineError,
@@ -39,14 +39,14 @@ Block = tuple[int, DraftTree, str, int, float, str]
 `perf_counter`'s clock), method. Named tuples take five times as long."""
 
 
-class Turn(NamedTuple):
+class DraftedBetweenSteps(NamedTuple):
     """What came of a companion's turn."""
 
     drafted_s: float  # seconds
     left: FeatureBatch | None  # hidden states that others asked for
 
 
-class Companion(Protocol):
+class ColocatedProposer(Protocol):
     """Drafts on the engine's thread, in turns with its steps."""
 
     @property
@@ -54,7 +54,7 @@ class Companion(Protocol):
         """Whether it has something to do, though no step has ended."""
         ...
 
-    def take_turn(self, engine: Engine) -> Turn:
+    def draft_between_steps(self, engine: Engine) -> DraftedBetweenSteps:
         """A step has ended, or nothing has happened: drafts before the next one begins.
 
         Takes what is there of hidden states.
@@ -63,7 +63,8 @@ class Companion(Protocol):
 
     def rest(self, engine: Engine) -> None:
         """The next step is on its way: there is time for what nobody waits for, and to post the
-        drafts that it was launched without."""
+        drafts that it was launched without.
+        """
         ...
 
 
@@ -84,7 +85,7 @@ class EngineWorker:
         self,
         build: Callable[[], Engine],
         on_events: Callable[[StepEvents], None],
-        companion: Companion | None = None,
+        companion: ColocatedProposer | None = None,
     ) -> None:
         self._build = build
         self._on_events = on_events
@@ -92,7 +93,7 @@ class EngineWorker:
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._watchdog = Watchdog(self._thread)
         self._wakeup = threading.Condition()
-        self.features = FeatureCommands(self._wakeup, self._push)
+        self.features = HiddenStateCommands(self._wakeup, self._push)
         # Under the condition's lock:
         self._commands: deque[_Command] = deque()
         self._blocks: dict[int, list[Block]] = {}
@@ -107,7 +108,7 @@ class EngineWorker:
     # Any thread.
 
     def start(self, timeout_s: float) -> EngineInfo:
-        """Builds the engine on its thread. Raises what `build` raised, or `DeadlineError`."""
+        """Build the engine on its thread. Raises what `build` raised, or `DeadlineError`."""
         self._thread.start()
         if not self._started.wait(timeout_s):
             raise DeadlineError(f"The engine was not ready within {timeout_s:.0f} s.")
@@ -144,13 +145,14 @@ class EngineWorker:
 
     def carry_out(self, work: _Work, session_id: int | None = None) -> None:
         """Has it done on the engine's thread, in order with all else; `session_id`: only while
-        that session has not ended."""
+        that session has not ended.
+        """
         with self._wakeup:
             if session_id is None or session_id in self._sessions:
                 self._push(work, session_id)
 
     def abort(self, session_id: int) -> None:
-        """Ends a session without further events. Unknown sessions are ignored."""
+        """End a session without further events. Unknown sessions are ignored."""
         with self._wakeup:
             if session_id in self._sessions:
                 self._sessions.discard(session_id)
@@ -165,14 +167,14 @@ class EngineWorker:
         *,
         runs_ahead: bool = False,
         own_device: bool = False,
-        in_turns: bool = False,
+        colocated: bool = False,
         asked: bool = True,
         features: FeatureOrder | None = None,
     ) -> None:
         """Says who drafts for a session; None: nobody, so its row never waits.
 
         `own_device`: whether it computes on another device than the engine.
-        `in_turns`: whether it is the engine's companion.
+        `colocated`: whether it is the engine's companion.
         `asked`: whether its first draft was asked for already, or waits for a commit to do so.
         `features`: what it is to be sent of the target's states, from the first position on.
         """
@@ -185,7 +187,7 @@ class EngineWorker:
                         max_draft_tokens,
                         runs_ahead=runs_ahead,
                         own_device=own_device,
-                        in_turns=in_turns,
+                        colocated=colocated,
                         asked=asked,
                         features=features,
                     ),
@@ -220,7 +222,7 @@ class EngineWorker:
         return not self._stopping
 
     async def until_hung(self) -> None:
-        """Returns when a step hangs: the engine has broken down then."""
+        """Return when a step hangs: the engine has broken down then."""
         await self._watchdog.until_hung()
         self._break_down()
 
@@ -229,7 +231,7 @@ class EngineWorker:
         return self._snapshot
 
     def stop(self, timeout_s: float) -> None:
-        """Ends the thread after the step it is in; open sessions fail with `UnavailableError`.
+        """End the thread after the step it is in; open sessions fail with `UnavailableError`.
 
         Raises `DeadlineError` if the step takes longer than `timeout_s`.
         """
@@ -279,7 +281,7 @@ class EngineWorker:
                     failure = UnavailableError("The engine stops.")
                 else:
                     if companion is not None:
-                        turn = companion.take_turn(engine)
+                        turn = companion.draft_between_steps(engine)
                         drafted_s, left = drafted_s + turn.drafted_s, turn.left
                     if engine.launch(drafted_s):
                         drafted_s = 0.0

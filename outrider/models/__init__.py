@@ -1,0 +1,1 @@
+"""Find a model, its tokenizer and its chat template."""

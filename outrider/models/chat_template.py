@@ -42,7 +42,7 @@ class ChatTemplate:
         return cls(source, _special_tokens(tokenizer_config)) if source else None
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The conversation as text, up to where the assistant speaks.
+        """Render the conversation as text, up to where the assistant speaks.
 
         Raises `InvalidRequestError` when the template refuses the messages.
         """

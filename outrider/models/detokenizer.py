@@ -16,10 +16,10 @@ class Detokenizer(Protocol):
     """Turns one completion's tokens into text, one by one."""
 
     def push(self, token_id: int) -> str:
-        """What is certain now that `token_id` has come; empty while a character is incomplete."""
+        """Return the text that `token_id` made certain; empty while a character is incomplete."""
 
     def flush(self) -> str:
-        """What was held back at the end of the completion; broken bytes become U+FFFD."""
+        """Return what was held back; broken bytes become U+FFFD."""
 
     @property
     def complete(self) -> bool:
@@ -92,8 +92,9 @@ BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte: Latin-1's printable ones are themselves, the
-    others follow from U+0100 on in order.
+    """Return GPT-2's printable stand-ins for bytes.
+
+    Printable Latin-1 characters stand for themselves; the others follow from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -107,7 +108,7 @@ _BYTE_OF = _byte_alphabet()
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """A token's bytes. An added token may hold characters outside the alphabet: it is literal."""
+    """Return a token's bytes; an added token with other characters is taken literally."""
     try:
         return bytes([_BYTE_OF[char] for char in token])
     except KeyError:

@@ -16,7 +16,7 @@ from outrider.signals import end_at_sigterm
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the folders; returns the exit code, 2 for a model that cannot be had."""
+    """Print the folders; returns the exit code, 2 for a model that cannot be had."""
     parser = argparse.ArgumentParser(
         prog="python -m outrider.models.fetch", description="Downloads a model into HF_HOME."
     )

@@ -27,7 +27,7 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")  # modules are published in all of
 
 
 def resolve_module(name: str, role: str, target: str) -> tuple[Path, Path]:
-    """The folders of a module and of its target, as `resolve_model` finds them.
+    """Return the folders of a module and of its target, as `resolve_model` finds them.
 
     Of a target that is to be downloaded only what modules share with it. Raises `ConfigError`.
     """
@@ -37,7 +37,7 @@ def resolve_module(name: str, role: str, target: str) -> tuple[Path, Path]:
 
 
 def shared_files(folder: Path) -> tuple[str, ...]:
-    """The files of a target that hold what modules share with it, as its index says."""
+    """Return the files of a target that hold the tensors modules share with it."""
     try:
         index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
         return tuple({index[name] for name in (*EMBEDDINGS, *HEADS) if name in index})

@@ -26,7 +26,7 @@ def resolve_model(
     tokenizer_only: bool = False,
     weights: tuple[str, ...] = ("*.safetensors",),
 ) -> Path:
-    """The folder of a model: the embedded one, a folder on disk, or a Hugging Face id.
+    """Return a model's folder: the embedded one, one on disk, or a Hugging Face download.
 
     None or "embedded" is the model that ships with Outrider for that role: "target", "draft", or
     one of `EMBEDDED_HEADS`. With `tokenizer_only` no weights are downloaded, else the files that

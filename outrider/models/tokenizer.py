@@ -55,7 +55,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Reads a folder in Hugging Face layout. Raises `ConfigError` naming what is missing."""
+        """Read a folder in Hugging Face layout. Raises `ConfigError` naming what is missing."""
         content = _read_tokenizer_json(folder)
         try:
             backend = BackendTokenizer.from_str(content)
@@ -95,12 +95,12 @@ class Tokenizer:
         return self._encode(text, add_special_tokens=False, param="messages")
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of `token_ids`: special tokens left out, broken UTF-8 as U+FFFD."""
+        """Decode `token_ids`: special tokens are left out, broken UTF-8 becomes U+FFFD."""
         text: str = self._backend.decode(token_ids, skip_special_tokens=True)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for within a text; a special one is spelled as it is written.
+        """Return the bytes of a token within a text; a special token is spelled as written.
 
         Empty for an id without a token: a model's vocabulary may be padded.
         """
@@ -115,12 +115,12 @@ class Tokenizer:
         return self.decode([token_id, token_id])[len(once) :].encode()
 
     def detokenizer(self) -> Detokenizer:
-        """A fresh incremental decoder for one completion."""
+        """Create an incremental decoder for one completion."""
         kind = ByteLevelDetokenizer if self._byte_level else WindowDetokenizer
         return kind(self._token, self.decode)
 
     def _token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it; None if it is special or unknown."""
+        """Return the token as the vocabulary spells it; None if it is special or unknown."""
         if token_id in self._special_ids:
             return None
         token: str | None = self._backend.id_to_token(token_id)
@@ -146,7 +146,7 @@ def tokenizer_hash(folder: Path) -> str:
 
 
 def hash_if_any(folder: Path) -> str:
-    """The same; empty if the folder holds no tokenizer.json."""
+    """Hash the folder's tokenizer; empty if the folder holds no tokenizer.json."""
     return tokenizer_hash(folder) if (folder / "tokenizer.json").is_file() else ""
 
 
@@ -179,7 +179,7 @@ def _read_tokenizer_json(folder: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`, {} if there is none."""
+    """Read the JSON object in `path`; {} if there is no file."""
     if not path.exists():
         return {}
     try:

@@ -1,0 +1,1 @@
+"""What the services share of the wire: codecs, channels, TLS, telemetry."""

@@ -57,7 +57,7 @@ _VERIFICATION_FIELDS: Final = ("epsilon", "alpha", "max_candidate_len", "verify_
 
 
 def sampling_from_proto(msg: common_pb2.SamplingParams, *, seed: int) -> SamplingParams:
-    """Resolves unset fields to their defaults; `seed` stands in for an unset one.
+    """Resolve unset fields to their defaults; `seed` stands in for an unset one.
 
     Raises `InvalidRequestError` for a value out of range.
     """
@@ -79,7 +79,7 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
 
 
 def stop_from_proto(msg: common_pb2.StopParams, *, default_max_tokens: int) -> StopParams:
-    """Raises `InvalidRequestError` for a value out of range."""
+    """Raise `InvalidRequestError` for a value out of range."""
     return StopParams(
         max_tokens=msg.max_tokens if msg.HasField("max_tokens") else default_max_tokens,
         stop_token_ids=frozenset(msg.stop_token_ids),
@@ -132,7 +132,7 @@ def speculation_to_proto(params: SpeculationParams) -> common_pb2.SpeculationPar
 
 
 def verification_from_proto(msg: common_pb2.Verification) -> Verification:
-    """Raises `InvalidRequestError` for a value out of range or a rule that does not exist."""
+    """Raise `InvalidRequestError` for a value out of range or a rule that does not exist."""
     rule = msg.rule or common_pb2.VERIFICATION_RULE_COUPLED
     if rule not in RULE_FROM_PROTO:
         raise InvalidRequestError("verification.rule is unknown.", param="verification")
@@ -147,7 +147,7 @@ def verification_to_proto(params: Verification) -> common_pb2.Verification:
 
 
 def advice_from_proto(msg: common_pb2.Advice) -> Advice:
-    """Raises `InvalidRequestError` for a value out of range."""
+    """Raise `InvalidRequestError` for a value out of range."""
     return Advice(
         token_ids=tuple(msg.token_ids),
         references=tuple(tuple(reference.token_ids) for reference in msg.references),
@@ -169,7 +169,7 @@ def advice_to_proto(params: Advice) -> common_pb2.Advice | None:
 
 
 def constraint_from_proto(msg: common_pb2.Constraint) -> Constraint | None:
-    """Raises `InvalidRequestError` for an empty or overlong source."""
+    """Raise `InvalidRequestError` for an empty or overlong source."""
     kind = msg.WhichOneof("kind")
     if kind is None or (kind == "json_object" and not msg.json_object):
         return None

@@ -70,7 +70,7 @@ class DataPort:
         self._servers: list[asyncio.Server] = []
 
     async def start(self) -> int:
-        """Listens; returns the port. Raises `ConfigError` if it cannot."""
+        """Listen; returns the port. Raises `ConfigError` if it cannot."""
         context = None
         if self._tls is not None:
             self._contexts = Follower(self._tls, server_context)
@@ -107,7 +107,7 @@ class DataPort:
         return self._port
 
     async def stop(self) -> None:
-        """Listens no more. Connections are their users' to close."""
+        """Listen no more. Connections are their users' to close."""
         for server in self._servers:
             server.close()
         self._servers.clear()

@@ -97,7 +97,7 @@ def port(text: str) -> int:
 
 
 def take_deployment(flags: dict[str, Any]) -> Deployment:
-    """Takes the parsed flags out of `flags`. Raises `ConfigError`."""
+    """Take the parsed flags out of `flags`. Raises `ConfigError`."""
     cert, key, ca = (flags.pop(f"tls_{name}") for name in ("cert", "key", "ca"))
     if bool(cert) != bool(key) or (ca and not cert):
         raise ConfigError("--tls-cert and --tls-key go together, and --tls-ca needs both.")

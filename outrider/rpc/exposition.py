@@ -64,7 +64,7 @@ class MetricsServer:
         self.url = f"http://{join_address(host, self._server.server_port)}/metrics"
 
     def close(self) -> None:
-        """Stops listening."""
+        """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(timeout=2)

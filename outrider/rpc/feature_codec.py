@@ -30,7 +30,7 @@ def features_to_proto(spec: FeatureSpec | None) -> draft_pb2.FeatureSpec | None:
 
 
 def features_from_proto(msg: draft_pb2.FeatureSpec) -> FeatureSpec:
-    """Raises `InvalidRequestError` for what no target could have."""
+    """Raise `InvalidRequestError` for what no target could have."""
     # First of all: going through millions of them takes a second.
     require(len(msg.layers) <= MAX_LAYERS, "features.layers", f"at most {MAX_LAYERS}")
     layers = tuple(msg.layers)

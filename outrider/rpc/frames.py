@@ -51,7 +51,7 @@ class Frames:
             return None
 
     async def write(self, message: bytes) -> None:
-        """Returns once the message is on its way, or little is left of it.
+        """Return once the message is on its way, or little is left of it.
 
         Raises `OSError` if the connection has ended. A longer message than the peer reads is a bug.
         """
@@ -59,7 +59,7 @@ class Frames:
         await self._writer.drain()
 
     def close(self) -> None:
-        """Ends the connection; what was not sent yet is lost."""
+        """End the connection; what was not sent yet is lost."""
         self._writer.transport.abort()
 
 
@@ -125,7 +125,7 @@ class FrameSocket:
         self.flush()
 
     def flush(self) -> None:
-        """Sends what the socket takes. Raises `UnavailableError` if the connection has ended."""
+        """Send what the socket takes. Raises `UnavailableError` if the connection has ended."""
         try:
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
@@ -135,11 +135,11 @@ class FrameSocket:
             raise UnavailableError("the data connection broke", reason=ENDED) from error
 
     def close(self) -> None:
-        """Ends the connection; what was not sent yet is lost."""
+        """End the connection; what was not sent yet is lost."""
         self._socket.close()
 
     def _whole(self) -> list[bytes]:
-        """Takes the messages from what was received that are complete."""
+        """Take the messages from what was received that are complete."""
         messages: list[bytes] = []
         at = 0
         with memoryview(self._received) as received:

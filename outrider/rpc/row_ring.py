@@ -42,7 +42,7 @@ class RingReader:
     """The proposer's end, of one stream."""
 
     def __init__(self, folder: Path, size: int = RING_BYTES) -> None:
-        """Makes the file. Raises `OSError`."""
+        """Make the file. Raises `OSError`."""
         _sweep(folder)
         self._size = size
         self._path = folder / f"outrider-{secrets.token_hex(8)}.rows"
@@ -100,7 +100,7 @@ class RingWriter:
         self._failed = False
 
     def write(self, rows: Sequence[bytes | memoryview]) -> int | None:
-        """Writes all of `rows`; the position of the first. None: they have no room."""
+        """Write all of `rows`; the position of the first. None: they have no room."""
         size = sum(map(len, rows))
         if self._failed or len(rows) > _MAX_BUFFERS:
             return None
@@ -154,7 +154,7 @@ def open_ring(folder: Path, offer: draft_pb2.RowRing) -> RingWriter | None:
 
 
 def _sweep(folder: Path) -> None:
-    """Removes what proposers left that were killed as they dialled."""
+    """Remove what proposers left that were killed as they dialled."""
     with contextlib.suppress(OSError):
         for path in folder.glob("outrider-*.rows"):
             if _NAME.fullmatch(path.name) and time.time() - path.lstat().st_mtime > _STALE_S:

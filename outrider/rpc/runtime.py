@@ -33,12 +33,12 @@ class Service(Protocol):
         ...
 
     async def wait_failed(self) -> None:
-        """Returns only if the service can no longer serve and the process should end."""
+        """Return only if the service can no longer serve and the process should end."""
         ...
 
 
 async def run_until_signal(name: str, service: Service, *, exit_with_parent: bool = False) -> int:
-    """Runs `service` until SIGTERM or SIGINT (or, if asked, the parent's death).
+    """Run `service` until SIGTERM or SIGINT (or, if asked, the parent's death).
 
     Prints `ready {"service": name, ...}` on stdout once it serves. Returns the exit code: 0, or 1
     if the service failed while serving. The same signal again ends the process at once.
@@ -73,7 +73,7 @@ async def run_until_signal(name: str, service: Service, *, exit_with_parent: boo
 
 
 def prepare_grpc() -> None:
-    """Sets what grpc reads from the environment when it is imported, so call it before."""
+    """Set what grpc reads from the environment when it is imported, so call it before."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # our own errors say it readably
     # Without its event engines messages pass through one thread less: a fifth less time there and
     # back on uvloop, and of CPU time. A grpc without this choice says so on stderr and goes on.

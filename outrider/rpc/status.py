@@ -79,7 +79,7 @@ def to_status(error: errors.OutriderError) -> status_pb2.Status:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> NoReturn:
-    """Ends the RPC with the status of `error`; never returns.
+    """End the RPC with the status of `error`; never returns.
 
     An error that is not an `OutriderError` becomes INTERNAL: it is logged here, and the client
     learns nothing of it. Cancellation is passed on; a client that is gone means the same.

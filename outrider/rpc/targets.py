@@ -52,7 +52,7 @@ def parse_entries(text: str) -> tuple[str, ...]:
 
 
 def check_entries(entries: Sequence[str]) -> None:
-    """Raises `ConfigError` unless each is host:port, unix:/path or dns:host:port, once."""
+    """Raise `ConfigError` unless each is host:port, unix:/path or dns:host:port, once."""
     for entry in entries:
         if entry.startswith(_UNIX):
             good = entry.removeprefix(_UNIX).startswith("/")
@@ -70,7 +70,7 @@ def check_entries(entries: Sequence[str]) -> None:
 
 
 def check_refresh(seconds: float) -> None:
-    """Raises `ConfigError` for an interval that would never pass, or pass without end."""
+    """Raise `ConfigError` for an interval that would never pass, or pass without end."""
     if not 0.1 <= seconds <= 3600:
         raise ConfigError("--dns-refresh-seconds must be between 0.1 and 3600.")
 

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 async def first_of(*work: Coroutine[Any, Any, object]) -> None:
-    """Runs all until one ends, and then ends the others. Raises what one of them raised."""
+    """Run all until one ends, and then ends the others. Raises what one of them raised."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -26,7 +26,7 @@ async def first_of(*work: Coroutine[Any, Any, object]) -> None:
 
 
 def in_thread(function: Callable[[], T]) -> Future[T]:
-    """Runs it on a daemon thread of its own: an exit does not wait for it, nor can it be cancelled.
+    """Run it on a daemon thread of its own: an exit does not wait for it, nor can it be cancelled.
 
     Its result is had on an event loop by `asyncio.wrap_future`, and without one, too.
     """

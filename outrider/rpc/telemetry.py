@@ -165,13 +165,13 @@ class Telemetry:
         return encode(self.registry, accept)
 
     def serve_metrics(self, host: str, port: int) -> str:
-        """Serves /metrics from a thread; returns the URL. Raises `ConfigError` for a taken port."""
+        """Serve /metrics from a thread; returns the URL. Raises `ConfigError` for a taken port."""
         assert self._http is None
         self._http = MetricsServer(host, port, self.registry)
         return self._http.url
 
     def shutdown(self) -> None:
-        """Exports what is left and stops; a collector out of reach costs 2 s at most."""
+        """Export what is left and stops; a collector out of reach costs 2 s at most."""
         if self._http is not None:
             self._http.close()
             self._http = None

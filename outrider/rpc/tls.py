@@ -22,7 +22,7 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 
 def stamp(files: TlsFiles) -> Stamp:
-    """Changes when a file is written or replaced, also by Kubernetes' exchange of a link.
+    """Change when a file is written or replaced, also by Kubernetes' exchange of a link.
 
     Raises `OSError` while one is missing.
     """
@@ -71,7 +71,7 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def _load_chain(context: ssl.SSLContext, files: TlsFiles) -> None:
-    """Gives a new context what the files hold. Raises `ConfigError`."""
+    """Give a new context what the files hold. Raises `ConfigError`."""
     try:
         context.load_cert_chain(files.cert, files.key, password="")  # asks no terminal for one
         if files.ca is not None:

@@ -141,7 +141,7 @@ def _npy(text: str) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; 0, or 2 for a wrong set-up."""
+    """Run one command; 0, or 2 for a wrong set-up."""
     args = build_parser().parse_args(argv)
     from outrider.train.run import run_responses, run_training  # torch: after --help
 

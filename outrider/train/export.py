@@ -27,7 +27,7 @@ def rounded(weight: Tensor, mantissa_bits: int) -> Tensor:
 
 @torch.no_grad()
 def round_module(module: nn.Module, mantissa_bits: int) -> None:
-    """Gives a module the values that its checkpoint will have."""
+    """Give a module the values that its checkpoint will have."""
     for weight in module.parameters():
         weight.copy_(rounded(weight, mantissa_bits))
 
@@ -45,7 +45,8 @@ def write(export: Export, folder: Path) -> None:
 
 
 def share(folder: Path) -> None:
-    """Gives weights the permissions of `config.json`: safetensors lets only their owner read them,
-    and a service may run as somebody else."""
+    """Give weights the permissions of `config.json`: safetensors lets only their owner read them,
+    and a service may run as somebody else.
+    """
     for file in folder.glob("*.safetensors"):
         file.chmod((folder / "config.json").stat().st_mode)

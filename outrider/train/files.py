@@ -31,7 +31,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raises `ConfigError` where `path`, or what is in that folder, cannot be written."""
+    """Raise `ConfigError` where `path`, or what is in that folder, cannot be written."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch's own is a RuntimeError
@@ -43,7 +43,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises `ConfigError` if no file can be written there; makes nothing yet."""
+    """Raise `ConfigError` if no file can be written there; makes nothing yet."""
     try:
         there = next(path for path in (folder, *folder.parents) if path.exists())
         with tempfile.TemporaryFile(dir=there):

@@ -68,7 +68,7 @@ class ChainContext:
     values: list[Tensor] = field(default_factory=list)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Adds a step's keys and values; the attention of its queries, shaped like them."""
+        """Add a step's keys and values; the attention of its queries, shaped like them."""
         self.keys.append(key)
         self.values.append(value)
         if len(self.keys) == 1:

@@ -122,7 +122,8 @@ def _train(args: argparse.Namespace, config: TrainConfig, processes: Processes) 
 
 def tokens_per_forward(vocab_size: int, device: torch.device) -> int:
     """How many of a step's tokens are computed at once: those of a GPU's that half of its free
-    memory holds."""
+    memory holds.
+    """
     logits = LOGITS_PER_FORWARD[device.type]
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -160,7 +161,7 @@ def _stopped_by_signals(trainer: Trainer) -> Iterator[None]:
 
 
 def run_responses(args: argparse.Namespace) -> None:
-    """Writes rows of prompt and continuation. May raise `ConfigError`."""
+    """Write rows of prompt and continuation. May raise `ConfigError`."""
     processes = Processes()
     try:
         _prepare(processes)
@@ -309,7 +310,8 @@ def _generate(
 
 def _heldout_prompts(heldout: Any, args: argparse.Namespace) -> Tensor:
     """What the evaluation continues, `[rows, prompt]`: `--prompt-length` tokens, or whole rows that
-    are shorter. Raises `ConfigError`: before training."""
+    are shorter. Raises `ConfigError`: before training.
+    """
     if args.new_tokens // 2 < args.num_draft_tokens:
         raise ConfigError("--new-tokens must be twice --num-draft-tokens at least.")
     source = Source(heldout, args.prompt_length - 1, args.seed)

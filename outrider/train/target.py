@@ -82,7 +82,7 @@ class Target:
         return logits
 
     def check_widths(self) -> None:
-        """Raises `ConfigError` where embeddings are narrower than states: no head fits both."""
+        """Raise `ConfigError` where embeddings are narrower than states: no head fits both."""
         width, size = self.embedding.shape[-1], self.config.hidden_size
         if width != size:
             raise ConfigError(
@@ -111,8 +111,9 @@ class Target:
 
 
 def load_target(folder: Path, device: torch.device, dtype: torch.dtype) -> Target:
-    """Reads a Hugging Face folder. Raises `ConfigError` unless it holds a causal LM whose config
-    says what training asks for."""
+    """Read a Hugging Face folder. Raises `ConfigError` unless it holds a causal LM whose config
+    says what training asks for.
+    """
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     except (OSError, ValueError, SafetensorError) as error:

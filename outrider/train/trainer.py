@@ -105,7 +105,7 @@ class Trainer:
             self._place[self._ids] = torch.arange(len(self._ids), device=device)
 
     def stop(self) -> None:
-        """Makes `run` save and return after the step that it is in. Safe in a signal handler."""
+        """Make `run` save and return after the step that it is in. Safe in a signal handler."""
         self._stopped = True
 
     def run(self, on_step: Callable[[Progress], None] = lambda _: None) -> tuple[Progress, bool]:
@@ -142,7 +142,7 @@ class Trainer:
         return self._progress, share < _STOPPED
 
     def save(self) -> None:
-        """Writes `state_file`; a crash while writing leaves the old one."""
+        """Write `state_file`; a crash while writing leaves the old one."""
         if self._processes.rank == 0:
             state = {
                 "head": self._head.state_dict(),
@@ -154,7 +154,7 @@ class Trainer:
                 torch.save(state, file)
 
     def _backward(self, token_ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Adds a step's gradients, part by part; the mean loss, and the last part's matches."""
+        """Add a step's gradients, part by part; the mean loss, and the last part's matches."""
         rows = max(1, self._config.tokens_per_forward // (token_ids.shape[1] - 1))
         parts = torch.split(token_ids, rows)
         total = torch.zeros((), device=token_ids.device)

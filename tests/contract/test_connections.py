@@ -36,7 +36,7 @@ class Stalling(scorer_pb2_grpc.ScorerServiceServicer):
             self.ended.set()
 
 
-class Wire:
+class Transport:
     """Forwards connections to a port until it is cut: then nothing arrives, not even an end."""
 
     def __init__(self, port: int) -> None:
@@ -93,7 +93,7 @@ async def test_both_ends_notice_that_the_other_has_vanished(
     monkeypatch.setattr(channel, "_PING_MS", 200)
     stalling = Stalling()
     async with AsyncExitStack() as stack, asyncio.timeout(DEADLINE_S):
-        wire = Wire(await stack.enter_async_context(serving(stalling)))
+        wire = Transport(await stack.enter_async_context(serving(stalling)))
         address = await stack.enter_async_context(wire.laid())
         opened = await stack.enter_async_context(open_channel(address))
         call = scorer_pb2_grpc.ScorerServiceStub(opened).Draft()

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from outrider import errors
-from outrider.engine.constraint import ConstraintCompiler, ConstraintEditor
+from outrider.engine.sampling.constraint import ConstraintCompiler, ConstraintEditor
 from outrider.rpc import status
 from outrider.v1 import common_pb2, scorer_pb2
 from tests.support.byte_tokenizer import EOS, byte_tokenizer

@@ -16,7 +16,7 @@ from outrider.rpc.data_connection import Offer
 from outrider.rpc.frames import Frames
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits
-from scorer_service.wire import through_frames
+from scorer_service.drafting.transport import through_frames
 from tests.support.data_wire import DataWire, framed
 from tests.support.guessing import guessing
 from tests.support.scorer import Output, RunningScorer, running_scorer

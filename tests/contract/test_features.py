@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import outrider.engine.feature_streams as feature_streams
+import outrider.engine.hidden_states.streams as feature_streams
 import outrider.features as features
 from outrider.draft_tree import DraftTree
+from outrider.drafting.copying.ngram import NgramProposer
 from outrider.drafting.hybrid import HybridProposer
-from outrider.drafting.ngram import NgramProposer
 from outrider.drafting.proposer import Proposer
 from outrider.features import FeatureSpec
 from outrider.rpc.channel import open_channel

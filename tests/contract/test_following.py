@@ -8,7 +8,7 @@ import pytest
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.proposer import SessionKey
-from outrider.engine.policy import Policy
+from outrider.engine.policy.base import Policy
 from outrider.engine.rounds import Drafting
 from outrider.engine.sequence import Sequence
 from tests.support.features import CAPTURED, RowReader

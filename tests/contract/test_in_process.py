@@ -10,10 +10,10 @@ import grpc
 import pytest
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.branch_plan import NO_PACE, Pace
-from outrider.drafting.draft_model import DraftModelProposer
+from outrider.drafting.ahead.outcomes import NO_PACE, Pace
+from outrider.drafting.copying.ngram import NgramProposer
+from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.hybrid import HybridProposer
-from outrider.drafting.ngram import NgramProposer
 from outrider.drafting.proposer import DraftRound, Proposer, SessionKey
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError

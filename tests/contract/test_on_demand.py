@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from outrider.drafting.branch_plan import Pace
-from outrider.drafting.branches import EagerForks
-from outrider.drafting.draft_model import DraftModelProposer
+from outrider.drafting.ahead.branches import EagerForks
+from outrider.drafting.ahead.outcomes import Pace
+from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import DraftRound, SessionKey
-from outrider.engine.policy import Policy
+from outrider.engine.policy.base import Policy
+from outrider.engine.policy.mode import DraftMode
 from outrider.engine.rounds import Round
 from outrider.engine.sequence import Sequence as Row
-from outrider.engine.trial import Way
 from tests.support.hash_model import HashModel
 from tests.support.reader_service import serving
 from tests.support.scorer import MAX_LEN, VOCAB, running_scorer
@@ -38,8 +38,8 @@ class Spells(Policy):
         self.ahead = ahead_at(len(seq.token_ids))
 
     @property
-    def way(self) -> Way:
-        return Way.AHEAD if self.ahead else Way.ON_DEMAND
+    def way(self) -> DraftMode:
+        return DraftMode.AHEAD if self.ahead else DraftMode.ON_DEMAND
 
 
 class Watched(DraftModelProposer):

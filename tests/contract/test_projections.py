@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outrider.draft_tree import DraftTree
-from outrider.engine.feature_streams import FeatureStreams
+from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.features import FeatureSpec
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits
@@ -111,7 +111,7 @@ async def test_a_device_without_room_refuses_and_can_be_asked_again(
 
     async with running_scorer(features=CAPTURED) as scorer:
         with monkeypatch.context() as patch:
-            patch.setattr(FeatureStreams, "put_projection", full)
+            patch.setattr(HiddenStateStreams, "put_projection", full)
             proposer = await dialled(scorer)
             await proposer.send(projection=chunk(0, PACKED))
             error = await ending(proposer)
@@ -149,14 +149,14 @@ async def test_a_stream_that_ends_takes_no_projection_from_another_proposer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     entered, go_on = threading.Event(), threading.Event()
-    put = FeatureStreams.put_projection
+    put = HiddenStateStreams.put_projection
 
-    def slow(streams: FeatureStreams, spec: FeatureSpec, matrix: bytearray) -> None:
+    def slow(streams: HiddenStateStreams, spec: FeatureSpec, matrix: bytearray) -> None:
         entered.set()
         assert go_on.wait(20)
         put(streams, spec, matrix)
 
-    monkeypatch.setattr(FeatureStreams, "put_projection", slow)
+    monkeypatch.setattr(HiddenStateStreams, "put_projection", slow)
     async with running_scorer(features=CAPTURED) as scorer:
         first = await dialled(scorer)
         await first.send(projection=chunk(0, PACKED))

@@ -16,10 +16,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from outrider import watchdog
 from outrider.device import device_id
-from outrider.drafting.branch_plan import NO_PACE, Pace
+from outrider.drafting.ahead.outcomes import NO_PACE, Pace
 from outrider.drafting.building.config import DeterministicConfig, NgramConfig, SuffixConfig
-from outrider.drafting.draft_model import DraftModelProposer
-from outrider.drafting.ngram import NgramProposer
+from outrider.drafting.copying.ngram import NgramProposer
+from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import DraftRound, Proposer, SessionKey
 from outrider.drafting.sessions import IDLE_S
 from outrider.errors import CapacityError, DeadlineError, ProposerRefusedError

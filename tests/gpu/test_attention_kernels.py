@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from tests.support.kernels import DEVICE, DTYPES, ON_GPU, WIDTH, close, randn  # isort: skip - before what needs Triton
-from outrider.engine.attention import AttentionParams
-from outrider.engine.backends import (
+from outrider.engine.attention.backends import (
     BACKEND_NAMES,
     AttentionTraits,
     choose_backend,
 )
+from outrider.engine.attention.base import AttentionParams
+from outrider.engine.attention.sdpa import SdpaAttention
+from outrider.engine.attention.shared_prefix import SharedPrefix
 from outrider.engine.batch import PackedBatch, RowSlice, pack
-from outrider.engine.cuda.paged_attention import TritonPagedAttention
-from outrider.engine.cuda.triton_ops import TritonOps
-from outrider.engine.kv_cache import PageMajorPool
-from outrider.engine.llama_ops import LlamaOps
-from outrider.engine.sdpa import SdpaAttention
-from outrider.engine.shared_pages import SharedPages
+from outrider.engine.cuda.attention.triton import TritonPagedAttention
+from outrider.engine.cuda.llama_ops import TritonOps
+from outrider.engine.kv_cache.pools import PageMajorPool
+from outrider.engine.model.ops import LlamaOps
 from outrider.errors import ConfigError
 
 pytestmark = pytest.mark.gpu
@@ -251,7 +251,7 @@ def _shared(
     nothing = torch.full((len(slots), *pool.shape[:2]), float("nan"), device=DEVICE)
     pool.keys[:], pool.values[:] = pool.keys.nan_to_num(), pool.values.nan_to_num()
     pool.write(slots, nothing, nothing)
-    shared = SharedPages.of(table, batch.seq_lens, 16)
+    shared = SharedPrefix.of(table, batch.seq_lens, 16)
     return replace(batch, block_table=table, slot_mapping=slots, shared=shared), pool, qkv, rope
 
 

@@ -12,12 +12,12 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from outrider.engine.cuda.graph_runner import GraphRunner
-from outrider.engine.cuda.graphs import CudaGraphs
-from outrider.engine.cuda.triton_sampling import choose_and_verify
-from outrider.engine.loader import build_paged_model
+from outrider.engine.cuda.sampling import choose_and_verify
+from outrider.engine.graphs.capture import CudaGraphs
+from outrider.engine.graphs.decode_graphs import DecodeGraphs
+from outrider.engine.graphs.decode_inputs import make_buckets
+from outrider.engine.model.loader import build_paged_model
 from outrider.engine.runner import Runner, StepRunner
-from outrider.engine.static_step import make_buckets
 from outrider.features import FeatureSpec
 from tests.support.architectures import ARCHITECTURES, random_model
 from tests.support.sent_features import K, write
@@ -37,7 +37,7 @@ def test_rows_are_those_of_transformers(recorded: bool, projected: bool) -> None
     model = build_paged_model(on_device, page_size=4, num_pages=64, features=spec)
     runner: StepRunner = Runner(model)
     if recorded:
-        runner = GraphRunner(
+        runner = DecodeGraphs(
             model,
             make_buckets(4, (1, K + 1)),
             record=CudaGraphs(),

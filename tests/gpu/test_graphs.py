@@ -18,23 +18,23 @@ if not torch.cuda.is_available():
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import PackedBatch
-from outrider.engine.cuda.graph_runner import GraphRunner
-from outrider.engine.cuda.graphs import CudaGraphs
-from outrider.engine.cuda.memory import TRIAL_PAGES, DeviceMemory
-from outrider.engine.cuda.ragged_forwards import RaggedForwards
-from outrider.engine.cuda.triton_sampling import choose_and_verify
+from outrider.engine.cuda.memory_budget import TRIAL_PAGES, DeviceMemory
+from outrider.engine.cuda.sampling import choose_and_verify
 from outrider.engine.engine import Engine
-from outrider.engine.loader import build_paged_model, load_model
-from outrider.engine.paged_model import PagedModel
-from outrider.engine.policy import Policy
-from outrider.engine.ragged_step import make_ragged
+from outrider.engine.graphs.capture import CudaGraphs
+from outrider.engine.graphs.decode_graphs import DecodeGraphs
+from outrider.engine.graphs.decode_inputs import make_buckets
+from outrider.engine.graphs.prefill_graphs import PrefillGraphs
+from outrider.engine.graphs.prefill_inputs import make_prefill_buckets
+from outrider.engine.model.loader import build_paged_model, load_model
+from outrider.engine.model.paged_model import PagedModel
+from outrider.engine.policy.base import Policy
 from outrider.engine.runner import Runner, StepRunner
-from outrider.engine.static_step import make_buckets
 from outrider.errors import ConfigError
 from outrider.models.resolve import resolve_model
 from outrider.params import SamplingParams, StopParams, TokenIds
 from outrider.types import Request, TokenLogprobs
-from scorer_service.device import StepLimits, record_steps, size_cache
+from scorer_service.device import StepLimits, capture_steps, size_cache
 from tests.support.architectures import ARCHITECTURES, random_model
 
 pytestmark = pytest.mark.gpu
@@ -53,12 +53,12 @@ SAMPLINGS = (
 PROMPTS = Path("outrider/models/data/heldout_prompts.jsonl")
 
 
-def graph_runner(model: PagedModel, max_num_seqs: int) -> GraphRunner:
+def graph_runner(model: PagedModel, max_num_seqs: int) -> DecodeGraphs:
     record = CudaGraphs()
     forwards = None
     if model.layered:
-        forwards = RaggedForwards(model, make_ragged(64, max_num_seqs), record=record)
-    return GraphRunner(
+        forwards = PrefillGraphs(model, make_prefill_buckets(64, max_num_seqs), record=record)
+    return DecodeGraphs(
         model,
         make_buckets(max_num_seqs, (1, K + 1), (K + 1,)),
         record=record,
@@ -239,7 +239,7 @@ def test_memory_is_shared_out_and_then_stays_as_it_is(capsys: pytest.CaptureFixt
         device=CUDA,
     )
     size_cache(memory, model, limits, lines.append)
-    runner = record_steps(model, limits, lines.append)
+    runner = capture_steps(model, limits, lines.append)
     assert runner is not None
     assert 0.8 * memory.limit < memory.used() <= memory.limit
     requests = requests_of(embedded_prompts(8), SAMPLINGS, 64)

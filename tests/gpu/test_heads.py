@@ -11,17 +11,17 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.building.loops import guess_shapes, head_shapes
-from outrider.drafting.heads.base import RecurrentHead
-from outrider.drafting.heads.eagle import load_eagle
-from outrider.drafting.heads.eagle3 import load_eagle3
+from outrider.drafting.building.loops import one_shot_shapes, recurrent_shapes
+from outrider.drafting.graphs.loops import Capture
+from outrider.drafting.graphs.triton_draws import TritonDraws
+from outrider.drafting.hidden_states.heads.base import RecurrentHead
+from outrider.drafting.hidden_states.heads.eagle import load_eagle
+from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
+from outrider.drafting.hidden_states.recurrent import RecurrentProposer
 from outrider.drafting.proposer import SessionStart
-from outrider.drafting.recorded_loops import Recording
-from outrider.drafting.recurrent import RecurrentProposer
-from outrider.drafting.triton_draws import TritonDraws
-from outrider.engine.backends import choose_backend
-from outrider.engine.cuda.graphs import CudaGraphs, Work
-from outrider.engine.kv_cache import KVPools
+from outrider.engine.attention.backends import choose_backend
+from outrider.engine.graphs.capture import CudaGraphs, Work
+from outrider.engine.kv_cache.pools import KVPools
 from outrider.params import SamplingParams
 from tests.support import eagle_checkpoints as made
 from tests.support import one_shot_drafts
@@ -51,7 +51,7 @@ def _drafts(
     head: RecurrentHead,
     sampling: SamplingParams,
     tree_width: int,
-    recording: Recording | None = None,
+    recording: Capture | None = None,
 ) -> list[DraftTree]:
     """Those of two sessions over some rounds, whose texts do not depend on what is drafted."""
     proposer = RecurrentProposer(
@@ -128,10 +128,10 @@ def test_recorded_guesses_make_the_trees_of_the_eager_way(
 ) -> None:
     """But for near ties: their first nodes, which matter most, are the same."""
     counted = Counted()
-    shapes = guess_shapes(max_rows=4, max_depth=one_shot_drafts.DEPTH)
+    shapes = one_shot_shapes(max_rows=4, max_depth=one_shot_drafts.DEPTH)
     head = one_shot_drafts.HEADS[name](dtype, CUDA)
     eager = one_shot_drafts.drafts(head, tree_width, None)
-    recording = Recording(shapes, counted, TritonDraws())
+    recording = Capture(shapes, counted, TritonDraws())
     found = one_shot_drafts.drafts(head, tree_width, recording)
     same = [a.token_ids[:1] == b.token_ids[:1] for a, b in zip(found, eager, strict=True)]
     assert sum(same) >= 0.9 * len(same)
@@ -154,9 +154,9 @@ def test_graphs_draft_what_the_eager_way_drafts(
     kind: str, tmp_path: Path, tree_width: int, dtype: torch.dtype, sampling: SamplingParams
 ) -> None:
     """But for near ties: products round by the shape of a batch."""
-    shapes = head_shapes(max_rows=4, max_draft_tokens=6, width=tree_width)
+    shapes = recurrent_shapes(max_rows=4, max_draft_tokens=6, width=tree_width)
     counted = Counted()
-    recording = Recording(shapes, counted, TritonDraws())
+    recording = Capture(shapes, counted, TritonDraws())
     eager = _drafts(_load(kind, tmp_path, dtype, CUDA), sampling, tree_width)
     found = _drafts(_load(kind, tmp_path, dtype, CUDA), sampling, tree_width, recording)
     same = [a.token_ids[:1] == b.token_ids[:1] for a, b in zip(found, eager, strict=True)]

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from tests.support.kernels import DEVICE, DTYPES, ON_GPU, close, randn  # isort: skip - before what needs Triton
-from outrider.engine.cuda.triton_ops import TritonOps
-from outrider.engine.cuda.triton_sampling import choose_and_verify
-from outrider.engine.cuda.triton_sampling import sample as sample_on_device
-from outrider.engine.kv_cache import PageMajorPool
-from outrider.engine.llama_ops import TorchOps
-from outrider.engine.sampling import SamplingBatch, gumbel_noise, process_logits, sample
-from outrider.engine.verifier import VerifyBatch
-from outrider.engine.verifier import choose_and_verify as torch_choose_and_verify
+from outrider.engine.cuda.llama_ops import TritonOps
+from outrider.engine.cuda.sampling import choose_and_verify
+from outrider.engine.cuda.sampling import sample as sample_on_device
+from outrider.engine.kv_cache.pools import PageMajorPool
+from outrider.engine.model.ops import TorchOps
+from outrider.engine.sampling.coupled import SamplingBatch, gumbel_noise, process_logits, sample
+from outrider.engine.sampling.verify import VerifyBatch
+from outrider.engine.sampling.verify import choose_and_verify as torch_choose_and_verify
 from outrider.params import SamplingParams
 
 pytestmark = pytest.mark.gpu

@@ -12,17 +12,17 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from outrider.drafting.building.loops import head_shapes
-from outrider.drafting.draft_steps import ReadyRow
-from outrider.drafting.head_drafter import HeadDrafter
-from outrider.drafting.head_loops import HeadLoops
-from outrider.drafting.heads.mtp_loader import load_mtp
-from outrider.drafting.recorded_loops import Recording
-from outrider.drafting.triton_draws import TritonDraws
-from outrider.engine.backends import choose_backend
+from outrider.drafting.building.loops import recurrent_shapes
+from outrider.drafting.draft_model.chains import ReadyRow
+from outrider.drafting.graphs.loops import Capture
+from outrider.drafting.graphs.recurrent_heads import RecurrentLoops
+from outrider.drafting.graphs.triton_draws import TritonDraws
+from outrider.drafting.hidden_states.eager import HeadDrafter
+from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
+from outrider.engine.attention.backends import choose_backend
 from outrider.engine.batch import RowSlice, pack
-from outrider.engine.cuda.graphs import CudaGraphs
-from outrider.engine.kv_cache import KVPools
+from outrider.engine.graphs.capture import CudaGraphs
+from outrider.engine.kv_cache.pools import KVPools
 from outrider.params import SamplingParams
 from tests.support import mtp_checkpoints as made
 
@@ -91,10 +91,10 @@ def test_graphs_draft_what_the_eager_way_drafts(folders: tuple[Path, Path], widt
     assert head.capturable
     backend = choose_backend(None, head.attention_traits(PAGE_SIZE), CUDA)
     head.bind(KVPools(9, PAGE_SIZE, head.dtype, CUDA))
-    recording = Recording(
-        head_shapes(max_rows=2, max_draft_tokens=5, width=width), CudaGraphs(), TritonDraws()
+    recording = Capture(
+        recurrent_shapes(max_rows=2, max_draft_tokens=5, width=width), CudaGraphs(), TritonDraws()
     )
-    loops = HeadLoops(
+    loops = RecurrentLoops(
         head, backend, recording, page_size=PAGE_SIZE, scratch_page=8, max_model_len=100
     )
     eager = HeadDrafter(head, backend, PAGE_SIZE)

@@ -10,7 +10,7 @@ import yaml
 from torch.distributed.run import get_args_parser
 from transformers import AutoConfig
 
-from outrider.engine.gate import check_shardable
+from outrider.engine.model.supported_models import check_shardable
 from tests.support import helm
 
 POD = helm.EXAMPLES / "llama-70b-tp4.yaml"

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftProbs, DraftTree
-from outrider.engine.constraint import ConstraintCompiler
 from outrider.engine.engine import Engine
-from outrider.engine.policy import Policy
-from outrider.engine.sampling import SamplingBatch, sample
+from outrider.engine.policy.base import Policy
+from outrider.engine.sampling.constraint import ConstraintCompiler
+from outrider.engine.sampling.coupled import SamplingBatch, sample
 from outrider.params import (
     Constraint,
     ConstraintKind,

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider.config import EngineConfig
-from outrider.drafting.draft_model import DraftModelProposer
-from outrider.engine.adaptive import AdaptivePolicy
-from outrider.engine.measured import StepDone
-from outrider.engine.policy import Policy
+from outrider.drafting.draft_model.proposer import DraftModelProposer
+from outrider.engine.policy.adaptive import AdaptivePolicy
+from outrider.engine.policy.base import Policy
+from outrider.engine.policy.mode import DraftMode
+from outrider.engine.policy.timing import StepDone
 from outrider.engine.sequence import Sequence as Row
-from outrider.engine.trial import Way
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
 from outrider.types import Request
 from tests.support.hash_model import HashModel, Sequential
@@ -91,8 +91,8 @@ class Changing(Policy):
         super().step_done(step)
 
     @property
-    def way(self) -> Way:
-        return Way.ON_DEMAND if self.steps // 3 % 2 else Way.AHEAD
+    def way(self) -> DraftMode:
+        return DraftMode.ON_DEMAND if self.steps // 3 % 2 else DraftMode.AHEAD
 
     def turn_s(self, rows: Sequence[Row]) -> float:  # noqa: ARG002
         return 0.001

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
-from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.engine import Engine
-from outrider.engine.policy import Policy
+from outrider.engine.policy.adaptive import AdaptivePolicy
+from outrider.engine.policy.base import Policy
 from outrider.errors import InternalError
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Commit, FinishReason, Request, StepEvents, TokenKind, TokenLogprobs

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import outrider.engine.feature_streams as feature_streams
+import outrider.engine.hidden_states.streams as feature_streams
 import outrider.features as features_module
 from outrider.draft_tree import DraftTree
 from tests.support.feature_world import feature_world, run_random_requests

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting import recurrent
-from outrider.drafting.branch_plan import NO_PACE
-from outrider.drafting.heads.base import RecurrentHead
-from outrider.drafting.heads.eagle import load_eagle
-from outrider.drafting.heads.eagle3 import load_eagle3
+from outrider.drafting.ahead.outcomes import NO_PACE
+from outrider.drafting.hidden_states import recurrent
+from outrider.drafting.hidden_states.heads.base import RecurrentHead
+from outrider.drafting.hidden_states.heads.eagle import load_eagle
+from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
+from outrider.drafting.hidden_states.recurrent import RecurrentProposer
 from outrider.drafting.proposer import DraftRound, SessionStart
-from outrider.drafting.recurrent import RecurrentProposer
-from outrider.engine.backends import choose_backend
-from outrider.engine.kv_cache import KVPools
+from outrider.engine.attention.backends import choose_backend
+from outrider.engine.kv_cache.pools import KVPools
 from outrider.params import SamplingParams, VerificationRule
 from tests.support import eagle_checkpoints as made
 

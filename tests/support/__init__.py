@@ -1,0 +1,1 @@
+"""Fakes, small models and simulators for tests."""

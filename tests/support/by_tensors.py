@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from outrider.engine.attention import StepAttention
+from outrider.engine.attention.base import StepAttention
+from outrider.engine.attention.sdpa import SdpaAttention
 from outrider.engine.batch import PackedBatch
-from outrider.engine.sdpa import SdpaAttention
 
 
 def by_tensors(batch: PackedBatch) -> StepAttention:

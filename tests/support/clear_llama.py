@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.engine.loader import build_paged_model
-from outrider.engine.paged_model import PagedModel
+from outrider.engine.model.loader import build_paged_model
+from outrider.engine.model.paged_model import PagedModel
 from tests.support.recordable import disturbed
 
 VOCAB_SIZE, PAGE_SIZE = 1000, 16

@@ -6,12 +6,12 @@ import random
 from collections.abc import Sequence
 from itertools import islice
 
-from outrider.drafting.draft_model import DraftModelProposer
+from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import SessionStart
 from outrider.engine.engine import Engine
 from outrider.params import SamplingParams, StopParams
 from outrider.types import Request
-from scorer_service.in_process import InProcessProposer
+from scorer_service.drafting.in_process import InProcessProposer
 
 K = 4
 SAMPLINGS = (
@@ -21,7 +21,7 @@ SAMPLINGS = (
 )
 
 
-class Told:
+class DraftListener:
     """Nobody to be told; a draft that fails is a failed test."""
 
     def first_draft(self, session_id: int, epoch: int) -> None: ...
@@ -42,21 +42,21 @@ class DraftingScorer:
         if method is not None:
             self._companion = InProcessProposer(lambda: (method, "hash"), "here")
             self._companion.build()
-            self._companion.tell(Told())
+            self._companion.tell(DraftListener())
 
     def begin(self, request: Request) -> None:
         session, prompt = request.session_id, request.prompt_token_ids
         self.texts[session] = []
         self.engine.submit(request)
         if self._companion is not None:
-            self.engine.set_drafting(session, "here", K, in_turns=True)
+            self.engine.set_drafting(session, "here", K, colocated=True)
             start = SessionStart((), request.sampling, K, len(prompt) + request.stop.max_tokens)
             self._companion.open(self.engine, session, 1, start, len(prompt))
 
     def step(self) -> bool:
         """As the engine's thread does it; False if nothing runs any more."""
         if self._companion is not None:
-            self._companion.take_turn(self.engine)
+            self._companion.draft_between_steps(self.engine)
         going = self.engine.launch()
         events = self.engine.take_events()
         for commit in () if events is None else events.commits:

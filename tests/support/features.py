@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.branch_plan import NO_PACE, Pace
-from outrider.drafting.feature_session import FeatureMethod, FeatureSession
+from outrider.drafting.ahead.outcomes import NO_PACE, Pace
+from outrider.drafting.hidden_states.session import FeatureMethod, FeatureSession
 from outrider.drafting.proposer import DraftRound, ProposerTraits, SessionKey
 from outrider.engine.batch import PackedBatch
-from outrider.engine.feature_pool import FeaturePool
+from outrider.engine.kv_cache.hidden_states import HiddenStatePool
 from outrider.features import FeatureSpec
 from tests.support.hash_model import HashModel, context_hash
 
@@ -38,12 +38,12 @@ def row(context: Sequence[int], spec: FeatureSpec, projection: Tensor | None = N
 class FeatureHash:
     """Gives a `HashModel` hidden states, in the pages of its tokens; a mixin before it."""
 
-    features: FeaturePool
+    features: HiddenStatePool
 
-    def capture(self, spec: FeatureSpec = CAPTURED) -> FeaturePool:
+    def capture(self, spec: FeatureSpec = CAPTURED) -> HiddenStatePool:
         assert isinstance(self, HashModel)
         pages = len(self._slots) // self.page_size
-        self.features = FeaturePool(spec, pages, self.page_size, self.device)
+        self.features = HiddenStatePool(spec, pages, self.page_size, self.device)
         self.features.rows.fill_(float("nan"))  # no state that was not written may be sent
         return self.features
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.drafting.draft_model import DraftModelProposer
+from outrider.drafting.draft_model.proposer import DraftModelProposer
 from tests.support.hash_model import HashModel
 from tests.support.scorer import MAX_LEN, VOCAB, RunningScorer
 from tests.support.scripted_proposer import ScriptedProposer, follow, hello

@@ -25,9 +25,9 @@ from outrider.types import (
 )
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
+from scorer_service.drafting.attached import AttachedProposer
 from scorer_service.hub import Hub
 from scorer_service.metrics import ScorerMetrics
-from scorer_service.proposers import AttachedProposer
 from scorer_service.sessions import Session
 from tests.support.scorer import TOKENIZER_HASH, VOCAB
 from tests.support.scripted_proposer import hello
@@ -38,7 +38,7 @@ TIMINGS = StepTimings(0.1, 1.0, 0.1, 0.1, 0.0, 1, 1)
 
 
 class RecordingFeatures:
-    """The part of `FeatureCommands` that the hub uses."""
+    """The part of `HiddenStateCommands` that the hub uses."""
 
     def __init__(self) -> None:
         self.given_back: list[tuple[FeatureWindow, int]] = []
@@ -80,11 +80,11 @@ class RecordingWorker:
         *,
         runs_ahead: bool = False,  # noqa: ARG002
         own_device: bool = False,
-        in_turns: bool = False,
+        colocated: bool = False,
         asked: bool = True,
         features: FeatureOrder | None = None,
     ) -> None:
-        assert not in_turns, "nobody here is the engine's companion"
+        assert not colocated, "nobody here is the engine's companion"
         self.set[session_id] = (proposer_id, k)
         self.asked[session_id] = asked
         self.own_device[session_id] = own_device

@@ -7,12 +7,12 @@ import random
 import torch
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.heads.base import OneShotHead
-from outrider.drafting.heads.medusa import MedusaHead, MedusaWeights
-from outrider.drafting.heads.mlp_speculator import MlpSpeculatorHead, SpeculatorStage
-from outrider.drafting.one_shot import OneShotProposer
+from outrider.drafting.graphs.loops import Capture
+from outrider.drafting.hidden_states.heads.base import OneShotHead
+from outrider.drafting.hidden_states.heads.medusa import MedusaHead, MedusaWeights
+from outrider.drafting.hidden_states.heads.mlp_speculator import MlpSpeculatorHead, SpeculatorStage
+from outrider.drafting.hidden_states.one_shot import OneShotProposer
 from outrider.drafting.proposer import SessionStart
-from outrider.drafting.recorded_loops import Recording
 from outrider.params import SamplingParams, VerificationRule
 from tests.support import one_shot_checkpoints as made
 
@@ -49,7 +49,7 @@ def mlp_speculator(dtype: torch.dtype, device: torch.device) -> OneShotHead:
 HEADS = {"medusa": medusa, "mlp_speculator": mlp_speculator}
 
 
-def drafts(head: OneShotHead, tree_width: int, recording: Recording | None) -> list[DraftTree]:
+def drafts(head: OneShotHead, tree_width: int, recording: Capture | None) -> list[DraftTree]:
     """Those of random requests, which do not depend on what is drafted."""
     method = OneShotProposer(
         head,

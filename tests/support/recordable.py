@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.engine.attention import AttentionParams
+from outrider.engine.attention.base import AttentionParams
 from outrider.engine.batch import PackedBatch
-from outrider.engine.cuda.graphs import Work
-from outrider.engine.kv_cache import LayerPool
-from outrider.engine.loader import build_paged_model
-from outrider.engine.paged_model import PagedModel
+from outrider.engine.graphs.capture import Work
+from outrider.engine.kv_cache.pools import LayerPool
+from outrider.engine.model.loader import build_paged_model
+from outrider.engine.model.paged_model import PagedModel
 from tests.support.hash_model import HashModel, context_hash
 
 

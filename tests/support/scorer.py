@@ -14,10 +14,10 @@ from torch import Tensor
 from outrider.config import EngineConfig
 from outrider.drafting.proposer import Proposer
 from outrider.engine.batch import PackedBatch
-from outrider.engine.constraint import ConstraintCompiler
 from outrider.engine.engine import Engine
-from outrider.engine.feature_streams import FeatureStreams
-from outrider.engine.policy import Policy
+from outrider.engine.hidden_states.streams import HiddenStateStreams
+from outrider.engine.policy.base import Policy
+from outrider.engine.sampling.constraint import ConstraintCompiler
 from outrider.engine.worker import EngineWorker
 from outrider.features import FeatureSpec
 from outrider.rpc.channel import open_channel
@@ -29,9 +29,9 @@ from outrider.types import StepEvents
 from outrider.v1 import common_pb2, scorer_pb2, scorer_pb2_grpc
 from scorer_service.config import DraftLimits, ServedModel
 from scorer_service.constraints import Constraints
+from scorer_service.drafting.in_process import InProcessProposer
+from scorer_service.drafting.in_process_link import attach
 from scorer_service.hub import Hub
-from scorer_service.in_process import InProcessProposer
-from scorer_service.in_process_link import attach
 from scorer_service.metrics import ScorerMetrics
 from scorer_service.registration import add_to_server
 from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving
@@ -177,7 +177,9 @@ async def running_scorer(
     limits = limits or DraftLimits()
     telemetry = telemetry or configure("scorer-under-test")
     model = PacedModel(pause_s, vocab_size) if features is None else PacedFeatures(pause_s)
-    streams = FeatureStreams(model.capture(features)) if isinstance(model, PacedFeatures) else None
+    streams = (
+        HiddenStateStreams(model.capture(features)) if isinstance(model, PacedFeatures) else None
+    )
     engines: list[Engine] = []
     hubs: list[Hub] = []
     beside: InProcessProposer | None = None

@@ -10,9 +10,9 @@ from torch import Tensor
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
-from outrider.engine.feature_streams import MAX_AHEAD_BYTES, FeatureStreams
-from outrider.engine.paged_model import PagedModel
-from outrider.engine.policy import Policy
+from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, HiddenStateStreams
+from outrider.engine.model.paged_model import PagedModel
+from outrider.engine.policy.base import Policy
 from outrider.engine.runner import StepRunner
 from outrider.features import FeatureOrder, FeatureSpec, FeatureWindow
 from outrider.params import SamplingParams, StopParams
@@ -35,7 +35,7 @@ def write(
     """
     assert model.pools.features is not None
     ahead = 0 if model.device.type == "cpu" else MAX_AHEAD_BYTES
-    streams = FeatureStreams(model.pools.features, max_ahead_bytes=ahead)
+    streams = HiddenStateStreams(model.pools.features, max_ahead_bytes=ahead)
     if matrix is not None:
         streams.put_projection(spec, bytearray(matrix.view(torch.uint8).numpy()))
     config = EngineConfig(

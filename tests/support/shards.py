@@ -17,10 +17,10 @@ import torch
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
-from outrider.engine.loader import CPU, load_model
-from outrider.engine.paged_model import PagedModel
-from outrider.engine.policy import Policy
-from outrider.engine.ranks import RankGroup, Ranks
+from outrider.engine.model.loader import CPU, load_model
+from outrider.engine.model.paged_model import PagedModel
+from outrider.engine.model.parallel.ranks import RankGroup, Ranks
+from outrider.engine.policy.base import Policy
 from outrider.errors import OutriderError
 from outrider.params import SamplingParams, StopParams, TokenIds
 from outrider.types import Request

@@ -9,7 +9,7 @@ from outrider.types import FinishReason
 from outrider.v1 import draft_pb2
 from proposer_service.cycle import Attach, Batch, Cycle
 from proposer_service.metrics import ProposerMetrics
-from scorer_service.proposers import AttachedProposer
+from scorer_service.drafting.attached import AttachedProposer
 from scorer_service.sessions import Session
 from tests.support.hub import Bench, commit
 from tests.support.simulation import Clock

@@ -17,17 +17,17 @@ from torch import Tensor
 
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
-from outrider.drafting.branches import EagerForks
-from outrider.drafting.deterministic import DeterministicProposer
-from outrider.drafting.draft_model import DraftModelProposer
+from outrider.drafting.ahead.branches import EagerForks
+from outrider.drafting.copying.deterministic import DeterministicProposer
+from outrider.drafting.copying.ngram import NgramProposer
+from outrider.drafting.copying.suffix import SuffixProposer
+from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.hybrid import HybridProposer
-from outrider.drafting.ngram import NgramProposer
 from outrider.drafting.proposer import DraftRound, Proposer, SessionStart
-from outrider.drafting.suffix import SuffixProposer
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
-from outrider.engine.feature_streams import FeatureStreams
-from outrider.engine.policy import Policy
+from outrider.engine.hidden_states.streams import HiddenStateStreams
+from outrider.engine.policy.base import Policy
 from outrider.engine.runner import StepRunner
 from outrider.features import FeatureOrder, FeatureRows, FeatureWindow
 from outrider.types import Commit, Request, StepEvents
@@ -151,7 +151,7 @@ class World:
         step_s: Callable[[int], float],
         rng: random.Random,
         model: HashModel | None = None,
-        features: FeatureStreams | None = None,
+        features: HiddenStateStreams | None = None,
         runner: StepRunner | None = None,
     ) -> None:
         self.now = 0.0

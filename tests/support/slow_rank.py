@@ -13,9 +13,9 @@ from typing import Final
 
 import torch
 
-import outrider.engine.loader as loader
-from outrider.engine.llama_ops import LlamaOps, TorchOps
-from outrider.engine.ranks import RankGroup, Ranks
+import outrider.engine.model.loader as loader
+from outrider.engine.model.ops import LlamaOps, TorchOps
+from outrider.engine.model.parallel.ranks import RankGroup, Ranks
 from tests.support.shards import DEADLINE_S, load
 
 CALL_S: Final = 2.5

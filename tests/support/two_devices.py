@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.config import EngineConfig
-from outrider.drafting.branches import EagerForks
-from outrider.drafting.draft_model import DraftModelProposer
+from outrider.drafting.ahead.branches import EagerForks
+from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import DraftRound
-from outrider.engine.adaptive import AdaptivePolicy
 from outrider.engine.batch import PackedBatch
+from outrider.engine.policy.adaptive import AdaptivePolicy
+from outrider.engine.policy.mode import DraftMode
 from outrider.engine.step import Step
-from outrider.engine.trial import Way
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Request
 from tests.support.hash_model import HashModel
@@ -201,7 +201,7 @@ class TwoDevices(World):
 
     def _collect(self) -> None:
         self.steps += 1
-        self.steps_on_demand += self.policy.way is Way.ON_DEMAND
+        self.steps_on_demand += self.policy.way is DraftMode.ON_DEMAND
         super()._collect()
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from outrider.drafting.copying.suffix_settings import SuffixSettings
 from outrider.drafting.proposer import TREE_WIDTH
-from outrider.drafting.suffix_settings import SuffixSettings
 from outrider.errors import ConfigError
 from outrider.methods import HIDDEN_STATE_METHODS
 from outrider.models.resolve import EMBEDDED, EMBEDDED_HEADS

@@ -14,8 +14,8 @@ from outrider.drafting.building.config import (
     NgramConfig,
     SuffixConfig,
 )
+from outrider.drafting.copying.suffix_settings import SuffixSettings
 from outrider.drafting.proposer import TREE_WIDTH
-from outrider.drafting.suffix_settings import SuffixSettings
 from outrider.errors import ConfigError
 from outrider.methods import HIDDEN_STATE_METHODS, METHODS, parse_methods
 
@@ -31,7 +31,7 @@ _SUFFIX_FLAGS = {
 
 
 def add_method_flags(parser: argparse.ArgumentParser, device: str) -> None:
-    """Adds them, each with its default; `device`: where models draft unless it is said."""
+    """Add them, each with its default; `device`: where models draft unless it is said."""
     ngram, draft, suffix = NgramConfig(), DraftModelConfig(), SuffixSettings()
     add = parser.add_argument
     add(

@@ -10,25 +10,25 @@ from pathlib import Path
 import torch
 
 from outrider.drafting.building.config import HeadConfig, Say
-from outrider.drafting.building.loops import guess_shapes, head_shapes, recording
+from outrider.drafting.building.loops import one_shot_shapes, recording, recurrent_shapes
 from outrider.drafting.building.masks import load_masks
 from outrider.drafting.building.weights import PAGE_SIZE, choose_dtype, prepare_device
-from outrider.drafting.guess_trees import max_trees
-from outrider.drafting.heads.base import OneShotHead, RecurrentHead
-from outrider.drafting.heads.eagle import load_eagle
-from outrider.drafting.heads.eagle3 import load_eagle3
-from outrider.drafting.heads.medusa import load_medusa
-from outrider.drafting.heads.mlp_speculator import load_mlp_speculator
-from outrider.drafting.heads.mtp_loader import load_mtp
-from outrider.drafting.one_shot import MAX_MODEL_LEN, OneShotProposer
+from outrider.drafting.graphs.loops import Capture
+from outrider.drafting.hidden_states.heads.base import OneShotHead, RecurrentHead
+from outrider.drafting.hidden_states.heads.eagle import load_eagle
+from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
+from outrider.drafting.hidden_states.heads.medusa import load_medusa
+from outrider.drafting.hidden_states.heads.mlp_speculator import load_mlp_speculator
+from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
+from outrider.drafting.hidden_states.one_shot import MAX_MODEL_LEN, OneShotProposer
+from outrider.drafting.hidden_states.recurrent import RecurrentProposer
+from outrider.drafting.hidden_states.trees import max_trees
 from outrider.drafting.proposer import FeatureProposer
-from outrider.drafting.recorded_loops import Recording
-from outrider.drafting.recurrent import RecurrentProposer
-from outrider.engine.attention import AttentionBackend
-from outrider.engine.backends import choose_backend, is_capturable
-from outrider.engine.kv_cache import KVPools
-from outrider.engine.loader import choose_llama_ops, count_pages
-from outrider.engine.pool_memory import fitting
+from outrider.engine.attention.backends import choose_backend, is_capturable
+from outrider.engine.attention.base import AttentionBackend
+from outrider.engine.kv_cache.memory import fitting
+from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.model.loader import choose_llama_ops, count_pages
 from outrider.models.modules import resolve_module
 from outrider.models.tokenizer import hash_if_any
 
@@ -108,12 +108,12 @@ def _build(
 
 def _guesses(
     method: HeadConfig, head: OneShotHead, max_sessions: int, say: Say
-) -> AbstractContextManager[Recording | None]:
+) -> AbstractContextManager[Capture | None]:
     """As `_loops`, for a head that guesses from one state."""
     if method.device != "cuda":
         return nullcontext()
     max_rows = min(max_sessions, max_trees(method.tree_width, head.vocab_size))
-    shapes = guess_shapes(max_rows=max_rows, max_depth=head.max_depth)
+    shapes = one_shot_shapes(max_rows=max_rows, max_depth=head.max_depth)
     return recording(shapes, torch.device(method.device), say)
 
 
@@ -123,7 +123,7 @@ def _loops(
     backend: AttentionBackend,
     max_sessions: int,
     say: Say,
-) -> AbstractContextManager[Recording | None]:
+) -> AbstractContextManager[Capture | None]:
     """For the loops that a module's drafts are to be recorded in, if any are."""
     if method.device != "cuda":
         return nullcontext()
@@ -132,7 +132,7 @@ def _loops(
         return nullcontext()
     width = method.tree_width
     at_once = max_sessions if width == 1 else max_trees(width, head.vocab_size)
-    shapes = head_shapes(
+    shapes = recurrent_shapes(
         max_rows=min(max_sessions, at_once),
         max_draft_tokens=method.max_draft_tokens,
         width=width,

@@ -8,16 +8,16 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from outrider.drafting.branch_plan import NUM_RANKS
+from outrider.drafting.ahead.outcomes import NUM_RANKS
 from outrider.drafting.building.config import Say
-from outrider.drafting.chain_inputs import LoopShape
-from outrider.drafting.graph_chains import GraphChains
-from outrider.drafting.recorded_loops import Recording, make_shapes
-from outrider.engine.cuda.graphs import CudaGraphs, replay_seconds
-from outrider.engine.cuda.ragged_forwards import RaggedForwards
-from outrider.engine.paged_model import PagedModel
-from outrider.engine.ragged_step import make_ragged
-from outrider.engine.tree_mask import MAX_TREE_NODES
+from outrider.drafting.graphs.draft_model import DraftModelLoops
+from outrider.drafting.graphs.loop_inputs import LoopShape
+from outrider.drafting.graphs.loops import Capture, make_shapes
+from outrider.engine.attention.tree_mask import MAX_TREE_NODES
+from outrider.engine.graphs.capture import CudaGraphs, replay_seconds
+from outrider.engine.graphs.prefill_graphs import PrefillGraphs
+from outrider.engine.graphs.prefill_inputs import make_prefill_buckets
+from outrider.engine.model.paged_model import PagedModel
 from outrider.errors import ConfigError
 
 _ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
@@ -60,7 +60,7 @@ def loop_shapes(*, max_sessions: int, max_draft_tokens: int, max_branches: int) 
     return shapes
 
 
-def head_shapes(*, max_rows: int, max_draft_tokens: int, width: int = 1) -> list[LoopShape]:
+def recurrent_shapes(*, max_rows: int, max_draft_tokens: int, width: int = 1) -> list[LoopShape]:
     """Of a draft module: it is fed again what was accepted, and one row more.
 
     `width`: of its trees, whose nodes are no more than a mask has bits. 1: chains.
@@ -78,7 +78,7 @@ def head_shapes(*, max_rows: int, max_draft_tokens: int, width: int = 1) -> list
     return shapes + [LoopShape(n, long, max_draft_tokens, width=width) for n in few]
 
 
-def guess_shapes(*, max_rows: int, max_depth: int) -> list[LoopShape]:
+def one_shot_shapes(*, max_rows: int, max_depth: int) -> list[LoopShape]:
     """Of a head that guesses from one state: `max_rows` at once, any depth."""
     depths = range(1, max_depth + 1)
     return [
@@ -104,9 +104,9 @@ def _up_to(count: int, sizes: Sequence[int]) -> list[int]:
     return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < count]
 
 
-def record_loops(
+def capture_loops(
     model: PagedModel, shapes: Sequence[LoopShape], max_sessions: int, say: Say
-) -> GraphChains | None:
+) -> DraftModelLoops | None:
     """The recorded draft loops, or None (and says why) if the attention cannot be recorded.
 
     Forwards of prompts are recorded, too. Raises `ConfigError` if they do not fit into the device's
@@ -118,19 +118,19 @@ def record_loops(
     with recording(shapes, model.device, say) as how:
         forwards = None
         if model.layered:
-            ragged = make_ragged(model.max_model_len, max_sessions)
-            forwards = RaggedForwards(model, ragged, record=how.record, seconds=replay_seconds)
-        return GraphChains(model, how, forwards)
+            ragged = make_prefill_buckets(model.max_model_len, max_sessions)
+            forwards = PrefillGraphs(model, ragged, record=how.record, seconds=replay_seconds)
+        return DraftModelLoops(model, how, forwards)
 
 
 @contextlib.contextmanager
-def recording(shapes: Sequence[LoopShape], device: torch.device, say: Say) -> Iterator[Recording]:
+def recording(shapes: Sequence[LoopShape], device: torch.device, say: Say) -> Iterator[Capture]:
     """For what records loops within; how far it is gets said.
 
     Raises `ConfigError` if they do not fit into the device's memory.
     """
     # Imported here: without CUDA there may be no Triton.
-    from outrider.drafting.triton_draws import TritonDraws
+    from outrider.drafting.graphs.triton_draws import TritonDraws
 
     began = time.perf_counter()
     free = torch.cuda.mem_get_info(device)[0]
@@ -142,7 +142,7 @@ def recording(shapes: Sequence[LoopShape], device: torch.device, say: Say) -> It
             say(f"recorded {done} of {total} draft loops: {seconds:.1f} s, {mib} MiB")
 
     try:
-        yield Recording(shapes, CudaGraphs(), TritonDraws(), on_progress)
+        yield Capture(shapes, CudaGraphs(), TritonDraws(), on_progress)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             "The recorded draft loops do not fit into the device's memory: lower "

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import cast
 
-from outrider.drafting.branch_plan import NO_PACE
+from outrider.drafting.ahead.outcomes import NO_PACE
 from outrider.drafting.building.config import (
     DraftModelConfig,
     HeadConfig,
@@ -16,10 +16,10 @@ from outrider.drafting.building.config import (
     Say,
     SuffixConfig,
 )
-from outrider.drafting.copying import Limits
-from outrider.drafting.deterministic import DeterministicProposer
+from outrider.drafting.copying.base import Limits
+from outrider.drafting.copying.deterministic import DeterministicProposer
+from outrider.drafting.copying.ngram import NgramProposer
 from outrider.drafting.hybrid import HybridProposer
-from outrider.drafting.ngram import NgramProposer
 from outrider.drafting.proposer import FeatureProposer, Proposer, SessionStart
 from outrider.params import SamplingParams
 
@@ -68,7 +68,7 @@ def _build(method: MethodConfig, max_sessions: int, say: Say) -> tuple[Proposer,
 
 def _build_suffix(method: SuffixConfig, max_sessions: int, say: Say) -> Proposer:
     # Imported here: it takes Numba, and compiles, which the other copying methods do without.
-    from outrider.drafting.suffix import SuffixProposer
+    from outrider.drafting.copying.suffix import SuffixProposer
 
     say("compiling, which takes half a minute the first time")
     _warm_up(SuffixProposer())  # another one: what it remembers is made up
@@ -86,14 +86,14 @@ def _build_draft_model(
     # Imported here: prompt lookup starts without torch.
     import torch
 
-    from outrider.drafting.branches import EagerForks, ForkDrafter
+    from outrider.drafting.ahead.branches import EagerForks, ForkDrafter
     from outrider.drafting.building.masks import load_masks
     from outrider.drafting.building.weights import PAGE_SIZE, choose_dtype, prepare_device
-    from outrider.drafting.draft_model import DraftModelProposer
-    from outrider.drafting.draft_steps import ChainDrafter
-    from outrider.drafting.llama_chains import LlamaChains
-    from outrider.engine.loader import count_pages, kv_bytes_per_page, load_model
-    from outrider.engine.pool_memory import fitting
+    from outrider.drafting.cpu.llama_chains import LlamaChains
+    from outrider.drafting.draft_model.chains import ChainDrafter
+    from outrider.drafting.draft_model.proposer import DraftModelProposer
+    from outrider.engine.kv_cache.memory import fitting
+    from outrider.engine.model.loader import count_pages, kv_bytes_per_page, load_model
     from outrider.models.resolve import resolve_model
     from outrider.models.tokenizer import hash_if_any
 
@@ -118,14 +118,14 @@ def _build_draft_model(
     chain_drafter: ChainDrafter | None = None
     fork_drafter: ForkDrafter = EagerForks(model)
     if method.device == "cuda":
-        from outrider.drafting.building.loops import loop_shapes, record_loops
+        from outrider.drafting.building.loops import capture_loops, loop_shapes
 
         shapes = loop_shapes(
             max_sessions=max_sessions,
             max_draft_tokens=method.max_draft_tokens,
             max_branches=method.max_branches,
         )
-        loops = record_loops(model, shapes, max_sessions, say)
+        loops = capture_loops(model, shapes, max_sessions, say)
         if loops is not None:
             chain_drafter = fork_drafter = loops
     elif dtype is torch.float32 and method.threads == 1:

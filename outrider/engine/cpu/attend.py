@@ -142,7 +142,7 @@ def _score(queries, rows, scores, width, count, keys):
 
 @loop
 def _hide(scores, lineage, window, value):
-    """Puts `value` where scores are of nodes that one does not see; its level, the first being 1.
+    """Put `value` where scores are of nodes that one does not see; its level, the first being 1.
 
     `window`: levels that it sees, its own included.
     """

@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.attention import AttentionBackend, AttentionParams
+from outrider.engine.attention.base import AttentionBackend, AttentionParams
 from outrider.engine.batch import PackedBatch
 from outrider.engine.cpu import attend
 from outrider.engine.cpu.team import Kernel
-from outrider.engine.kv_cache import LayerPool
+from outrider.engine.kv_cache.pools import LayerPool
 
 _TEAM_SIZE = 1 << 10  # scores per call from which waking the other threads pays
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from outrider.engine.cpu import elementwise
 from outrider.engine.cpu.team import Kernel
-from outrider.engine.kv_cache import LayerPool
-from outrider.engine.llama_ops import LlamaOps
+from outrider.engine.kv_cache.pools import LayerPool
+from outrider.engine.model.ops import LlamaOps
 
 _TEAM_SIZE = 1 << 14  # elements from which waking the other threads pays
 

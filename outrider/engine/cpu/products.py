@@ -87,7 +87,7 @@ def _tile(x, tiled, rows, inputs):
 
 @loop
 def _multiply(count, weights, weight, x, at, inputs, sums):
-    """sums [rows, COLUMNS] = the products of a tile of x with a block of columns."""
+    """Sum [rows, COLUMNS] = the products of a tile of x with a block of columns."""
     size = _padded(count)
     if size == 1:
         _tile_product(weights, weight, x, at, inputs, sums, 1)

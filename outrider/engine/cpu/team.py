@@ -60,7 +60,7 @@ class Kernel:
         self._openmp = _openmp()
 
     def __call__(self, team: bool, items: int, *arguments: float) -> None:
-        """Runs all items; `team`: worth sharing among torch's threads."""
+        """Run all items; `team`: worth sharing among torch's threads."""
         self._pack(self._arguments, 0, 0, items, *arguments)
         if team and self._openmp is not None:
             self._openmp(self._address, self._at, torch.get_num_threads(), 0)

@@ -113,7 +113,7 @@ def _shuffle(builder, vector, lanes, other=None):
 
 @intrinsic
 def fma(_context, a, b, c):
-    """a * b + c."""
+    """A * b + c."""
 
     def generate(_, builder, __, args):
         x, y, z = args

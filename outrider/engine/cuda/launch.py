@@ -70,7 +70,7 @@ def launch_options() -> dict[str, Any]:
 
 @torch.inference_mode()
 def _early_launches_help() -> bool:
-    """Runs a chain of small products, each of which needs the one before, both ways."""
+    """Run a chain of small products, each of which needs the one before, both ways."""
     from outrider.engine.cuda.kernels.products import strip_kernel
 
     size, count, times_each = 2048, 16, 16

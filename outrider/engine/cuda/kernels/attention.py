@@ -30,7 +30,7 @@ def _store_new(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Turns new keys, and fills their slots and those of their values.
+    """Turn new keys, and fills their slots and those of their values.
 
     The program that attends to a slot is also the one that fills it: none waits for another.
     """
@@ -78,7 +78,7 @@ def _attend(
     BLOCK_DIM: tl.constexpr,
     BLOCK_VALUE_DIM: tl.constexpr,
 ):
-    """Takes a block of keys in: what `highest`, `total` and `sums` are after it."""
+    """Take a block of keys in: what `highest`, `total` and `sums` are after it."""
     column = tl.arange(0, BLOCK_DIM)
     value_column = tl.arange(0, BLOCK_VALUE_DIM)
     page = tl.load(table_ptr + row * table_stride + key // PAGE_SIZE, mask=written, other=0)
@@ -139,7 +139,7 @@ def paged_attention_kernel(
     trees_ptr,  # int32 [rows], and these two are read if HAS_TREES: see `TreeMask`
     visible_ptr,  # int64 [tokens]
     positions_ptr,  # int64 [tokens]
-    places_ptr,  # int32 [rows], and this and the next are read if ROWS > 1: see `SharedPages`
+    places_ptr,  # int32 [rows], and this and the next are read if ROWS > 1: see `SharedPrefix`
     shared_ptr,  # int32 [rows]
     out_ptr,  # [tokens, heads, SPLITS, VALUE_DIM]: each split's own average of values
     lse_ptr,  # float32 [tokens, heads, SPLITS]: log2 of its sum of weights; unused if SPLITS is 1

@@ -9,7 +9,7 @@
 // Tensor cores take 64 rows of their left operand, which is the weight, and any multiple of 8 of
 // their right one: a warpgroup sums up 64 of the weight's rows for all rows of x.
 //
-// bulk_tiles.py puts before this text `multiply` and constants: ROWS, at least those of x, a
+// hopper.py puts before this text `multiply` and constants: ROWS, at least those of x, a
 // multiple of 8; GROUPS, warpgroups of a program; STAGES, blocks on their way; RESIDENT, programs
 // on a multiprocessor; SPLITS, programs of a tile; GATED, the weight has gates and then what they
 // open, and the output is silu(gate) * up; ADD, to what is in out; INT8, weight and x are int8, x

@@ -1,6 +1,6 @@
 """The noise of coupled sampling, and what scores are made of it and of logits.
 
-The same integers as `outrider.engine.sampling` in uint32, whose products wrap as the masks there.
+The same integers as `engine.sampling.coupled` in uint32, whose products wrap as the masks there.
 """
 
 import triton

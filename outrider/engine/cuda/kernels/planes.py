@@ -171,7 +171,7 @@ def block_plane_kernel(
     ASM: tl.constexpr,  # on a device, not interpreted
     PDL: tl.constexpr,
 ):
-    """Makes two int8 of every block of x itself, by the largest of the row's numbers there."""
+    """Make two int8 of every block of x itself, by the largest of the row's numbers there."""
     splits = K // share
     tile = tl.arange(0, 2 * BLOCK_N if GATED else BLOCK_N)  # if GATED, gates and what they open
     n = tl.program_id(0) // splits * BLOCK_N + tile % BLOCK_N + tile // BLOCK_N * N

@@ -30,7 +30,7 @@ def normed(x, scale, weight, dtype: tl.constexpr):
 def finish(
     here, present, sums, up_sums, dtype: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr
 ):
-    """Stores what comes of the sums where they are `present`."""
+    """Store what comes of the sums where they are `present`."""
     if GATED:  # rounded as by `silu_mul_kernel`
         gate = sums.to(dtype).to(tl.float32)
         up = up_sums.to(dtype).to(tl.float32)

@@ -1,0 +1,80 @@
+"""Log probabilities as OpenAI's two APIs shape them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from gateway.output import OutputToken
+
+Spell = Callable[[int], bytes]  # a token's bytes
+
+_LEAST = -9999.0  # JSON has no minus infinity
+
+
+def chat_logprobs(tokens: Sequence[OutputToken], spell: Spell) -> dict[str, Any]:
+    """`choice.logprobs` of a chat completion."""
+    content = []
+    for token in tokens:
+        assert token.logprobs is not None, "asked for with every token"
+        content.append(
+            {
+                **_entry(token.id, token.logprobs.logprob, spell),
+                "top_logprobs": [_entry(*top, spell) for top in token.logprobs.top],
+            }
+        )
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    tokens: Sequence[OutputToken], spell: Spell, offset: int = 0
+) -> dict[str, Any]:
+    """`choice.logprobs` of a completion. `offset`: characters of the text before these tokens.
+
+    `top_logprobs` hold the token itself besides the likeliest, if it is not one of them.
+    """
+    entries = [(token, token.logprobs) for token in tokens if token.logprobs is not None]
+    offsets = []
+    for token, _ in entries:
+        offsets.append(offset)
+        offset += len(token.text)
+    return {
+        "tokens": [_text(spell(token.id)) for token, _ in entries],
+        "token_logprobs": [_finite(logprobs.logprob) for _, logprobs in entries],
+        "top_logprobs": [
+            _by_text([*logprobs.top, (token.id, logprobs.logprob)], spell)
+            for token, logprobs in entries
+        ],
+        "text_offset": offsets,
+    }
+
+
+def mean_logprob(tokens: Sequence[OutputToken]) -> float:
+    """Log probability per token, the measure of `best_of`; of no token, minus infinity."""
+    known = [token.logprobs.logprob for token in tokens if token.logprobs is not None]
+    return sum(known) / len(known) if known else float("-inf")
+
+
+def _entry(token_id: int, logprob: float, spell: Spell) -> dict[str, Any]:
+    spelled = spell(token_id)
+    return {"token": _text(spelled), "logprob": _finite(logprob), "bytes": list(spelled)}
+
+
+def _by_text(tokens: Iterable[tuple[int, float]], spell: Spell) -> dict[str, float]:
+    """Keep the likeliest of the tokens with the same text."""
+    found: dict[str, float] = {}
+    for token_id, logprob in tokens:
+        found.setdefault(_text(spell(token_id)), _finite(logprob))
+    return found
+
+
+def _text(spelled: bytes) -> str:
+    """Return a token's text; a part of a character is spelled like OpenAI's, in hex."""
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST)

@@ -1,0 +1,247 @@
+"""Request bodies of the OpenAI API, with Outrider's additions.
+
+A parameter that would change the answer is supported or refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from gateway.intake import Limits
+from gateway.openai.options import (
+    UINT32,
+    Biases,
+    ExtraConfig,
+    Items,
+    Kind,
+    Prediction,
+    ResponseFormat,
+    Speculation,
+    StreamOptions,
+    Strict,
+    StructuredOutputs,
+    TextPart,
+    join,
+)
+from outrider.errors import InvalidRequestError
+from outrider.params import MAX_TOP_LOGPROBS, Constraint, SamplingParams, SpeculationParams, require
+
+MAX_CHOICES = 128
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+
+
+class Request(BaseModel):
+    """Fields that both kinds of request share."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow", allow_inf_nan=False)
+    operation: ClassVar[Kind]
+    prompt_param: ClassVar[str]
+    id_prefix: ClassVar[str]
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Biases | None = None
+    seed: int | None = None
+    stop: str | Items[str] | None = None
+    response_format: ResponseFormat | None = None
+    prediction: Prediction | None = None
+    # Beyond OpenAI's, under vLLM's names:
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: Items[UINT32] | None = None
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    structured_outputs: StructuredOutputs | None = None
+    # Under RTP-LLM's:
+    extra_config: ExtraConfig | None = None
+    aux_info: bool = False
+    # Outrider's own:
+    speculation: Speculation | None = None
+
+    def wanted_max_tokens(self) -> tuple[int | None, str]:
+        """With the parameter's name."""
+        return self.max_tokens, "max_tokens"
+
+    @abstractmethod
+    def wanted_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to tell with each token's own; None: no logprobs.
+
+        Raises `InvalidRequestError`.
+        """
+
+    def num_choices(self) -> tuple[int, int]:
+        """Choices to return for each prompt, and to generate. Raises `InvalidRequestError`."""
+        n = 1 if self.n is None else self.n
+        require(1 <= n <= MAX_CHOICES, "n", f"between 1 and {MAX_CHOICES}")
+        return n, n
+
+    def sampling(self, default_seed: int) -> SamplingParams:
+        """Raise `InvalidRequestError` for a value out of range."""
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        if self.top_k == -1:  # off, as in vLLM
+            given["top_k"] = 0
+        return SamplingParams(
+            **given,
+            # OpenAI's seeds are signed; ours are the same 64 bits without a sign.
+            seed=default_seed if self.seed is None else _unsigned(self.seed),
+            logit_bias=tuple(
+                (_token_id(key), bias) for key, bias in (self.logit_bias or {}).items()
+            ),
+        )
+
+    def limits(self) -> Limits:
+        max_tokens, param = self.wanted_max_tokens()
+        require(max_tokens is None or max_tokens >= 1, param, "at least 1")
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        return Limits(
+            max_tokens=max_tokens,
+            stop_token_ids=frozenset(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
+            stop_strings=tuple(stop or ()),
+        )
+
+    def speculation_params(self) -> SpeculationParams:
+        """Return the settings without advice, which is not tokenised yet.
+
+        Raises `InvalidRequestError` for an unknown method or a value out of range.
+        """
+        return (self.speculation or Speculation()).params()
+
+    def constraint(self) -> tuple[Constraint | None, str]:
+        """Return what the output must look like, and the name of the parameter that says so.
+
+        Raises `InvalidRequestError`.
+        """
+        asked = None if self.response_format is None else self.response_format.constraint()
+        if self.structured_outputs is None:
+            return asked or (None, "")
+        if asked is not None:
+            raise InvalidRequestError(
+                "Give response_format or structured_outputs, not both.", param="structured_outputs"
+            )
+        return self.structured_outputs.constraint()
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class CompletionRequest(Request):
+    """POST /v1/completions."""
+
+    operation = "text_completion"
+    prompt_param = "prompt"
+    id_prefix = "cmpl"
+
+    prompt: str | Items[str] | Items[UINT32] | Items[Items[UINT32]]
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt. Raises `InvalidRequestError` for none."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        texts = [item for item in self.prompt if isinstance(item, str)]
+        token_lists = [item for item in self.prompt if isinstance(item, list)]
+        token_ids = [item for item in self.prompt if isinstance(item, int)]
+        prompts: list[str | list[int]] = [token_ids] if token_ids else [*texts, *token_lists]
+        if not prompts:
+            raise InvalidRequestError("prompt must not be empty.", param="prompt")
+        return prompts
+
+    def wanted_logprobs(self) -> int | None:
+        if self.logprobs is not None:
+            allowed = f"between 0 and {MAX_TOP_LOGPROBS}"
+            require(0 <= self.logprobs <= MAX_TOP_LOGPROBS, "logprobs", allowed)
+            require(not self.echo, "echo", "false with logprobs: the prompt's are not computed")
+        return self.logprobs
+
+    def num_choices(self) -> tuple[int, int]:
+        n, _ = super().num_choices()
+        best_of = n if self.best_of is None else self.best_of
+        require(n <= best_of <= MAX_CHOICES, "best_of", f"between n and {MAX_CHOICES}")
+        if best_of > n and self.stream:
+            raise InvalidRequestError(
+                "best_of does not go with stream: the best is known at the end.", param="best_of"
+            )
+        return n, best_of
+
+
+class ChatMessage(Strict):
+    """A turn of the conversation. What an assistant's answer carries besides must be empty."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str | Items[TextPart] | None, Field(validate_default=True)] = None
+    name: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @field_validator("content")
+    @classmethod
+    def _said_by_all_but_the_assistant(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None and info.data.get("role") != "assistant":
+            raise ValueError("must be given")
+        return value
+
+    def for_template(self) -> dict[str, str]:
+        """Role, text and perhaps a name, as chat templates know them."""
+        role = "system" if self.role == "developer" else self.role
+        message = {"role": role, "content": join(self.content or "")}
+        return message if self.name is None else message | {"name": self.name}
+
+
+class ChatRequest(Request):
+    """POST /v1/chat/completions."""
+
+    operation = "chat"
+    prompt_param = "messages"
+    id_prefix = "chatcmpl"
+
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def wanted_max_tokens(self) -> tuple[int | None, str]:
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens, "max_completion_tokens"
+        return super().wanted_max_tokens()
+
+    def wanted_logprobs(self) -> int | None:
+        top = self.top_logprobs or 0
+        require(0 <= top <= MAX_TOP_LOGPROBS, "top_logprobs", f"between 0 and {MAX_TOP_LOGPROBS}")
+        require(not top or bool(self.logprobs), "top_logprobs", "0 unless logprobs is true")
+        return top if self.logprobs else None
+
+
+def _unsigned(seed: int) -> int:
+    if not -(2**63) <= seed < 2**64:
+        raise InvalidRequestError("seed must be a 64-bit number.", param="seed")
+    return seed % 2**64
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) <= 10):
+        raise InvalidRequestError(
+            "logit_bias must map token ids, as strings, to biases.", param="logit_bias"
+        )
+    return int(key)

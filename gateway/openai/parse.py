@@ -1,0 +1,86 @@
+"""Request bodies of the OpenAI API as they come: read, or refused by the parameter's name."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from gateway.openai.models import Request
+from outrider.errors import InvalidRequestError
+
+_HARMLESS = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "parallel_tool_calls"),
+    }
+)
+# Parameters of OpenAI's API that are not supported yet, and the values that ask for nothing.
+# None asks for nothing anywhere.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+}
+# Former names of vLLM's.
+_RENAMED = {
+    f"guided_{name}": f"structured_outputs.{name}"
+    for name in ("json", "regex", "choice", "grammar")
+}
+# Fields of several types: the errors of each would say less.
+_ALLOWED = {
+    "prompt": "a string, a list of strings, a list of token ids or a list of such lists",
+    "stop": "a string or a list of strings",
+    "messages.content": "a string or a list of text parts; images, audio and files are not read",
+    "prediction.content": "a string or a list of text parts",
+    "speculation.references": "a list of strings or lists of token ids",
+    "structured_outputs.json": "a JSON schema, as an object or a string",
+    "extra_config.sp_edit": "0 or 1",
+}
+
+R = TypeVar("R", bound=Request)
+
+
+def parse(kind: type[R], body: bytes) -> R:
+    """Parse `body`. Raises `InvalidRequestError` that names the parameter at fault."""
+    try:
+        request = kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _invalid(error) from error
+    for name, value in (request.model_extra or {}).items():
+        if name in _HARMLESS or value is None:
+            continue
+        if name in _RENAMED:
+            raise InvalidRequestError(f"{name} is {_RENAMED[name]} now.", param=name)
+        if name not in _NEUTRAL:
+            raise InvalidRequestError(f"Unrecognized request argument: {name}.", param=name)
+        if not any(value == neutral for neutral in _NEUTRAL[name]):
+            raise InvalidRequestError(f"{name} is not supported yet.", param=name)
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequestError(
+            "stream_options goes only with stream: true.", param="stream_options"
+        )
+    return request
+
+
+def _invalid(error: ValidationError) -> InvalidRequestError:
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = [str(part) for part in first["loc"]]
+    if first["type"] == "json_invalid" or not where:
+        return InvalidRequestError(f"The body is not a valid JSON object: {first['msg']}.")
+    param = ".".join(where)
+    if first["type"] == "missing":
+        return InvalidRequestError(f"{param} is missing.", param=param)
+    for end in range(1, len(where) + 1):
+        allowed = _ALLOWED.get(".".join(part for part in where[:end] if not part.isdigit()))
+        if allowed is not None:
+            field = ".".join(where[:end])
+            return InvalidRequestError(f"{field} must be {allowed}.", param=field)
+    return InvalidRequestError(f"{param}: {first['msg']}.", param=param)

@@ -1,0 +1,195 @@
+"""Bodies of OpenAI's answers: one object, or the events of a stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from gateway.generation import Chunk, Ending
+from gateway.openai.logprobs import Spell, chat_logprobs, completion_logprobs, mean_logprob
+from gateway.openai.options import Kind
+from gateway.output import OutputToken
+from outrider.v1 import common_pb2
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One completion that has ended."""
+
+    tokens: tuple[OutputToken, ...]
+    ending: Ending
+
+
+@dataclass(frozen=True, slots=True)
+class Shaper:
+    """Builds the bodies of one request's answer."""
+
+    kind: Kind
+    request_id: str
+    model: str
+    created: int
+    n: int  # choices returned for each prompt ...
+    per_prompt: int  # ... of so many generated
+    aux_info: bool
+    include_usage: bool
+    predicted: bool  # whether usage tells what became of a prediction
+    spell: Spell | None  # if logprobs are wanted
+    echoes: tuple[str, ...]  # prompts to repeat before their completions, or none
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """Return the body of an answer that is not streamed; `completions` prompt by prompt."""
+        chosen: list[Completion] = []
+        for start in range(0, len(completions), self.per_prompt):
+            chosen += self._best(completions[start : start + self.per_prompt])
+        return {
+            **self._head("chat.completion"),
+            "choices": [self._whole_choice(*entry) for entry in enumerate(chosen)],
+            "usage": self._usage([completion.ending for completion in completions]),
+            **self._aux_info([completion.ending for completion in chosen]),
+        }
+
+    def _best(self, completions: Sequence[Completion]) -> Sequence[Completion]:
+        if self.n == self.per_prompt:
+            return completions
+        ranked = sorted(completions, key=lambda c: mean_logprob(c.tokens), reverse=True)
+        return ranked[: self.n]
+
+    def _whole_choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        text = "".join(token.text for token in completion.tokens)
+        content: dict[str, Any] = (
+            {"message": {"role": "assistant", "content": text, "refusal": None}}
+            if self.kind == "chat"
+            else {"text": self._echo(index) + text}
+        )
+        return {
+            "index": index,
+            **content,
+            "logprobs": self._logprobs(completion.tokens, 0),
+            "finish_reason": completion.ending.reason.value,
+        }
+
+    def opening(self, index: int) -> bytes:
+        """Return the event before a choice's first text; in a chat it names the role."""
+        if self.kind == "chat":
+            return self._event(self._choice(index, {"role": "assistant", "content": ""}, None))
+        echo = self._echo(index)
+        return self._event(self._choice(index, echo, None)) if echo else b""
+
+    def piece(self, index: int, chunk: Chunk, offset: int) -> bytes:
+        """`offset`: characters of the choice's text before it. Nothing to tell: no event."""
+        if not chunk.text and not (self.spell and chunk.tokens):
+            return b""
+        content = {"content": chunk.text} if self.kind == "chat" else chunk.text
+        logprobs = self._logprobs(chunk.tokens, offset)
+        return self._event(self._choice(index, content, None, logprobs))
+
+    def end_of_choice(self, index: int, ending: Ending, endings: Sequence[Ending] | None) -> bytes:
+        """Return the event with the finish reason; `endings` of all choices if this is the last."""
+        content: Any = {} if self.kind == "chat" else ""
+        extra = {} if endings is None or self.include_usage else self._aux_info(endings)
+        return self._event(self._choice(index, content, ending.reason.value), extra)
+
+    def end(self, endings: Sequence[Ending]) -> bytes:
+        """Return the stream's last events."""
+        if not self.include_usage:
+            return DONE
+        head = self._head("chat.completion.chunk")
+        body = {**head, "choices": [], "usage": self._usage(endings), **self._aux_info(endings)}
+        return event(body) + DONE
+
+    def _echo(self, index: int) -> str:
+        return self.echoes[index // self.n] if self.echoes else ""
+
+    def _logprobs(self, tokens: Sequence[OutputToken], offset: int) -> dict[str, Any] | None:
+        if self.spell is None:
+            return None
+        if self.kind == "chat":
+            return chat_logprobs(tokens, self.spell)
+        return completion_logprobs(tokens, self.spell, offset)
+
+    def _choice(
+        self,
+        index: int,
+        content: Any,
+        finish_reason: str | None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        return {
+            "index": index,
+            "delta" if self.kind == "chat" else "text": content,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+
+    def _event(self, choice: dict[str, Any], extra: dict[str, Any] | None = None) -> bytes:
+        body = self._head("chat.completion.chunk")
+        body["choices"] = [choice]
+        if self.include_usage:
+            body["usage"] = None
+        return event({**body, **(extra or {})})
+
+    def _head(self, chat_object: str) -> dict[str, Any]:
+        """Return the fields that every body begins with; chats have two kinds of object."""
+        return {
+            "id": self.request_id,
+            "object": chat_object if self.kind == "chat" else "text_completion",
+            "created": self.created,
+            "model": self.model,
+        }
+
+    def _usage(self, endings: Sequence[Ending]) -> dict[str, Any]:
+        """Sum the usage: each prompt counts once, each completion counts."""
+        firsts = endings[:: self.per_prompt]
+        prompt = sum(ending.usage.prompt_tokens for ending in firsts)
+        completion = sum(ending.usage.completion_tokens for ending in endings)
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(ending.usage.cached_prompt_tokens for ending in firsts)
+            },
+        }
+        if self.predicted:
+            usage["completion_tokens_details"] = _prediction_usage(endings)
+        return usage
+
+    def _aux_info(self, endings: Sequence[Ending]) -> dict[str, Any]:
+        """One object for one choice, a list for several."""
+        if not self.aux_info:
+            return {}
+        infos = [aux_info_fields(ending.aux_info) for ending in endings]
+        return {"aux_info": infos[0] if len(infos) == 1 else infos}
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+
+
+def aux_info_fields(info: common_pb2.AuxInfo) -> dict[str, Any]:
+    """Every field of AuxInfo under its own name, zeros included."""
+    fields: dict[str, Any] = MessageToDict(
+        info, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return fields
+
+
+def _prediction_usage(endings: Sequence[Ending]) -> dict[str, int]:
+    copied = [
+        counts
+        for ending in endings
+        for counts in ending.aux_info.by_method
+        if counts.method == "deterministic"
+    ]
+    accepted = sum(counts.accepted for counts in copied)
+    return {
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": sum(counts.drafted for counts in copied) - accepted,
+    }

@@ -1,0 +1,1 @@
+"""Draft ahead: continuations for the outcomes of a running verification."""

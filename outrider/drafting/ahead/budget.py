@@ -1,0 +1,167 @@
+"""Choosing outcomes and their number, as branch_plan.py says it, for all sessions at once.
+
+The loops are compiled: each is over a few numbers, and NumPy takes longer to begin than they take.
+All of them are in this one file: Numba notices a changed file, not a changed callee elsewhere.
+"""
+
+# mypy: disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.drafting.ahead.outcomes import Pace
+from outrider.drafting.cpu.compiled import compiled
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_NEARLY = 0.95  # of the most tokens per second
+_SLACK = 0.1  # of a step, by which drafting takes longer now and then
+
+
+class Plans(NamedTuple):
+    """The outcomes of sessions that are worth a branch, each session's likeliest first."""
+
+    chances: NDArray[np.float64]  # [sessions, B]; 0: no outcome, which come last
+    outcomes: NDArray[np.int64]  # [sessions, B]: place a * F + r is outcome (a, r)
+
+    def best(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The sessions and outcomes of each session's `count` likeliest, the likeliest first.
+
+        Of equally likely ones it is the first session's.
+        """
+        chances = self.chances[:, :count]
+        sessions, columns = chances.nonzero()
+        order = (-chances[sessions, columns]).argsort(kind="stable")
+        sessions = sessions[order]
+        return sessions, self.outcomes[sessions, columns[order]]
+
+
+class Budget(NamedTuple):
+    """What to draft ahead: so many branches per session, of so many tokens."""
+
+    branches: int
+    tokens: int
+
+
+def plan_branches(
+    chances: NDArray[np.float64],
+    sizes: NDArray[np.int64],
+    verified: NDArray[np.int64],
+    budget: int,
+    undrafted: NDArray[np.float64],
+) -> Plans:
+    """At most `budget` outcomes of each session.
+
+    chances [places, F] are of the sessions' places, one session's `sizes` after the other's; its
+    first `verified` matter, and (size - 1, 0) stands for the guess that goes on.
+    """
+    best = np.zeros((len(sizes), budget))
+    outcomes = np.zeros(best.shape, np.int64)
+    _plan(chances, sizes, verified, undrafted, best, outcomes)
+    return Plans(best, outcomes)
+
+
+def choose_budget(
+    plans: Plans,
+    forward_s: Callable[[int], float],
+    draft_s: float,
+    pace: Pace,
+    *,
+    wanted: int,
+    acceptance: float,
+) -> Budget:
+    """What brings most tokens per second; no branches: better drafted on demand.
+
+    `forward_s(n)` is what a forward of n branches takes, `draft_s` what a draft of `wanted` tokens
+    on demand does.
+    """
+    rows = (plans.chances > 0.0).sum(axis=0)
+    most = int(np.count_nonzero(rows))
+    if not forward_s(1):
+        return Budget(most, wanted)  # nothing was measured yet
+    # By the number of branches M, 0 .. most, and of tokens k, 1 .. wanted.
+    chances = np.ascontiguousarray(plans.chances.T[:most])
+    hits = chances.sum(axis=1).cumsum() / len(plans.chances)
+    forward = np.array([forward_s(n) for n in rows[:most].cumsum().tolist()])
+    tokens = (acceptance ** np.arange(wanted + 1)).cumsum()  # E(0), E(1), ...
+    on_demand = draft_s + pace.network_s
+    slack = _SLACK * pace.step_s
+    rates = _rates(hits, forward, tokens, pace.step_s, pace.network_s, on_demand, slack)
+    best: list[float] = rates.max(axis=0).tolist()
+    enough = _NEARLY * max(best)
+    shortest = next(i for i, rate in enumerate(best) if rate >= enough)
+    return Budget(int(rates[:, shortest].argmax()), shortest + 1)
+
+
+@compiled
+def _enter(best: Floats, outcomes: Ints, row: int, chance: float, outcome: int) -> None:
+    """Enters an outcome into a row, the likeliest first; behind its equals, if there is room."""
+    i = best.shape[1] - 1
+    if i < 0 or chance <= best[row, i]:
+        return
+    while i > 0 and best[row, i - 1] < chance:
+        best[row, i], outcomes[row, i] = best[row, i - 1], outcomes[row, i - 1]
+        i -= 1
+    best[row, i], outcomes[row, i] = chance, outcome
+
+
+@compiled
+def _plan(
+    chances: Floats,
+    sizes: Ints,
+    verified: Ints,
+    undrafted: Floats,
+    best: Floats,
+    outcomes: Ints,
+) -> None:
+    """Fill `best` [sessions, B], which is zeros, and `outcomes` [sessions, B]."""
+    first, num_ranks = 0, chances.shape[1]
+    for i in range(len(sizes)):
+        end = sizes[i] - 1
+        last = min(verified[i], end)
+        reached, goes_on = 1.0, 0.0
+        for place in range(last + 1):
+            drafted = (1.0 - undrafted[i]) * reached
+            for rank in range(num_ranks):
+                chance = drafted * chances[first + place, rank]
+                if place == 0:
+                    chance += undrafted[i] * chances[first, rank]
+                if rank > 0 or place == end:
+                    _enter(best, outcomes, i, chance, place * num_ranks + rank)
+                else:
+                    goes_on = chance
+            reached *= chances[first + place, 0]
+        if last < end:
+            _enter(best, outcomes, i, goes_on, end * num_ranks)
+        first += sizes[i]
+
+
+@compiled
+def _rates(
+    hits: Floats,
+    forward_s: Floats,
+    tokens: Floats,
+    step_s: float,
+    network_s: float,
+    on_demand_s: float,
+    slack_s: float,
+) -> Floats:
+    """Tokens per second [M, k], of M branches, from 0 on, and k tokens, from 1 on."""
+    wanted = len(tokens) - 1
+    found = np.zeros((len(hits) + 1, wanted))
+    found[0, wanted - 1] = tokens[wanted] / (step_s + on_demand_s)
+    for i in range(len(hits)):
+        misses = 1.0 - hits[i]
+        for k in range(1, wanted + 1):
+            ahead = k * forward_s[i] + (network_s + slack_s)
+            busy = (k + 1) * forward_s[i] + slack_s
+            round_s = max(max((step_s + ahead) / 2, step_s), busy)
+            gain = hits[i] * tokens[k] + misses * tokens[wanted]
+            found[i + 1, k - 1] = gain / (round_s + misses * on_demand_s)
+    return found

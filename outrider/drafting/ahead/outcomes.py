@@ -1,0 +1,157 @@
+"""Which outcomes of a verification to draft for ahead of it: the likeliest, by measurement.
+
+A proposer guesses c1 .. cn, and knows F candidates at each of these n places; the scorer verifies
+the first v of them. Outcome (a, r): c1 .. ca come true, and then the candidate ranked r-th there,
+where c_{a+1} itself is r = 0. With chances[a][r] the chance that this candidate is the true one
+after `a` true tokens,
+
+    P(a, r) = chances[0][0] ... chances[a-1][0] * chances[a][r]      (r > 0, a <= v)
+
+Where nothing is refused the guess must go on past its end: that is outcome (n - 1, 0), one branch
+too. Its chance is that of all that is verified and, if it is known, of the token after that.
+
+A candidate's chance is measured by its rank and its gap: how far its score (the logit over the
+temperature, plus the request's noise) is behind the best's. The best's own is taken by the gap of
+the runner-up. So a place where the draft hesitates gets branches, and one where it does not, none.
+
+A row may also go on without its draft, as it does when the draft is late after a miss. Then one
+token is decided, c1 or an alternative to it; with `undrafted` the share of such rounds,
+
+    P'(a, r) = (1 - undrafted) * P(a, r) + undrafted * [a = 0] * chances[0][r]
+
+Outcomes exclude one another and each costs one branch, so the best use of a budget is to take the
+likeliest ones.
+
+How many branches, and of how many tokens, depends on time. With T the scorer's step, R the way
+there and back, f(M) a forward of M branches, h(M) the sum of their chances and C what a draft takes
+that is made on demand, branches of k tokens are there A = k * f(M) + R after the verdict before;
+one forward more, while they are on their way, finds the candidates at their ends. What comes late
+delays the next verdict, too, which gives the branches after that a start: in the long run a round
+is longer by half of A - T. So it takes
+
+    max(T, (T + A) / 2, (k + 1) * f(M)) + (1 - h(M)) * (C + R)
+
+and brings E(k) = 1 + a + .. + a^k tokens of acceptance a: short branches that come in time often
+bring more per second than long ones that are waited for. M = 0 is drafting on demand. Of nearly
+equal choices it is the shortest: what comes late may be waited for in vain.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.types import common_prefix_len
+
+NUM_RANKS = 8  # candidates at each place, the draft's own included
+_EDGES = np.array((0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10), np.float32)
+_KINDS = 4  # ranks 0, 1, 2, and beyond
+_BUCKETS = len(_EDGES) + 1
+_FIRST_CELLS = np.minimum(np.arange(NUM_RANKS), _KINDS - 1) * _BUCKETS  # by rank
+_KEPT = 0.998  # per round, of what was measured
+_PRIOR_WEIGHT = 4.0  # candidates of each kind and gap
+_PRIOR_UNDRAFTED = 0.1
+_MAX_NOTED = 1024  # rounds, of which the ones before would have faded to an eighth
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What drafting ahead is to be hidden behind, as measured. Zeros: not known yet."""
+
+    step_s: float = 0.0  # the scorer's step
+    network_s: float = 0.0  # the way to the scorer and back
+
+
+NO_PACE = Pace()
+
+
+class Outcomes:
+    """Measures the chances of candidates from what was drafted and what then came true."""
+
+    def __init__(self) -> None:
+        # Before anything is measured, chances fall with the gap as a softmax's do.
+        middle = np.concatenate((_EDGES, (12.0,)))
+        fall = np.exp(-middle)
+        prior = np.stack((1.0 - 0.5 * fall, 0.4 * fall, 0.3 * fall, 0.2 * fall))
+        self._true = _PRIOR_WEIGHT * prior  # by kind and bucket; a cell is a place in that order
+        self._seen = np.full((_KINDS, _BUCKETS), _PRIOR_WEIGHT)
+        self._undrafted = {hit: [_PRIOR_UNDRAFTED * 8, 8.0] for hit in (False, True)}
+        self._noted: deque[tuple[NDArray[np.int32], NDArray[np.float32], Sequence[int], bool]]
+        self._noted = deque(maxlen=_MAX_NOTED)
+
+    def chances(self, gaps: NDArray[np.float32]) -> NDArray[np.float64]:
+        """The chance of each candidate: gaps [n, F], best first, to [n, F]; never rising."""
+        self._count()
+        cells = _cells(gaps)
+        chances: NDArray[np.float64] = self._true.take(cells) / self._seen.take(cells)
+        chances *= np.isfinite(gaps)  # not what top_k, top_p or min_p cut
+        chances /= np.maximum(1.0, chances.sum(axis=1, keepdims=True))
+        # A better rank is likelier; where few measurements say otherwise, they are noise.
+        chances.sort(axis=1)
+        return chances[:, ::-1]
+
+    @property
+    def acceptance(self) -> float:
+        """The share of places where the best candidate is the true one."""
+        self._count()
+        return float(self._true[0].sum() / self._seen[0].sum())
+
+    def undrafted(self, *, hit: bool) -> float:
+        """The share of rounds that verified no draft; `hit`: it was at hand when wanted."""
+        self._count()
+        successes, trials = self._undrafted[hit]
+        return successes / trials
+
+    def observe(
+        self,
+        candidates: NDArray[np.int32],
+        gaps: NDArray[np.float32],
+        truth: Sequence[int],
+        *,
+        hit: bool,
+    ) -> None:
+        """`truth` followed where these were drafted: [n, F] each, the draft's own first.
+
+        It is only noted here, and counted when chances are asked for: a commit's draft may be
+        waited for, branches are made in spare time. Where none are made for long, the last rounds
+        stay noted.
+        """
+        self._noted.append((candidates, gaps, truth, hit))
+
+    def _count(self) -> None:
+        """Take in what was noted: per place up to the first where the draft was wrong."""
+        if not self._noted:
+            return
+        gaps: list[NDArray[np.float32]] = []
+        true: list[NDArray[np.bool_]] = []
+        for candidates, their_gaps, truth, hit in self._noted:
+            line = candidates[:, 0].tolist()
+            n = min(len(line), len(truth), common_prefix_len(line, truth) + 1)
+            gaps.append(their_gaps[:n])
+            true.append(candidates[:n] == np.array(truth[:n])[:, None])
+            if len(line) > 1 and line[0] == truth[0]:
+                # A verified draft whose first token is accepted brings a second token.
+                share = self._undrafted[hit]
+                share[0] = 0.98 * share[0] + (len(truth) == 1)
+                share[1] = 0.98 * share[1] + 1
+        fading = np.where(self._seen > _PRIOR_WEIGHT, _KEPT ** len(self._noted), 1.0)
+        self._noted.clear()
+        cells = _cells(np.concatenate(gaps)).ravel()
+        came = np.concatenate(true).ravel()
+        size = _KINDS * _BUCKETS
+        self._true *= fading
+        self._true += np.bincount(cells, came, size).reshape(_KINDS, -1)
+        self._seen *= fading
+        self._seen += np.bincount(cells, minlength=size).reshape(_KINDS, -1)
+
+
+def _cells(gaps: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Where the measurements of candidates are: gaps [n, F] to [n, F]."""
+    buckets: NDArray[np.int64] = _EDGES.searchsorted(gaps)
+    buckets[:, 0] = buckets[:, min(1, gaps.shape[1] - 1)]
+    buckets += _FIRST_CELLS[: gaps.shape[1]]
+    return buckets

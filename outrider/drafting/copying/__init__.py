@@ -1,0 +1,1 @@
+"""Draft by copying from the text so far: n-grams, suffixes, edits."""

@@ -1,0 +1,113 @@
+"""Copies from the text that a request says its output will be like (`Advice`).
+
+RTP-LLM's `deterministic`: without `edit`, prompt lookup in the advice instead of the prompt; with
+it, speculative edit (edit_cursor.py). A request without advice gets no guess.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Unpack
+
+from outrider.drafting.copying.base import CopyingProposer, Limits
+from outrider.drafting.copying.edit_cursor import EditCursor, Original
+from outrider.drafting.proposer import Follower, SessionStart
+from outrider.params import Advice, TokenIds
+
+_COMPARED = 64  # tokens of the output's end
+
+
+class DeterministicProposer(CopyingProposer):
+    """Drafts the advice's next tokens, as many as are wanted: where it is right, it is right for
+    long.
+    """
+
+    def __init__(self, *, max_draft_tokens: int = 128, **limits: Unpack[Limits]) -> None:
+        super().__init__("deterministic", max_draft_tokens=max_draft_tokens, **limits)
+
+    def _source(self, follower: Follower, start: SessionStart) -> _Advised:
+        advice = start.advice
+        room = min(self._max_tokens - len(follower.tokens), self.traits.max_model_len)
+        if len(advice.token_ids) > room:  # what does not fit is left out
+            advice = replace(advice, token_ids=advice.token_ids[: max(0, room)])
+        if advice.token_ids and advice.edit:
+            return _Edited(follower, advice, start.prompt_len)
+        return _Advised(follower, advice, start.prompt_len)
+
+
+class _Advised:
+    """One session: the advice's continuation of what the output ends with.
+
+    At least `min_token_match` tokens agree. Where that is so at several places, the one where most
+    do is taken, also beyond `max_token_match`: that number only says what RTP-LLM would look at.
+    """
+
+    def __init__(self, follower: Follower, advice: Advice, prompt_len: int) -> None:
+        self._follower = follower
+        self._prompt_len = prompt_len
+        self._advice = advice
+        self._original = Original(advice.token_ids, 1 if advice.edit else advice.min_token_match)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._follower.tokens) + len(self._advice.token_ids)
+
+    def read(self, most: int) -> int:  # noqa: ARG002
+        return 0
+
+    def commit(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def guess(self, path: TokenIds, wanted: int) -> TokenIds:
+        tokens = self._follower.tokens
+        end = [*tokens[max(self._prompt_len, len(tokens) - _COMPARED) :], *path][-_COMPARED:]
+        best, place = 0, 0
+        for candidate in self._original.places(end):
+            agreed = self._original.agreement(end, candidate)
+            if agreed > best:
+                best, place = agreed, candidate
+        return self._advice.token_ids[place + 1 : place + 1 + wanted] if best else ()
+
+    def alternatives(self, path: TokenIds) -> TokenIds:
+        return self.guess(path, 1)
+
+
+class _Edited(_Advised):
+    """One session whose output is the advice with changes.
+
+    One that is opened anew with a long output is caught up with over several rounds, without
+    drafts: sessions beside it must not wait for that.
+    """
+
+    def __init__(self, follower: Follower, advice: Advice, prompt_len: int) -> None:
+        super().__init__(follower, advice, prompt_len)
+        self._cursor = EditCursor(self._original, advice.min_token_match)
+        self._followed = prompt_len
+        self._ahead: tuple[TokenIds, EditCursor] = ((), self._cursor)  # a guess that was followed
+        self.commit()
+
+    def commit(self) -> None:
+        self._followed += self._cursor.follow(self._follower.tokens[self._followed :])
+        self._ahead = (), self._cursor
+
+    def guess(self, path: TokenIds, wanted: int) -> TokenIds:
+        if self._followed < len(self._follower.tokens):
+            return ()
+        return tuple(self._after(path).guess(wanted))
+
+    def alternatives(self, path: TokenIds) -> TokenIds:
+        cursor = self._after(path)
+        self._ahead = path, cursor  # branching asks for one more token each time
+        return tuple(dict.fromkeys((*cursor.guess(1), *cursor.unchanged)))
+
+    def _after(self, path: TokenIds) -> EditCursor:
+        known, cursor = self._ahead
+        if path[: len(known)] != known:
+            known, cursor = (), self._cursor
+        if len(path) > len(known):
+            cursor = cursor.clone()
+            cursor.follow(path[len(known) :])
+        return cursor

@@ -1,0 +1,152 @@
+"""Prompt lookup: what followed the last time that the text ended the way it ends now.
+
+Saxena, "Prompt Lookup Decoding" (2023), which PaddleNLP calls inference with reference. It needs
+no model and pays where output repeats input: edits, summaries, code. Documents besides the prompt
+(`Advice.references`) are looked up like it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Literal, Unpack
+
+from outrider.drafting.copying.base import CopyingProposer, Limits
+from outrider.drafting.proposer import Follower, SessionStart
+from outrider.errors import ConfigError
+from outrider.params import TokenIds
+
+_END = -1  # of a reference; no token
+
+Prefer = Literal["recent", "frequent"]
+
+
+class NgramProposer(CopyingProposer):
+    """Copies the continuation of a match of the longest n-gram that ends the text.
+
+    N-grams of `prompt_lookup_min` to `prompt_lookup_max` tokens are tried. Of several matches the
+    most recent is taken, or (`prefer` "frequent") the most recent of those that are followed by
+    the token that most are followed by. A token takes about half a kilobyte, twice as much to
+    prefer the frequent. Raises `ConfigError`.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompt_lookup_min: int = 2,
+        prompt_lookup_max: int = 4,
+        prefer: Prefer = "recent",
+        max_draft_tokens: int = 16,
+        **limits: Unpack[Limits],
+    ) -> None:
+        if not 1 <= prompt_lookup_min <= prompt_lookup_max:
+            raise ConfigError("prompt_lookup_min must be at least 1, at most prompt_lookup_max.")
+        super().__init__("ngram", max_draft_tokens=max_draft_tokens, **limits)
+        self._sizes = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
+        self._prefer: Prefer = prefer
+
+    def _source(self, follower: Follower, start: SessionStart) -> _Lookup:
+        room = self._max_tokens - len(follower.tokens)
+        references: list[int] = []
+        for reference in start.advice.references:
+            if len(references) + len(reference) < room:  # what does not fit is left out
+                references += (*reference, _END)
+        return _Lookup(follower, references, self._sizes, self._prefer)
+
+
+class _Lookup:
+    """An index from n-gram to the position after its occurrence, in references and then the text.
+
+    Keys are hashes of the n-gram, checked when used: a collision costs a guess, not memory for
+    tuples. An n-gram is entered when its next token is known, so a lookup never finds itself.
+    """
+
+    def __init__(
+        self, follower: Follower, references: list[int], sizes: range, prefer: Prefer
+    ) -> None:
+        self._follower = follower
+        self._references = references
+        self._sizes = sizes  # longest first
+        self._index: dict[int, int] = {}
+        # How often n-grams are followed by a token; only if that matters.
+        self._counts: Counter[tuple[int, int]] | None = Counter() if prefer == "frequent" else None
+        self._read = 0  # tokens, of references and then the text, before which all is entered
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._references) + len(self._follower.tokens)
+
+    def commit(self) -> None:
+        # The index catches up when it is used; that of a text that grew too long never is again.
+        if self._follower.silent:
+            self._references = []
+            self._read = 0
+            self._index.clear()
+            if self._counts is not None:
+                self._counts.clear()
+
+    def end(self) -> None:
+        pass
+
+    def read(self, most: int) -> int:
+        start, split = self._read, len(self._references)
+        self._read = min(start + most, self.num_tokens)
+        self._enter(self._references, range(start, min(self._read, split)), 0)
+        self._enter(self._follower.tokens, range(max(start - split, 0), self._read - split), split)
+        return self._read - start
+
+    def guess(self, path: TokenIds, wanted: int) -> list[int]:
+        """`wanted` tokens, fewer at the end of a reference; none where nothing matches."""
+        found = next(self._matches(path), None)
+        if found is None:
+            return []
+        if found < len(self._references):
+            copied = self._references[found : found + wanted]
+            return copied[: copied.index(_END)] if _END in copied else copied
+        # The copy may run into what it writes: text of period p goes on with period p.
+        period = self.num_tokens + len(path) - found
+        return [self._token(found + i % period, path) for i in range(wanted)]
+
+    def alternatives(self, path: TokenIds) -> list[int]:
+        """What followed the matches of the text's end, the longest match first."""
+        return list(dict.fromkeys([self._token(found, path) for found in self._matches(path)]))
+
+    def _token(self, position: int, path: TokenIds) -> int:
+        for part in (self._references, self._follower.tokens):
+            if position < len(part):
+                return part[position]
+            position -= len(part)
+        return path[position]
+
+    def _matches(self, path: TokenIds) -> Iterator[int]:
+        """Positions after an earlier occurrence of what the text and `path` end with."""
+        tokens = self._follower.tokens
+        longest = self._sizes[0]
+        end = [*tokens[-longest:], *path][-longest:]
+        offset = len(self._references)
+        for size in self._sizes:
+            tail = end[-size:]
+            found = self._index.get(hash(tuple(tail)))
+            if found is None:
+                continue
+            text, at = (tokens, found - offset) if found >= offset else (self._references, found)
+            if text[at - size : at] == tail:
+                yield found
+
+    def _enter(self, text: list[int], ends: range, offset: int) -> None:
+        """Enters the n-grams of `text` that end before `ends`; it begins at position `offset`."""
+        for end in ends:
+            for size in self._sizes:
+                if size > end or text[end] == _END:
+                    continue
+                key = hash(tuple(text[end - size : end]))
+                if self._counts is not None:
+                    self._counts[key, text[end]] += 1
+                    best = self._index.get(key)
+                    if best is not None and self._is_rarer(key, text[end], self._token(best, ())):
+                        continue
+                self._index[key] = offset + end
+
+    def _is_rarer(self, key: int, token: int, other: int) -> bool:
+        assert self._counts is not None
+        return self._counts[key, token] < self._counts[key, other]

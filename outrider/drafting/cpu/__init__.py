@@ -1,0 +1,1 @@
+"""A Llama draft loop compiled for CPUs."""

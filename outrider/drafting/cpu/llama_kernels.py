@@ -1,0 +1,399 @@
+"""Greedy or sampled chains of a small Llama in one compiled call, on one CPU core.
+
+At batch 1 a draft model's time is reading its weights, and the dispatch of every operation between
+them. So weights stay in bfloat16 where that loses nothing, a chain returns to Python only at its
+end, and the products read four streams of weights at once, which is how the memory comes fastest.
+
+All kernels are in this one file: Numba notices a changed file, not a changed callee elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+from numpy.typing import NDArray
+
+from outrider.drafting.cpu import compiled as base
+from outrider.drafting.cpu.llama_weights import Floats, Matrix, Weights
+
+Ints = NDArray[np.int64]
+
+_Float = float | np.float32
+_Word = int | np.uint32
+_LN2 = math.log(2.0)
+_Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
+
+
+class Fed(NamedTuple):
+    """Tokens to feed, each in a row's place of the cache."""
+
+    tokens: Ints  # [num_tokens]
+    positions: Ints  # [num_tokens]
+    rows: Ints  # [num_tokens], ascending
+    block_tables: Ints  # [num_rows, max_pages]
+
+
+class Draws(NamedTuple):
+    """Sampling parameters by row, as in `engine.sampling.SamplingBatch`."""
+
+    temperature: Floats  # [num_rows]; 0: greedy
+    top_k: Ints
+    top_p: Floats
+    min_p: Floats
+    keys: NDArray[np.uint32]  # [num_rows, 2]: the seed's
+
+
+def compiled(function: _Kernel) -> _Kernel:
+    # Sums may be reordered, else nothing vectorises; NaN and infinity keep their meaning.
+    fast = {"reassoc", "contract", "arcp", "nsz"}
+    return base.compiled(function, fastmath=fast, error_model="numpy")
+
+
+def _widen(weight: Any) -> Any:
+    """The float32 that a matrix element stands for."""
+
+
+@overload(_widen, inline="always")  # type: ignore[untyped-decorator]
+def _widen_typed(weight: Any) -> Any:
+    def from_bits(weight: Any) -> Any:
+        return np.uint32(np.uint32(weight) << 16).view(np.float32)
+
+    def as_is(weight: Any) -> Any:
+        return weight
+
+    return from_bits if weight == types.uint16 else as_is
+
+
+@compiled
+def draft(
+    weights: Weights,
+    pools: tuple[Floats, ...],  # by layer: [2 * kv_heads, num_pages, page_size, dim], keys first
+    fed: Fed,
+    wanted: Ints,  # [num_rows], largest first, at least 1
+    draws: Draws,
+) -> Ints:
+    """Feed the tokens, then drafts `wanted` tokens a row: [num_rows, max wanted].
+
+    Every row has a token in `fed`. What lies beyond a row's `wanted` is undefined.
+    """
+    num_rows = len(wanted)
+    chains = np.empty((num_rows, wanted[0]), np.int64)
+    fed_hidden = _forward(weights, pools, fed)
+    hidden = np.empty((num_rows, fed_hidden.shape[1]), np.float32)
+    position = np.empty(num_rows, np.int64)  # of the last token fed
+    for i in range(len(fed.rows)):  # a row's last token stays
+        row = fed.rows[i]
+        position[row] = fed.positions[i]
+        for j in range(hidden.shape[1]):
+            hidden[row, j] = fed_hidden[i, j]
+    logits = np.empty((num_rows, len(weights.head)), np.float32)
+    rows = np.arange(num_rows)
+    active = num_rows
+    for step in range(wanted[0]):
+        if step > 0:
+            while wanted[active - 1] <= step:
+                active -= 1
+            tokens = chains[:active, step - 1].copy()
+            hidden = _forward(
+                weights, pools, Fed(tokens, position[:active], rows[:active], fed.block_tables)
+            )
+        _product(hidden[:active], weights.head, logits[:active])
+        for row in range(active):
+            position[row] += 1
+            if draws.temperature[row] == 0.0:
+                chains[row, step] = _argmax(logits[row])
+            else:
+                chains[row, step] = draw(logits[row], draws, row, position[row])
+    return chains
+
+
+@compiled
+def _forward(weights: Weights, pools: tuple[Floats, ...], fed: Fed) -> Floats:
+    """Normed last hidden states [num_tokens, hidden]; writes keys and values."""
+    kv_heads, page_size, dim = pools[0].shape[0] // 2, pools[0].shape[2], pools[0].shape[3]
+    num_tokens, width = len(fed.tokens), weights.o.shape[2]
+    num_group = width // dim // kv_heads  # query heads that share a key head
+    x = np.empty((num_tokens, len(weights.norm)), np.float32)
+    for t in range(num_tokens):
+        row = weights.embedding[fed.tokens[t]]
+        for i in range(len(row)):
+            x[t, i] = _widen(row[i])
+    normed = np.empty_like(x)
+    added = np.empty_like(x)
+    qkv = np.empty((num_tokens, weights.qkv.shape[1]), np.float32)
+    attended = np.empty((num_tokens, width), np.float32)
+    gate_up = np.empty((num_tokens, weights.gate_up.shape[1]), np.float32)
+    gated = np.empty((num_tokens, weights.down.shape[2]), np.float32)
+    scores = np.empty((num_group, fed.block_tables.shape[1] * page_size), np.float32)
+    for layer in range(len(pools)):
+        pool = pools[layer]
+        _rms_norm(x, weights.input_norm[layer], weights.eps, normed)
+        _product(normed, weights.qkv[layer], qkv)
+        for t in range(num_tokens):
+            _store(qkv[t], weights.qkv_bias[layer], weights, pool, fed, t)
+        for t in range(num_tokens):
+            table = fed.block_tables[fed.rows[t]]
+            length = fed.positions[t] + 1
+            queries, out = qkv[t, :width].reshape(-1, dim), attended[t].reshape(-1, dim)
+            for kv_head in range(kv_heads):
+                group = slice(kv_head * num_group, (kv_head + 1) * num_group)
+                keys, values = pool[kv_head], pool[kv_heads + kv_head]
+                _attend(queries[group], keys, values, table, length, scores, out[group])
+        _product(attended, weights.o[layer], added)
+        _add(x, added)
+        _rms_norm(x, weights.post_norm[layer], weights.eps, normed)
+        _product(normed, weights.gate_up[layer], gate_up)
+        _silu_mul(gate_up, gated)
+        _product(gated, weights.down[layer], added)
+        _add(x, added)
+    _rms_norm(x, weights.norm, weights.eps, normed)
+    return normed
+
+
+@compiled
+def _product(x: Floats, matrix: Matrix, out: Floats) -> None:
+    """x [n, in] times matrix [out, in] to out [n, out].
+
+    Four rows of the matrix at a time, a quarter of it apart: each is a stream of its own to the
+    prefetcher. The quarters overlap where the number of rows is no multiple of four.
+    """
+    quarter = (len(matrix) + 3) // 4
+    last = len(matrix) - quarter
+    start_1, start_2 = min(quarter, last), min(2 * quarter, last)
+    for i in range(quarter):
+        row_0, row_1 = matrix[i], matrix[start_1 + i]
+        row_2, row_3 = matrix[start_2 + i], matrix[last + i]
+        for t in range(len(x)):
+            vector = x[t]
+            sum_0 = sum_1 = sum_2 = sum_3 = np.float32(0.0)
+            for j in range(len(vector)):
+                value = vector[j]
+                sum_0 += _widen(row_0[j]) * value
+                sum_1 += _widen(row_1[j]) * value
+                sum_2 += _widen(row_2[j]) * value
+                sum_3 += _widen(row_3[j]) * value
+            out[t, i] = sum_0
+            out[t, start_1 + i] = sum_1
+            out[t, start_2 + i] = sum_2
+            out[t, last + i] = sum_3
+
+
+@compiled
+def _attend(
+    queries: Floats,  # [group, dim]
+    keys: Floats,  # [num_pages, page_size, dim]
+    values: Floats,  # [num_pages, page_size, dim]
+    table: Ints,
+    length: int,
+    scores: Floats,  # scratch [group, max_pages * page_size]
+    out: Floats,  # [group, dim]
+) -> None:
+    page_size, dim = keys.shape[1], keys.shape[2]
+    num_pages = (length + page_size - 1) // page_size
+    for i in range(num_pages):  # beyond the length too: whatever is there, its weight is 0
+        _product(queries, keys[table[i]], scores[:, i * page_size : (i + 1) * page_size])
+    scale = np.float32(dim**-0.5)
+    for head in range(len(queries)):
+        weights, sums = scores[head], out[head]
+        highest = weights[0]
+        for i in range(length):
+            highest = max(highest, weights[i])
+        total = np.float32(0.0)
+        for i in range(length):
+            weights[i] = _exp((weights[i] - highest) * scale)
+            total += weights[i]
+        for i in range(length):
+            weights[i] /= total
+        weights[length : num_pages * page_size] = 0.0
+        sums[:] = 0.0
+        quarter = page_size // 4
+        for i in range(num_pages):
+            page = values[table[i]]
+            for j in range(quarter):
+                k = i * page_size + j
+                row_0, row_1 = page[j], page[quarter + j]
+                row_2, row_3 = page[2 * quarter + j], page[3 * quarter + j]
+                weight_0, weight_1 = weights[k], weights[quarter + k]
+                weight_2, weight_3 = weights[2 * quarter + k], weights[3 * quarter + k]
+                for d in range(dim):
+                    sums[d] += (
+                        weight_0 * row_0[d]
+                        + weight_1 * row_1[d]
+                        + weight_2 * row_2[d]
+                        + weight_3 * row_3[d]
+                    )
+
+
+@compiled
+def _exp(x: _Float) -> _Float:
+    """E to the power of x <= 88, within 2 units in the last place: vectorises, as a call does not.
+
+    x = n ln 2 + r; the polynomial is Cephes'.
+    """
+    x = max(np.float32(x), np.float32(-87.0))
+    n = np.float32(math.floor(x * np.float32(1.44269504) + np.float32(0.5)))
+    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+    power = np.float32(1.9875691500e-4)
+    power = power * r + np.float32(1.3981999507e-3)
+    power = power * r + np.float32(8.3334519073e-3)
+    power = power * r + np.float32(4.1665795894e-2)
+    power = power * r + np.float32(1.6666665459e-1)
+    power = power * r + np.float32(5.0000001201e-1)
+    power = power * r * r + r + np.float32(1.0)
+    return power * np.uint32(np.uint32(np.int32(n) + 127) << 23).view(np.float32)
+
+
+@compiled
+def _rms_norm(x: Floats, weight: Floats, eps: float, out: Floats) -> None:
+    for t in range(len(x)):
+        row = x[t]
+        squares = np.float32(0.0)
+        for i in range(len(row)):
+            squares += row[i] * row[i]
+        scale = np.float32(1.0 / math.sqrt(squares / len(row) + eps))
+        for i in range(len(row)):
+            out[t, i] = weight[i] * (row[i] * scale)
+
+
+@compiled
+def _store(qkv: Floats, bias: Floats, weights: Weights, pool: Floats, fed: Fed, token: int) -> None:
+    """Add the bias to one token's qkv, rotates queries and keys, and stores keys and values."""
+    num_stored, _, page_size, dim = pool.shape
+    position = fed.positions[token]
+    page = fed.block_tables[fed.rows[token], position // page_size]
+    cos, sin = weights.cos[position], weights.sin[position]
+    half = dim // 2
+    num_heads = len(qkv) // dim
+    for i in range(len(qkv)):
+        qkv[i] += bias[i]
+    for head in range(num_heads):
+        start = head * dim
+        if head < num_heads - num_stored // 2:
+            for i in range(start, start + half):
+                first, second = qkv[i], qkv[half + i]
+                qkv[i] = first * cos[i - start] - second * sin[i - start]
+                qkv[half + i] = second * cos[i - start] + first * sin[i - start]
+        if head >= num_heads - num_stored:
+            slot = pool[head - num_heads + num_stored, page, position % page_size]
+            for i in range(dim):
+                slot[i] = qkv[start + i]
+
+
+@compiled
+def _add(x: Floats, other: Floats) -> None:
+    for t in range(len(x)):
+        for i in range(x.shape[1]):
+            x[t, i] += other[t, i]
+
+
+@compiled
+def _silu_mul(gate_up: Floats, out: Floats) -> None:
+    width = out.shape[1]
+    for t in range(len(out)):
+        for i in range(width):
+            gate = gate_up[t, i]
+            sigmoid = np.float32(1.0) / (np.float32(1.0) + _exp(min(-gate, np.float32(88.0))))
+            out[t, i] = gate * sigmoid * gate_up[t, width + i]
+
+
+@compiled
+def _argmax(logits: Floats) -> int:
+    best = 0
+    for i in range(len(logits)):
+        if logits[i] > logits[best]:
+            best = i
+    return best
+
+
+@compiled
+def draw(logits: Floats, draws: Draws, row: int, position: int) -> int:
+    """What `engine.sampling.sample` draws at `position`, up to the last bits of logarithms.
+
+    A cut by top_p keeps a token if those likelier than it hold less than top_p of the mass. So no
+    sort: a token drawn from below the cut is out, with all that are not likelier, and another is
+    drawn.
+    """
+    scaled = np.empty_like(logits)
+    for i in range(len(logits)):
+        scaled[i] = logits[i] / draws.temperature[row]
+    highest = scaled[_argmax(scaled)]
+    kth: _Float = np.float32(-np.inf)
+    if 0 < draws.top_k[row] < len(scaled):
+        kth = _kth_largest(scaled, draws.top_k[row], highest)
+    floor = kth
+    if draws.min_p[row] > 0.0:
+        floor = max(floor, highest + np.float32(math.log(draws.min_p[row])))
+    first = _mix(draws.keys[row, 0] ^ np.uint32(position))
+    second = _mix(draws.keys[row, 1] ^ np.uint32(position))
+    cut_mass = np.float64(np.inf)
+    if draws.top_p[row] < 1.0:
+        cut_mass = draws.top_p[row] * _mass(scaled, kth, highest)
+    while True:
+        token = _noisiest(scaled, floor, first, second)
+        floor = np.nextafter(scaled[token], np.float32(np.inf))
+        if scaled[token] == highest or _mass(scaled, floor, highest) < cut_mass:
+            return token
+
+
+@compiled
+def _kth_largest(scaled: Floats, k: int, highest: _Float) -> _Float:
+    """The largest value that at least `k` reach, by bisection."""
+    infinity = np.float32(np.inf)
+    low, high = highest, np.nextafter(highest, infinity)
+    for value in scaled:
+        low = min(low, value)
+    while True:
+        middle = np.float32(0.5) * low + np.float32(0.5) * high
+        if middle <= low or middle >= high:
+            return low
+        count = 0
+        for value in scaled:
+            count += value >= middle
+        if count >= k:
+            low = middle
+        else:
+            high = middle
+
+
+@compiled
+def _mass(scaled: Floats, floor: _Float, highest: _Float) -> float:
+    """Sum of the exponentials, relative to the highest, of logits that are at least `floor`."""
+    mass = 0.0
+    for i in range(len(scaled)):
+        if scaled[i] >= floor:
+            mass += math.exp(scaled[i] - highest)
+    return mass
+
+
+@compiled
+def _noisiest(scaled: Floats, floor: _Float, first: _Word, second: _Word) -> int:
+    """The token of the largest logit plus noise among those that are at least `floor`."""
+    best, best_score = 0, -np.inf
+    for i in range(len(scaled)):
+        if scaled[i] < floor:
+            continue
+        hashed = _mix(np.uint32((_mix(np.uint32(i)) ^ first) + second))
+        # -log(-log(u)) < -log(1 - u), whose power of two spares most tokens the logarithms.
+        rest = np.float64(np.uint32(~hashed)) + 0.5
+        exponent = (np.float64(rest).view(np.int64) >> 52) - 1023
+        if scaled[i] + (32 - exponent) * _LN2 <= best_score:
+            continue
+        score = scaled[i] - math.log(-math.log((hashed + 0.5) * 2.0**-32))
+        if score > best_score:
+            best, best_score = i, score
+    return best
+
+
+@compiled
+def _mix(x: _Word) -> _Word:
+    """The bijection of 32-bit integers of `engine.sampling`."""
+    x = np.uint32(x ^ (x >> 16))
+    x = np.uint32(x * 0x21F0AAAD)
+    x = np.uint32(x ^ (x >> 15))
+    x = np.uint32(x * 0x735A2D97)
+    return np.uint32(x ^ (x >> 15))

@@ -1,0 +1,1 @@
+"""Draft with a small language model."""

@@ -1,0 +1,1 @@
+"""Draft loops captured as CUDA graphs."""

@@ -1,0 +1,1 @@
+"""Draft with modules that read the target's hidden states."""

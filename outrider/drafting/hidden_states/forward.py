@@ -1,0 +1,51 @@
+"""A draft module's forwards of one round, as those of a language model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.drafting.hidden_states.heads.base import RecurrentHead
+from outrider.engine.attention.base import AttentionBackend
+from outrider.engine.batch import PackedBatch
+
+LEAD = 2
+"""Row p of a draft module reads the token at p + 1: what it puts out is for p + 2."""
+
+
+class HeadForward:
+    """The first forward takes true states, each later one what the one before put out."""
+
+    def __init__(
+        self, head: RecurrentHead, backend: AttentionBackend, page_size: int, features: Tensor
+    ) -> None:
+        self._head = head
+        self._backend = backend
+        self.page_size = page_size
+        self._states = head.begin(features)  # [tokens of the first batch, state_size]
+        self._outputs = self._states  # of the latest forward, where logits were wanted
+        self._step = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self._head.device
+
+    def forward(self, batch: PackedBatch, sources: Tensor | None = None) -> Tensor:
+        """Write keys and values; logits [num_logits, vocab_size].
+
+        Each token goes on from what the forward before put out for one of its logits: `sources`
+        int64 [tokens] says which, None: the first token from the first, and so on.
+        """
+        head, step = self._head, self._step
+        if step:
+            count = len(batch.input_ids)
+            outputs = self._outputs[:count] if sources is None else self._outputs[sources]
+            states = head.feed_back(outputs)
+        else:
+            states = self._states
+        outputs = head.forward(batch.input_ids, states, self._backend(batch), step)
+        if len(batch.logits_index) != len(outputs):
+            outputs = outputs.index_select(0, batch.logits_index)
+        self._outputs = outputs
+        self._step += 1
+        return head.logits(outputs)

@@ -1,0 +1,220 @@
+"""Medusa heads (Cai et al., arXiv 2401.10774): each predicts one of the next tokens by itself.
+
+Head i takes the target's last known state x, through residual blocks x + SiLU(A x + b), to logits
+for the token i + 1 places after the one that was drawn from x. The heads know nothing of each
+other's tokens: how likely a path is, is the product of its tokens' probabilities.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensors
+from outrider.drafting.hidden_states.heads.base import spread
+from outrider.drafting.hidden_states.trees import Nodes, TargetDraws, best_products
+from outrider.engine.model.linear import Linear, pack_linear
+from outrider.engine.model.ops import Use
+from outrider.errors import ConfigError
+from outrider.features import FeatureSpec
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaWeights:
+    """What a checkpoint holds, by head."""
+
+    blocks: tuple[tuple[tuple[Tensor, Tensor | None], ...], ...]
+    """[heads][layers] (weight [hidden, hidden], bias [hidden])."""
+    lm_heads: tuple[Tensor, ...]
+    """[known tokens, hidden] each; one for all heads, or one per head."""
+    vocab_size: int
+    token_map: Tensor | None = None
+    """int64 [known tokens]: which tokens of the target the heads know; None: all."""
+
+
+class MedusaHead:
+    """A `OneShotHead`. Computes in the weights' dtype, on their device."""
+
+    def __init__(self, weights: MedusaWeights) -> None:
+        first = weights.lm_heads[0]
+        self.features = FeatureSpec(hidden_size=first.shape[1], final_norm=True)
+        self.vocab_size = weights.vocab_size
+        self.max_depth = len(weights.blocks)
+        self.device = first.device
+        self._dtype = first.dtype
+        self._blocks = [[pack_linear(*layer) for layer in layers] for layers in weights.blocks]
+        lm_heads: list[Linear] = [pack_linear(weight, None) for weight in weights.lm_heads]
+        self._lm_heads = lm_heads * (self.max_depth // len(lm_heads))
+        linears = [linear for layers in self._blocks for linear in layers] + lm_heads
+        self.uses = [Use(linear, alone=True) for linear in linears]
+        self._token_map = weights.token_map
+
+    def logits(self, states: Tensor, depth: int) -> Tensor:
+        """What head `depth` says: [n, hidden] to float32 [n, vocab], -inf for unknown tokens."""
+        return self._spread(self._lm_heads[depth](self._hidden(states, depth)))
+
+    def begin(self, states: Tensor) -> Tensor:
+        return states.to(self._dtype)
+
+    def step(self, states: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        return states, self.logits(states, depth)
+
+    def guess(
+        self,
+        states: Tensor,
+        tokens: Tensor,  # noqa: ARG002 - the state says it all
+        draws: TargetDraws,
+        depth: int,
+        width: int,
+    ) -> Tensor:
+        """int32 [n, 2, depth, width]: the likeliest tokens of each place, and how likely."""
+        logits = self._all_logits(self.begin(states), depth)
+        found = [draws.likeliest(each[:, None], place, width) for place, each in enumerate(logits)]
+        ids, log_probs = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+        return torch.stack((ids.to(torch.int32), log_probs.view(torch.int32)), dim=1)
+
+    def trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Nodes]:
+        ids, log_probs = guesses[:, 0].tolist(), guesses[:, 1].view(np.float32).tolist()
+        return [best_products(*row) for row in zip(ids, log_probs, sizes, strict=True)]
+
+    def _all_logits(self, states: Tensor, num_heads: int) -> list[Tensor]:
+        if len(set(map(id, self._lm_heads))) > 1:
+            return [self.logits(states, depth) for depth in range(num_heads)]
+        # One product of all: the layer is large, and read once instead of once a head.
+        hidden = torch.cat([self._hidden(states, depth) for depth in range(num_heads)])
+        return list(self._spread(self._lm_heads[0](hidden)).chunk(num_heads))
+
+    def _hidden(self, states: Tensor, depth: int) -> Tensor:
+        x = states
+        for layer in self._blocks[depth]:
+            x = x + F.silu(layer(x))
+        return x
+
+    def _spread(self, known: Tensor) -> Tensor:
+        """Logits of the known tokens as those of all."""
+        return spread(known.float(), self._token_map, self.vocab_size)
+
+
+class _Layout(NamedTuple):
+    """How a checkpoint spells what it holds, of head i, layer j, in heads of n layers."""
+
+    layer_weight: str  # a regular expression of i and j
+    layer: str
+    lm_head: str
+
+
+_LAYOUTS = (  # of FasterDecoding, which text-generation-inference shares; of vLLM
+    _Layout(r"(\d+)\.(\d+)\.linear\.weight", "{i}.{j}.linear", "{i}.{n}.weight"),
+    _Layout(
+        r"blocks\.(\d+)\.layers\.(\d+)\.weight", "blocks.{i}.layers.{j}", "lm_heads.{i}.weight"
+    ),
+)
+_FILE = "medusa_lm_head"  # as published, which may lie beside the whole model's files
+_PREFIXES = ("", "medusa_head.", "medusa_heads.")  # with one: inside the whole model's file
+
+
+def load_medusa(
+    folder: Path, target_folder: Path, dtype: torch.dtype, device: torch.device
+) -> MedusaHead:
+    """Read Medusa heads: FasterDecoding's file or vLLM's, or those inside a whole model's.
+
+    How many heads and layers there are is counted: published configurations say it wrong. Raises
+    `ConfigError`, naming the tensor that does not fit the format or the target.
+    """
+    checkpoint, target = Checkpoint(folder, preferred=_FILE), TargetTensors(target_folder)
+    config = checkpoint.config
+    layout, prefix, num_heads, num_layers = _find_heads(checkpoint)
+    needs_bias = layout is _LAYOUTS[0] or bool(config.get("medusa_fc_bias", False))
+    token_map = _token_map(checkpoint, f"{prefix}token_map", target.vocab_size)
+    scale = config.get("logit_scale") or 1.0
+    if not isinstance(scale, int | float):
+        raise ConfigError(f"config.json in {folder}: logit_scale must be a number.")
+
+    def layer(i: int, j: int) -> tuple[Tensor, Tensor | None]:
+        name = prefix + layout.layer.format(i=i, j=j)
+        size = target.hidden_size
+        weight = checkpoint.tensor(f"{name}.weight", size, size).to(device, dtype)
+        if not needs_bias and f"{name}.bias" not in checkpoint:
+            return weight, None
+        return weight, checkpoint.tensor(f"{name}.bias", size).to(device, dtype)
+
+    def lm_head(stored: Tensor, name: str) -> Tensor:
+        """Rows for the known tokens; a file may hold them for all."""
+        if token_map is not None and len(stored) != len(token_map):
+            stored = stored[token_map] if len(stored) == target.vocab_size else stored
+        rows = target.vocab_size if token_map is None else len(token_map)
+        if tuple(stored.shape) != (rows, target.hidden_size):
+            raise ConfigError(
+                f"{name} in {folder} is of shape {list(stored.shape)}; "
+                f"{[rows, target.hidden_size]} follows from the target."
+            )
+        return stored.to(device, dtype) if scale == 1.0 else (stored * scale).to(device, dtype)
+
+    blocks = [tuple([layer(i, j) for j in range(num_layers)]) for i in range(num_heads)]
+    names = [prefix + layout.lm_head.format(i=i, n=num_layers) for i in range(num_heads)]
+    if config.get("original_lm_head", False):  # one for all, which the file may leave out
+        names = [name for name in (names[0], f"{prefix}lm_head.weight") if name in checkpoint][:1]
+    lm_heads = [lm_head(checkpoint.tensor(name), name) for name in names]
+    if not lm_heads:
+        lm_heads = [lm_head(target.head(), "lm_head.weight")]
+    if not prefix:
+        checkpoint.check_all_taken(ignored=["token_map"])
+    return MedusaHead(
+        MedusaWeights(
+            tuple(blocks),
+            tuple(lm_heads),
+            target.vocab_size,
+            None if token_map is None else token_map.to(device),
+        )
+    )
+
+
+def _find_heads(checkpoint: Checkpoint) -> tuple[_Layout, str, int, int]:
+    """Layout and prefix of the tensors' names, and how many heads and layers they make."""
+    for prefix in _PREFIXES:
+        for layout in _LAYOUTS:
+            spelt = re.compile(re.escape(prefix) + layout.layer_weight)
+            found = [
+                match.groups() for name in checkpoint.names if (match := spelt.fullmatch(name))
+            ]
+            if found:
+                return (
+                    layout,
+                    prefix,
+                    1 + max(int(i) for i, _ in found),
+                    1 + max(int(j) for _, j in found),
+                )
+    raise ConfigError(
+        f"{checkpoint.folder} holds no Medusa heads: neither a tensor 0.0.linear.weight nor "
+        "blocks.0.layers.0.weight."
+    )
+
+
+def _token_map(checkpoint: Checkpoint, name: str, vocab_size: int) -> Tensor | None:
+    """The target's ids of the tokens that the heads know, int64; None: all."""
+    known = checkpoint.config.get("truncated_vocab_size")
+    if known == vocab_size or (known is None and name not in checkpoint):
+        return None
+    token_map = checkpoint.tensor(name)
+    ids = token_map.flatten().tolist()
+    if (
+        token_map.dtype not in (torch.int64, torch.int32)
+        or token_map.dim() != 1
+        or known not in (None, len(ids))
+        or len(set(ids)) < len(ids)
+        or not 0 <= min(ids, default=-1) <= max(ids, default=vocab_size) < vocab_size
+    ):
+        raise ConfigError(
+            f"{name} in {checkpoint.folder} must hold truncated_vocab_size different token ids "
+            f"below {vocab_size}."
+        )
+    return token_map.long()

@@ -1,0 +1,170 @@
+"""IBM's MLP speculator (Wertheimer et al., arXiv 2404.19124): a small recurrence over tokens.
+
+Its state begins as the target's last known one and takes in a token at every step, so what it
+guesses next depends on its guess before: candidates are followed in a beam.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensors
+from outrider.drafting.hidden_states.trees import Nodes, TargetDraws, best_nodes
+from outrider.engine.model.linear import Linear, pack_linear
+from outrider.engine.model.ops import Use
+from outrider.errors import ConfigError
+from outrider.features import FeatureSpec
+
+_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculatorStage:
+    """The weights of one step. Tied checkpoints have the same in all steps but `proj`."""
+
+    emb: Tensor  # [vocab, inner]
+    proj: Tensor  # [inner, hidden] in the first step, then [inner, inner]
+    ln_weight: Tensor  # [inner]
+    ln_bias: Tensor  # [inner]
+    head: Tensor  # [vocab, inner]
+
+
+class MlpSpeculatorHead:
+    """A `OneShotHead`. Computes in the weights' dtype, on their device.
+
+    `stages` are all n_predict of the checkpoint, however few of them are used: their number sets
+    how state and token are weighed. `scale_input` normalises the target's state first.
+    """
+
+    def __init__(self, stages: Sequence[SpeculatorStage], *, scale_input: bool) -> None:
+        first = stages[0]
+        self.features = FeatureSpec(hidden_size=first.proj.shape[1], final_norm=True)
+        self.vocab_size = len(first.head)
+        self.max_depth = len(stages)
+        self.device = first.head.device
+        self._dtype = first.head.dtype
+        self._emb = [stage.emb for stage in stages]
+        self._ln = [(stage.ln_weight, stage.ln_bias) for stage in stages]
+        packed: dict[int, Linear] = {}  # tied weights are packed once
+        for stage in stages:
+            for weight in (stage.proj, stage.head):
+                if id(weight) not in packed:
+                    packed[id(weight)] = pack_linear(weight, None)
+        self._proj = [packed[id(stage.proj)] for stage in stages]
+        self._head = [packed[id(stage.head)] for stage in stages]
+        pairs = zip(self._proj, self._head, strict=True)
+        self.uses = [Use(linear, alone=True) for pair in pairs for linear in pair]
+        self._scale_input = scale_input
+        inner = first.emb.shape[1]
+        state_weight = 0.5 ** (0.5 / len(stages))
+        # Of the token, where the state weighs 1: the norm that follows takes out a common factor.
+        self._token_weight = math.sqrt((1 - state_weight**2) * inner / 2) / state_weight
+
+    def begin(self, states: Tensor) -> Tensor:
+        states = states.to(self._dtype)
+        return _normed(states) / math.sqrt(2) if self._scale_input else states
+
+    def step(self, states: Tensor, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        weight, bias = self._ln[depth]
+        x = self._proj[depth](states) + self._token_weight * self._emb[depth][tokens]
+        x = F.gelu(weight * _normed(x) + bias)
+        return x, self._head[depth](x).float()
+
+    def guess(
+        self, states: Tensor, tokens: Tensor, draws: TargetDraws, depth: int, width: int
+    ) -> Tensor:
+        """int32 [n, 3, nodes]: tokens, parents and scores of all that the beam looked at."""
+        # Where a row wants fewer nodes than `width`, what a wider beam adds is never among its
+        # best: it does not matter how many the others want.
+        n = len(tokens)
+        states, last, paths = self.begin(states), tokens, tokens.new_zeros(n, 1, dtype=torch.float)
+        ends = tokens.new_full((n, 1), -1)  # nodes that the beam [n, m] stands at
+        nodes: list[Tensor] = []  # [n, 3, new] by depth
+        num_nodes = 0
+        for step in range(depth):
+            states, logits = self.step(states, last, step)
+            found, log_probs = draws.likeliest(logits.view(n, -1, self.vocab_size), step, width)
+            scores = (paths[:, :, None] + log_probs).flatten(1)  # [n, m * count]
+            found, count = found.flatten(1), found.shape[-1]
+            parents = ends.repeat_interleave(count, dim=1)
+            ints = (found.to(torch.int32), parents.to(torch.int32), scores.view(torch.int32))
+            nodes.append(torch.stack(ints, dim=1))
+            paths, best = scores.topk(min(width, scores.shape[1]), dim=-1)
+            ends = best + num_nodes
+            num_nodes += scores.shape[1]
+            last = found.gather(1, best).flatten()
+            rows = torch.arange(n, device=self.device)[:, None] * (scores.shape[1] // count)
+            states = states[(rows + best // count).flatten()]
+        return torch.cat(nodes, dim=2)
+
+    def trees(self, guesses: NDArray[np.int32], sizes: Sequence[int]) -> list[Nodes]:
+        return [
+            best_nodes(tokens, parents, scores.view(np.float32), size)
+            for (tokens, parents, scores), size in zip(guesses, sizes, strict=True)
+        ]
+
+
+def _normed(x: Tensor) -> Tensor:
+    """X over the root of its mean square; no mean is taken out."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + _EPS)).to(x.dtype)
+
+
+def load_mlp_speculator(
+    folder: Path, target_folder: Path, dtype: torch.dtype, device: torch.device
+) -> MlpSpeculatorHead:
+    """Read a checkpoint in the format of ibm-fms (`model_type` mlp_speculator).
+
+    Raises `ConfigError`, naming the setting or the tensor that does not fit the format or the
+    target.
+    """
+    checkpoint, target = Checkpoint(folder), TargetTensors(target_folder)
+    config = checkpoint.config
+    if config.get("model_type") != "mlp_speculator":
+        raise ConfigError(
+            f"config.json in {folder}: model_type is {config.get('model_type')!r}, not "
+            "'mlp_speculator'."
+        )
+    hidden, vocab = checkpoint.number("emb_dim"), checkpoint.number("vocab_size")
+    if (hidden, vocab) != (target.hidden_size, target.vocab_size):
+        raise ConfigError(
+            f"config.json in {folder}: emb_dim {hidden} and vocab_size {vocab} must be the "
+            f"target's hidden_size {target.hidden_size} and vocab_size {target.vocab_size}."
+        )
+    inner = config.get("inner_dim") and checkpoint.number("inner_dim")
+    inner = inner or hidden  # 0: the same
+    num_stages = checkpoint.number("n_predict")
+    tied = bool(config.get("tie_weights", False))
+    prefix = "speculator." if any(n.startswith("speculator.") for n in checkpoint.names) else ""
+    loaded: dict[str, Tensor] = {}
+
+    def take(kind: str, stage: int, *shape: int, leaf: str = "weight") -> Tensor:
+        if tied:  # the first projection alone takes the target's state
+            stage = min(stage, 1) if kind == "proj" else 0
+        name = f"{prefix}{kind}.{stage}.{leaf}"
+        if name not in loaded:
+            loaded[name] = checkpoint.tensor(name, *shape).to(device, dtype)
+        return loaded[name]
+
+    stages = [
+        SpeculatorStage(
+            emb=take("emb", i, vocab, inner),
+            proj=take("proj", i, inner, inner if i else hidden),
+            ln_weight=take("ln", i, inner),
+            ln_bias=take("ln", i, inner, leaf="bias"),
+            head=take("head", i, vocab, inner),
+        )
+        for i in range(num_stages)
+    ]
+    if not tied:  # tied weights may be written once or once a step
+        checkpoint.check_all_taken()
+    return MlpSpeculatorHead(stages, scale_input=bool(config.get("scale_input", False)))

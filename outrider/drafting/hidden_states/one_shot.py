@@ -1,0 +1,185 @@
+"""Drafting from one state of the target, without keys and values: Medusa, MLP speculator.
+
+After n committed tokens the head sees the target's state at n - 2, which is the last known one, and
+the token at n - 1, which was drawn from it. So of a session's rows only the last is kept, a prompt
+costs nothing, and a session that is opened anew can be drafted for at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from outrider.draft_tree import DraftProbs, DraftTree
+from outrider.drafting.ahead.outcomes import NO_PACE, Pace
+from outrider.drafting.draft_model.masks import DraftMasks
+from outrider.drafting.graphs.loops import Capture
+from outrider.drafting.graphs.one_shot_heads import OneShotLoops
+from outrider.drafting.hidden_states.heads.base import OneShotHead
+from outrider.drafting.hidden_states.session import FeatureMethod, FeatureSession
+from outrider.drafting.hidden_states.trees import TargetDraws, max_trees
+from outrider.drafting.likeliest import draw_of_likeliest, possible
+from outrider.drafting.proposer import TREE_WIDTH, DraftRound, ProposerTraits, SessionKey
+from outrider.engine.sampling.constraint import ConstraintEditor
+from outrider.engine.sampling.coupled import Lane, SamplingBatch, sample
+from outrider.errors import ConfigError
+
+MAX_MODEL_LEN = 2**20
+"""Of a session that is followed. The head itself sees one state, however long the text is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A session's part in one round."""
+
+    state: FeatureSession
+    mask: ConstraintEditor | None  # stands after the committed text; used up
+
+    @property
+    def length(self) -> int:
+        return self.state.follower.length
+
+    def features(self) -> Tensor:
+        """The last known state: bfloat16 [1, width] on the host."""
+        return self.state.rows(self.length - 2, self.length - 1)
+
+
+class OneShotProposer(FeatureMethod):
+    """Drafts with a `OneShotHead`, batched over sessions. Raises `ConfigError`.
+
+    With `tree_width` 1 a draft is a chain, no longer than the head foresees; else a tree of as many
+    nodes as draft tokens are wanted. Always a chain is what rejection verifies, drawn with noise of
+    its own, and what `masks` keep within the session's constraint. With `recording` all others are
+    guessed by loops of one row to catch up, which are recorded now and must hold any batch.
+    """
+
+    def __init__(
+        self,
+        head: OneShotHead,
+        *,
+        method: str,
+        name: str,
+        max_model_len: int = MAX_MODEL_LEN,
+        max_sessions: int = 256,
+        max_draft_tokens: int = 16,
+        tree_width: int = TREE_WIDTH,
+        masks: DraftMasks | None = None,
+        recording: Capture | None = None,
+    ) -> None:
+        if max_sessions < 1 or max_draft_tokens < 1 or tree_width < 1:
+            raise ConfigError("max_sessions, max_draft_tokens and tree_width are at least 1.")
+        chains = tree_width == 1
+        super().__init__(
+            ProposerTraits(
+                method=method,
+                model=name,
+                vocab_size=head.vocab_size,
+                max_sessions=max_sessions,
+                max_draft_tokens=min(max_draft_tokens, head.max_depth)
+                if chains
+                else max_draft_tokens,
+                max_model_len=max_model_len,
+                features=head.features,
+            ),
+            masks,
+        )
+        self._head = head
+        self._width = tree_width
+        self._at_once = max_trees(tree_width, head.vocab_size)
+        self._loops: OneShotLoops | None = None
+        if recording is not None:
+            self._loops = OneShotLoops(head, recording, tree_width)
+
+    def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:  # noqa: ARG002
+        done = DraftRound()
+        trees: list[_Row] = []
+        chains: dict[Lane, list[_Row]] = {}
+        for state in self._asked(sessions):
+            mask = state.mask
+            row = _Row(state, None if mask is None else mask.after(state.follower.tokens))
+            if state.follower.wanted == 0 or row.length < 2:
+                done.drafts.append((state.key, DraftTree.chain(row.length, ())))
+            elif not state.ready:
+                done.unfinished.append(state.key)
+            elif state.samples:
+                chains.setdefault(Lane.DRAFT, []).append(row)
+            elif row.mask is not None:
+                chains.setdefault(Lane.SHARED, []).append(row)
+            else:
+                trees.append(row)
+        started = time.perf_counter()
+        with torch.inference_mode():
+            for i in range(0, len(trees), self._at_once):
+                done.drafts.extend(self._grow(trees[i : i + self._at_once]))
+            for lane, rows in chains.items():
+                for i in range(0, len(rows), self._at_once):
+                    done.drafts.extend(self._chain(rows[i : i + self._at_once], lane))
+        forward_s = time.perf_counter() - started if trees or chains else 0.0
+        done.lost.extend(self._take_lost())  # at last: if the head fails, the next round says it
+        return replace(done, forward_s=forward_s)
+
+    def _grow(self, rows: Sequence[_Row]) -> list[tuple[SessionKey, DraftTree]]:
+        sizes = [row.state.follower.wanted for row in rows]
+        sampling = [row.state.follower.sampling for row in rows]
+        depth = min(self._head.max_depth, max(sizes))
+        if self._loops is None:
+            draws = TargetDraws.of(sampling, [row.length for row in rows], self._head.device)
+            width = min(self._width, max(sizes))
+            guesses = self._head.guess(*self._inputs(rows), draws, depth, width).cpu().numpy()
+        else:
+            tokens = [row.state.follower.tokens for row in rows]
+            guesses = self._loops.guess([row.features() for row in rows], tokens, sampling, depth)
+        grown = self._head.trees(guesses, sizes)
+        return [
+            (row.state.key, DraftTree(row.length, tuple(tokens), tuple(parents)))
+            for row, (tokens, parents) in zip(rows, grown, strict=True)
+        ]
+
+    def _chain(self, rows: Sequence[_Row], lane: Lane) -> list[tuple[SessionKey, DraftTree]]:
+        """Draws token by token; with `Lane.DRAFT` tells from which distributions."""
+        states, tokens = self._inputs(rows)
+        states = self._head.begin(states)
+        wanted = [row.state.follower.wanted for row in rows]
+        drawn: list[list[int]] = [[] for _ in rows]
+        drawn_from: list[list[DraftProbs | None]] = [[] for _ in rows]
+        params = SamplingBatch.build(
+            [row.state.follower.sampling for row in rows],
+            [row.length for row in rows],
+            self._head.device,
+            [lane] * len(rows),
+        )
+        for depth in range(min(max(wanted), self._head.max_depth)):
+            states, logits = self._head.step(states, tokens, depth)
+            for i, row in enumerate(rows):
+                if row.mask is not None:
+                    row.mask.edit(logits[i : i + 1], ())
+            here = replace(params, position=params.position + depth)
+            if lane is Lane.DRAFT:
+                tokens, ids, probs = draw_of_likeliest(logits, here)
+                for at, *likeliest in zip(drawn_from, ids.tolist(), probs.tolist(), strict=True):
+                    at.append(possible(*likeliest))
+            else:
+                tokens = sample(logits, here)
+            for row, chain, token in zip(rows, drawn, tokens.tolist(), strict=True):
+                chain.append(token)
+                if row.mask is not None:
+                    row.mask.commit((token,))
+        return [
+            (row.state.key, DraftTree.chain(row.length, chain[:count], probs[:count]))
+            for row, chain, probs, count in zip(rows, drawn, drawn_from, wanted, strict=True)
+        ]
+
+    def _inputs(self, rows: Sequence[_Row]) -> tuple[Tensor, Tensor]:
+        """The last known state and the last token of each."""
+        states = torch.cat([row.features() for row in rows]).to(
+            self._head.device, non_blocking=True
+        )
+        tokens = torch.tensor([row.state.follower.tokens[-1] for row in rows])
+        return states, tokens.to(self._head.device, non_blocking=True)
+
+    def _used(self, state: FeatureSession) -> None:
+        state.forget(len(state.follower.tokens) - 2)  # no later draft looks at them

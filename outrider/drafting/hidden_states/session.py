@@ -1,0 +1,195 @@
+"""What methods that read the target's hidden states share: sessions, their text and feature rows.
+
+Row p of a session holds the target's states at position p (`outrider.features`). A subclass of
+`FeatureMethod` says how to draft, and forgets rows that it has used.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.drafting.ahead.outcomes import Pace
+from outrider.drafting.draft_model.masks import DraftMask, DraftMasks, open_mask
+from outrider.drafting.proposer import (
+    DraftRound,
+    Follower,
+    ProposerTraits,
+    SessionKey,
+    SessionStart,
+)
+from outrider.drafting.sessions import SessionMethod
+from outrider.features import FeatureSpec
+
+MAX_FEATURE_BYTES = 2**30
+"""Rows that wait to be used, all sessions together."""
+
+with warnings.catch_warnings():  # torch says once that nobody may write to a tensor of bytes
+    warnings.simplefilter("ignore")
+    torch.frombuffer(bytes(1), dtype=torch.uint8)
+
+
+class HeldRows:
+    """How many rows the sessions of a method hold together."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class FeatureSession:
+    """A session's committed tokens, and the feature rows that are still of use."""
+
+    __slots__ = ("_chunks", "_held", "end", "first", "follower", "key", "mask", "samples")
+
+    def __init__(
+        self,
+        key: SessionKey,
+        follower: Follower,
+        mask: DraftMask | None,
+        held: HeldRows,
+        *,
+        samples: bool,
+    ) -> None:
+        self.key = key
+        self.follower = follower
+        self.mask = mask  # of what its constraint forbids
+        self.samples = samples  # as `SessionStart` says
+        self.first = 0  # position of the first row that is held
+        self.end = 0  # the position after the last row that came
+        self._held = held
+        self._chunks: list[Tensor] = []  # bfloat16 [n, width] on the host, one after the other
+
+    @property
+    def num_rows(self) -> int:
+        """Rows p whose state and next token are known: a draft can begin after all of them."""
+        return max(0, min(self.end, len(self.follower.tokens) - 1))
+
+    @property
+    def ready(self) -> bool:
+        """All rows of the committed text are there, and there is one."""
+        return self.num_rows == len(self.follower.tokens) - 1 > 0
+
+    @property
+    def num_held(self) -> int:
+        return self.end - self.first
+
+    def add(self, start: int, rows: Tensor) -> bool:
+        """Append what is new of `rows` [n, width], from position `start`; False for a gap."""
+        if start > self.end:
+            return False
+        fresh = rows[self.end - start :]
+        if len(fresh) < len(rows):
+            fresh = fresh.clone()  # a view would keep the repeated rows
+        if len(fresh):
+            self._chunks.append(fresh)
+            self.end += len(fresh)
+            self._held.count += len(fresh)
+        return True
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """The rows of positions `start` to `end` - 1, which are held: bfloat16 [n, width]."""
+        assert self.first <= start < end <= self.end
+        parts: list[Tensor] = []
+        first = self.first
+        for chunk in self._chunks:
+            part = chunk[max(0, start - first) : max(0, end - first)]
+            if len(part):
+                parts.append(part)
+            first += len(chunk)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def forget(self, before: int) -> None:
+        """Drop the rows of positions below `before`."""
+        while self._chunks and self.first < before:
+            chunk = self._chunks[0]
+            dropped = min(len(chunk), before - self.first)
+            if dropped == len(chunk):
+                del self._chunks[0]
+            else:
+                self._chunks[0] = chunk[dropped:].clone()  # a view would keep the dropped rows
+            self.first += dropped
+            self._held.count -= dropped
+
+    def drop(self) -> None:
+        """Give up all that is held beside the text."""
+        self.forget(self.end)
+        if self.mask is not None:
+            self.mask.close()
+            self.mask = None
+
+
+class FeatureMethod(SessionMethod[FeatureSession]):
+    """Bookkeeping of a `FeatureProposer`; a subclass has `draft`, and may extend the hooks.
+
+    The rows that sessions hold are bounded by `max_feature_bytes`; beyond it the session that has
+    not been drafted for the longest is lost, but none that holds few rows itself.
+    """
+
+    def __init__(
+        self,
+        traits: ProposerTraits,
+        masks: DraftMasks | None = None,
+        *,
+        max_feature_bytes: int = MAX_FEATURE_BYTES,
+    ) -> None:
+        assert traits.features is not None
+        super().__init__(traits)
+        self._masks = masks
+        self._spec: FeatureSpec = traits.features
+        self._max_held = max_feature_bytes // self._spec.row_bytes
+        self._held = HeldRows()
+
+    @property
+    def projection(self) -> bytes:
+        return b""
+
+    def features(self, session: SessionKey, start: int, rows: bytes | memoryview) -> None:
+        state = self._sessions.get(session)
+        if state is None or state.follower.silent:
+            return
+        if len(rows) % self._spec.row_bytes or not state.add(start, self._unpack(rows)):
+            self._lose(session)
+            return
+        self._used(state)
+        while self._held.count > self._max_held:
+            few = self._held.count / len(self._sessions) / 2
+            large = (key for key, each in self._sessions.items() if each.num_held > few)
+            others = (key for key in large if key != session)
+            self._lose(next(others, session))
+
+    @property
+    def holds_many(self) -> bool:
+        """The rows that sessions hold come near their bound."""
+        return self._held.count > self._max_held // 2
+
+    def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:  # noqa: ARG002
+        return DraftRound()
+
+    def _begin(self, key: SessionKey, follower: Follower, start: SessionStart) -> FeatureSession:
+        mask = open_mask(self._masks, start)
+        return FeatureSession(key, follower, mask, self._held, samples=start.samples)
+
+    def _follow(self, state: FeatureSession, fresh: Sequence[int]) -> None:  # noqa: ARG002
+        if state.follower.silent:
+            self._release(state)
+        else:
+            self._used(state)
+
+    def _used(self, state: FeatureSession) -> None:
+        """Rows or tokens came: what is of no more use may be forgotten."""
+
+    def _release(self, state: FeatureSession) -> None:
+        """Also for a session that is silent."""
+        state.drop()
+
+    def _unpack(self, rows: bytes | memoryview) -> Tensor:
+        if not rows:
+            return torch.empty(0, self._spec.width, dtype=torch.bfloat16)
+        # Without a copy: rows are megabytes, and only read.
+        flat = torch.frombuffer(rows, dtype=torch.bfloat16)
+        return flat.view(-1, self._spec.width)

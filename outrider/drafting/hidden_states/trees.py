@@ -1,0 +1,130 @@
+"""Trees of guesses spent by score: which K nodes to verify, given how likely each token is.
+
+A node's score is the estimated probability that the target's text reaches it: the product of its
+tokens' probabilities from the root on. It never grows on the way down, so the K best nodes are a
+tree (Li et al., "EAGLE-2", arXiv 2406.16858, rerank by this score, too).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.drafting.likeliest import cut_to_likeliest, noised
+from outrider.engine.sampling.coupled import SamplingBatch
+from outrider.params import SamplingParams
+
+Nodes = tuple[list[int], list[int]]
+"""Tokens and parents, as `DraftTree` has them: parents come first, siblings by preference."""
+
+_MAX_SCORES: Final = 2**25  # of one forward: float32, with as much again for noise
+
+
+def max_trees(width: int, vocab_size: int) -> int:
+    """Trees of up to `width` places a level that are grown at once, for the memory it takes."""
+    return max(1, _MAX_SCORES // (width * vocab_size))
+
+
+class TargetDraws:
+    """How likely the target is to draw a token, where its logits are guessed and its noise known.
+
+    The target draws argmax(logits + T * noise). With logits that are off by Gumbel noise of scale 1
+    (what a head trained by cross-entropy believes) it draws a token with the probability
+    softmax(guessed logits + T * noise): at T = 0 that is what the head says, and at any T the first
+    token is what `engine.sampling.sample` draws from the guessed logits.
+    """
+
+    def __init__(
+        self,
+        batch: SamplingBatch | None,
+        noised: Callable[[Tensor, SamplingBatch, int], Tensor] = noised,
+    ) -> None:
+        """`batch` has a row each, at the position that depth 0 is drawn at; None: all greedy."""
+        self._batch = batch
+        self._noised = noised
+
+    @classmethod
+    def of(
+        cls, sampling: Sequence[SamplingParams], lengths: Sequence[int], device: torch.device
+    ) -> TargetDraws:
+        """Row i's text is `lengths[i]` tokens long: depth d of it is drawn at that plus d."""
+        if all(params.greedy for params in sampling):
+            return cls(None)
+        return cls(SamplingBatch.build(sampling, lengths, device))
+
+    def likeliest(self, logits: Tensor, depth: int, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` likeliest tokens at `depth` of m places per row, and their log probabilities.
+
+        logits [n, m, vocab] to int64 and float32 [n, m, count], the best first; fewer if the
+        vocabulary is smaller. What top_k, top_p or min_p cut has a probability of 0.
+        """
+        scores = logits.float()
+        batch = self._batch
+        if batch is not None:
+            scores = self._noised(_cut(scores, batch), batch, depth)
+        top = scores.topk(min(count, logits.shape[-1]), dim=-1)
+        return top.indices, (top.values - scores.logsumexp(dim=-1, keepdim=True)).clamp(max=0.0)
+
+
+def _cut(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """`logits` [n, m, vocab] with what parameters cut at -inf; greedy rows cut nothing."""
+    if not (batch.any_sorted or batch.any_min_p):
+        return logits
+    n, m, vocab_size = logits.shape
+    places = batch.repeated(m, batch.position.repeat_interleave(m))
+    cut = cut_to_likeliest(logits.view(n * m, vocab_size), places).view(logits.shape)
+    return torch.where((batch.temperature == 0.0)[:, None, None], logits, cut)
+
+
+def best_products(
+    token_ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]], num_nodes: int
+) -> Nodes:
+    """The `num_nodes` best of all paths, where tokens at each depth do not depend on those before.
+
+    `token_ids[d]` are the candidates at depth d, the likeliest first. Nodes come the best first.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    # (negated score, a number to tell equals, depth, rank among the siblings, parent)
+    heap = [(-log_probs[0][0], 0, 0, 0, -1)]
+    pushed = 0
+    while heap and len(tokens) < num_nodes:
+        cost, _, depth, rank, parent = heapq.heappop(heap)
+        node = len(tokens)
+        tokens.append(token_ids[depth][rank])
+        parents.append(parent)
+        here = log_probs[depth]
+        if rank + 1 < len(here) and here[rank + 1] > -math.inf:
+            pushed += 1
+            sibling_cost = cost + here[rank] - here[rank + 1]
+            heapq.heappush(heap, (sibling_cost, pushed, depth, rank + 1, parent))
+        if depth + 1 < len(log_probs):
+            pushed += 1
+            heapq.heappush(heap, (cost - log_probs[depth + 1][0], pushed, depth + 1, 0, node))
+    return tokens, parents
+
+
+def best_nodes(
+    token_ids: NDArray[np.integer],
+    parents: NDArray[np.integer],
+    scores: NDArray[np.float32],
+    num_nodes: int,
+) -> Nodes:
+    """The `num_nodes` of highest score of a tree, all [m]; a parent comes before its children.
+
+    No child may score higher than its parent. Nodes come the best first.
+    """
+    order = np.argsort(-scores, kind="stable")[:num_nodes]
+    chosen = [int(node) for node in order if scores[node] > -math.inf]
+    place = {node: i for i, node in enumerate(chosen)} | {-1: -1}
+    return (
+        [int(token_ids[node]) for node in chosen],
+        [place[int(parents[node])] for node in chosen],
+    )

@@ -1,0 +1,101 @@
+"""The likeliest tokens at a position, as the scorer will judge them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.draft_tree import DraftProbs
+from outrider.engine.sampling.coupled import (
+    SamplingBatch,
+    gumbel_noise,
+    process_logits,
+    sample,
+    token_noise,
+)
+
+_FEW = 256
+MAX_DRAWN_FROM = 64
+"""Tokens that a draft for rejection is drawn from at most: what lies beyond is hardly ever drawn,
+and a distribution crosses the wire with every token."""
+
+
+def top_candidates(
+    logits: Tensor, batch: SamplingBatch | None, count: int
+) -> tuple[Tensor, Tensor]:
+    """The `count` tokens of highest score per row, best first, and how far each is from the best.
+
+    logits [n, vocab]; None: all rows greedy. Returns int64 [n, count] and float32 [n, count]. The
+    score is logit / temperature + noise, or the logit of a greedy row; the first token is the one
+    that `sample` draws. Tokens that top_k, top_p or min_p cut are infinitely far.
+    """
+    if batch is None:
+        drawn, scores = logits.argmax(dim=-1), logits.double()
+    else:
+        drawn = sample(logits, batch)
+        scores = gumbel_noise(batch.seed, batch.position, logits.shape[-1])
+        scores += process_logits(logits, batch)
+        scores = torch.where(batch.temperature[:, None] == 0.0, logits.double(), scores)
+    best = scores.gather(1, drawn[:, None])
+    scores = scores.scatter(1, drawn[:, None], torch.inf)  # first among its equals, too
+    top = scores.topk(count, dim=-1)
+    gaps = best - top.values
+    gaps[:, 0] = 0.0
+    return top.indices, gaps.float()
+
+
+def cut_to_likeliest(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """`logits` [n, vocab] with what top_k, top_p and min_p cut at -inf, without a synchronisation.
+
+    Only the `_FEW` likeliest tokens are sorted. Where they do not decide a cut (a larger top_k, or
+    a top_p that they do not reach), that cut is left out: for a draft, which is a hint, and for
+    which a token too many costs less than the time of a sort.
+    """
+    if not (batch.any_sorted or batch.any_min_p):
+        return logits
+    temperature = torch.where(batch.temperature == 0.0, 1.0, batch.temperature)[:, None]
+    scaled = logits.float() / temperature
+    count = min(_FEW, logits.shape[-1])
+    top = scaled.topk(count, dim=-1).values  # descending
+    top_k = batch.top_k[:, None]
+    kth = top.gather(1, top_k.clamp(1, count) - 1)
+    kth = torch.where((top_k > 0) & (top_k <= count), kth, -torch.inf)
+    weights = (scaled - top[:, :1]).exp().masked_fill(scaled < kth, 0.0)
+    reached = (top - top[:, :1]).exp().masked_fill(top < kth, 0.0).cumsum(dim=-1)
+    top_p = batch.top_p[:, None]
+    num_kept = 1 + (reached < top_p * weights.sum(dim=-1, keepdim=True)).sum(dim=-1, keepdim=True)
+    pth = top.gather(1, num_kept.clamp(max=count) - 1)
+    pth = torch.where((top_p < 1.0) & (num_kept <= count), pth, -torch.inf)
+    floor = top[:, :1] + batch.min_p[:, None].log()  # min_p = 0: -inf
+    threshold = torch.maximum(torch.maximum(kth, pth), floor)
+    return logits.masked_fill(scaled < threshold, -torch.inf)
+
+
+def noised(logits: Tensor, batch: SamplingBatch, depth: int) -> Tensor:
+    """`logits` [n, m, vocab] plus temperature times noise, which m places share: float32.
+
+    Row i's noise is that of its position plus `depth`.
+    """
+    noise = gumbel_noise(batch.seed, batch.position + depth, logits.shape[-1]).float()
+    return logits.float() + (batch.temperature[:, None] * noise)[:, None]
+
+
+def possible(token_ids: list[int], probs: list[float]) -> DraftProbs | None:
+    """What `draw_of_likeliest` drew a row's token from; None if no token was possible at all."""
+    count = sum([prob > 0.0 for prob in probs])  # they come first
+    return DraftProbs(tuple(token_ids[:count]), tuple(probs[:count])) if count else None
+
+
+def draw_of_likeliest(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Draws a token per row from the likeliest ones, and tells from which distribution.
+
+    logits [n, vocab]; no row is greedy. Returns tokens int64 [n]; and the m <= `MAX_DRAWN_FROM`
+    likeliest tokens int64 [n, m], the best first, with their probabilities float32 [n, m],
+    renormalised after top_k, top_p and min_p: zeros come last. The draw is from these numbers.
+    """
+    likeliest = process_logits(logits, batch).topk(min(MAX_DRAWN_FROM, logits.shape[-1]), dim=-1)
+    probs = likeliest.values.softmax(dim=-1)
+    scores = token_noise(batch.seed, batch.position, likeliest.indices)
+    scores += probs.double().log()
+    drawn = likeliest.indices.gather(1, scores.argmax(dim=-1, keepdim=True))[:, 0]
+    return drawn, likeliest.indices, probs

@@ -1,0 +1,55 @@
+"""The pages in which a drafting model keeps one session's keys and values."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from outrider.engine.kv_cache.block_pool import BlockPool, PageHash, extend_hashes
+
+
+class PageCache:
+    """A session's pages, of which the full ones are shared by the text that they are a function of.
+
+    Row p of them is a function of the tokens up to p + `lead`.
+    """
+
+    __slots__ = ("_lead", "block_table", "computed", "hashes")
+
+    def __init__(self, lead: int = 0) -> None:
+        self._lead = lead
+        self.block_table = array("i")  # not a list: it is copied whole in every round
+        self.computed = 0  # true rows; what follows them in the pages are guesses, or of no use
+        self.hashes: list[PageHash] = []  # of the full pages that are shared or published
+
+    def adopt(self, pool: BlockPool, tokens: Sequence[int], page_size: int) -> None:
+        """Begins with what other sessions left of the same prefix."""
+        num_pages = (len(tokens) - 1 - self._lead) // page_size
+        extend_hashes(self.hashes, tokens, num_pages, page_size, self._lead)
+        pages = pool.match(self.hashes)
+        pool.share(pages)
+        self.block_table.extend(pages)
+        del self.hashes[len(pages) :]
+        self.computed = len(pages) * page_size
+
+    def cover(self, pool: BlockPool, num_rows: int, page_size: int) -> bool:
+        """Sees to pages for so many rows; False, and none are taken, if too few are free."""
+        missing = -(-num_rows // page_size) - len(self.block_table)
+        if missing > pool.num_free:
+            return False
+        self.block_table.extend([pool.allocate() for _ in range(missing)])
+        return True
+
+    def publish(self, pool: BlockPool, tokens: Sequence[int], page_size: int) -> None:
+        """Shares the full pages; not the one of the last row, which may be fed again."""
+        first = len(self.hashes)
+        end = min(self.computed, len(tokens) - 1 - self._lead) // page_size
+        if first < end:
+            extend_hashes(self.hashes, tokens, end, page_size, self._lead)
+            for page, key in zip(self.block_table[first:end], self.hashes[first:], strict=True):
+                pool.publish(page, key)
+
+    def drop(self, pool: BlockPool) -> None:
+        """Forgets all; the pages are free."""
+        pool.release(self.block_table)
+        self.block_table, self.hashes, self.computed = array("i"), [], 0

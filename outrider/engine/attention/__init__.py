@@ -1,0 +1,1 @@
+"""Attention over paged rows: protocol, backends, masks, shared prefixes."""

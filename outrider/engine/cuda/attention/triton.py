@@ -1,0 +1,219 @@
+"""Attention over pages in Triton: needs nothing but torch, any dtype, softcap and sinks included.
+
+Few rows of long context do not fill a GPU with one program per row and key head; here their keys
+are divided among several programs, which FlashAttention-4 does not do on Hopper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import triton
+from torch import Tensor
+
+from outrider.engine.attention.base import AttentionParams
+from outrider.engine.attention.sdpa import SdpaAttention
+from outrider.engine.attention.tree_mask import MAX_TREE_NODES
+from outrider.engine.batch import PackedBatch
+from outrider.engine.cuda.kernels.attention import combine_splits_kernel, paged_attention_kernel
+from outrider.engine.cuda.launch import launch_options
+from outrider.engine.kv_cache.pools import LayerPool, PageMajorPool
+
+_MAX_SPLITS = 16
+_MAX_QUERIES = 64  # query tokens times heads per key head in one tile
+_MAX_JOINED = 16  # likewise, where a tile joins rows that share pages
+_SHARED_BYTES = 64 * 1024  # for keys and values in flight, per program
+
+
+@dataclass(frozen=True, slots=True)
+class TritonBackend:
+    """An `AttentionBackend`."""
+
+    capturable: ClassVar[bool] = True
+
+    multiprocessors: int
+
+    def __call__(self, batch: PackedBatch) -> TritonPagedAttention:
+        return TritonPagedAttention(batch, self.multiprocessors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiling:
+    """How a program goes through the keys, and how many of its kind share a multiprocessor."""
+
+    keys: int  # per block
+    warps: int
+    programs: int
+
+
+def _tiling(block_m: int, dim: int, *, alone: bool, joined: bool) -> _Tiling:
+    """For tiles of this many queries; `alone`: every program gets a multiprocessor; `joined`: a
+    tile has several rows.
+
+    On an H200, 512 keys in 8 heads: at 128 a head 7.5 us became 5.4 at 1 row, 12.5 became 9.2 at 8
+    and 26 became 21 at 32; at 64 a head 13.7 became 8.7 at 16 rows. (Before: 64 keys, 4 warps, 2.)
+    There 64 keys and 2 warps are better again but for 16 rows: 16.7 became 13.9 at 32 (51 became 42
+    with 2,048 keys), 9.2 became 9.6 at 16. Of rows that share pages, 4 to a tile: 29 became 19 at
+    128, 113 became 54 at 512 (88 became 43 at 128 with 2,048 keys), 15.4 became 16.5 at 64.
+    """
+    if joined:
+        return _Tiling(128 if dim <= 64 else 64, 4, 2)
+    if block_m > 16:
+        return _Tiling(32 if alone else 64, 4, 2)
+    if alone:
+        return _Tiling(32, 8, 1)
+    if dim <= 64:
+        return _Tiling(64, 2, 2)
+    return _Tiling(32, 1, 4)  # a warp waits for no other
+
+
+class TritonPagedAttention:
+    """Implements `StepAttention` over page-major pools. Safe to capture in a CUDA graph.
+
+    A captured graph keeps its number of splits: it depends on the batch's shape, not on its
+    lengths.
+    """
+
+    def __init__(self, batch: PackedBatch, multiprocessors: int) -> None:
+        self._batch = batch
+        self._rows = len(batch.query_lens)
+        self._max_query_len = batch.max_query_len
+        self._multiprocessors = multiprocessors
+
+    @property
+    def batch(self) -> PackedBatch:
+        return self._batch
+
+    def attend(self, query: Tensor, pool: LayerPool, params: AttentionParams) -> Tensor:
+        if self._too_wide(params):
+            return SdpaAttention(self._batch).attend(query, pool, params)
+        return self._launch(query, None, pool, params)
+
+    def takes_new(self, group: int, params: AttentionParams) -> bool:
+        """Whether `attend_new` can be called with so many query heads per key head."""
+        return self._max_query_len * group <= _MAX_QUERIES and not self._too_wide(params)
+
+    def attend_new(
+        self, query: Tensor, rope: Tensor, pool: LayerPool, params: AttentionParams
+    ) -> Tensor:
+        """Turn queries and keys, stores keys and values, and attends, in one launch.
+
+        query [tokens, kv_heads, group, dim] is the first part of rows in which the new keys and
+        values [2, kv_heads, dim] follow; rope as for `LlamaOps.rotate_and_store`.
+        """
+        return self._launch(query, rope, pool, params)
+
+    def _too_wide(self, params: AttentionParams) -> bool:
+        """Whether an ancestor may be farther away than the window reaches."""
+        window = params.sliding_window or MAX_TREE_NODES
+        return self._batch.trees is not None and window < MAX_TREE_NODES
+
+    def _joined(self, group: int, params: AttentionParams) -> int:
+        """Rows that a tile of queries may join: a power of two."""
+        shared, trees = self._batch.shared, self._batch.trees
+        if shared is None or trees is not None or params.sliding_window is not None:
+            return 1
+        most = max(1, _MAX_JOINED // (self._max_query_len * group))
+        return 1 << most.bit_length() - 1
+
+    def _launch(
+        self, query: Tensor, rope: Tensor | None, pool: LayerPool, params: AttentionParams
+    ) -> Tensor:
+        assert isinstance(pool, PageMajorPool)
+        assert query.stride()[1:] == (query.shape[2] * query.shape[3], query.shape[3], 1)
+        batch, trees = self._batch, self._batch.trees
+        tokens, kv_heads, group, dim = query.shape
+        value_dim = pool.shape[2]
+        joined = self._joined(group, params)
+        queries = joined * self._max_query_len * group
+        block_m = min(_MAX_QUERIES, max(16, triton.next_power_of_2(queries)))
+        tiles = triton.cdiv(queries, block_m)
+        block_dim = max(16, triton.next_power_of_2(dim))
+        block_value_dim = max(16, triton.next_power_of_2(value_dim))
+        # Prompts, of which there are many lengths, are compiled for once: tiles enough they have.
+        programs = triton.cdiv(self._rows, joined) * kv_heads
+        alone = programs * _MAX_SPLITS <= self._multiprocessors and tiles == 1
+        tiling = _tiling(block_m, max(dim, value_dim), alone=alone, joined=joined > 1)
+        most = tiling.programs * self._multiprocessors
+        splits = _splits(programs, most) if tiles == 1 else 1
+        out = query.new_empty(tokens, kv_heads, group, value_dim)
+        partial, lse = out, out
+        if splits > 1:
+            heads = tokens * kv_heads * group
+            partial = query.new_empty((heads, splits, value_dim), dtype=torch.float32)
+            lse = query.new_empty((heads, splits), dtype=torch.float32)
+        block_bytes = tiling.keys * (block_dim + block_value_dim) * query.element_size()
+        # Triton's stages: the page table's loads take every second one.
+        buffers = min(3, _SHARED_BYTES // block_bytes)
+        grid = (splits, kv_heads, self._rows)
+        if tiles > 1:  # a row of a single token, say, has but one of so many as the longest has
+            grid = (tokens * group // block_m + self._rows, kv_heads, 1)
+        paged_attention_kernel[grid](
+            query,
+            query if rope is None else rope,
+            batch.slot_mapping,
+            pool.keys,
+            pool.values,
+            batch.block_table,
+            batch.seq_lens,
+            batch.cu_seqlens_q,
+            out if params.sinks is None else params.sinks,
+            batch.seq_lens if trees is None else trees.starts,
+            batch.positions if trees is None else trees.visible,
+            batch.positions,
+            batch.seq_lens if batch.shared is None else batch.shared.places,
+            batch.seq_lens if batch.shared is None else batch.shared.pages,
+            partial,
+            lse,
+            query.stride(0),
+            batch.block_table.stride(0),
+            self._rows,
+            params.sliding_window or 0,
+            params.scaling,
+            params.softcap or 0.0,
+            group,
+            dim,
+            value_dim,
+            batch.page_size,
+            params.sliding_window is not None,
+            params.softcap is not None,
+            params.sinks is not None,
+            trees is not None,
+            rope is not None,
+            min(16, block_m // triton.next_power_of_2(group)),
+            joined,
+            tiles > 1,
+            splits,
+            block_m,
+            tiling.keys,
+            block_dim,
+            block_value_dim,
+            2 * buffers + 1 if buffers > 1 else 1,
+            num_warps=tiling.warps,
+            **launch_options(),
+        )
+        if splits > 1:
+            combine_splits_kernel[(len(lse),)](
+                partial,
+                lse,
+                out,
+                value_dim,
+                splits,
+                block_value_dim,
+                num_warps=1,
+                **launch_options(),
+            )
+        return out
+
+
+def _splits(programs: int, most: int) -> int:
+    """Programs per tile: a power of two that brings `programs` to `most`, or as near as it may.
+
+    Not of the context's length, so that few kernels are ever compiled: idle programs are cheap.
+    """
+    splits = 1
+    while splits * 2 * programs <= most and splits < _MAX_SPLITS:
+        splits *= 2
+    return splits

@@ -1,0 +1,1 @@
+"""Matrix products of few rows on CUDA, and how one is chosen."""

@@ -1,0 +1,1 @@
+"""Capture hidden states of the target and stream them to proposers."""

@@ -1,0 +1,1 @@
+"""Pages of the KV cache: their pool, their tensors, hidden states kept beside them."""

@@ -1,0 +1,1 @@
+"""Load a checkpoint, check it, and run its forward on packed rows."""

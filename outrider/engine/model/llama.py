@@ -1,0 +1,176 @@
+"""A hand-fused step for the Llama family: few operations per layer, the same logits.
+
+For q = 1 a small model's time is the number of operations, a large one's is reading the weights
+once. So q, k and v come from one product and gate and up from another, the residual is added inside
+the product, and what lies between the products is a few fused operations (`LlamaOps`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outrider.engine.attention.base import AttentionParams, StepAttention
+from outrider.engine.kv_cache.pools import KVPools, LayerPool
+from outrider.engine.model.config_sizes import head_dim, num_kv_heads
+from outrider.engine.model.linear import Linear, pack_linear
+from outrider.engine.model.ops import LlamaOps, Use
+from outrider.engine.model.parallel.shards import WHOLE, Sharding, local
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: Tensor  # [hidden]
+    qkv: Linear
+    qk_norm: Tensor | None  # [heads + kv_heads, head_dim]: Qwen3's norm of every q and k head
+    o: Linear
+    post_norm: Tensor  # [hidden]
+    gate_up: Linear
+    down: Linear
+    pool: LayerPool
+    params: AttentionParams
+
+
+_FITTING = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+
+
+def fits(model: nn.Module) -> bool:
+    """Whether `FusedLlama` computes exactly this model."""
+    config: Any = model.config
+    rope: Any = config.rope_parameters if hasattr(config, "rope_parameters") else None
+    return (
+        type(model).__name__ in _FITTING
+        and config.hidden_act == "silu"
+        and rope is not None
+        and rope.get("rope_type") in {"default", "linear", "llama3"}
+        and rope.get("partial_rotary_factor", 1.0) == 1.0
+    )
+
+
+def _sliding_window(attention: Any) -> int | None:
+    """Mistral reads it from the config for every layer, the others keep it on the layer."""
+    holder = attention if hasattr(attention, "sliding_window") else attention.config
+    window: int | None = getattr(holder, "sliding_window", None)
+    return window
+
+
+def _joined(*modules: Any) -> Linear:
+    """Layers of one input as one, their outputs side by side; of sharded ones this rank's."""
+    weight = torch.cat([local(module.weight) for module in modules])
+    if modules[0].bias is None:
+        return pack_linear(weight, None)
+    return pack_linear(weight, torch.cat([local(module.bias) for module in modules]))
+
+
+class FusedLlama:
+    """The layers of a loaded Llama, Mistral or Qwen2 model, over the pools it allocates."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pools: KVPools,
+        ops: LlamaOps,
+        max_model_len: int,
+        sharding: Sharding = WHOLE,
+    ) -> None:
+        parts: Any = model
+        config = parts.config
+        base = parts.model
+        self._ops = ops
+        self._features = pools.features
+        self._sharding = sharding
+        self._heads = config.num_attention_heads // sharding.size
+        self._kv_heads = num_kv_heads(config) // sharding.size
+        self._head_dim = head_dim(config)
+        self._eps = config.rms_norm_eps
+        self._embedding = sharding.whole(base.embed_tokens.weight.detach())
+        self._norm: Tensor = base.norm.weight.detach()
+        self._head = sharding.gathered(parts.lm_head.weight.detach(), parts.lm_head.bias)
+        self._uses: list[Use] = []
+        self._rope = self._rope_table(base.rotary_emb, max_model_len)
+        self._layers = [
+            self._layer(layer, pools.allocate(i, self._kv_heads, self._head_dim, self._head_dim))
+            for i, layer in enumerate(base.layers)
+        ]
+        ops.tune([*self._uses, Use(self._head, self._norm)])
+
+    def _layer(self, layer: Any, pool: LayerPool) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
+        gate, up = mlp.gate_proj, mlp.up_proj
+        qk_norm = None
+        if hasattr(attention, "q_norm"):
+            qk_norm = torch.cat(
+                (
+                    attention.q_norm.weight.expand(self._heads, -1),
+                    attention.k_norm.weight.expand(self._kv_heads, -1),
+                )
+            ).detach()
+        input_norm = layer.input_layernorm.weight.detach()
+        post_norm = layer.post_attention_layernorm.weight.detach()
+        qkv, gate_up = _joined(q, k, v), _joined(gate, up)
+        o, down = self._local(attention.o_proj), self._local(mlp.down_proj)
+        self._uses += [Use(qkv, input_norm), Use(o), Use(gate_up, post_norm, True), Use(down)]
+        return _Layer(
+            input_norm=input_norm,
+            qkv=qkv,
+            qk_norm=qk_norm,
+            o=self._sharding.summed(o),
+            post_norm=post_norm,
+            gate_up=gate_up,
+            down=self._sharding.summed(down),
+            pool=pool,
+            params=AttentionParams(
+                scaling=attention.scaling,
+                sliding_window=_sliding_window(attention),
+            ),
+        )
+
+    def _local(self, module: Any) -> Linear:
+        """This rank's part of a layer whose outputs are summed over ranks."""
+        bias = module.bias if self._sharding.rank == 0 else None
+        return pack_linear(local(module.weight), None if bias is None else local(bias))
+
+    def _rope_table(self, rotary: nn.Module, max_model_len: int) -> Tensor:
+        """[positions, 2, 2, head_dim / 2]: cosines for both halves, then sines as -sin, sin."""
+        positions = torch.arange(max_model_len, device=self._embedding.device)[None]
+        with torch.inference_mode():
+            cos, sin = rotary(self._embedding[:1], positions)
+        half = self._head_dim // 2
+        cos, sin = cos[0].view(-1, 2, half), sin[0].view(-1, 2, half)
+        sin = torch.stack((-sin[:, 0], sin[:, 1]), dim=1)
+        return torch.stack((cos, sin), dim=1).contiguous()
+
+    def forward(self, attention: StepAttention, out: Tensor | None = None) -> Tensor:
+        """Logits [num_logits, vocab_size] in the model's dtype, in `out` if given."""
+        x, index = self.hidden(attention), attention.batch.logits_index
+        return self.head(x if len(index) == len(x) else x.index_select(0, index), out)
+
+    def hidden(self, attention: StepAttention) -> Tensor:
+        """What the layers make of every token: [tokens, hidden], not normed yet."""
+        batch, ops, eps = attention.batch, self._ops, self._eps
+        x = F.embedding(batch.input_ids, self._embedding)
+        rope = self._rope.index_select(0, batch.positions)
+        features = self._features
+        for i, layer in enumerate(self._layers):
+            if features is not None:
+                features.enter(i, batch.slot_mapping, x)
+            qkv = ops.norm_linear(x, layer.input_norm, eps, layer.qkv)
+            if layer.qk_norm is not None:
+                ops.qk_norm_(qkv, layer.qk_norm, eps)
+            heads = ops.attend_new(qkv, rope, attention, layer.pool, layer.params)
+            x = layer.o.add(heads.flatten(1), x)
+            x = layer.down.add(ops.norm_gated(x, layer.post_norm, eps, layer.gate_up), x)
+        if features is not None:
+            features.enter(len(self._layers), batch.slot_mapping, x)
+            if features.spec.final_norm:
+                features.final(batch.slot_mapping, ops.rms_norm(x, self._norm, eps))
+        return x
+
+    def head(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits [n, vocab_size] of rows of `hidden` [n, hidden], in `out` if given."""
+        return self._ops.norm_linear(hidden, self._norm, self._eps, self._head, out)

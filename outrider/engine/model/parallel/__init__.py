@@ -1,0 +1,1 @@
+"""Run one model over several GPUs of one host."""

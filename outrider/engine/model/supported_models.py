@@ -1,0 +1,92 @@
+"""Which models this engine runs exactly, as far as a config and a class can tell.
+
+The self-test looks at the numbers; this looks for what a short test cannot see: state that is not
+in the KV cache, attention that lives only in a mask we do not build, and rotary embeddings that
+one long row would change for every row of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from outrider.engine.model.config_sizes import num_kv_heads
+from outrider.errors import UnsupportedModelError
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+DEFAULT_MAX_MODEL_LEN = 2048  # for a config that names no limit
+
+
+def check_supported(model: nn.Module) -> None:
+    """Raise `UnsupportedModelError` with the reason if the model cannot be served exactly."""
+    reason = _refusal(model, model.config)
+    if reason is not None:
+        raise UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}.")
+
+
+def check_shardable(config: Any, num_ranks: int) -> None:
+    """Raise `UnsupportedModelError` unless `num_ranks` ranks can share the model out evenly."""
+    text = config.get_text_config(decoder=True)
+    if not getattr(text, "base_model_tp_plan", None):
+        raise UnsupportedModelError(
+            f"{text.model_type} cannot be served by {num_ranks} ranks: transformers has no plan of "
+            "how to shard it."
+        )
+    heads, kv_heads = int(text.num_attention_heads), num_kv_heads(text)
+    if heads % num_ranks or kv_heads % num_ranks:
+        raise UnsupportedModelError(
+            f"{num_ranks} ranks cannot share {heads} heads and {kv_heads} key/value heads evenly: "
+            f"take a number of ranks that divides both, such as {math.gcd(heads, kv_heads)}."
+        )
+
+
+def _refusal(model: Any, config: Any) -> str | None:
+    text = config.get_text_config(decoder=True)
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder, and only decoders are served"
+    if getattr(model, "_is_stateful", False):
+        return "it keeps recurrent state, which cannot be rolled back when a draft is rejected"
+    if not getattr(text, "is_causal", True):
+        return "its attention is not causal"
+    kinds = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    if kinds:
+        return f"it has layers of type {', '.join(sorted(kinds))}; only full and sliding are known"
+    chunk = getattr(text, "attention_chunk_size", None)
+    if chunk is not None:
+        return f"its attention is chunked (attention_chunk_size={chunk})"
+    if getattr(text, "num_kv_shared_layers", 0):
+        return "some of its layers share the keys and values of others (num_kv_shared_layers)"
+    if getattr(text, "index_topk", None) is not None:
+        return "it picks keys with an indexer (index_topk), which is not implemented"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its modules do not go through transformers' AttentionInterface"
+    return None
+
+
+def max_exact_len(model: nn.Module) -> int:
+    """The longest row for which positions mean the same whatever else is in the batch, tokens.
+
+    Longrope switches its frequencies for the *whole* forward once any row is longer than the
+    original context, so such a model is served up to that length. (Dynamic rope grows only past
+    max_position_embeddings, which bounds every model.)
+    """
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    limit = int(getattr(text, "max_position_embeddings", None) or DEFAULT_MAX_MODEL_LEN)
+    for rope in _ropes(text):
+        if rope.get("rope_type") == "longrope":
+            original = rope.get("original_max_position_embeddings")
+            limit = min(limit, int(original or limit))
+    return limit
+
+
+def _ropes(config: Any) -> Iterator[dict[str, Any]]:
+    """The rotary parameters, one set for the model or one per layer type."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in rope:
+        yield rope
+    else:
+        yield from (value for value in rope.values() if isinstance(value, dict))

@@ -1,0 +1,1 @@
+"""Decide how many tokens to verify, and how long to wait for drafts."""

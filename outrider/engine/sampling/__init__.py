@@ -1,0 +1,1 @@
+"""Edit logits, sample, and verify drafts."""

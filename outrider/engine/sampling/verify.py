@@ -1,0 +1,108 @@
+"""Verification: which drafted tokens are what the target chose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.engine.sampling.coupled import SamplingBatch, sample
+
+
+def verify(draft_tokens: Sequence[int], target_choices: Sequence[int]) -> int:
+    """How many drafted tokens are accepted: the readable definition.
+
+    `target_choices[i]` is what the target chooses after draft_tokens[:i], so there is one choice
+    more than there are drafts. A drafted token is accepted exactly when it equals the target's
+    choice and all before it were accepted. The round then commits target_choices[: accepted + 1]:
+    the accepted tokens, which are the target's choices too, and one more, chosen where the draft
+    was rejected (recovered) or after all of it (bonus). Under the coupled rule a choice is the
+    target's own draw, whatever was drafted, so the draft cannot change the text; under the others
+    (`rules`) it may follow the draft.
+    """
+    assert len(target_choices) == len(draft_tokens) + 1
+    accepted = 0
+    while accepted < len(draft_tokens) and draft_tokens[accepted] == target_choices[accepted]:
+        accepted += 1
+    return accepted
+
+
+def verify_rows(drafts: Tensor, choices: Tensor) -> Tensor:
+    """`verify` for many rows at once, where the tensors are.
+
+    drafts int64 [n, k], rows shorter than k padded with -1, which no token equals; choices int64
+    [n, k + 1], padded with anything. Returns int64 [n].
+    """
+    return (drafts == choices[:, :-1]).cumprod(dim=1).sum(dim=1)
+
+
+def verify_tree(
+    draft_tokens: Sequence[int], parents: Sequence[int], target_choices: Sequence[int]
+) -> tuple[int, ...]:
+    """The nodes of a drafted tree that are accepted, from the root down: the readable definition.
+
+    `target_choices[0]` is what the target chooses before all nodes (parent -1), and
+    `target_choices[1 + i]` what it chooses after node i and its ancestors. The walk goes to the
+    child that equals the choice, the first of them, as long as there is one. The round then commits
+    the choices along it: the tokens of its nodes, and one more.
+    """
+    path: list[int] = []
+    node = -1
+    while True:
+        children = (i for i in range(len(parents)) if parents[i] == node)
+        chosen = next((i for i in children if draft_tokens[i] == target_choices[node + 1]), None)
+        if chosen is None:
+            return tuple(path)
+        path.append(node := chosen)
+
+
+def verify_trees(drafts: Tensor, parents: Tensor, choices: Tensor, max_depth: int) -> Tensor:
+    """`verify_tree` for many rows at once, where the tensors are: int64 [n, max_depth].
+
+    drafts int64 [n, k] and parents int64 [n, k], smaller trees padded with tokens of -1, which none
+    equals; choices int64 [n, k + 1], padded with anything. No tree is deeper than `max_depth`. What
+    follows the end of a path is -1.
+    """
+    num_rows, width = choices.shape
+    nodes = torch.arange(-1, width - 1, device=drafts.device)
+    # Row j: after node j - 1, or the root.
+    children = (parents[:, None, :] == nodes[:, None]) & (drafts[:, None, :] == choices[:, :, None])
+    first = torch.where(children.any(dim=2), children.int().argmax(dim=2) + 1, width)
+    following = torch.nn.functional.pad(first, (0, 1), value=width)  # after the end, the end
+    at = torch.zeros(num_rows, 1, dtype=torch.int64, device=drafts.device)
+    path = []
+    for _ in range(max_depth):
+        at = following.gather(1, at)
+        path.append(at)
+    reached = torch.cat(path, dim=1)
+    return torch.where(reached < width, reached - 1, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyBatch:
+    """What drawing and verifying take besides logits: n rows of k + 1 tokens."""
+
+    input_ids: Tensor  # int64 [n, k + 1]: the token before the drafts, then these
+    draft_lens: Tensor  # int32 [n]: what follows so many drafts is not looked at
+    sampling: SamplingBatch  # one entry a row, but for its positions int64 [n * (k + 1)]: those of
+    # `input_ids`; the token after each is drawn
+
+
+ChooseAndVerify = Callable[[Tensor, VerifyBatch, Tensor], None]
+"""`choose_and_verify`, or a faster equal of it."""
+
+
+def choose_and_verify(logits: Tensor, batch: VerifyBatch, out: Tensor) -> None:
+    """Draws a token from each row of logits [n * (k + 1), vocab] and verifies the drafts.
+
+    `out`, int32 [n, k + 2], gets per row how many drafts are accepted, and then what was drawn.
+    """
+    width = batch.input_ids.shape[1]
+    by_token = batch.sampling.repeated(width, batch.sampling.position + 1)
+    choices = sample(logits, by_token).view(-1, width)
+    # What fills a draft up may be equal to a choice by chance.
+    agreeing = verify_rows(batch.input_ids[:, 1:], choices)
+    out[:, 0] = torch.minimum(agreeing, batch.draft_lens)
+    out[:, 1:] = choices

@@ -1,0 +1,1 @@
+"""Who drafts for which session, and the transport to them."""

@@ -1,0 +1,170 @@
+"""An attached proposer: who it said it is, and its sessions."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from outrider.errors import CapacityError, InvalidRequestError, OutriderError, ProposerRefusedError
+from outrider.features import FeatureOrder, FeatureSpec, FeatureWindow
+from outrider.methods import METHODS
+from outrider.params import MAX_SPECULATIVE_TOKENS
+from outrider.rpc.versions import agreed_version
+from outrider.v1 import draft_pb2
+from scorer_service.config import DraftLimits, ServedModel
+from scorer_service.drafting.outbox import Outbox, Recipient
+from scorer_service.sessions import Session
+
+_MAX_NAME_CHARS: Final = 1024
+
+# They need neither the vocabulary nor the tokenizer.
+_COPYING_METHODS = frozenset({"deterministic", "ngram", "suffix"})
+# They draft no more than they are sure of.
+_SELF_LIMITING = frozenset({"deterministic", "suffix"})
+
+
+class AttachedProposer:
+    """Only the hub writes it, on the event loop."""
+
+    def __init__(
+        self,
+        hello: draft_pb2.Hello,
+        served: ServedModel,
+        limits: DraftLimits,
+        features: FeatureSpec | None = None,
+        told: Recipient | None = None,
+    ) -> None:
+        self.id: str = hello.proposer_id
+        self.method: str = hello.method
+        self.pool: str = hello.pool or "default"
+        self.methods: tuple[str, ...] = tuple(hello.methods) or (hello.method,)
+        self.model: str = hello.model
+        self.max_sessions: int = hello.max_sessions
+        self.max_draft_tokens: int = hello.max_draft_tokens
+        self.runs_ahead: bool = hello.runs_ahead
+        # What is unknown may be the same.
+        self.own_device = served.device != "" and hello.device not in ("", served.device)
+        self.colocated = told is not None
+        self.max_model_len: int = hello.max_model_len or served.max_model_len
+        self.sessions: dict[int, Session] = {}
+        self.limit = hello.max_sessions
+        """Sessions that it may have: fewer while it has no room, as other scorers' fill it."""
+        self.full_until = 0.0  # loop time; then one session more is tried
+        self.probing = False  # since that was tried: each that it drafts for lets others come
+        self.outbox = told or Outbox(limits.max_backlog_tokens, self.methods)
+        self.features = features
+        self.window, self.prompt_window = FeatureWindow(), FeatureWindow()
+        self.ready = True  # False until the scorer has the projection that it needs
+        self.draining = False  # said Goodbye
+        self.set_aside_until = 0.0  # loop time; until then others are preferred
+        self.bad_blocks = 0
+        self.detached: asyncio.Future[OutriderError | None] = (
+            asyncio.get_running_loop().create_future()
+        )
+        """Done once the hub has let go of it; the error that the stream should end with."""
+
+    @property
+    def load(self) -> float:
+        return len(self.sessions) / self.max_sessions
+
+    @property
+    def num_held(self) -> int:
+        """Sessions that take a place."""
+        return len(self.sessions) + self.outbox.num_closing
+
+    @property
+    def has_room(self) -> bool:
+        full = self.num_held >= self.limit or self.outbox.crowded
+        return self.ready and not full and not self.draining
+
+    def feature_order(self, session: Session) -> FeatureOrder | None:
+        """What is to be sent of the target's states, from its latest Open on."""
+        if self.features is None:
+            return None
+        return FeatureOrder(session.epoch, self.features, self.window, self.prompt_window)
+
+    def methods_for(self, session: Session) -> tuple[str, ...]:
+        """Its methods that may draft for the session, the session's preferred one first."""
+        speculation = session.request.speculation
+        useless = () if speculation.advice.token_ids else ("deterministic",)
+        return tuple(
+            name
+            for name in speculation.methods or METHODS
+            if name in self.methods and name not in useless
+        )
+
+    def fits(self, session: Session) -> bool:
+        """Whether it may draft for the session, room aside."""
+        return bool(self.methods_for(session)) and len(session.committed) < self.max_model_len
+
+    def preference(self, session: Session) -> tuple[int, int]:
+        """The smaller, the better it suits a session that it fits."""
+        methods = self.methods_for(session)
+        order = session.request.speculation.methods or METHODS
+        return order.index(methods[0]), -len(methods)
+
+    def draft_limit(self, session: Session) -> int:
+        """Draft tokens per round at most.
+
+        Where the request names none, the scorer's default bounds methods that draft what they are
+        asked for. Those that draft as much as they are sure of are bounded by what they can do:
+        long drafts are what they are for, and the policy takes less where that is faster.
+        """
+        limit = session.num_speculative_tokens
+        asked = session.request.speculation.num_speculative_tokens
+        if asked is None and limit and not _SELF_LIMITING.isdisjoint(self.methods_for(session)):
+            limit = MAX_SPECULATIVE_TOKENS
+        return min(limit, self.max_draft_tokens)
+
+
+def check_hello(hello: draft_pb2.Hello, served: ServedModel) -> None:
+    """Raise `ProposerRefusedError` with the reasons of draft.proto, or `InvalidRequestError`."""
+    agreed_version(hello.protocol_version)
+    for name in ("proposer_id", "max_sessions", "max_draft_tokens"):
+        if not getattr(hello, name):
+            raise InvalidRequestError(f"Hello.{name} must be set", param=name)
+    for name in ("proposer_id", "model", "pool"):  # they are kept, sent on and made labels of
+        if len(getattr(hello, name)) > _MAX_NAME_CHARS:
+            raise InvalidRequestError(
+                f"Hello.{name} must be at most {_MAX_NAME_CHARS} characters long", param=name
+            )
+    if len(hello.methods) > len(METHODS):  # before going through them, which takes time
+        raise InvalidRequestError(f"Hello.methods must be at most {len(METHODS)}", param="methods")
+    methods = tuple(hello.methods) or (hello.method,)
+    if len(methods) > len(set(methods)):
+        raise InvalidRequestError(
+            "Hello.methods must be different from each other", param="methods"
+        )
+    for method in (hello.method, *methods):
+        if method not in METHODS:
+            raise ProposerRefusedError(
+                f"unknown method {method!r}; this scorer knows {', '.join(METHODS)}",
+                reason="UNKNOWN_METHOD",
+            )
+    if hello.method != methods[0]:
+        raise InvalidRequestError("Hello.method must be the first of methods", param="method")
+    copies = _COPYING_METHODS.issuperset(methods)
+    theirs, ours = hello.tokenizer_hash, served.tokenizer_hash
+    # Models of a family fill their vocabularies up differently, beyond all that the tokenizer has.
+    smaller = theirs == ours != "" and 0 < hello.vocab_size < served.vocab_size
+    fits = smaller or hello.vocab_size == served.vocab_size
+    if not fits and not (copies and hello.vocab_size == 0):
+        raise ProposerRefusedError(
+            f"the draft's vocabulary has {hello.vocab_size} tokens, the target's "
+            f"{served.vocab_size}: use a draft with the target's tokenizer and no more tokens",
+            reason="VOCAB_MISMATCH",
+        )
+    if ours and theirs != ours and not (copies and not theirs):
+        raise ProposerRefusedError(
+            f"the draft's tokenizer ({theirs[:12] or 'none'}) is not the target's ({ours[:12]}): "
+            "the same id would mean different text",
+            reason="TOKENIZER_MISMATCH",
+        )
+
+
+def overflow_error(limits: DraftLimits) -> CapacityError:
+    """What a proposer that does not read is told."""
+    return CapacityError(
+        f"more than {limits.max_backlog_tokens} tokens wait to be read: the proposer is too slow",
+        retry_after_s=limits.set_aside_s,
+    )

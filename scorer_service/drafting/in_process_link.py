@@ -1,0 +1,102 @@
+"""The event loop's side of a proposer within this process: what it tells it, and hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from outrider.drafting.proposer import SessionStart
+from outrider.engine.worker import EngineWorker
+from outrider.errors import ConfigError, InternalError, OutriderError
+from outrider.features import FeatureRows
+from outrider.rpc.feature_codec import features_from_proto
+from outrider.v1 import draft_pb2
+from scorer_service.config import ServedModel
+from scorer_service.drafting.attached import AttachedProposer
+from scorer_service.drafting.in_process import InProcessProposer
+from scorer_service.hub import Hub
+from scorer_service.sessions import Session
+
+
+def attach(
+    hub: Hub, worker: EngineWorker, proposer: InProcessProposer, served: ServedModel
+) -> None:
+    """Give it to the roster. Raises `ConfigError` if it does not fit."""
+    hello = proposer.hello(served)
+    if hello.HasField("features"):
+        hub.roster.projections.note(features_from_proto(hello.features))
+    try:
+        attached = hub.roster.attach(hello, _Commands(worker, proposer))
+    except OutriderError as error:
+        raise ConfigError(f"--in-process-proposer: {error.message}") from error
+    proposer.tell(_OnLoop(asyncio.get_running_loop(), hub, attached))
+
+
+class _Commands:
+    """Implements `Recipient`: what it is told is done on the engine's thread, in order.
+
+    Commits and hidden states it has before the event loop does.
+    """
+
+    overflowed = crowded = False
+    num_closing = 0
+
+    def __init__(self, worker: EngineWorker, proposer: InProcessProposer) -> None:
+        self._worker = worker
+        self._proposer = proposer
+        self.on_demand = True  # whatever it is told
+
+    def open(self, session: Session) -> None:
+        speculation = session.request.speculation
+        start = SessionStart(
+            prefix=(),
+            sampling=session.request.sampling,
+            num_draft_tokens=session.num_draft_tokens,
+            max_len=session.max_len,
+            methods=speculation.methods,
+            advice=speculation.advice,
+            constraint=session.request.constraint,
+            rule=speculation.verification.rule,
+            tenant=session.request.tenant,
+        )
+        session_id, epoch, given = session.id, session.epoch, session.num_given_tokens
+        self._worker.carry_out(
+            lambda engine: self._proposer.open(engine, session_id, epoch, start, given), session_id
+        )
+
+    def commit(self, session: Session, step_us: int) -> None:
+        pass
+
+    def features(self, session: Session, rows: FeatureRows) -> None:  # noqa: ARG002
+        """Rows of a session that it has lost meanwhile."""
+        self._worker.features.give_back(rows.window, len(rows.rows))
+
+    def close(self, session: Session) -> None:
+        session_id = session.id
+        self._worker.carry_out(lambda _: self._proposer.close(session_id))
+
+
+class _OnLoop:
+    """Implements `DraftListener`: the roster hears of it on the event loop."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, hub: Hub, proposer: AttachedProposer
+    ) -> None:
+        self._loop = loop
+        self._hub = hub
+        self._proposer = proposer
+
+    def first_draft(self, session_id: int, epoch: int) -> None:
+        self._loop.call_soon_threadsafe(self._first_draft, session_id, epoch)
+
+    def lost(self, session_id: int, epoch: int) -> None:
+        lost = draft_pb2.Lost(session=session_id, epoch=epoch)
+        self._loop.call_soon_threadsafe(self._hub.roster.on_lost, self._proposer, lost)
+
+    def failed(self) -> None:
+        error = InternalError("drafting failed several times; the log has the details")
+        self._loop.call_soon_threadsafe(self._hub.roster.detach, self._proposer, error)
+
+    def _first_draft(self, session_id: int, epoch: int) -> None:
+        session = self._proposer.sessions.get(session_id)
+        if session is not None and session.epoch == epoch:
+            self._hub.roster.on_first_block(self._proposer, session)

@@ -1,0 +1,167 @@
+"""What proposers may ask of the target's hidden states, and the projections they bring for that."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Iterable
+
+from outrider.engine.hidden_states.commands import HiddenStateCommands
+from outrider.errors import DeadlineError, InvalidRequestError, ProposerRefusedError
+from outrider.features import FeatureSpec
+from outrider.rpc.feature_codec import features_from_proto
+from outrider.v1 import draft_pb2
+from scorer_service.config import DraftLimits
+
+_REASON = "FEATURES_UNAVAILABLE"
+
+
+def check_features(
+    hello: draft_pb2.Hello, captured: FeatureSpec | None, limits: DraftLimits
+) -> FeatureSpec | None:
+    """What a proposer needs of the forward, None for nothing.
+
+    Raises `InvalidRequestError` for what makes no sense, and `ProposerRefusedError` for what this
+    scorer does not capture.
+    """
+    if not hello.HasField("features"):
+        return None
+    spec = features_from_proto(hello.features)
+    if captured is None:
+        raise ProposerRefusedError(
+            f"{hello.method} needs hidden states, and this scorer captures none: start it with "
+            f"--hidden-features {','.join(spec.states)}",
+            reason=_REASON,
+        )
+    if spec.hidden_size != captured.hidden_size:
+        raise ProposerRefusedError(
+            f"the draft was made for a target whose states have {spec.hidden_size} values, this "
+            f"one's have {captured.hidden_size}: use a draft for this target",
+            reason=_REASON,
+        )
+    missing = [state for state in spec.states if state not in captured.states]
+    if missing:
+        wanted = sorted({*spec.layers, *captured.layers})
+        final = ["final"] if spec.final_norm or captured.final_norm else []
+        raise ProposerRefusedError(
+            f"this scorer captures {','.join(captured.states)}, not {','.join(missing)}: start it "
+            f"with --hidden-features {','.join([*map(str, wanted), *final])}",
+            reason=_REASON,
+        )
+    if spec.projection_bytes > limits.max_projection_bytes:
+        raise ProposerRefusedError(
+            f"a projection may have {limits.max_projection_bytes} bytes, not "
+            f"{spec.projection_bytes}: project in the proposer",
+            reason=_REASON,
+        )
+    return spec
+
+
+class Projections:
+    """The matrices that the engine holds, by digest: a few. Lives on the event loop."""
+
+    def __init__(self, engine: HiddenStateCommands, limits: DraftLimits) -> None:
+        self._engine = engine
+        self._limits = limits
+        self._held: dict[bytes, asyncio.Future[None]] = {}
+        """Done once the engine has it; the ones longest not asked for first."""
+        # They are large: no more are read at once than may be kept.
+        self._reading = asyncio.Semaphore(limits.max_projections)
+
+    def lacks(self, spec: FeatureSpec | None) -> bool:
+        """Whether a proposer has to send its matrix."""
+        if spec is None or not spec.projection_dim:
+            return False
+        held = self._held.get(spec.projection_sha256)
+        if held is None or not held.done():
+            return True
+        self._held[spec.projection_sha256] = self._held.pop(spec.projection_sha256)
+        return False
+
+    def note(self, spec: FeatureSpec) -> None:
+        """The engine was given this one otherwise, before any proposer attached."""
+        if spec.projection_dim:
+            self._held[spec.projection_sha256] = held = asyncio.get_running_loop().create_future()
+            held.set_result(None)
+
+    async def receive(
+        self,
+        spec: FeatureSpec,
+        requests: AsyncIterator[draft_pb2.DraftRequest],
+        in_use: Callable[[], Iterable[bytes]],
+    ) -> None:
+        """Read the chunks of a matrix, checks it and gives it to the engine.
+
+        `in_use` tells the digests that attached proposers need. Raises what the stream should end
+        with.
+        """
+        try:
+            async with asyncio.timeout(self._limits.projection_timeout_s):
+                async with self._reading:
+                    matrix = await _read_matrix(spec, requests)
+                # Another proposer may wait for it, too, when this one's stream ends.
+                await asyncio.shield(self._hold(spec, matrix, in_use))
+        except TimeoutError:
+            seconds = self._limits.projection_timeout_s
+            raise DeadlineError(f"the projection was not complete within {seconds:g} s") from None
+
+    def _hold(
+        self, spec: FeatureSpec, matrix: bytearray, in_use: Callable[[], Iterable[bytes]]
+    ) -> asyncio.Future[None]:
+        digest = spec.projection_sha256
+        held = self._held.get(digest)
+        if held is not None:  # another proposer's came meanwhile
+            return held
+        needed = set(in_use())
+        idle = [digest for digest in self._held if digest not in needed]
+        if len(self._held) >= self._limits.max_projections:
+            if not idle:
+                raise ProposerRefusedError(
+                    f"{self._limits.max_projections} different projections are in use already: "
+                    "project in the proposer",
+                    reason=_REASON,
+                )
+            del self._held[idle[0]]
+            self._engine.drop_projection(idle[0])
+        put = asyncio.wrap_future(self._engine.put_projection(spec, matrix))
+        self._held[digest] = kept = asyncio.ensure_future(self._keep(digest, put))
+        return kept
+
+    async def _keep(self, digest: bytes, put: asyncio.Future[None]) -> None:
+        try:
+            await put
+        except Exception as error:
+            self._held.pop(digest, None)
+            raise ProposerRefusedError(
+                f"the projection could not be kept on the device ({type(error).__name__}): give "
+                "keys and values less memory, or project in the proposer",
+                reason=_REASON,
+            ) from error
+
+
+async def _read_matrix(
+    spec: FeatureSpec, requests: AsyncIterator[draft_pb2.DraftRequest]
+) -> bytearray:
+    matrix, digest = bytearray(), hashlib.sha256()
+    while len(matrix) < spec.projection_bytes:
+        request = await anext(requests, None)
+        if request is None or request.WhichOneof("message") != "projection":
+            raise InvalidRequestError(
+                "the projection that Welcome asks for comes before anything else",
+                param="projection",
+            )
+        chunk = request.projection
+        fits = chunk.offset == len(matrix) and chunk.data
+        if not fits or len(matrix) + len(chunk.data) > spec.projection_bytes:
+            raise InvalidRequestError(
+                f"a ProjectionChunk of {len(chunk.data)} bytes at {chunk.offset} does not follow "
+                f"{len(matrix)} of {spec.projection_bytes}",
+                param="projection",
+            )
+        matrix += chunk.data
+        digest.update(chunk.data)
+    if digest.digest() != spec.projection_sha256:
+        raise InvalidRequestError(
+            "the projection is not the one of FeatureSpec.projection_sha256", param="projection"
+        )
+    return matrix

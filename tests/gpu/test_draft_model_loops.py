@@ -1,0 +1,170 @@
+"""Recorded draft loops on CUDA graphs, against the eager way on the same device.
+
+What needs no graph also runs on Triton's interpreter:
+TRITON_INTERPRET=1 pytest -m gpu -W ignore::RuntimeWarning tests/gpu
+"""
+
+import os
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
+
+from outrider.drafting.draft_model.chains import ReadyRow, draft_chains, draft_forks  # noqa: E402
+from outrider.drafting.graphs import loop_inputs  # noqa: E402
+from outrider.drafting.graphs.draft_model import DraftModelLoops  # noqa: E402
+from outrider.drafting.graphs.draws import TorchDraws  # noqa: E402
+from outrider.drafting.graphs.loops import Capture, make_shapes  # noqa: E402
+from outrider.drafting.graphs.triton_draws import TritonDraws  # noqa: E402
+from outrider.drafting.likeliest import top_candidates  # noqa: E402
+from outrider.engine.batch import RowSlice, pack  # noqa: E402
+from outrider.engine.graphs.capture import CudaGraphs  # noqa: E402
+from outrider.engine.model.paged_model import PagedModel  # noqa: E402
+from outrider.engine.sampling.coupled import SamplingBatch  # noqa: E402
+from outrider.params import SamplingParams  # noqa: E402
+from tests.support.clear_llama import clear_llama  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, seed=5),
+    SamplingParams(temperature=0.7, seed=2**64 - 1),
+    SamplingParams(temperature=1.2, seed=2**31, top_k=12, top_p=0.9, min_p=0.01),
+)
+graphs = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs CUDA graphs")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [97, 5000])
+def test_candidates(dtype: torch.dtype, vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = (3 * torch.randn(len(SAMPLINGS), vocab_size, generator=generator)).to(dtype).to(DEVICE)
+    logits[0, 7] = logits[0, 90] = logits[0].max() + 1
+    batch = SamplingBatch.build(SAMPLINGS, [3, 50, 900, 2**20], DEVICE)
+    tokens, gaps = TritonDraws().candidates(logits, batch, 3)
+    expected, expected_gaps = top_candidates(logits.float(), batch, 3)
+    assert tokens[1:].tolist() == expected[1:].tolist()
+    assert tokens[0, :2].tolist() == [7, 90]
+    torch.testing.assert_close(gaps, expected_gaps)
+    assert TritonDraws().choose(logits, batch).tolist() == tokens[:, 0].tolist()
+
+
+def test_where_cuts_leave_too_few_the_gaps_are_infinite() -> None:
+    logits = torch.arange(3000, dtype=torch.float32, device=DEVICE)[None].contiguous()
+    batch = SamplingBatch.build([SamplingParams(temperature=1.0, top_k=2)], [3], DEVICE)
+    tokens, gaps = TritonDraws().candidates(logits, batch, 4)
+    assert set(tokens[0, :2].tolist()) == {2998, 2999}
+    assert gaps[0].isinf().tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_noise_is_added_as_on_a_cpu(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(len(SAMPLINGS), 3, 3000, generator=generator).to(dtype).to(DEVICE)
+    logits[0, 1, 7] = -torch.inf
+    batch = SamplingBatch.build(SAMPLINGS, [3, 50, 900, 2**20], DEVICE)
+    for depth in (0, 5):
+        found = TritonDraws().noised(logits, batch, depth)
+        assert found.dtype is torch.float32
+        torch.testing.assert_close(found, TorchDraws().noised(logits, batch, depth))
+        assert torch.equal(found[0], logits[0].float())
+
+
+def llama() -> PagedModel:
+    return clear_llama(DEVICE, num_pages=300)
+
+
+def fed_rows(
+    model: PagedModel, rng: random.Random, count: int, room: int
+) -> tuple[list[RowSlice], list[RowSlice]]:
+    """Rows of which 1 or 2 tokens are to be fed, and the same from their first token on."""
+    free = rng.sample(range(model.num_pages), model.num_pages)
+    short, whole = [], []
+    for _ in range(count):
+        text = [rng.randrange(1000) for _ in range(rng.randint(5, 120))]
+        pages = [free.pop() for _ in range(-(-(len(text) + room) // 16))]
+        own = [free.pop() for _ in pages]
+        start = len(text) - rng.randint(1, 2)
+        model.forward(pack([RowSlice(text[:start], 0, pages, 1)], 16, DEVICE))
+        short.append(RowSlice(text[start:], start, pages, 1))
+        whole.append(RowSlice(text, 0, own, 1))
+    return short, whole
+
+
+@graphs
+def test_graphs_draft_what_the_eager_way_drafts() -> None:
+    model = llama()
+    assert model.capturable
+    shapes = [
+        shape
+        for fanout in (0, 3)
+        for cut in (False, True)
+        for shape in make_shapes(
+            rows=(1, 4, 8), query_lens=(2,), num_tokens=(4,), fanout=fanout, cut=cut
+        )
+    ]
+    drafter = DraftModelLoops(model, Capture(shapes, CudaGraphs(), TritonDraws()))
+    for seed in range(20):
+        rng = random.Random(seed)
+        short, whole = fed_rows(model, rng, rng.randint(1, 8), 5)
+        sampling = [rng.choice(SAMPLINGS) for _ in short]
+        ready = [
+            ReadyRow(len(row.token_ids), 4, params)
+            for row, params in zip(whole, sampling, strict=True)
+        ]
+        assert drafter.draft(short, ready) == draft_chains(model, whole, ready)
+        forks = drafter.forks(short, sampling, 4, 3)
+        eager = draft_forks(model, whole, sampling, 4, 3)
+        assert forks.candidates.tolist() == eager.candidates.tolist()
+
+
+@graphs
+def test_a_loop_copies_pages_first() -> None:
+    model = llama()
+    shapes = make_shapes(rows=(2, 4), query_lens=(1,), num_tokens=(4,), fanout=2)
+    drafter = DraftModelLoops(model, Capture(shapes, CudaGraphs(), TritonDraws()))
+    rng = random.Random(2)
+    text = [rng.randrange(1000) for _ in range(21)]
+    model.forward(pack([RowSlice(text[:20], 0, [5, 9], 1)], 16, DEVICE))
+    sampling = [SAMPLINGS[0]] * 2
+    tables = [[5, 40], [5, 41]]  # the second page is copied for each
+    rows = [RowSlice([token], 20, table, 1) for token, table in zip((7, 8), tables, strict=True)]
+    forks = drafter.forks(rows, sampling, 4, 2, copies=[(9, 40), (9, 41)])
+    for i, token in enumerate((7, 8)):
+        whole = RowSlice([*text[:20], token], 0, [100, 101], 1)
+        eager = draft_forks(model, [whole], sampling[:1], 4, 2)
+        assert forks.candidates[i].tolist() == eager.candidates[0].tolist()
+
+
+@graphs
+def test_branches_that_share_pages_are_drafted_as_each_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop_inputs, "_SHARING_ROWS", 1)
+    model, rng, k = llama(), random.Random(4), 3
+    shapes = make_shapes(rows=(16,), query_lens=(1, 2), num_tokens=(k,), fanout=2)
+    drafter = DraftModelLoops(model, Capture(shapes, CudaGraphs(), TritonDraws()))
+    free, slices, whole, copies = list(range(model.num_pages)), [], [], []
+    for length, count in ((70, 7), (31, 3), (47, 1)):
+        text = [rng.randrange(1000) for _ in range(length)]
+        trunk = [free.pop() for _ in range(-(-length // 16))]
+        model.forward(pack([RowSlice(text, 0, trunk, 1)], 16, DEVICE))
+        for _ in range(count):
+            start = length - rng.randint(0, 4)
+            token, first = rng.randrange(1000), start // 16
+            own = [free.pop(), free.pop()]
+            if start % 16:
+                copies.append((trunk[first], own[0]))
+            slices.append(RowSlice([token], start, trunk[:first] + own, 1))
+            alone = [free.pop() for _ in range(8)]
+            whole.append(RowSlice([*text[:start], token], 0, alone, 1))
+    sampling = [SAMPLINGS[i % 2] for i in range(len(slices))]
+    forks = drafter.forks(slices, sampling, k, 2, copies)
+    eager = draft_forks(model, whole, sampling, k, 2)
+    assert forks.candidates.tolist() == eager.candidates.tolist()

@@ -1,0 +1,237 @@
+"""Branches say what drafting their texts from scratch says, and own what they write."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider.drafting.ahead.branches import (
+    Branch,
+    BranchingModel,
+    DraftedBranch,
+    EagerForks,
+    Trunk,
+    adopt,
+    draft_branches,
+    drop,
+    lengthen,
+)
+from outrider.drafting.draft_model.chains import Forks, ReadyRow, draft_chains
+from outrider.drafting.likeliest import cut_to_likeliest, top_candidates
+from outrider.engine.batch import RowSlice
+from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.model.loader import build_paged_model
+from outrider.engine.sampling.coupled import SamplingBatch, gumbel_noise, process_logits, sample
+from outrider.params import SamplingParams
+from tests.support.hash_model import HashModel
+
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, seed=11),
+    SamplingParams(temperature=0.8, seed=2**63 + 5, top_k=20, top_p=0.9),
+)
+NUM_PAGES = 96
+
+
+def hash_model() -> BranchingModel:
+    return HashModel(vocab_size=64, page_size=4, num_pages=NUM_PAGES, max_model_len=128)
+
+
+def llama() -> BranchingModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    model = LlamaForCausalLM(config).double()
+    return build_paged_model(model, page_size=4, num_pages=NUM_PAGES, self_test=False)
+
+
+@dataclass
+class Session:
+    tokens: list[int]
+    table: array[int]
+    sampling: SamplingParams
+    chain: list[int]
+    candidates: list[list[int]]  # [K + 1][F]
+
+
+class Bench:
+    """Sessions over one pool; what is expected is drafted with the same model, from scratch."""
+
+    def __init__(self, model: BranchingModel, k: int, fanout: int, rng: random.Random) -> None:
+        self.model, self.k, self.fanout, self.rng = model, k, fanout, rng
+        self.drafter = EagerForks(model)
+        self.pool = BlockPool(model.num_pages)
+        taken = [self.pool.allocate() for _ in range(NUM_PAGES)]
+        rng.shuffle(taken)
+        self.pool.release(taken)  # scattered from here on
+        self.sessions: list[Session] = []
+
+    def pages(self, num_tokens: int) -> array[int]:
+        return array("i", [self.pool.allocate() for _ in range(-(-num_tokens // 4))])
+
+    def from_scratch(self, text: list[int], sampling: SamplingParams) -> list[int]:
+        table = self.pages(len(text) + self.k)
+        rows = [RowSlice(text, 0, table, 1)]
+        [chain] = draft_chains(self.model, rows, [ReadyRow(len(text), self.k, sampling)])
+        self.pool.release(table)
+        return chain
+
+    def open(self, num_tokens: int, sampling: SamplingParams) -> None:
+        text = [self.rng.randrange(60) for _ in range(num_tokens)]
+        table = self.pages(num_tokens + self.k)
+        rows = [RowSlice(text, 0, table, 1)]
+        forks = self.drafter.forks(rows, [sampling], self.k, self.fanout)
+        chain = forks.chains[0].tolist()
+        assert chain == self.from_scratch(text, sampling)
+        self.sessions.append(Session(text, table, sampling, chain, forks.candidates[0].tolist()))
+
+    def branches(self) -> list[Branch]:
+        made = [
+            Branch(i, accepted, token)
+            for i, session in enumerate(self.sessions)
+            for accepted in range(self.k + 1)
+            for token in session.candidates[accepted][accepted < self.k :]
+        ]
+        self.rng.shuffle(made)
+        return made
+
+    def draft(self, branches: list[Branch]) -> list[DraftedBranch]:
+        trunks = [Trunk(len(s.tokens), s.table, s.sampling) for s in self.sessions]
+        return draft_branches(
+            self.drafter, self.pool, trunks, branches, num_tokens=self.k, fanout=self.fanout
+        )
+
+    def lengthen(self, drafted: list[DraftedBranch]) -> Forks:
+        trunks = [Trunk(len(s.tokens), s.table, s.sampling) for s in self.sessions]
+        branches = [(trunks[each.branch.trunk], each) for each in drafted]
+        return lengthen(self.drafter, branches, self.fanout)
+
+    def text(self, branch: Branch) -> list[int]:
+        session = self.sessions[branch.trunk]
+        return [*session.tokens, *session.chain[: branch.accepted], branch.token]
+
+    def check(self, alive: list[DraftedBranch]) -> None:
+        owned = [session.table for session in self.sessions] + [each.pages for each in alive]
+        self.pool.check_invariants(owned)
+
+
+@pytest.mark.parametrize("make", [hash_model, llama])
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_branches_equal_drafting_from_scratch_round_after_round(make: object, k: int) -> None:
+    rng = random.Random(k)
+    model: BranchingModel = make()  # type: ignore[operator]
+    bench = Bench(model, k, 2, rng)
+    for length, sampling in zip((9, 4, 15), SAMPLINGS, strict=True):
+        bench.open(length, sampling)
+    for _ in range(4):
+        wanted = bench.branches()[:14]
+        drafted = bench.draft(wanted)
+        assert [each.branch for each in drafted] == sorted(wanted, key=lambda each: each.trunk)
+        bench.check(drafted)
+        for each in drafted:
+            text = bench.text(each.branch)
+            assert each.length == len(text)
+            session = bench.sessions[each.branch.trunk]
+            assert each.tokens == bench.from_scratch(text, session.sampling)
+            assert each.candidates[:-1, 0].tolist() == each.tokens
+            follow = bench.from_scratch(text + each.tokens, session.sampling)
+            assert each.candidates[-1, 0] == follow[0]
+        for i, session in enumerate(bench.sessions):
+            mine = [each for each in drafted if each.branch.trunk == i]
+            if mine:
+                true = rng.choice(mine)
+                session.tokens = bench.text(true.branch)
+                session.chain = true.tokens
+                session.candidates = true.candidates.tolist()
+                adopt(bench.pool, session.table, true)
+                mine.remove(true)
+            drop(bench.pool, mine)
+        bench.check([])
+
+
+@pytest.mark.parametrize("make", [hash_model, llama])
+def test_branches_are_lengthened_within_their_pages(make: object) -> None:
+    model: BranchingModel = make()  # type: ignore[operator]
+    bench = Bench(model, 3, 3, random.Random(2))
+    for length, sampling in zip((9, 4, 15), SAMPLINGS, strict=True):
+        bench.open(length, sampling)
+    drafted = bench.draft(bench.branches()[:14])
+    free = bench.pool.num_free
+    forks = bench.lengthen(drafted)
+    assert forks.candidates.shape == forks.gaps.shape == (len(drafted), 1, 3)
+    for each, [[best, *_]] in zip(drafted, forks.candidates.tolist(), strict=True):
+        assert each.guess[:-1] == each.tokens
+        sampling = bench.sessions[each.branch.trunk].sampling
+        text = [*bench.text(each.branch), *each.guess]
+        assert best == bench.from_scratch(text, sampling)[0]
+    assert bench.pool.num_free == free
+
+
+def test_branches_that_find_no_page_are_left_out() -> None:
+    bench = Bench(hash_model(), 3, 3, random.Random(1))
+    bench.open(9, SAMPLINGS[0])
+    spare = bench.pages(4 * (bench.pool.num_free - 3))
+    wanted = bench.branches()
+    drafted = bench.draft(wanted)
+    assert 1 <= len(drafted) <= 3
+    assert [each.branch for each in drafted] == wanted[: len(drafted)]
+    drop(bench.pool, drafted)
+    bench.pool.release(spare)
+    bench.check([])
+
+
+def test_a_model_that_fails_keeps_no_page() -> None:
+    model = hash_model()
+    bench = Bench(model, 3, 2, random.Random(1))
+    bench.open(9, SAMPLINGS[0])
+    model.fail_next = True  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="fell over"):
+        bench.draft(bench.branches())
+    bench.check([])
+
+
+def test_candidates_are_the_best_scores_and_begin_with_the_drawn_token() -> None:
+    logits = torch.randn(3, 64, generator=torch.Generator().manual_seed(3))
+    logits[0, 5] = logits[0, 9] = logits[0].max() + 1  # the first of equals is drawn
+    batch = SamplingBatch.build(SAMPLINGS, [4, 9, 70])
+    tokens, gaps = top_candidates(logits, batch, 4)
+    assert tokens[:, 0].tolist() == sample(logits, batch).tolist()
+    assert tokens[0, :2].tolist() == [5, 9]
+    assert gaps[0, :2].tolist() == [0.0, 0.0]
+    noisy = (logits[1] + gumbel_noise(batch.seed[1:2], batch.position[1:2], 64)[0]).sort(
+        descending=True
+    )
+    assert tokens[1].tolist() == noisy.indices[:4].tolist()
+    torch.testing.assert_close(gaps[1], (noisy.values[0] - noisy.values[:4]).float())
+    assert gaps.diff(dim=1).min() >= 0
+
+
+def test_cuts_without_waiting_are_the_same_where_the_likeliest_decide() -> None:
+    logits = 4 * torch.randn(6, 1000, generator=torch.Generator().manual_seed(4))
+    logits[5] *= 0.01  # nearly uniform: 256 tokens do not reach the top_p
+    params = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.7, top_k=5),
+        SamplingParams(temperature=1.3, top_p=0.8),
+        SamplingParams(temperature=1.0, min_p=0.1),
+        SamplingParams(temperature=0.9, top_k=50, top_p=0.9, min_p=0.02),
+        SamplingParams(temperature=1.0, top_p=0.9),
+    ]
+    batch = SamplingBatch.build(params, range(6))
+    cut = cut_to_likeliest(logits, batch).isinf()
+    exact = process_logits(logits, batch).isinf()
+    assert cut[:5].equal(exact[:5])
+    assert exact[1:].any(dim=1).all()
+    assert not cut[5].any()

@@ -1,0 +1,84 @@
+"""What methods with weights are told of their device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from outrider.drafting.building.config import DraftModelConfig, HeadConfig, ModelConfig
+from outrider.drafting.building.methods import build_proposer
+from outrider.drafting.building.weights import choose_dtype
+from outrider.engine.kv_cache.memory import fitting
+from outrider.engine.model.loader import count_pages
+from outrider.errors import ConfigError
+from proposer_service.__main__ import parse
+
+
+def test_a_draft_is_computed_in_what_is_fastest_unless_told_otherwise() -> None:
+    on_cpu = DraftModelConfig()
+    assert choose_dtype(on_cpu, on_cpu=torch.float32) is torch.float32
+    on_cuda = replace(on_cpu, device="cuda")
+    assert choose_dtype(on_cuda, on_cpu=torch.float32) is torch.bfloat16
+    told = replace(on_cuda, dtype="float32")
+    assert choose_dtype(told, on_cpu=torch.bfloat16) is torch.float32
+
+
+def test_weights_are_quantized_where_there_are_kernels_for_it() -> None:
+    on_cpu = DraftModelConfig()
+    on_cuda = replace(on_cpu, device="cuda")
+    assert on_cuda.int8_weights
+    assert not on_cpu.int8_weights
+    assert not replace(on_cuda, dtype="float32").int8_weights
+    assert not replace(on_cuda, quantization="none").int8_weights
+    argv = ["--scorer", "127.0.0.1:1", "--quantization", "int8"]
+    for flags in ([], ["--device", "cuda", "--dtype", "float32"], ["--method", "eagle3"]):
+        with pytest.raises(ConfigError, match="--quantization int8 is for --device cuda"):
+            parse([*argv, *flags])
+    config, _ = parse([*argv, "--device", "cuda", "--method", "eagle3"])
+    (method,) = config.methods
+    assert isinstance(method, HeadConfig)
+    assert method.int8_weights
+
+
+def test_a_model_that_no_method_reads_is_refused() -> None:
+    argv = ["--scorer", "127.0.0.1:1", "--model", "embedded", "--method"]
+    for methods in ("ngram", "suffix,deterministic"):
+        with pytest.raises(ConfigError, match=f"no use with --method {methods}: leave it out, or"):
+            parse([*argv, methods])
+    for methods in ("draft_model", "ngram,draft_model", "eagle3"):
+        config, _ = parse([*argv, methods])
+        assert isinstance(config.methods[-1], ModelConfig)
+        assert config.methods[-1].model == "embedded"
+
+
+def test_a_gpu_s_eagle3_lets_the_scorer_project() -> None:
+    on_cpu = HeadConfig(name="eagle3")
+    on_cuda = replace(on_cpu, device="cuda")
+    assert on_cuda.projects_features
+    assert not on_cpu.projects_features
+    assert not replace(on_cuda, project_features=False).projects_features
+    assert replace(on_cpu, project_features=True).projects_features
+    assert not HeadConfig(name="mtp", device="cuda").projects_features
+
+
+def test_memory_that_holds_nothing_is_told() -> None:
+    method = DraftModelConfig(kv_cache_memory=1)
+    assert count_pages(method.kv_cache_memory, 2**18) == 4
+    with pytest.raises(ConfigError, match="--kv-cache-memory 1 holds not one page"):
+        count_pages(method.kv_cache_memory, 2**20 + 1)
+    with (
+        pytest.raises(ConfigError, match="The module and --kv-cache-memory 1 do not fit"),
+        fitting("The module", method.kv_cache_memory),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(ConfigError, match="The model does not fit"), fitting("The model", None):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("method", [DraftModelConfig(), HeadConfig(name="eagle3")])
+def test_a_cache_larger_than_the_memory_is_refused(method: ModelConfig) -> None:
+    method = replace(method, kv_cache_memory=10**8)
+    with pytest.raises(ConfigError, match="--kv-cache-memory 100000000 do not fit"):
+        build_proposer((method,), 256, print)

@@ -1,0 +1,83 @@
+"""Pages: references, prefix sharing, eviction."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.engine.kv_cache.block_pool import ROOT_HASH, BlockPool, page_hash
+
+
+def chain(*pages: tuple[int, ...]) -> list[bytes]:
+    hashes = [ROOT_HASH]
+    for tokens in pages:
+        hashes.append(page_hash(hashes[-1], tokens))
+    return hashes[1:]
+
+
+def test_a_hash_depends_on_all_tokens_before() -> None:
+    assert chain((1, 2), (3, 4))[1] != chain((1, 9), (3, 4))[1]
+    assert chain((1, 2), (3, 4)) == chain((1, 2), (3, 4))
+
+
+def test_shared_pages_stay_until_the_last_user_lets_go() -> None:
+    pool = BlockPool(4)
+    table = [pool.allocate(), pool.allocate()]
+    for page, key in zip(table, chain((1,), (2,)), strict=True):
+        pool.publish(page, key)
+    found = pool.match(chain((1,), (2,), (3,)))
+    assert found == table
+    pool.share(found)
+    pool.check_invariants([table, found])
+    pool.release(table)
+    assert pool.num_free == 2
+    pool.check_invariants([found])
+    pool.release(found)
+    assert pool.num_free == 4
+    assert pool.match(chain((1,))) == table[:1], "free pages are still known"
+    pool.check_invariants([])
+
+
+def test_the_least_recently_used_page_goes_first_and_prefixes_last() -> None:
+    pool = BlockPool(3)
+    old, new = chain((1,), (2,)), chain((9,))
+    table = [pool.allocate(), pool.allocate()]
+    for page, key in zip(table, old, strict=True):
+        pool.publish(page, key)
+    pool.release(table)
+    other = [pool.allocate()]  # the blank page: nothing is evicted yet
+    pool.publish(other[0], new[0])
+    assert pool.match(old) == table
+    pool.release(other)
+    pool.allocate()
+    assert pool.match(old) == table[:1], "the continuation goes before its prefix"
+    pool.allocate()
+    assert pool.match(old) == []
+    assert pool.match(new) == other
+
+
+def test_equal_contents_are_published_once() -> None:
+    pool = BlockPool(2)
+    first, second = pool.allocate(), pool.allocate()
+    key = chain((5,))[0]
+    pool.publish(first, key)
+    pool.publish(second, key)
+    assert pool.match([key]) == [first]
+    pool.release([second])
+    pool.check_invariants([[first]])
+
+
+def test_without_caching_nothing_is_found() -> None:
+    pool = BlockPool(2, enable_prefix_caching=False)
+    page = pool.allocate()
+    pool.publish(page, chain((5,))[0])
+    assert pool.match(chain((5,))) == []
+
+
+def test_the_check_notices_a_leak() -> None:
+    pool = BlockPool(2)
+    page = pool.allocate()
+    pool.check_invariants([[page]])
+    with pytest.raises(AssertionError):
+        pool.check_invariants([])
+    with pytest.raises(AssertionError):
+        pool.check_invariants([[page], [page]])

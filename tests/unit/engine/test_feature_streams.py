@@ -1,0 +1,277 @@
+"""What fails while hidden states are read costs drafts: never a request, nor another proposer."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.config import EngineConfig
+from outrider.draft_tree import DraftTree
+from outrider.engine.engine import Engine
+from outrider.engine.hidden_states import streams
+from outrider.engine.hidden_states.streams import HiddenStateStreams
+from outrider.engine.kv_cache.hidden_states import HiddenStatePool
+from outrider.engine.policy.base import Policy
+from outrider.engine.rounds import Drafting
+from outrider.engine.worker import EngineWorker
+from outrider.features import FeatureOrder, FeatureWindow
+from outrider.params import SamplingParams, StopParams
+from outrider.types import Request, StepEvents
+from tests.support.feature_world import Done, Eager, FeatureModel
+from tests.support.features import CAPTURED, row
+
+CONFIG = EngineConfig(page_size=4, num_pages=64, max_model_len=128, max_num_batched_tokens=64)
+PROMPT = tuple(range(20))
+
+
+def make(max_wait_s: float = 0.0, policy: Policy | None = None) -> Engine:
+    model = FeatureModel(32, CONFIG.page_size, CONFIG.num_pages, CONFIG.max_model_len)
+    streams = HiddenStateStreams(model.capture())
+    policy = policy or Policy(3, max_wait_s=max_wait_s)
+    return Engine(model, CONFIG, policy=policy, features=streams)
+
+
+def request(session_id: int, max_tokens: int = 6) -> Request:
+    stop = StopParams(max_tokens=max_tokens, ignore_eos=True)
+    return Request(session_id, PROMPT, SamplingParams(temperature=0.0), stop)
+
+
+def follow(engine: Engine, session_id: int, window: FeatureWindow) -> None:
+    engine.submit(request(session_id))
+    engine.set_drafting(session_id, "p", 3, features=FeatureOrder(1, CAPTURED, window))
+
+
+@contextmanager
+def running(
+    max_wait_s: float = 0.0,
+) -> Iterator[tuple[EngineWorker, queue.SimpleQueue[StepEvents], Engine]]:
+    events: queue.SimpleQueue[StepEvents] = queue.SimpleQueue()
+    engines: list[Engine] = []
+
+    def build() -> Engine:
+        engines.append(make(max_wait_s))
+        return engines[0]
+
+    worker = EngineWorker(build, events.put)
+    worker.start(20)
+    try:
+        yield worker, events, engines[0]
+    finally:
+        worker.stop(20)
+
+
+def test_rows_that_could_not_be_read_leave_the_proposers_window() -> None:
+    engine, window = make(), FeatureWindow()
+    follow(engine, 1, window)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HiddenStatePool, "read", _broken)
+        events = engine.step()
+    assert events is not None
+    assert events.commits
+    assert events.features is None
+    assert window.on_the_way == 0
+    follow(engine, 2, window)
+    events = engine.step()
+    assert events is not None
+    assert events.features is not None
+    [rows] = events.features.rows
+    assert (rows.session_id, window.on_the_way) == (2, len(rows.rows))
+
+
+def test_a_copy_that_fails_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as (worker, events, _):
+        monkeypatch.setattr(streams, "FeatureRows", _broken)
+        window = FeatureWindow()
+        worker.submit(request(1))
+        worker.set_drafting(1, "p", 3, features=FeatureOrder(1, CAPTURED, window))
+        tokens = 0
+        while tokens < 6:
+            for commit in events.get(timeout=20).commits:
+                tokens += len(commit.token_ids)
+        assert window.on_the_way == 0
+
+
+@pytest.mark.parametrize(("num_bytes", "most"), [(7 * CAPTURED.row_bytes, 7), (1, 1)])
+def test_one_step_reads_a_bounded_number_of_rows(
+    num_bytes: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "MAX_READ_BYTES", num_bytes)
+    engine = make()
+    order = FeatureOrder(1, CAPTURED, FeatureWindow())
+    for session in (1, 2):
+        engine.submit(request(session, max_tokens=60))
+        engine.set_drafting(session, "p", 3, features=order)
+    sent = {1: 0, 2: 0}
+    while sent[1] + sent[2] < 2 * len(PROMPT):
+        if (events := engine.step()) is None:
+            assert engine.collect()
+            events = engine.take_events()
+        assert events is not None
+        features = events.features
+        assert features is not None
+        counts = [len(part.rows) // CAPTURED.row_bytes for part in features.rows]
+        assert 0 < sum(counts) <= most
+        for part, count in zip(features.rows, counts, strict=True):
+            assert part.start == sent[part.session_id]
+            sent[part.session_id] += count
+
+
+def test_rows_wait_in_the_pool_until_a_draft_is_asked_for() -> None:
+    class Switched(Policy):
+        on = False
+
+        def choose_k(self, drafting: Drafting, limit: int) -> int:  # noqa: ARG002
+            return limit if self.on else 0
+
+    policy = Switched(3, max_wait_s=0.0)
+    engine, window = make(policy=policy), FeatureWindow()
+    prompt = tuple(i % 30 for i in range(80))
+    engine.submit(replace(request(1, max_tokens=40), prompt_token_ids=prompt))
+    engine.set_drafting(1, "p", 3, features=FeatureOrder(1, CAPTURED, window))
+
+    def sent(num_steps: int) -> list[tuple[int, int]]:
+        """The first row of every part, and how many there are."""
+        parts: list[tuple[int, int]] = []
+        for _ in range(num_steps):
+            events = engine.step()
+            if events is not None and events.features is not None:
+                rows = events.features.rows
+                parts += [(part.start, len(part.rows) // CAPTURED.row_bytes) for part in rows]
+        return parts
+
+    assert not sent(10)
+    policy.on = True
+    parts = sent(3)
+    assert parts[0][0] == 0
+    assert parts[0][1] > len(prompt)
+    ends = [start + count for start, count in parts]
+    assert [start for start, _ in parts[1:]] == ends[:-1]
+
+
+def test_rows_are_sent_without_another_step_to_a_proposer_that_comes_later() -> None:
+    """The row may wait for its draft, and its draft for them."""
+    engine, window = make(), FeatureWindow()
+    engine.submit(request(1))
+    assert engine.step() is not None
+    engine.set_drafting(1, "p", 3, features=FeatureOrder(1, CAPTURED, window))
+    assert engine.collect()
+    events = engine.take_events()
+    assert events is not None
+    assert events.features is not None
+    [rows] = events.features.rows
+    assert (rows.start, len(rows.rows)) == (0, len(PROMPT) * CAPTURED.row_bytes)
+
+
+def test_rows_that_wait_for_room_wake_a_thread_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only row waits for its draft, and its draft for what is read meanwhile."""
+    monkeypatch.setattr("outrider.features.MAX_ON_THE_WAY", 3 * CAPTURED.row_bytes)
+    with running(max_wait_s=60.0) as (worker, events, _):
+        window = FeatureWindow()
+        worker.submit(request(1))
+        worker.set_drafting(1, "p", 3, features=FeatureOrder(1, CAPTURED, window))
+        num_rows = 0
+        while num_rows < len(PROMPT):
+            if (batch := events.get(timeout=20).features) is not None:
+                size = sum(len(part.rows) for part in batch.rows)
+                num_rows += size // CAPTURED.row_bytes
+                worker.features.give_back(window, size)
+
+
+def test_a_failing_step_forgets_no_command_that_is_not_its_sessions() -> None:
+    with running() as (worker, events, engine):
+        assert engine.features is not None
+        entered, go_on = queue.SimpleQueue[None](), queue.SimpleQueue[None]()
+
+        def failing(_drafted_s: float) -> None:
+            entered.put(None)
+            go_on.get(timeout=20)
+            raise RuntimeError("a bug")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "launch", failing)
+            worker.submit(request(1))
+            entered.get(timeout=20)
+            window = FeatureWindow()
+            window.on_the_way = 10
+            spec = replace(CAPTURED, projection_dim=1, projection_sha256=bytes(32))
+            worker.features.give_back(window, 10)
+            done = worker.features.put_projection(spec, bytearray(spec.projection_bytes))
+        go_on.put(None)
+        done.result(timeout=20)
+        assert window.on_the_way == 0
+        assert events.get(timeout=20).failures
+
+
+def _broken(*_: Any) -> None:
+    raise RuntimeError("the device fell over")
+
+
+def test_a_prompt_leaves_rows_of_rounds_their_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "MAX_ROUND_ROWS", 8)
+    monkeypatch.setattr("outrider.features.MAX_ON_THE_WAY", 9 * CAPTURED.row_bytes)
+    engine = make()
+    order = FeatureOrder(1, CAPTURED, FeatureWindow(), FeatureWindow())
+    engine.submit(request(1, max_tokens=30))
+    engine.set_drafting(1, "p", 3, features=order)
+    engine.step()
+    assert order.prompts.on_the_way == 9 * CAPTURED.row_bytes  # and 11 rows wait for room
+    assert (order.prompts.short, order.window.on_the_way) == (True, 0)
+    short = Request(2, PROMPT[:4], SamplingParams(temperature=0.0), StopParams(max_tokens=9))
+    engine.submit(short)
+    engine.set_drafting(2, "p", 3, features=order)
+    events = engine.step()
+    assert events is not None
+    assert events.features is not None
+    assert {part.session_id: part.of_prompt for part in events.features.rows} == {2: False}
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_rows_of_a_round_are_read_before_its_verdict(right: bool) -> None:
+    """Where steps run once they are launched: with the verdict there is nothing left to read."""
+    model = FeatureModel(32, CONFIG.page_size, CONFIG.num_pages, CONFIG.max_model_len)
+    streams = HiddenStateStreams(model.capture(), max_ahead_bytes=3 * CAPTURED.row_bytes)
+    engine = Engine(
+        model, CONFIG, policy=Policy(3, max_wait_s=0.0), runner=Eager(model), features=streams
+    )
+    engine.submit(request(1, max_tokens=20))
+    engine.set_drafting(1, "p", 3, features=FeatureOrder(1, CAPTURED, FeatureWindow()))
+    events = engine.step()
+    text, sent = list(PROMPT), len(PROMPT)
+    done: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        _note(patch, HiddenStatePool, "read", done)
+        _note(patch, Done, "wait", done)
+        for _ in range(2):
+            assert events is not None
+            text += events.commits[0].token_ids
+            draft = [int(model.logits_of(text).argmax())]
+            draft.append(int(model.logits_of([*text, *draft]).argmax()) if right else 31)
+            engine.post_block(1, DraftTree.chain(len(text), draft), "p", 1)
+            events = engine.step()
+            assert events is not None
+            assert events.features is not None
+            accepted = len(events.commits[0].token_ids) - 1
+            assert accepted == (2 if right else 1)
+            [rows] = events.features.rows
+            assert rows.start == sent
+            sent += 1 + accepted
+            known = [*text, *draft[:accepted]]
+            wanted = [row(known[: p + 1], CAPTURED) for p in range(rows.start, sent)]
+            assert bytes(rows.rows) == torch.cat(wanted).view(torch.uint8).numpy().tobytes()
+    assert done == ["read", "wait"] * 2
+
+
+def _note(patch: pytest.MonkeyPatch, owner: type, name: str, calls: list[str]) -> None:
+    method = getattr(owner, name)
+
+    def noted(*args: Any) -> Any:
+        calls.append(name)
+        return method(*args)
+
+    patch.setattr(owner, name, noted)

@@ -1,0 +1,569 @@
+"""Budget, admission, preemption, prefix cache and late blocks, step by step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from dataclasses import asdict
+from typing import cast
+
+import pytest
+from torch import Tensor
+
+from outrider.config import EngineConfig
+from outrider.draft_tree import DraftTree
+from outrider.engine.engine import Engine
+from outrider.engine.policy.base import Policy
+from outrider.engine.policy.timing import StepDone
+from outrider.engine.rounds import BlockFate, Drafting
+from outrider.engine.sampling.constraint import ConstraintEditor
+from outrider.engine.sequence import Sequence
+from outrider.params import (
+    Constraint,
+    ConstraintKind,
+    SamplingParams,
+    StopParams,
+    TokenIds,
+    VerificationRule,
+)
+from outrider.types import (
+    Commit,
+    FinishReason,
+    MethodCounts,
+    Request,
+    StepEvents,
+    TokenKind,
+)
+from tests.support.hash_model import HashModel, Sequential
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def engine(clock: Callable[[], float] = time.perf_counter, **changes: int) -> Engine:
+    limits = {"page_size": 4, "num_pages": 64, "max_model_len": 64, "max_num_batched_tokens": 16}
+    config = EngineConfig(**{**limits, **changes})  # type: ignore[arg-type]
+    model = HashModel(32, config.page_size, config.num_pages, 64)
+    return Engine(model, config, policy=Policy(4, max_wait_s=0.0), clock=clock)
+
+
+def submit(
+    target: Engine, session_id: int, prompt_len: int, max_tokens: int = 8, start: int = 0
+) -> tuple[list[int], Request]:
+    """Submits a request; returns what it must answer, and itself."""
+    prompt = tuple((start + i) % 32 for i in range(prompt_len))
+    request = Request(session_id, prompt, GREEDY, StopParams(max_tokens=max_tokens))
+    target.submit(request)
+    return Sequential(HashModel(32)).tokens(prompt, GREEDY, max_tokens), request
+
+
+def step(target: Engine) -> StepEvents:
+    events = target.step()
+    assert events is not None
+    target.check_invariants()
+    return events
+
+
+def run(target: Engine) -> dict[int, list[Commit]]:
+    commits: dict[int, list[Commit]] = {}
+    for _ in range(500):
+        events = target.step()
+        if events is None:
+            return commits
+        target.check_invariants()
+        for commit in events.commits:
+            commits.setdefault(commit.session_id, []).append(commit)
+    raise AssertionError("does not end")
+
+
+def size(events: StepEvents) -> tuple[int, int]:
+    assert events.timings is not None
+    return events.timings.num_rows, events.timings.num_tokens
+
+
+def test_a_long_prompt_goes_in_chunks_beside_decoding_rows() -> None:
+    e = engine()
+    submit(e, 1, prompt_len=3)
+    assert size(step(e)) == (1, 3)
+    submit(e, 2, prompt_len=40, start=5)
+    steps = [step(e) for _ in range(3)]
+    assert [size(events) for events in steps] == [(2, 16), (2, 16), (2, 11)]
+    assert [[c.session_id for c in events.commits] for events in steps] == [[1], [1], [1, 2]]
+
+
+def test_a_prompt_for_which_no_token_of_the_budget_is_left_is_no_row() -> None:
+    e = engine()
+    submit(e, 1, prompt_len=20)
+    submit(e, 2, prompt_len=6, start=5)
+    assert [size(step(e)) for _ in range(3)] == [(1, 16), (2, 4 + 6), (2, 2)]
+
+
+def test_prompts_go_on_while_a_row_waits_for_its_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    e = engine(lambda: now)
+    monkeypatch.setattr(e._policy, "max_wait_s", 1.0)
+    truth, _ = submit(e, 1, prompt_len=3)
+    step(e)
+    e.set_drafting(1, "a", 4)
+    for session in (2, 3):
+        submit(e, session, prompt_len=10, start=session)
+    steps = [step(e) for _ in range(2)]
+    assert [size(events) for events in steps] == [(2, 16), (2, 4 + 1)], "its row waits"
+    assert [[c.session_id for c in events.commits] for events in steps] == [[2], [2, 3]]
+    e.post_block(1, DraftTree.chain(4, truth[1:3]), "a", 0)
+    both = step(e)
+    assert size(both) == (3, 3 + 1 + 1), "the row with its draft, and the next tokens"
+    assert [c.session_id for c in both.commits] == [1, 2, 3]
+
+
+def test_drafts_leave_a_share_of_the_budget_to_prompts() -> None:
+    e = engine()
+    truths = {i: submit(e, i, prompt_len=1, max_tokens=30, start=i)[0] for i in (1, 2, 3)}
+    step(e)
+    for i, truth in truths.items():
+        e.set_drafting(i, "a", 8)
+        e.post_block(i, DraftTree.chain(1, truth), "a", 0)
+    submit(e, 4, prompt_len=40, start=9)
+    events = step(e)
+    assert size(events) == (4, 16)
+    assert [len(c.token_ids) for c in events.commits] == [4, 4, 4], "12 of 16 tokens"
+
+
+class CutOnce:
+    """A constraint that forbids nothing, but looks at no draft of the first step that has one: as
+    where its lexer was replaced in the middle of it."""
+
+    error = None
+
+    def __init__(self) -> None:
+        self.end: int | None = None
+        self.cuts = 0
+
+    def edit(self, _logits: Tensor, draft: TokenIds) -> None:
+        self.end = 1 if draft and not self.cuts else None
+        self.cuts += self.end is not None
+
+    def commit(self, _tokens: TokenIds) -> None:
+        pass
+
+    def num_allowed(self, draft: TokenIds) -> int:
+        return len(draft)
+
+    def finish(self, reason: FinishReason | None) -> FinishReason | None:
+        return reason
+
+
+def test_what_a_constraint_cuts_off_is_computed_again() -> None:
+    e, constraint = engine(), CutOnce()
+    prompt = (1, 2, 3)
+    truth = Sequential(HashModel(32)).tokens(prompt, GREEDY, 8)
+    language = Constraint(ConstraintKind.REGEX, ".*")
+    request = Request(1, prompt, GREEDY, StopParams(max_tokens=8), constraint=language)
+    e.submit(request, cast(ConstraintEditor, constraint))
+    step(e)
+    e.set_drafting(1, "a", 4)
+    e.post_block(1, DraftTree.chain(4, truth[1:5]), "a", 0)
+    [cut] = step(e).commits
+    assert cut.token_ids == tuple(truth[1:2]), "of five that the draft brought"
+    assert [t for c in run(e)[1] for t in c.token_ids] == truth[2:]
+    assert constraint.cuts == 1
+
+
+def test_admission_is_first_come_first_served_and_bounded() -> None:
+    e = engine(max_num_seqs=2)
+    for i in range(4):
+        submit(e, i, prompt_len=2, max_tokens=2, start=i)
+    assert e.snapshot().waiting == 4
+    assert [c.session_id for c in step(e).commits] == [0, 1]
+    assert (e.snapshot().running, e.snapshot().waiting) == (2, 2)
+    step(e)
+    assert [c.session_id for c in step(e).commits] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "running"),
+    [
+        ((36, 36), 1),
+        ((28, 32), 1),
+        ((28, 31), 2),
+        ((28, 31, 1), 2),
+        ((8, 36, 8), 3),
+        ((8, 40, 8), 2),
+    ],
+)
+def test_requests_that_come_together_are_admitted_while_all_have_pages(
+    prompts: tuple[int, ...], running: int
+) -> None:
+    """Each for its prompt and a token more; what is promised to one is not another's."""
+    e = engine(num_pages=16, max_num_batched_tokens=8)
+    for i, prompt_len in enumerate(prompts):
+        submit(e, i, prompt_len=prompt_len, start=9 * i)
+    step(e)
+    assert (e.snapshot().running, e.snapshot().waiting) == (running, len(prompts) - running)
+
+
+def test_an_engine_without_work_need_not_be_asked_again() -> None:
+    e = engine()
+    submit(e, 1, prompt_len=4)
+    run(e)
+    assert e.step() is None
+    assert e.wake_at == float("inf")
+
+
+def test_the_youngest_is_preempted_and_its_text_is_the_same() -> None:
+    e = engine(num_pages=16)
+    truth = {i: submit(e, i, prompt_len=20, max_tokens=40, start=9 * i)[0] for i in (0, 1)}
+    commits = run(e)
+    for i in (0, 1):
+        assert [t for c in commits[i] for t in c.token_ids] == truth[i]
+    stats = [commits[i][-1].stats for i in (0, 1)]
+    assert stats[0] is not None
+    assert stats[1] is not None
+    assert (stats[0].preemptions, stats[1].preemptions) == (0, 1)
+
+
+@pytest.mark.parametrize(("prompt_len", "budget"), [(20, 16), (36, 2)])
+def test_all_waiting_of_a_preempted_request_counts(prompt_len: int, budget: int) -> None:
+    now = 0.0
+    e = engine(lambda: now, num_pages=16, max_num_seqs=2, max_num_batched_tokens=budget)
+    submit(e, 0, prompt_len=20, max_tokens=40)
+    submit(e, 1, prompt_len=prompt_len, max_tokens=20, start=9)
+    waiting: list[int] = []  # requests after each step, a second long
+    first = 0  # steps until the second request's first token
+    stats = {}
+    while len(stats) < 2:
+        now += 1.0
+        commits = {commit.session_id: commit for commit in step(e).commits}
+        waiting.append(e.snapshot().waiting)
+        first = first or (len(waiting) if 1 in commits else 0)
+        stats |= {i: c.stats for i, c in commits.items() if c.stats is not None}
+    assert stats[1].preemptions == 1
+    assert (first > waiting.index(1)) == (budget == 2), "preempted before its first token, or after"
+    assert stats[0].queue_ms == 1e3
+    assert stats[1].queue_ms == 1e3 * (1 + sum(waiting))
+    assert stats[1].prefill_ms == 1e3 * (first - 1 - sum(waiting[:first]))
+
+
+def test_computing_a_preempted_row_again_is_no_round() -> None:
+    e = engine(num_pages=16, max_num_batched_tokens=8)
+    for i in (0, 1):
+        submit(e, i, prompt_len=20, max_tokens=40, start=9 * i)
+        e.set_drafting(i, "silent", 4)
+    commits = run(e)
+    for i in (0, 1):
+        stats = commits[i][-1].stats
+        assert stats is not None
+        assert stats.preemptions == i
+        assert stats.fallback_rounds == stats.rounds - 1 - i  # all but the steps of prompts
+
+
+@pytest.mark.parametrize(("prompt_len", "cached"), [(14, 12), (16, 12), (17, 16), (4, 0)])
+def test_a_known_prefix_is_not_computed_again(prompt_len: int, cached: int) -> None:
+    """But for the last token, whose forward yields the next."""
+    e = engine()
+    truth, _ = submit(e, 1, prompt_len)
+    run(e)
+    submit(e, 2, prompt_len)
+    first = step(e)
+    assert size(first) == (1, prompt_len - cached)
+    commits = [*first.commits, *run(e)[2]]
+    assert [t for c in commits for t in c.token_ids] == truth
+    stats = commits[-1].stats
+    assert stats is not None
+    assert stats.cached_prompt_tokens == cached
+
+
+def test_a_prompt_in_flight_is_not_shared() -> None:
+    e = engine()
+    submit(e, 1, prompt_len=8)
+    submit(e, 2, prompt_len=8)
+    assert size(step(e)) == (2, 16), "neither finds what the other has not yet computed"
+
+
+def test_time_without_work_is_no_steps() -> None:
+    """A short prompt's step looks like decoding, but nothing says since when it was to run."""
+
+    class Witness(Policy):
+        def step_done(self, step: StepDone) -> None:
+            seen.append(step.comparable)
+
+    seen: list[bool] = []
+    config = EngineConfig(page_size=4, num_pages=64, max_model_len=64)
+    e = Engine(HashModel(32, 4, 64, 64), config, policy=Witness(4))
+    submit(e, 1, prompt_len=2, max_tokens=3)
+    e.set_drafting(1, "a", 0)
+    run(e)
+    assert seen == [False, True, True]
+
+
+def test_drafts_that_do_not_pay_are_not_verified() -> None:
+    class Thrifty(Policy):
+        def drafts_pay(self, rows: Rows[Sequence]) -> bool:
+            return len(rows) < 2
+
+    config = EngineConfig(page_size=4, num_pages=64, max_model_len=64)
+    e = Engine(HashModel(32, 4, 64, 64), config, policy=Thrifty(4, max_wait_s=0.0))
+    truths = {i: submit(e, i, prompt_len=4, start=i)[0] for i in (1, 2)}
+    step(e)
+    for i, truth in truths.items():
+        e.set_drafting(i, "a", 4)
+        e.post_block(i, DraftTree.chain(4, truth), "a", 0)
+    assert size(step(e)) == (2, 2), "a token each"
+    e.abort(2)
+    assert size(step(e)) == (1, 1 + 4)
+
+
+@pytest.mark.parametrize(
+    ("runs_ahead", "num_tokens", "wrong"),
+    [(False, 2, False), (True, 2, False), (True, 3, True), (True, 6, True)],
+)
+def test_no_guess_is_wrong_before_it_has_come(
+    runs_ahead: bool, num_tokens: int, wrong: bool
+) -> None:
+    """A block of K tokens is this round's draft; who runs ahead guesses what follows besides."""
+    drafting = Drafting(limit=4, runs_ahead=runs_ahead, num_draft_tokens=2)
+    seq = Sequence(
+        Request(1, (1, 2)), max_len=60, stop_ids=frozenset(), drafting=drafting, submitted_at=0.0
+    )
+    assert seq.take_block(DraftTree.chain(2, range(10, 10 + num_tokens))) is BlockFate.USEFUL
+    assert seq.commit((10, 11, 9), drafted=2) == wrong
+    assert seq.draft is None
+
+
+def test_the_context_length_ends_a_request() -> None:
+    e = engine()
+    truth, _ = submit(e, 1, prompt_len=60, max_tokens=30)
+    commits = run(e)[1]
+    assert [t for c in commits for t in c.token_ids] == truth[:4]
+    assert commits[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_drafts_stop_short_of_the_last_token() -> None:
+    """The last token needs no draft: verifying it would need a place for KV that never is read."""
+    e = engine()
+    truth, _ = submit(e, 1, prompt_len=4, max_tokens=4)
+    step(e)
+    e.set_drafting(1, "a", 8)
+    e.post_block(1, DraftTree.chain(4, truth), "a", 0)
+    (commit,) = step(e).commits
+    assert commit.token_ids == tuple(truth[1:])
+    assert commit.kinds == (TokenKind.ACCEPTED, TokenKind.ACCEPTED, TokenKind.BONUS)
+    assert commit.finish_reason is FinishReason.LENGTH
+
+
+def test_what_becomes_of_blocks() -> None:
+    e = engine()
+    truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
+    e.set_drafting(1, "a", 4)
+    step(e)
+    wrong = (truth[0] + 1) % 32
+
+    def post(base: int, tokens: list[int], who: str = "a") -> BlockFate | None:
+        return e.post_block(1, DraftTree.chain(base, tokens), who, 10)
+
+    assert post(4, [truth[0]]) is BlockFate.LATE, "true, but nothing is left of it"
+    assert post(4, [wrong, 5]) is BlockFate.WRONG
+    assert post(3, [3]) is BlockFate.LATE, "the prompt and a token more went on behind its end"
+    assert post(3, [1]) is BlockFate.WRONG
+    assert post(3, []) is BlockFate.LATE, "it says nothing that is not true"
+    assert post(6, [1, 2]) is BlockFate.INVALID, "on tokens that were never committed"
+    assert post(4, truth[:3], who="b") is None, "not this session's proposer"
+    assert post(4, truth[:3]) is BlockFate.USEFUL
+    assert post(5, truth[1:5]) is BlockFate.USEFUL, "a newer base replaces an older"
+    assert post(4, [truth[0], 9]) is BlockFate.USEFUL, "but not the other way round"
+    assert step(e).commits[0].token_ids == tuple(truth[1:6])
+    assert e.post_block(77, DraftTree.chain(1, (1,)), "a", 10) is None
+
+
+def test_a_lookahead_tree_serves_several_rounds() -> None:
+    e = engine()
+    truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
+    e.set_drafting(1, "a", 3)
+    e.post_block(1, DraftTree.chain(4, truth[:9]), "a", 10)
+    rounds = [step(e).commits[0] for _ in range(3)]
+    assert [len(c.token_ids) for c in rounds] == [4, 4, 2]
+    assert [c.num_draft_tokens for c in rounds] == [3, 3, 3]
+    stats = run(e)[1][-1].stats
+    assert stats is not None
+    assert (stats.hits, stats.drafted, stats.accepted) == (3, 7, 7)
+    assert stats.k_histogram[3] == 2
+
+
+def test_a_request_for_which_nobody_drafts_counts_nothing_but_its_tokens() -> None:
+    now = 0.0
+    e = engine(lambda: now)
+    submit(e, 1, prompt_len=4, max_tokens=3)
+    stats = run(e)[1][-1].stats
+    assert stats is not None
+    assert {name: value for name, value in asdict(stats).items() if value} == {
+        "prompt_tokens": 4,
+        "output_tokens": 3,
+        "iter_count": 3,
+        "rounds": 3,
+        "k_histogram": (3,),
+        "fallback_rounds": 2,
+        "verification": VerificationRule.COUPLED,
+    }
+
+
+def test_rounds_count_for_the_method_that_drafted() -> None:
+    e = engine()
+    truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
+    e.set_drafting(1, "a", 4)
+    step(e)
+    length = 4 + 1
+    for method, accepted, num_tokens in (("ngram", 1, 3), ("suffix", 2, 2), ("ngram", 0, 2)):
+        done = length - 4
+        wrong = [(token + 1) % 32 for token in truth[done + accepted : done + num_tokens]]
+        draft = truth[done : done + accepted] + wrong
+        e.post_block(1, DraftTree.chain(length, draft), "a", 10, method=method)
+        (commit,) = step(e).commits
+        last = TokenKind.BONUS if accepted == num_tokens else TokenKind.RECOVERED
+        assert commit.kinds == (TokenKind.ACCEPTED,) * accepted + (last,)
+        length += accepted + 1
+    stats = run(e)[1][-1].stats
+    assert stats is not None
+    assert stats.by_method == (MethodCounts("ngram", 5, 1), MethodCounts("suffix", 2, 2))
+    assert (stats.drafted, stats.accepted, stats.proposer_ids) == (7, 3, ("a",))
+
+
+@pytest.mark.parametrize(("runs_ahead", "hits_after_hit"), [(False, 0), (True, 2)])
+def test_what_is_left_of_a_draft_is_a_hit_only_for_who_runs_ahead(
+    runs_ahead: bool, hits_after_hit: int
+) -> None:
+    e = engine()
+    truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
+    step(e)
+    e.set_drafting(1, "a", 3, runs_ahead=runs_ahead)
+    e.post_block(1, DraftTree.chain(5, truth[1:12]), "a", 10)
+    assert [len(step(e).commits[0].token_ids) for _ in range(3)] == [4, 4, 4]
+    e.set_drafting(1, None, 0)
+    stats = run(e)[1][-1].stats
+    assert stats is not None
+    assert (stats.hits_after_hit, stats.hits_after_miss) == (hits_after_hit, 0)
+
+
+def bushy(truth: list[int]) -> DraftTree:
+    """The first three tokens of `truth` are nodes 1, 4 and 5; the preferred path is wrong."""
+    a, b, c = truth[:3]
+    wrong = next(token for token in range(32) if token not in truth[:4])
+    return DraftTree(4, (wrong, a, wrong, wrong, b, c), (-1, -1, 0, 1, 1, 4))
+
+
+def test_a_tree_is_verified_as_a_whole() -> None:
+    e = engine()
+    truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
+    e.set_drafting(1, "a", 8)
+    e.post_block(1, bushy(truth), "a", 10)
+    events = step(e)
+    commit = events.commits[0]
+    assert size(events) == (1, 4 + 6)
+    assert commit.token_ids == tuple(truth[:4])
+    assert commit.kinds == (TokenKind.ACCEPTED,) * 3 + (TokenKind.BONUS,)
+    assert [t for c in run(e)[1] for t in c.token_ids] == truth[4:], "its keys have moved"
+
+
+def test_what_is_accepted_of_a_tree_counts_as_a_path() -> None:
+    e = engine()
+    truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
+    e.set_drafting(1, "a", 8)
+    tree = bushy(truth)
+    e.post_block(1, DraftTree(4, (*tree.token_ids[:5], tree.token_ids[0]), tree.parents), "a", 10)
+    commit = step(e).commits[0]
+    assert commit.kinds == (TokenKind.ACCEPTED,) * 2 + (TokenKind.RECOVERED,)
+    stats = run(e)[1][-1].stats
+    assert stats is not None
+    assert (stats.drafted, stats.accepted, stats.accepted_per_pos) == (6, 2, (1, 1))
+    assert stats.k_histogram[6] == 1
+
+
+def test_a_tree_is_pruned_to_what_is_wanted_and_what_can_be_committed() -> None:
+    for k, max_tokens, tokens, said in ((5, 20, 5, 3), (2, 20, 2, 2), (8, 3, 5, 3), (8, 1, 0, 1)):
+        e = engine()
+        truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
+        e.abort(1)
+        submit(e, 2, prompt_len=4, max_tokens=max_tokens)
+        e.set_drafting(2, "a", k)
+        e.post_block(2, bushy(truth), "a", 10)
+        events = step(e)
+        assert size(events) == (1, 4 + tokens)
+        assert events.commits[0].token_ids == tuple(truth[:said])
+
+
+def test_of_a_tree_that_runs_ahead_the_preferred_path_is_verified() -> None:
+    e = engine()
+    truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
+    e.set_drafting(1, "a", 8, runs_ahead=True)
+    e.post_block(1, bushy(truth), "a", 10)
+    events = step(e)
+    assert size(events) == (1, 4 + 2)
+    assert events.commits[0].token_ids == (truth[0],)
+    assert step(e).commits[0].token_ids == (truth[1],), "its side branch, and not all of that"
+    assert step(e).commits[0].token_ids == tuple(truth[2:4])
+
+
+def test_a_penalised_row_verifies_one_path() -> None:
+    e = engine()
+    prompt = (0, 1, 2, 3)
+    sampling = SamplingParams(temperature=0.0, frequency_penalty=0.5)
+    truth = Sequential(HashModel(32)).tokens(prompt, sampling, 8)
+    e.submit(Request(1, prompt, sampling, StopParams(max_tokens=8)))
+    e.set_drafting(1, "a", 8)
+    e.post_block(1, bushy(truth), "a", 10)
+    events = step(e)
+    assert size(events) == (1, 4 + 2)
+    assert [t for c in (*events.commits, *run(e)[1]) for t in c.token_ids] == truth
+
+
+def test_a_tree_for_which_there_are_no_pages_is_left_out() -> None:
+    e = engine(num_pages=16)
+    truth, _ = submit(e, 1, prompt_len=4, max_tokens=60)
+    e.set_drafting(1, "a", 60)
+    for _ in range(54):
+        step(e)
+    length = 4 + 54
+    tree = DraftTree(length, (truth[54], 31, 30, 29, 28, 27, truth[55]), (-1,) * 6 + (0,))
+    e.post_block(1, tree, "a", 10)
+    assert size(step(e)) == (1, 1), "58 tokens fill 15 pages of 16, and the tree needs 2"
+    assert [t for c in run(e)[1] for t in c.token_ids] == truth[55:]
+
+
+def test_a_stop_token_ends_the_text_before_itself_even_inside_a_draft() -> None:
+    e = engine()
+    truth, _ = submit(e, 0, prompt_len=4, max_tokens=20)
+    e.abort(0)
+    prompt = tuple(range(4))
+    at = next(i for i in range(2, 6) if truth[i] not in truth[:i])
+    stop = StopParams(max_tokens=20, stop_token_ids=frozenset({truth[at]}))
+    e.submit(Request(1, prompt, GREEDY, stop))
+    e.set_drafting(1, "a", 8)
+    e.post_block(1, DraftTree.chain(4, truth[:4]), "a", 10)
+    commits = run(e)[1]
+    assert [t for c in commits for t in c.token_ids] == truth[:at]
+    stats = commits[-1].stats
+    assert stats is not None
+    assert commits[-1].finish_reason is FinishReason.STOP
+    assert stats.output_tokens == at
+    assert stats.accepted <= at, "trimmed first, counted then"
+
+
+def test_a_request_goes_on_in_another_engine_as_if_it_had_never_moved() -> None:
+    """Penalties count what the first engine wrote; max_tokens and min_tokens go on from there."""
+    sampling = SamplingParams(
+        temperature=0.9, seed=3, presence_penalty=1.2, frequency_penalty=0.8, repetition_penalty=1.3
+    )
+    prompt = (4, 8, 15, 16)
+    stops = frozenset(range(16))
+
+    def decode(done: tuple[int, ...]) -> tuple[int, ...]:
+        left = 24 - len(done)
+        stop = StopParams(max_tokens=left, min_tokens=left, stop_token_ids=stops)
+        target = engine()
+        target.submit(Request(1, prompt + done, sampling, stop, num_resumed_tokens=len(done)))
+        return tuple(token for commit in run(target)[1] for token in commit.token_ids)
+
+    whole = decode(())
+    assert len(whole) == 24
+    assert stops.isdisjoint(whole)
+    for done in range(1, 24):
+        assert decode(whole[:done]) == whole[done:]

@@ -1,0 +1,562 @@
+"""The engine's thread: concurrency, failures, stopping. Nothing may hang."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Rows
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from outrider import watchdog
+from outrider.config import EngineConfig
+from outrider.draft_tree import DraftTree
+from outrider.engine.batch import PackedBatch
+from outrider.engine.engine import Engine
+from outrider.engine.policy.base import Policy
+from outrider.engine.policy.timing import StepDone
+from outrider.engine.rounds import Drafting
+from outrider.engine.runner import Pending, Runner
+from outrider.engine.sequence import Sequence
+from outrider.engine.step import Step, StepResult
+from outrider.engine.worker import Block, EngineWorker
+from outrider.errors import (
+    CapacityError,
+    ConfigError,
+    DeadlineError,
+    InternalError,
+    InvalidRequestError,
+    PromptTooLongError,
+    UnavailableError,
+)
+from outrider.features import FeatureWindow
+from outrider.params import SamplingParams, StopParams, TokenIds
+from outrider.types import Commit, FinishReason, Request, StepEvents
+from tests.support.hash_model import HashModel, Sequential
+
+CONFIG = EngineConfig(page_size=4, num_pages=512, max_model_len=64, max_num_batched_tokens=256)
+GREEDY = SamplingParams(temperature=0.0)
+BOUND_S = 20.0
+
+
+class Gate(HashModel):
+    """Its forward waits while the gate is closed, and fails while told to."""
+
+    def __init__(self, config: EngineConfig = CONFIG) -> None:
+        super().__init__(32, config.page_size, config.num_pages, config.max_model_len)
+        self.open = threading.Event()
+        self.open.set()
+        self.entered = threading.Event()
+        self.failures = 0
+
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
+        self.entered.set()
+        assert self.open.wait(BOUND_S)
+        if self.failures:
+            self.failures -= 1
+            super().forward(batch)  # what it wrote must not be believed
+            raise RuntimeError("the device fell over")
+        return super().forward(batch)
+
+
+class Recorder(Runner):
+    """A runner that writes down what happens, and whose launches fail while told to."""
+
+    def __init__(self, model: HashModel, diary: list[str]) -> None:
+        super().__init__(model)
+        self.diary = diary
+        self.failures = 0
+
+    def launch(self, step: Step) -> Pending:
+        self.diary.append("launch")
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("the device fell over")
+        pending, diary = super().launch(step), self.diary
+
+        class Waiting:
+            verified = None
+
+            def wait(self) -> StepResult:
+                diary.append("wait")
+                return pending.wait()
+
+        return Waiting()
+
+
+class Inbox:
+    """Collects events; `wait` blocks until sessions have ended."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.ended: dict[int, FinishReason | Exception] = {}
+        self.steps: list[StepEvents] = []
+        self._news = threading.Condition()
+
+    def __call__(self, events: StepEvents) -> None:
+        with self._news:
+            self.steps.append(events)
+            for commit in events.commits:
+                assert commit.session_id not in self.ended
+                self.tokens[commit.session_id] += commit.token_ids
+                if commit.finish_reason is not None:
+                    self.ended[commit.session_id] = commit.finish_reason
+            for failure in events.failures:
+                assert failure.session_id not in self.ended
+                self.ended[failure.session_id] = failure.error
+            self._news.notify_all()
+
+    def wait(self, done: Callable[[Inbox], bool]) -> None:
+        with self._news:
+            assert self._news.wait_for(lambda: done(self), BOUND_S), "nothing came in time"
+
+    def commits(self, session_id: int) -> list[Commit]:
+        return [c for events in self.steps for c in events.commits if c.session_id == session_id]
+
+
+@contextmanager
+def running(
+    model: HashModel,
+    config: EngineConfig = CONFIG,
+    policy: Policy | None = None,
+    runner: Runner | None = None,
+    inbox: Inbox | None = None,
+) -> Iterator[tuple[EngineWorker, Inbox, Engine]]:
+    inbox = inbox or Inbox()
+    engines: list[Engine] = []
+
+    def build() -> Engine:
+        engines.append(Engine(model, config, policy=policy, runner=runner))
+        return engines[0]
+
+    worker = EngineWorker(build, inbox)
+    worker.start(BOUND_S)
+    try:
+        yield worker, inbox, engines[0]
+    finally:
+        worker.stop(BOUND_S)
+        engines[0].check_invariants()
+        assert engines[0].snapshot().free_pages == config.num_pages
+
+
+def request(session_id: int, max_tokens: int = 12, **sampling: object) -> Request:
+    prompt = tuple((session_id * 7 + i * i) % 32 for i in range(1 + session_id % 23))
+    params = SamplingParams(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
+    return Request(session_id, prompt, params, StopParams(max_tokens=max_tokens))
+
+
+def submit_until_refused(worker: EngineWorker, session_ids: range) -> int:
+    for count, session_id in enumerate(session_ids):
+        try:
+            worker.submit(request(session_id))
+        except CapacityError:
+            return count
+    raise AssertionError("never refused")
+
+
+def test_200_requests_at_once() -> None:
+    model = Gate()
+    truth = Sequential(model)
+    with running(model) as (worker, inbox, _):
+        requests = [request(i, temperature=i % 2, seed=i) for i in range(200)]
+        for r in requests:
+            worker.submit(r)
+        inbox.wait(lambda box: len(box.ended) == 200)
+        assert max(s.timings.num_rows for s in inbox.steps if s.timings) == 128
+        for r in requests:
+            assert inbox.tokens[r.session_id] == truth.output(r, 64, frozenset())[0]
+
+
+def test_a_failing_forward_fails_its_requests_and_no_others() -> None:
+    model = Gate()
+    with running(model) as (worker, inbox, _):
+        model.failures = 1
+        worker.submit(request(1))
+        inbox.wait(lambda box: 1 in box.ended)
+        assert isinstance(inbox.ended[1], InternalError)
+        worker.submit(again := request(24))  # shares its first pages with nothing believed
+        inbox.wait(lambda box: 24 in box.ended)
+        assert inbox.tokens[24] == Sequential(model).output(again, 64, frozenset())[0]
+
+
+def test_a_failing_launch_fails_its_requests_and_no_others() -> None:
+    model = Gate()
+    runner = Recorder(model, [])
+    runner.failures = 1
+    with running(model, runner=runner) as (worker, inbox, _):
+        worker.submit(request(1))
+        inbox.wait(lambda box: 1 in box.ended)
+        assert isinstance(inbox.ended[1], InternalError)
+        worker.submit(again := request(24))
+        inbox.wait(lambda box: 24 in box.ended)
+        assert inbox.tokens[24] == Sequential(model).output(again, 64, frozenset())[0]
+
+
+class Breaking(Policy):
+    """Fails where nothing should: as a request is taken in, or as its result is."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.at_submit: set[int] = set()
+        self.at_result = 0
+        self.at_schedule = 0
+
+    def drafting(self, request: Request) -> Drafting:
+        if request.session_id in self.at_submit:
+            raise RuntimeError("a bug")
+        return super().drafting(request)
+
+    def split(
+        self, rows: Rows[Sequence], others_ready: int, now: float
+    ) -> tuple[list[Sequence], float]:
+        if self.at_schedule:
+            self.at_schedule -= 1
+            raise RuntimeError("a bug")
+        return super().split(rows, others_ready, now)
+
+    def step_done(self, step: StepDone) -> None:  # noqa: ARG002
+        if self.at_result:
+            self.at_result -= 1
+            raise RuntimeError("a bug")
+
+
+def test_a_bug_answers_also_what_the_engine_has_just_forgotten() -> None:
+    policy = Breaking()
+    policy.at_result = 1
+    with running(Gate(), policy=policy) as (worker, inbox, _):
+        worker.submit(request(1, max_tokens=1))  # ended, but nobody was told yet
+        inbox.wait(lambda box: 1 in box.ended)
+        assert isinstance(inbox.ended[1], InternalError)
+        worker.submit(request(2))
+        inbox.wait(lambda box: 2 in box.ended)
+        assert inbox.ended[2] is FinishReason.LENGTH
+
+
+def test_a_step_that_cannot_follow_takes_nothing_from_the_one_before() -> None:
+    model, policy = Gate(), Breaking()
+    policy.at_schedule = 1
+    with running(model, policy=policy) as (worker, inbox, _):
+        model.open.clear()
+        worker.submit(request(0))
+        assert model.entered.wait(BOUND_S)
+        worker.submit(request(1))  # for the next step, which fails
+        model.open.set()
+        inbox.wait(lambda box: {0, 1} <= {*box.ended})
+        assert len(inbox.tokens[0]) == 1, "told before it failed"
+        assert all(isinstance(inbox.ended[i], InternalError) for i in (0, 1))
+
+
+def test_two_bugs_at_once_end_their_requests_and_not_the_thread() -> None:
+    policy = Breaking()
+    policy.at_schedule = policy.at_result = 1  # of the second step, and of the first
+    with running(Gate(), policy=policy) as (worker, inbox, _):
+        worker.submit(request(1))
+        inbox.wait(lambda box: 1 in box.ended)
+        assert isinstance(inbox.ended[1], InternalError)
+        worker.submit(request(2))
+        inbox.wait(lambda box: 2 in box.ended)
+        assert inbox.ended[2] is FinishReason.LENGTH
+
+
+def test_a_bug_answers_also_what_was_to_be_taken_in_after() -> None:
+    model, policy = Gate(), Breaking()
+    policy.at_submit = {2}
+    with running(model, policy=policy) as (worker, inbox, _):
+        model.open.clear()
+        worker.submit(request(1))
+        assert model.entered.wait(BOUND_S)
+        for session_id in (2, 3):
+            worker.submit(request(session_id))
+        model.open.set()
+        inbox.wait(lambda box: {1, 2, 3} <= {*box.ended})
+        assert all(isinstance(inbox.ended[i], InternalError) for i in (1, 2, 3))
+        worker.submit(request(4))
+        inbox.wait(lambda box: 4 in box.ended)
+        assert inbox.ended[4] is FinishReason.LENGTH
+
+
+class Torn(Policy):
+    """Fails as a row is preempted, and leaves it in the wrong queue."""
+
+    def preempted(self, seq: Sequence) -> None:
+        seq.admitted = True
+        raise RuntimeError("a bug")
+
+
+def test_an_engine_whose_books_are_broken_ends_what_runs_and_takes_no_more() -> None:
+    config = replace(CONFIG, num_pages=16, max_model_len=64)
+    model, inbox = Gate(config), Inbox()
+    worker = EngineWorker(lambda: Engine(model, config, policy=Torn(4)), inbox)
+    worker.start(BOUND_S)
+    model.open.clear()
+    for session_id in (1, 2):
+        worker.submit(request(session_id, max_tokens=40))  # too long for both
+    model.open.set()
+    inbox.wait(lambda box: {1, 2} <= {*box.ended})
+    assert all(isinstance(inbox.ended[i], UnavailableError) for i in (1, 2)), "go on elsewhere"
+    assert not worker.running
+    with pytest.raises(UnavailableError):
+        worker.submit(request(3))
+    worker.stop(BOUND_S)
+
+
+def test_a_step_is_published_while_the_next_is_in_flight() -> None:
+    diary: list[str] = []
+
+    class Reader(Inbox):
+        def __call__(self, events: StepEvents) -> None:
+            diary.append("publish")
+            super().__call__(events)
+
+    model = Gate()
+    with running(model, runner=Recorder(model, diary), inbox=Reader()) as (worker, inbox, _):
+        worker.submit(request(1, max_tokens=3))
+        inbox.wait(lambda box: 1 in box.ended)
+        first, second, third = (s.timings for s in inbox.steps)
+    begin, middle, end = ["launch"], ["wait", "launch", "publish"], ["wait", "publish"]
+    assert diary[:9] == begin + middle + middle + end
+    gaps = [timings.gap_ms for timings in (first, second, third) if timings is not None]
+    assert gaps[0] is None, "it followed no step"
+    assert all(gap is not None and gap > 0 for gap in gaps[1:])
+
+
+def test_events_without_a_step_are_published_though_no_step_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hidden states that waited for room: the draft that the next step waits for needs them."""
+    with running(HashModel(32, 4, 512, 64)) as (worker, inbox, engine):
+        due = threading.Event()
+        collect = engine.collect
+
+        def with_states() -> bool:
+            if not collect() and due.is_set():
+                due.clear()
+                engine._events = StepEvents((), (), None)
+            return engine._events is not None or engine._unsettled is not None
+
+        monkeypatch.setattr(engine, "collect", with_states)
+        due.set()
+        window = FeatureWindow()
+        window.short = True
+        worker.features.give_back(window, 0)  # wakes the thread, as a proposer that has read does
+        inbox.wait(lambda inbox: any(events.timings is None for events in inbox.steps))
+
+
+def test_build_errors_reach_the_caller() -> None:
+    def build() -> Engine:
+        raise ConfigError("no such model")
+
+    worker = EngineWorker(build, Inbox())
+    with pytest.raises(ConfigError, match="no such model"):
+        worker.start(BOUND_S)
+    worker.stop(BOUND_S)
+    with pytest.raises(UnavailableError):
+        worker.submit(request(1))
+
+
+def test_a_build_that_takes_too_long() -> None:
+    release = threading.Event()
+
+    def build() -> Engine:
+        assert release.wait(BOUND_S)
+        return Engine(HashModel(num_pages=512), CONFIG)
+
+    worker = EngineWorker(build, Inbox())
+    with pytest.raises(DeadlineError):
+        worker.start(0.01)
+    release.set()
+    worker.stop(BOUND_S)
+
+
+def test_stop_while_a_row_waits_for_its_draft() -> None:
+    with running(Gate(), policy=Policy(4, max_wait_s=3600)) as (worker, inbox, _):
+        worker.submit(request(1))
+        worker.set_drafting(1, "a", 4)
+        inbox.wait(lambda box: len(box.tokens[1]) == 1)
+        began = time.monotonic()
+        worker.stop(BOUND_S)
+        assert time.monotonic() - began < 1.0
+        assert isinstance(inbox.ended[1], UnavailableError)
+        with pytest.raises(UnavailableError):
+            worker.submit(request(2))
+
+
+class AloneOnly(Policy):
+    """Has something drafted for a single row."""
+
+    @property
+    def undrafted_sizes(self) -> frozenset[int]:
+        return frozenset(range(2, 10))
+
+
+def test_whether_drafts_are_wanted_depends_on_how_many_requests_there_are() -> None:
+    model = Gate()
+    with running(model, policy=AloneOnly(4)) as (worker, inbox, _):
+        model.open.clear()
+        assert worker.drafting
+        worker.submit(request(1))
+        assert worker.drafting
+        worker.submit(request(2))
+        assert not worker.drafting
+        model.open.set()
+        inbox.wait(lambda box: len(box.ended) == 2)
+        assert worker.drafting
+
+
+def test_stop_gives_up_on_a_forward_that_hangs() -> None:
+    model = Gate()
+    with running(model) as (worker, _, _):
+        model.open.clear()
+        worker.submit(request(1))
+        assert model.entered.wait(BOUND_S)
+        with pytest.raises(DeadlineError):
+            worker.stop(0.02)
+        model.open.set()
+
+
+def until_hung(worker: EngineWorker, timeout_s: float) -> None:
+    asyncio.run(asyncio.wait_for(worker.until_hung(), timeout_s))
+
+
+def test_a_forward_that_hangs_ends_what_runs_and_takes_no_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watchdog, "PATIENCE_S", 0.2)
+    model = Gate()
+    with running(model) as (worker, inbox, _):
+        model.open.clear()
+        worker.submit(request(1))
+        until_hung(worker, BOUND_S)
+        assert isinstance(inbox.ended[1], UnavailableError), "it goes on elsewhere"
+        with pytest.raises(UnavailableError):
+            worker.submit(request(2))
+        model.open.set()
+    assert inbox.tokens == {}, "it came back too late"
+    assert "the engine thread hangs" in caplog.text
+    assert "in forward" in caplog.text, "where it hangs"
+    assert "the receiver of events failed" not in caplog.text
+
+
+def test_an_engine_without_work_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "PATIENCE_S", 0.1)
+    with running(Gate()) as (worker, inbox, _):
+        worker.submit(request(1))
+        inbox.wait(lambda box: 1 in box.ended)
+        with pytest.raises(TimeoutError):
+            until_hung(worker, 0.5)
+        assert worker.running
+
+
+def draft(session_id: int, base_len: int, token_ids: TokenIds) -> Block:
+    """A chain of proposer "a" that has just come."""
+    tree = DraftTree.chain(base_len, token_ids)
+    return session_id, tree, "a", 100, time.perf_counter(), "ngram"
+
+
+def test_a_block_wakes_the_row_that_waits_for_it() -> None:
+    model = Gate()
+    with running(model, policy=Policy(4, max_wait_s=3600)) as (worker, inbox, _):
+        r = request(5, max_tokens=4)
+        truth = Sequential(model).output(r, 64, frozenset())[0]
+        worker.submit(r)
+        worker.set_drafting(5, "a", 4)
+        inbox.wait(lambda box: len(box.tokens[5]) == 1)
+        base = len(r.prompt_token_ids)
+        worker.post_blocks([draft(5, base, truth)])
+        inbox.wait(lambda box: 5 in box.ended)
+        assert inbox.tokens[5] == truth
+        stats = inbox.commits(5)[-1].stats
+        assert stats is not None
+        assert (stats.rounds, stats.accepted, stats.waits, stats.hits) == (2, 2, 1, 0)
+        assert stats.wait_ms > 0
+        assert stats.proposer_ids == ("a",)
+
+
+def test_blocks_that_come_together_are_used_by_one_step() -> None:
+    model = Gate()
+    with running(model, policy=Policy(4, max_wait_s=3600)) as (worker, inbox, _):
+        blocks = []
+        for i in range(8):
+            r = request(i, max_tokens=4)
+            truth = Sequential(model).output(r, 64, frozenset())[0]
+            blocks.append(draft(i, len(r.prompt_token_ids), truth))
+            worker.submit(r)
+            worker.set_drafting(i, "a", 4)
+        inbox.wait(lambda box: all(len(box.tokens[i]) == 1 for i in range(8)))
+        worker.post_blocks(blocks)
+        inbox.wait(lambda box: len(box.ended) == 8)
+        assert len(inbox.steps[-1].commits) == 8
+
+
+def test_a_proposer_that_leaves_releases_the_row() -> None:
+    with running(Gate(), policy=Policy(4, max_wait_s=3600)) as (worker, inbox, _):
+        worker.submit(request(5))
+        worker.set_drafting(5, "a", 4)
+        inbox.wait(lambda box: len(box.tokens[5]) == 1)
+        worker.set_drafting(5, None, 0)
+        inbox.wait(lambda box: 5 in box.ended)
+        assert inbox.ended[5] is FinishReason.LENGTH
+
+
+def test_a_full_queue_refuses_and_frees_up_again() -> None:
+    config = EngineConfig(
+        page_size=4, num_pages=64, max_model_len=64, max_num_seqs=2, max_waiting=3
+    )
+    model = Gate(config)
+    with running(model, config) as (worker, inbox, _):
+        model.open.clear()
+        worker.submit(request(0))
+        assert model.entered.wait(BOUND_S)
+        accepted = 1 + submit_until_refused(worker, range(1, 20))
+        assert 4 <= accepted <= 6
+        model.open.set()
+        inbox.wait(lambda box: len(box.ended) == accepted)
+        worker.submit(request(99))
+        inbox.wait(lambda box: 99 in box.ended)
+
+
+def test_an_abort_storm_leaves_nothing_behind() -> None:
+    with running(Gate()) as (worker, inbox, _):
+        for i in range(300):
+            worker.submit(request(i, max_tokens=40))
+            worker.set_drafting(i, "a", 4)
+            worker.post_blocks([draft(i, 1, (1, 2, 3))])
+            worker.abort(i - i % 3)
+            worker.abort(10_000 + i)
+        kept = {i for i in range(300) if i % 3}
+        inbox.wait(lambda box: kept <= box.ended.keys())
+        assert all(inbox.ended[i] is FinishReason.LENGTH for i in kept)
+
+
+def test_requests_that_can_never_work_are_refused() -> None:
+    with running(Gate()) as (worker, _, _):
+        with pytest.raises(InvalidRequestError, match="below 32"):
+            worker.submit(Request(1, (5, 32), GREEDY))
+        with pytest.raises(InvalidRequestError, match="below 32"):
+            worker.submit(Request(1, (-1,), GREEDY))
+        with pytest.raises(PromptTooLongError, match="at most 63"):
+            worker.submit(Request(1, (1,) * 64, GREEDY))
+        worker.submit(request(2, max_tokens=40))
+        with pytest.raises(InvalidRequestError, match="already"):
+            worker.submit(request(2))
+
+
+def test_a_receiver_that_raises_does_not_stop_the_engine() -> None:
+    ended = threading.Event()
+
+    def receive(events: StepEvents) -> None:
+        if any(commit.finish_reason for commit in events.commits):
+            ended.set()
+        raise RuntimeError("the loop is closed")
+
+    worker = EngineWorker(lambda: Engine(HashModel(num_pages=512), CONFIG), receive)
+    worker.start(BOUND_S)
+    worker.submit(request(1))
+    assert ended.wait(BOUND_S)
+    worker.stop(BOUND_S)

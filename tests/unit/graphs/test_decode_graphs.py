@@ -1,0 +1,440 @@
+"""Recorded steps say what eager steps say, whatever fills them up."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields, replace
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outrider.config import EngineConfig
+from outrider.draft_tree import chain_parents
+from outrider.engine.batch import PackedBatch, RowSlice
+from outrider.engine.engine import Engine
+from outrider.engine.graphs.decode_graphs import DecodeGraphs
+from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, DecodeSizes, make_buckets
+from outrider.engine.model.loader import build_paged_model
+from outrider.engine.model.paged_model import PagedModel
+from outrider.engine.policy.base import Policy
+from outrider.engine.rounds import Drafting
+from outrider.engine.runner import Pending, Runner
+from outrider.engine.sampling.coupled import SamplingBatch
+from outrider.engine.sampling.verification_rules import is_coupled
+from outrider.engine.sampling.verify import choose_and_verify
+from outrider.engine.sequence import Sequence
+from outrider.engine.step import ScheduledRow, Step, StepResult
+from outrider.params import (
+    SamplingParams,
+    SpeculationParams,
+    Verification,
+    VerificationRule,
+)
+from outrider.types import Request
+from tests.property.test_engine_equality import EOS, MAX_LEN, VOCAB, Scenario, configs
+from tests.support.architectures import ARCHITECTURES, random_model
+from tests.support.hash_model import HashModel, context_hash
+from tests.support.recordable import rerun
+
+PAGE_SIZE, NUM_PAGES, MAX_MODEL_LEN = 4, 64, 60
+MAX_PAGES = MAX_MODEL_LEN // PAGE_SIZE
+K = 4
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, seed=5),
+    SamplingParams(temperature=0.6, seed=2**64 - 1),
+    SamplingParams(temperature=1.5, seed=2**40, top_k=9),
+    SamplingParams(temperature=0.9, seed=3, top_p=0.7, min_p=0.02),
+    SamplingParams(temperature=0.0, repetition_penalty=1.5, logit_bias=((5, 3.0),)),
+    SamplingParams(temperature=0.8, seed=8, frequency_penalty=1.0),
+)
+
+SPECULATIONS = (
+    *(SpeculationParams(),) * 16,  # most steps are coupled throughout, and stay recorded
+    *(SpeculationParams(verification=Verification(rule)) for rule in VerificationRule),
+)
+
+
+def count_launches(runner: DecodeGraphs) -> list[Step]:
+    """The steps that `runner` hands to its eager runner, from now on."""
+    eager: list[Step] = []
+    launch = runner._runner.launch
+
+    def counting(step: Step) -> Pending:
+        eager.append(step)
+        return launch(step)
+
+    runner._runner.launch = counting  # type: ignore[method-assign]
+    return eager
+
+
+@pytest.fixture(scope="module")
+def model() -> PagedModel:
+    paged = build_paged_model(
+        random_model(ARCHITECTURES["llama"], torch.float64),
+        page_size=PAGE_SIZE,
+        num_pages=NUM_PAGES,
+        max_model_len=MAX_MODEL_LEN,
+    )
+    fill_pools(paged, seed=0)
+    return paged
+
+
+def fill_pools(model: PagedModel, seed: int) -> None:
+    """As if other sequences had been everywhere, on the scratch page, too."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in range(3):
+        pool = model.pools.layer(layer)
+        for tensor in (pool.keys, pool.values):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype))
+
+
+def make_row(
+    rng: random.Random,
+    num_drafts: int,
+    pages: list[int],
+    vocab: int,
+    trees: bool = False,
+    recorded: bool = False,
+    sampling: SamplingParams | None = None,
+) -> ScheduledRow:
+    """`trees`: it may hold one; `recorded`: its draw is, too; `sampling`: else any."""
+    start = rng.randint(0, MAX_MODEL_LEN - 1 - num_drafts)
+    tokens = tuple(rng.randrange(vocab) for _ in range(1 + num_drafts))
+    needed = min(-(-(start + len(tokens)) // PAGE_SIZE) + rng.randint(0, 2), MAX_PAGES)
+    seq = Sequence(
+        Request(
+            0,
+            (1,),
+            sampling=sampling or rng.choice(SAMPLINGS[:5] if recorded else SAMPLINGS),
+            speculation=rng.choice(SPECULATIONS[:1] if recorded else SPECULATIONS),
+            top_logprobs=None if recorded else rng.choice((None, None, 3)),
+        ),
+        max_len=MAX_MODEL_LEN,
+        stop_ids=frozenset(),
+        drafting=Drafting(limit=K),
+        submitted_at=0.0,
+    )
+    seq.block_table = [pages.pop() for _ in range(min(needed, len(pages)))]
+    while len(seq.block_table) * PAGE_SIZE < start + len(tokens):
+        start -= 1
+    plain = is_coupled(seq.request) and not seq.edits_logits
+    parents: tuple[int, ...] = ()
+    if trees and plain and num_drafts and rng.random() < 0.7:
+        parents = tuple(rng.randint(-1, i - 1) for i in range(num_drafts))
+    piece = RowSlice(tokens, start, seq.block_table, len(tokens), parents)
+    return ScheduledRow(seq, piece, tokens[1:])
+
+
+def make_step(rng: random.Random, num_drafts: list[int], vocab: int, trees: bool = False) -> Step:
+    pages = rng.sample(range(NUM_PAGES), NUM_PAGES)
+    rows, recorded = [], trees and rng.random() < 0.6
+    for i, drafts in enumerate(num_drafts):
+        share = [pages.pop() for _ in range(len(pages) // (len(num_drafts) - i))]
+        rows.append(make_row(rng, drafts, share, vocab, trees, recorded))
+    return Step(tuple(rows), sum(n + 1 for n in num_drafts))
+
+
+def with_true_drafts(step: Step, runner: Runner, rng: random.Random) -> Step:
+    """The same step with some drafts replaced by what the target chooses."""
+    for _ in range(K):
+        drawn = runner._draw(runner.forward(step), list(step.rows)).tolist()
+        rows = []
+        for row in step.rows:
+            tokens = list(row.slice.token_ids)
+            chosen, drawn = drawn[: len(tokens)], drawn[len(tokens) :]
+            for i, parent in enumerate(row.slice.parents or chain_parents(len(row.draft))):
+                # Of siblings not always the first one.
+                if rng.random() < (0.5 if row.slice.parents else 0.8):
+                    tokens[1 + i] = chosen[1 + parent]
+            piece = row.slice._replace(token_ids=tuple(tokens))
+            rows.append(ScheduledRow(row.seq, piece, tuple(tokens[1:])))
+        step = Step(tuple(rows), step.num_tokens)
+    return step
+
+
+steps = st.lists(st.integers(0, K), min_size=1, max_size=7)
+
+
+@pytest.fixture(scope="module")
+def graphs(model: PagedModel) -> DecodeGraphs:
+    buckets = make_buckets(7, (1, 3, K + 1), (K + 1, 9))
+    return DecodeGraphs(model, buckets, record=rerun, choose_and_verify=choose_and_verify)
+
+
+@settings(
+    max_examples=90, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    num_drafts=steps | st.lists(st.integers(0, 8), min_size=1, max_size=4),
+    seed=st.integers(0, 2**32),
+    trees=st.booleans(),
+)
+def test_recorded_steps_equal_eager_ones(
+    model: PagedModel, graphs: DecodeGraphs, num_drafts: list[int], seed: int, trees: bool
+) -> None:
+    rng = random.Random(seed)
+    eager = Runner(model)
+    step = with_true_drafts(make_step(rng, num_drafts, model.vocab_size, trees), eager, rng)
+    assume(max(num_drafts) <= K or any(row.slice.parents for row in step.rows))
+    expected = eager.launch(step).wait()
+    kept = kept_keys(model, step, expected)
+    left_to_eager = count_launches(graphs)
+    result = graphs.launch(step).wait()
+    torch.testing.assert_close(kept_keys(model, step, result), kept)
+    assert not left_to_eager
+    assert list(result.accepted) == list(expected.accepted)
+    for got, want, accepted in zip(
+        result.choices, expected.choices, expected.accepted, strict=True
+    ):
+        assert list(got[: accepted + 1]) == list(want[: accepted + 1])
+    assert list(map(len, result.logprobs)) == list(map(len, expected.logprobs))
+    told = zip(chain(*result.logprobs), chain(*expected.logprobs), strict=True)
+    for got_one, want_one in told:
+        assert got_one.logprob == pytest.approx(want_one.logprob)
+        assert [token for token, _ in got_one.top] == [token for token, _ in want_one.top]
+
+
+def kept_keys(model: PagedModel, step: Step, result: StepResult) -> Tensor:
+    """What a step left behind of the texts that it confirmed: compacted, if there were trees."""
+    slots = []
+    for row, accepted in zip(step.rows, result.accepted, strict=True):
+        for place in range(row.slice.start, row.slice.start + 1 + accepted):
+            page, offset = divmod(place, PAGE_SIZE)
+            slots.append(row.slice.block_table[page] * PAGE_SIZE + offset)
+    return torch.cat(model.pools.layer(2).gather(torch.tensor(slots)))
+
+
+def test_what_fills_up_changes_no_real_logit(model: PagedModel) -> None:
+    graphs = DecodeGraphs(model, [Bucket(5, 8)], record=rerun, choose_and_verify=choose_and_verify)
+    step = make_step(random.Random(4), [0, 4, 2], model.vocab_size)
+    real = [0, *range(5, 10), *range(10, 13)]
+    seen = []
+    for fill in (0.0, 1e3, -1e6):
+        for layer in range(3):
+            pool = model.pools.layer(layer)
+            pool.keys[:, model.scratch_page * PAGE_SIZE :] = fill
+            pool.values[:, model.scratch_page * PAGE_SIZE :] = fill
+        graphs.launch(step).wait()
+        seen.append(graphs._logits[real].clone())
+    eager = Runner(model).forward(step)
+    for logits in seen:
+        torch.testing.assert_close(logits, eager)
+
+
+def test_no_page_but_the_scratch_page_and_the_rows_own_is_written(model: PagedModel) -> None:
+    graphs = DecodeGraphs(model, [Bucket(5, 8)], record=rerun, choose_and_verify=choose_and_verify)
+    step = make_step(random.Random(5), [0, 4, 2], model.vocab_size)
+    before = model.pools.layer(1).keys.clone()
+    graphs.launch(step).wait()
+    written = (before != model.pools.layer(1).keys).any(dim=-1).any(dim=0).nonzero().flatten()
+    allowed = set(range(model.scratch_page * PAGE_SIZE, (model.scratch_page + 1) * PAGE_SIZE))
+    for row in step.rows:
+        for position in range(row.slice.start, row.slice.start + len(row.slice.token_ids)):
+            page, offset = divmod(position, PAGE_SIZE)
+            allowed.add(row.slice.block_table[page] * PAGE_SIZE + offset)
+    assert set(written.tolist()) <= allowed
+
+
+def test_every_bucket_is_timed(model: PagedModel) -> None:
+    buckets = make_buckets(3, (1, 2))
+    graphs = DecodeGraphs(model, buckets, record=rerun, choose_and_verify=choose_and_verify)
+    times = graphs.trial_times()
+    assert sorted((rows, tokens) for rows, tokens, _ in times) == sorted(
+        (bucket.rows, bucket.tokens) for bucket in buckets
+    )
+    assert all(seconds > 0 for _, _, seconds in times)
+
+
+def test_prompts_and_steps_that_are_too_large_run_eagerly(model: PagedModel) -> None:
+    graphs = DecodeGraphs(
+        model, make_buckets(2, (1, 3)), record=rerun, choose_and_verify=choose_and_verify
+    )
+    rng = random.Random(1)
+    long, wide = (make_step(rng, drafts, model.vocab_size) for drafts in ([3], [0, 0, 0]))
+    row = make_row(rng, 2, list(range(NUM_PAGES)), model.vocab_size)
+    piece = RowSlice(row.slice.token_ids, row.slice.start, row.slice.block_table, num_logits=1)
+    prompt = Step((ScheduledRow(row.seq, piece, ()),), 3)
+    left_to_eager = count_launches(graphs)
+    for step in (long, wide, prompt):
+        result = graphs.launch(step).wait()
+        assert result.accepted == Runner(model).launch(step).wait().accepted
+    assert left_to_eager == [long, wide, prompt]
+
+
+def one_row(seq: Sequence, start: int, draft: tuple[int, ...], *parents: int) -> ScheduledRow:
+    piece = RowSlice((7, *draft), start, seq.block_table, 1 + len(draft), parents)
+    return ScheduledRow(seq, piece, draft)
+
+
+def test_nodes_behind_the_longest_context_run_eagerly_and_do_no_harm(
+    model: PagedModel, graphs: DecodeGraphs
+) -> None:
+    seq = make_row(random.Random(3), 0, list(range(NUM_PAGES)), 97, recorded=True, trees=True).seq
+    start = MAX_MODEL_LEN - 2
+    seq.block_table = list(range(MAX_PAGES + 4))  # more than a recorded step has places for
+    tree = Step((one_row(seq, start, (1, 2, 3, 4, 5), *(-1,) * 5),), 6)
+    chain_step = Step((one_row(seq, start, (1,)),), 2)
+    left_to_eager = count_launches(graphs)
+    for step in (tree, chain_step):
+        expected = Runner(model).launch(step).wait()
+        result = graphs.launch(step).wait()
+        assert list(result.accepted) == list(expected.accepted)
+        assert result.choices[0][0] == expected.choices[0][0]
+    assert left_to_eager == [tree]
+
+
+def test_a_row_may_grow_move_and_leave() -> None:
+    """The host's buffer says the same as one that never saw another step."""
+    sizes = DecodeSizes(8, 5, MAX_MODEL_LEN, PAGE_SIZE, NUM_PAGES)
+    inputs = DecodeInputs(sizes, torch.device("cpu"))
+    rng = random.Random(2)
+    rows = list(make_step(rng, [4, 0, 2, 1, 3], 97).rows)
+    spare = [63, 62, 61, 60]
+    for _ in range(60):
+        present = rng.sample(rows, rng.randint(1, len(rows)))
+        change = rng.random()
+        if change < 0.3 and spare:
+            rng.choice(rows).seq.block_table.append(spare.pop())
+        elif change < 0.4:
+            row, old = present[0], present[0].slice
+            row.seq.block_table = list(reversed(row.seq.block_table))
+            piece = RowSlice(old.token_ids, old.start, row.seq.block_table, old.num_logits)
+            present[0] = ScheduledRow(row.seq, piece, row.draft)
+            rows[rows.index(row)] = present[0]
+        elif change < 0.6:
+            rng.shuffle(rows)
+        bucket = Bucket(5, rng.choice([n for n in (1, 2, 4, 8) if n >= len(present)]))
+        fresh = DecodeInputs(sizes, torch.device("cpu"))
+        assert inputs.fill(present, bucket) == fresh.fill(present, bucket)
+        for used in (inputs, fresh):
+            used.copy(bucket)
+        for a, b in zip(tensors(inputs, bucket), tensors(fresh, bucket), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_row_that_stays_in_its_place_outlives_what_is_forgotten() -> None:
+    """Others come and go in a smaller bucket, of which its place is no part."""
+    rng = random.Random(3)
+    inputs = DecodeInputs(
+        DecodeSizes(2, 5, MAX_MODEL_LEN, PAGE_SIZE, NUM_PAGES), torch.device("cpu")
+    )
+    first, second = (make_step(rng, [1], 97).rows[0] for _ in range(2))
+    for _ in range(3):
+        inputs.fill([first, second], Bucket(5, 2))
+        for _ in range(4):
+            inputs.fill(make_step(rng, [1], 97).rows, Bucket(5, 1))
+    inputs.fill([first, second], Bucket(5, 2))
+
+
+def tensors(inputs: DecodeInputs, bucket: Bucket) -> list[Tensor]:
+    held = (inputs.batch(bucket), inputs.verify_batch(bucket))
+    values = [getattr(each, field.name) for each in held for field in fields(each)]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def test_buckets_hold_any_number_of_rows() -> None:
+    assert make_buckets(1, (1, 5)) == [Bucket(1, 1), Bucket(5, 1)]
+    assert make_buckets(1, (1, 5), (5,)) == [Bucket(1, 1), Bucket(5, 1), Bucket(5, 1, trees=True)]
+    assert [b.rows for b in make_buckets(20, (5,))] == [1, 2, 4, 8, 16, 20]
+    assert [b.rows for b in make_buckets(300, (1,))][-5:] == [96, 128, 192, 256, 300]
+    assert len(make_buckets(4, (1, 1))) == 3  # K = 0
+
+
+@pytest.mark.parametrize("params", SAMPLINGS, ids=str)
+def test_only_edits_are_drawn_outside_the_recorded_step(params: SamplingParams) -> None:
+    pages = list(range(NUM_PAGES))
+    row = make_row(random.Random(2), 2, pages, 50, recorded=True, sampling=params)
+    sizes = DecodeSizes(1, 3, MAX_MODEL_LEN, PAGE_SIZE, NUM_PAGES)
+    inputs = DecodeInputs(sizes, torch.device("cpu"))
+    assert inputs.fill([row], Bucket(3, 1)) == (params in SAMPLINGS[5:])
+    drawn_by = inputs.verify_batch(Bucket(3, 1)).sampling
+    inputs.copy(Bucket(3, 1))
+    expected = SamplingBatch.build([params], [0])
+    for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
+        assert getattr(drawn_by, name).tolist() == getattr(expected, name).tolist()
+
+
+class RecordableHashModel(HashModel):
+    """Checks every slot but the scratch page's, of which nothing is promised."""
+
+    dtype = torch.float32
+
+    def __init__(self, page_size: int, num_pages: int) -> None:
+        super().__init__(VOCAB, page_size, num_pages, MAX_LEN)
+        self.scratch_page = num_pages
+
+    def logits(self, batch: PackedBatch, out: Tensor) -> Tensor:
+        self.forwards += 1
+        slots, query_len = batch.slot_mapping, batch.query_lens[0]
+        real = slots < self.num_pages * self.page_size
+        written = slots[real].numpy()
+        assert len(set(written.tolist())) == len(written), "two tokens in one slot"
+        self._slots[written] = batch.input_ids[real].numpy()
+        self._positions[written] = batch.positions[real].numpy()
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("the device fell over")
+        out.fill_(float("inf"))  # inert: anything
+        for i in real.nonzero().flatten().tolist():
+            state = context_hash(self._context(batch, i // query_len, i))
+            out[i] = torch.from_numpy(self._logits(np.array([state], np.uint64)))[0]
+        return out
+
+    def move_slots(self, source: Tensor, target: Tensor) -> None:
+        real = target < self.num_pages * self.page_size
+        super().move_slots(source[real], target[real])
+
+
+class Zeros(RecordableHashModel):
+    """Chooses token 0, which is also what fills up."""
+
+    def logits(self, batch: PackedBatch, out: Tensor) -> Tensor:  # noqa: ARG002
+        return out.zero_()
+
+
+def test_what_fills_up_beside_a_tree_is_never_accepted() -> None:
+    model = Zeros(PAGE_SIZE, NUM_PAGES)
+    graphs = DecodeGraphs(
+        model, make_buckets(4, (), (6,)), record=rerun, choose_and_verify=choose_and_verify
+    )
+    rows = []
+    for draft, parents in (((0, 5, 0), (-1, -1, 0)), ((0,), ()), ((), ()), ((5, 0), (-1, 0))):
+        row = make_row(random.Random(len(rows)), 0, [len(rows), 9 + len(rows)], 2, True, True)
+        row.seq.block_table = [2 * len(rows), 2 * len(rows) + 1]
+        row.seq.request = replace(row.seq.request, sampling=SAMPLINGS[0])
+        rows.append(one_row(row.seq, 1, draft, *parents))
+    result = graphs.launch(Step(tuple(rows), 10)).wait()
+    assert list(result.accepted) == [2, 1, 0, 0]
+
+
+class GraphScenario(Scenario):
+    """The engine's property test, with recorded steps."""
+
+    def __init__(self, rng: random.Random, config: EngineConfig, policy: Policy) -> None:
+        super().__init__(rng, config, policy)
+        if rng.random() < 0.7:  # what is drawn in the recorded step itself
+            self.samplings, self.top_logprobs = SAMPLINGS[:3], (None,)
+        self.model = model = RecordableHashModel(config.page_size, config.num_pages)
+        buckets = make_buckets(config.max_num_seqs, (1, 3, 5), (5, 9))
+        self.graphs = DecodeGraphs(
+            model, buckets, record=rerun, choose_and_verify=choose_and_verify
+        )
+        self.engine = Engine(
+            model, config, eos_token_ids=EOS, policy=policy, runner=self.graphs, clock=self.clock
+        )
+
+
+@pytest.mark.timeout(600)  # a quarter of a minute on a machine of its own
+@settings(max_examples=100, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32), config=configs, k=st.integers(0, 8))
+def test_engine_output_equals_sequential_decoding(seed: int, config: EngineConfig, k: int) -> None:
+    scenario = GraphScenario(random.Random(seed), config, Policy(k, max_wait_s=0.002))
+    for _ in range(40):
+        scenario.act()
+    scenario.finish()

@@ -1,0 +1,240 @@
+"""Recorded draft loops say what the eager ones say, whatever fills up their rows."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.drafting.building.loops import loop_shapes
+from outrider.drafting.draft_model.chains import ReadyRow, draft_chains, draft_forks
+from outrider.drafting.draft_model.proposer import DraftModelProposer
+from outrider.drafting.graphs.draft_model import DraftModelLoops
+from outrider.drafting.graphs.draws import TorchDraws
+from outrider.drafting.graphs.loop_inputs import LoopShape
+from outrider.drafting.graphs.loops import Capture, make_shapes
+from outrider.drafting.proposer import SessionStart
+from outrider.engine.batch import PackedBatch, RowSlice, pack
+from outrider.engine.graphs.prefill_graphs import PrefillGraphs
+from outrider.engine.graphs.prefill_inputs import make_prefill_buckets
+from outrider.engine.model.paged_model import PagedModel
+from outrider.params import SamplingParams
+from tests.support.by_tensors import by_tensors
+from tests.support.recordable import RecordableHashModel, recordable_llama, rerun
+
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, seed=5),
+    SamplingParams(temperature=0.7, seed=2**64 - 1),
+    SamplingParams(temperature=1.2, seed=2**31, top_k=12, top_p=0.9, min_p=0.01),
+)
+Recordable = RecordableHashModel | PagedModel
+
+
+def drafter_of(
+    model: Recordable, max_rows: int = 4, forwards: PrefillGraphs | None = None
+) -> DraftModelLoops:
+    shapes = [
+        shape
+        for fanout in (0, 3)
+        for cut in (False, True)
+        for shape in make_shapes(
+            rows=(1, 2, max_rows),
+            query_lens=(1, 3),
+            num_tokens=(0, 2, 5) if fanout else (2, 5),
+            fanout=fanout,
+            cut=cut,
+        )
+    ]
+    return DraftModelLoops(model, Capture(shapes, rerun, TorchDraws()), forwards)
+
+
+class Rows:
+    """Random rows on scattered pages, of which all but the tokens to catch up are fed."""
+
+    def __init__(self, model: Recordable, rng: random.Random) -> None:
+        self._model, self._rng = model, rng
+        self._free = rng.sample(range(model.num_pages), model.num_pages)
+        self.texts: list[list[int]] = []
+        self.slices: list[RowSlice] = []
+
+    def add(self, length: int, missing: int, room: int) -> None:
+        """`room` tokens more than the text have pages."""
+        text = [self._rng.randrange(60) for _ in range(length)]
+        size = self._model.page_size
+        table = array("i", [self._free.pop() for _ in range(-(-(length + room) // size))])
+        start = length - missing
+        if start:
+            fed = pack([RowSlice(text[:start], 0, table, 1)], size, self._model.device)
+            self._model.forward(fed)
+        self.texts.append(text)
+        self.slices.append(RowSlice(text[start:], start, table, 1))
+
+    def whole(self, i: int, room: int) -> RowSlice:
+        """The row from its first token on, on pages of its own."""
+        size = self._model.page_size
+        pages = self._free[: -(-(len(self.texts[i]) + room) // size)]
+        return RowSlice(self.texts[i], 0, pages, 1)
+
+
+def expected(model: Recordable, rows: Rows, ready: list[ReadyRow]) -> list[list[int]]:
+    return [
+        draft_chains(model, [rows.whole(i, row.wanted)], [row])[0] for i, row in enumerate(ready)
+    ]
+
+
+@pytest.mark.parametrize("make", [RecordableHashModel, recordable_llama])
+def test_chains_equal_the_eager_ones(make: Callable[..., Recordable]) -> None:
+    """Any number of rows, also more than a loop holds; any catch-up, also longer than recorded."""
+    model = make(num_pages=220)
+    drafter = drafter_of(model)
+    for seed in range(40):
+        rng = random.Random(seed)
+        rows = Rows(model, rng)
+        ready = []
+        num_rows = rng.randint(1, 6)
+        for wanted in sorted((rng.randint(1, 6) for _ in range(num_rows)), reverse=True):
+            length = rng.randint(5, 40)
+            rows.add(length, rng.choice((1, 1, 2, 2, 3, 5)), wanted - 1)
+            ready.append(ReadyRow(length, wanted, rng.choice(SAMPLINGS)))
+        assert drafter.draft(rows.slices, ready) == expected(model, rows, ready)
+
+
+def test_rows_that_only_catch_up_go_along() -> None:
+    model = RecordableHashModel()
+    rows = Rows(model, random.Random(1))
+    rows.add(9, 1, 3)
+    rows.add(30, 22, 0)
+    rows.slices[1] = rows.slices[1]._replace(num_logits=0)
+    ready = [ReadyRow(9, 4, SAMPLINGS[1])]
+    assert drafter_of(model).draft(rows.slices, ready) == expected(model, rows, ready)
+
+
+def test_of_prompts_all_but_the_last_tokens_are_fed_at_once_and_the_rest_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = RecordableHashModel()
+    rows = Rows(model, random.Random(2))
+    rows.add(30, 30, 3)
+    rows.add(9, 1, 3)
+    rows.add(20, 20, 2)
+    ready = [ReadyRow(30, 4, SAMPLINGS[1]), ReadyRow(9, 4, SAMPLINGS[0])]
+    ready.append(ReadyRow(20, 3, SAMPLINGS[2]))
+    drafts = expected(model, rows, ready)
+    drafter = drafter_of(model)
+    launched: list[tuple[int, ...]] = []
+    forward = model.forward
+
+    def counted(batch: PackedBatch) -> Tensor:
+        launched.append(batch.query_lens)
+        return forward(batch)
+
+    monkeypatch.setattr(model, "forward", counted)
+    assert drafter.draft(rows.slices, ready) == drafts
+    assert launched == [(29, 19)]
+
+
+def test_prompts_are_fed_by_recorded_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = recordable_llama(num_pages=220)
+    model._backend = by_tensors
+    rows = Rows(model, random.Random(4))
+    for length, missing in ((30, 30), (9, 1), (25, 25), (28, 28)):
+        rows.add(length, missing, 3)
+    ready = [ReadyRow(len(text), 4, SAMPLINGS[i]) for i, text in enumerate(rows.texts)]
+    drafts = expected(model, rows, ready)
+    drafter = drafter_of(
+        model, forwards=PrefillGraphs(model, make_prefill_buckets(128, 4), record=rerun)
+    )
+    monkeypatch.setattr(model, "forward", None)  # nothing is launched forward by forward
+    assert drafter.draft(rows.slices, ready) == drafts
+    assert drafter.feed([rows.whole(i, 0) for i in (0, 1)])
+    assert not drafter.feed([row._replace(token_ids=[1] * 99) for row in rows.slices[:2]])
+
+
+def test_a_row_at_the_end_of_the_model_is_drafted_for_within_it() -> None:
+    """Loops are longer than what is left: what they draft beyond is cut, and harms no one."""
+    for make in (RecordableHashModel, recordable_llama):
+        model = make(num_pages=100)
+        assert model.max_model_len == 128
+        rows = Rows(model, random.Random(1))
+        rows.add(127, 1, 1)
+        rows.add(20, 2, 4)
+        ready = [ReadyRow(127, 1, SAMPLINGS[0]), ReadyRow(20, 5, SAMPLINGS[1])]
+        drafter = drafter_of(model)
+        assert drafter.draft(rows.slices, ready) == expected(model, rows, ready)
+
+
+@pytest.mark.parametrize("make", [RecordableHashModel, recordable_llama])
+def test_forks_equal_the_eager_ones(make: Callable[..., Recordable]) -> None:
+    model = make(num_pages=220)
+    drafter = drafter_of(model)
+    for seed in range(20):
+        rng = random.Random(seed)
+        rows = Rows(model, rng)
+        k, fanout = rng.choice(((0, 3), (1, 1), (2, 3), (4, 2), (5, 3)))
+        sampling = [rng.choice(SAMPLINGS) for _ in range(rng.randint(1, 6))]
+        for _ in sampling:
+            rows.add(rng.randint(6, 30), rng.choice((1, 1, 2, 3, 5)), k)
+        forks = drafter.forks(rows.slices, sampling, k, fanout)
+        for i, params in enumerate(sampling):
+            eager = draft_forks(model, [rows.whole(i, k)], [params], k, fanout)
+            assert forks.candidates[i].tolist() == eager.candidates[0].tolist()
+            torch.testing.assert_close(
+                torch.from_numpy(forks.gaps[i]), torch.from_numpy(eager.gaps[0])
+            )
+
+
+def test_a_proposer_drafts_the_same_with_recorded_loops() -> None:
+    drafts: list[list[tuple[int, ...]]] = []
+    for recorded in (False, True):
+        model = RecordableHashModel(num_pages=100)
+        drafter = drafter_of(model) if recorded else None
+        proposer = DraftModelProposer(model, name="hash", chain_drafter=drafter, prefill_budget=30)
+        rng = random.Random(3)
+        said: list[tuple[int, ...]] = []
+        for key, sampling in enumerate(SAMPLINGS):
+            start = SessionStart([rng.randrange(60) for _ in range(5 + 20 * key)], sampling, 4, 120)
+            proposer.open(key, start)
+        lengths = {key: 5 + 20 * key for key in range(len(SAMPLINGS))}
+        for _ in range(12):
+            done = proposer.draft(list(lengths))
+            proposer.check_invariants()
+            for key, tree in sorted(done.drafts):
+                said.append(tree.token_ids)
+                accepted = rng.randint(0, len(tree.token_ids))
+                tokens = [*tree.token_ids[:accepted], rng.randrange(60)]
+                proposer.commit(key, lengths[key], tokens, rng.randint(1, 5))
+                lengths[key] += len(tokens)
+        drafts.append(said)
+    assert drafts[0] == drafts[1]
+    assert len(drafts[0]) > 30
+
+
+@pytest.mark.parametrize(("max_sessions", "max_branches"), [(1, 0), (5, 3), (256, 8)])
+def test_a_proposer_records_a_loop_for_all_that_its_rounds_bring(
+    max_sessions: int, max_branches: int
+) -> None:
+    shapes = loop_shapes(max_sessions=max_sessions, max_draft_tokens=5, max_branches=max_branches)
+    assert len(shapes) == len(set(shapes))
+
+    def recorded(rows: int, query_len: int, fanout: int) -> bool:
+        return any(
+            shape.rows >= rows and shape.query_len >= query_len and shape.fanout == fanout
+            for shape in shapes
+            if shape.num_tokens == (4 if fanout else 5) and not shape.cut
+        )
+
+    assert recorded(min(128, max_sessions), 16, 0)
+    assert recorded(max_sessions, 2, 0)
+    assert LoopShape(1, 1, 5) in shapes
+    if max_branches:
+        fanout = max(shape.fanout for shape in shapes)
+        assert recorded(min(128, max_sessions), 16, fanout)
+        assert recorded(max_sessions, 2, fanout)
+        assert recorded(min(256, max_sessions * max_branches), 1, fanout)
+        longer = [shape for shape in shapes if shape.fanout and not shape.num_tokens]
+        assert longer, "branches are made longer by a token"

@@ -1,0 +1,79 @@
+"""What `bulk_tiles.cu` is compiled for; that it computes the right thing only a device can tell."""
+
+import itertools
+import re
+
+import pytest
+import torch
+
+from outrider.engine.cuda.gemm import hopper
+from outrider.engine.cuda.gemm.hopper import Variant
+
+_MULTIPROCESSOR = 228 * 1024  # bytes of shared memory, by compute capability 9.0
+_PROGRAM = 227 * 1024  # of them, that one may have
+_SYSTEM = 1024  # that it takes besides
+_UNIT = 128  # in which they are handed out
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("groups", "resident"), [(2, 1), (2, 2), (4, 1)])
+def test_blocks_and_sums_fit_into_shared_memory(groups: int, resident: int, int8: bool) -> None:
+    for rows in range(8, 97 if int8 else 161, 8):
+        variant = Variant(rows, groups, resident, 3, False, True, int8)
+        block = 128 * (64 * groups + rows * (2 if int8 else 1))
+        assert variant.stages >= 2  # one on its way while the other is multiplied
+        assert variant.shared_bytes >= max(variant.stages * block, rows * 4 * 64 * groups)
+        taken = variant.shared_bytes + 2 * 8 * variant.stages  # barriers: full, and empty
+        assert taken <= _PROGRAM
+        assert resident * (-(-taken // _UNIT) * _UNIT + _SYSTEM) <= _MULTIPROCESSOR
+
+
+def test_tensor_cores_are_told_of_every_sum() -> None:
+    for rows, int8 in itertools.product((8, 40, 96), (False, True)):
+        source = Variant(rows, 2, 1, 1, False, False, int8).source()
+        columns = 2 * rows if int8 else rows  # two planes
+        shape = re.search(r"\.m64n(\d+)k(\d+)\.\w+\.(\w+)", source)
+        assert shape is not None
+        assert shape.groups() == (str(columns), *(("32", "s8") if int8 else ("16", "bf16")))
+        sums = re.findall(r'"\+[fr]"\(sums\[(\d+)\]\)', source)
+        assert [int(i) for i in sums] == list(range(columns // 2))
+        assert f"%{columns // 2 + 1}, p" in source  # its two operands come behind them
+
+
+def test_variants_differ_in_their_source() -> None:
+    first = Variant(40, 2, 1, 3, False, True, False)
+    for other in (
+        Variant(48, 2, 1, 3, False, True, False),
+        Variant(40, 4, 1, 3, False, True, False),
+        Variant(40, 2, 2, 3, False, True, False),
+        Variant(40, 2, 1, 2, False, True, False),
+        Variant(40, 2, 1, 3, True, True, False),
+        Variant(40, 2, 1, 3, False, False, False),
+        Variant(40, 2, 1, 3, False, True, True),
+    ):
+        assert other.source() != first.source()
+
+
+def test_what_fails_to_load_is_said_once_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("CUDA: no binary for this driver")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.empty(0))
+    monkeypatch.setattr(hopper.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(hopper, "_function", fails)
+    hopper.available.cache_clear()
+    try:
+        assert not hopper.available()
+        assert not hopper.available()
+        assert [record.getMessage() for record in caplog.records] == [
+            "products are computed without bulk copies: CUDA: no binary for this driver"
+        ]
+        monkeypatch.setattr(hopper, "_function", lambda *_: None)
+        hopper.available.cache_clear()
+        assert hopper.available()
+    finally:
+        hopper.available.cache_clear()

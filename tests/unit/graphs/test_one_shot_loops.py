@@ -1,0 +1,44 @@
+"""Recorded guesses of Medusa and MLP-speculator heads make the trees of those that are not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.drafting.building.loops import one_shot_shapes
+from outrider.drafting.graphs.draws import TorchDraws
+from outrider.drafting.graphs.loops import Capture
+from outrider.drafting.graphs.one_shot_heads import OneShotLoops
+from tests.support.one_shot_drafts import DEPTH, HEADS, drafts
+from tests.support.recordable import Counted, rerun_strictly
+
+
+@pytest.mark.parametrize("tree_width", [1, 4])
+@pytest.mark.parametrize("name", HEADS)
+def test_trees_are_those_of_the_eager_way(name: str, tree_width: int) -> None:
+    """Also of more rows than a loop holds."""
+    head = HEADS[name](torch.float64, torch.device("cpu"))  # near ties are decided alike
+    counted = Counted()
+    shapes = one_shot_shapes(max_rows=4, max_depth=DEPTH)
+    recording = Capture(shapes, counted, TorchDraws())
+    expected = drafts(head, tree_width, None)
+    assert drafts(head, tree_width, recording) == expected
+    assert counted.repeated > 10
+    assert any(len(tree.token_ids) > DEPTH for tree in expected) == (tree_width > 1)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_nothing_that_is_recorded_waits_for_the_device(name: str) -> None:
+    head = HEADS[name](torch.float32, torch.device("meta"))
+    shapes = one_shot_shapes(max_rows=2, max_depth=DEPTH)
+    OneShotLoops(head, Capture(shapes, rerun_strictly, TorchDraws()), 4)
+
+
+@pytest.mark.parametrize("max_rows", [1, 5, 256])
+def test_a_proposer_records_a_loop_for_any_batch(max_rows: int) -> None:
+    shapes = one_shot_shapes(max_rows=max_rows, max_depth=4)
+    assert len(shapes) == len(set(shapes))
+    for cut in (False, True):
+        depths = {shape.num_tokens for shape in shapes if shape.cut == cut}
+        assert depths == {1, 2, 3, 4}
+    assert max(shape.rows for shape in shapes) >= max_rows

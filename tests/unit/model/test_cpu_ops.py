@@ -1,0 +1,109 @@
+"""The compiled operations of a Llama step against the plain ones, rounding included."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.engine.cpu.ops import NumbaOps
+from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.model.ops import TorchOps
+
+HIDDEN, HEADS, KV_HEADS, DIM = 96, 6, 2, 16
+CPU = torch.device("cpu")
+PLAIN = TorchOps()
+DTYPES = [torch.bfloat16, torch.float32, torch.float64]
+MANY = 700  # tokens enough for a team of threads
+
+# A sum in another order may fall on the other side of a rounding in one of thousands.
+_TOLERANCE = {torch.bfloat16: 2**-7, torch.float32: 2e-6, torch.float64: 1e-12}
+
+
+def _assert_same(ours: Tensor, plain: Tensor) -> None:
+    tolerance = _TOLERANCE[ours.dtype]
+    torch.testing.assert_close(ours, plain, atol=tolerance, rtol=tolerance)
+    if ours.dtype is torch.bfloat16:
+        assert (ours != plain).float().mean() < 2e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 5, MANY])
+def test_rms_norm(dtype: torch.dtype, tokens: int) -> None:
+    torch.manual_seed(tokens)
+    x, weight = torch.randn(tokens, HIDDEN, dtype=dtype), torch.randn(HIDDEN, dtype=dtype)
+    before = x.clone()
+    _assert_same(NumbaOps(dtype).rms_norm(x, weight, 1e-5), PLAIN.rms_norm(x, weight, 1e-5))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 5, MANY])
+def test_silu_mul(dtype: torch.dtype, tokens: int) -> None:
+    torch.manual_seed(tokens)
+    gate_up = 6 * torch.randn(tokens, 2 * HIDDEN, dtype=dtype)
+    gate_up[0, :4] = torch.tensor([-200, 200, 0, -90], dtype=dtype)
+    _assert_same(NumbaOps(dtype).silu_mul(gate_up), PLAIN.silu_mul(gate_up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 5, MANY])
+def test_norm_rotate_and_store(dtype: torch.dtype, tokens: int) -> None:
+    torch.manual_seed(tokens)
+    qkv = torch.randn(tokens, (HEADS + 2 * KV_HEADS) * DIM, dtype=dtype)
+    weight = torch.randn(HEADS + KV_HEADS, DIM, dtype=dtype)
+    angle = 7 * torch.rand(tokens, DIM // 2)
+    cos, sin = angle.cos(), angle.sin()
+    rope = torch.stack((cos, cos, -sin, sin), dim=1).view(tokens, 2, 2, -1).to(dtype)
+    slots = torch.randperm(MANY)[:tokens]
+    results = []
+    for ops in (NumbaOps(dtype), PLAIN):
+        pool = KVPools(MANY // 4, 4, dtype, CPU).allocate(0, KV_HEADS, DIM, DIM)
+        mine = qkv.clone()
+        ops.qk_norm_(mine, weight, 1e-6)
+        query = ops.rotate_and_store(mine, rope, slots, pool)
+        assert query.shape == (tokens, KV_HEADS, HEADS // KV_HEADS, DIM)
+        results.append((query, pool.keys, pool.values))
+    for ours, plain in zip(*results, strict=True):
+        _assert_same(ours, plain)
+
+
+def test_bfloat16_is_rounded_as_torch_does() -> None:
+    """The products of all pairs of significands, ties among them."""
+    significands = torch.arange(32, 64, 0.25)
+    gate = significands.repeat_interleave(len(significands))  # silu(x) is x here
+    up = -significands.repeat(len(significands)) * 2.0**-20
+    assert torch.equal(gate, gate.bfloat16().float())
+    gate_up = torch.cat((gate, up)).bfloat16()[None]
+    assert torch.equal(NumbaOps(torch.bfloat16).silu_mul(gate_up)[0], (gate * up).bfloat16())
+
+
+def test_nan_stays_nan() -> None:
+    gate_up = torch.full((1, 8), float("nan"), dtype=torch.bfloat16)
+    assert NumbaOps(torch.bfloat16).silu_mul(gate_up).isnan().all()
+
+
+def test_compiles_where_no_cache_can_be_written() -> None:
+    """A read-only container without a home."""
+    program = (
+        "import logging, torch; logging.basicConfig(level=logging.INFO)\n"
+        "from outrider.engine.cpu import elementwise, team\n"
+        "team.Kernel(elementwise.silu_mul, '3q', torch.float32)"
+    )
+    nowhere = {
+        "NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator",
+        "NUMBA_CACHE_DIR": "/proc",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **nowhere},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Compiled silu_mul for this CPU" in done.stderr

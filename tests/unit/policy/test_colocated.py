@@ -1,0 +1,50 @@
+"""Drafts that are made between an engine's steps: there when a row is looked at, and not free."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from outrider.config import EngineConfig
+from outrider.draft_tree import DraftTree
+from outrider.engine.engine import Engine
+from outrider.engine.policy.adaptive import AdaptivePolicy
+from outrider.params import SamplingParams, SpeculationParams, StopParams
+from outrider.types import Request
+from tests.support.hash_model import HashModel
+
+ROUNDS = 12
+DRAFT_S = 0.0005  # a forward takes 2 ms
+
+
+class Slow(HashModel):
+    def forward(self, batch):  # type: ignore[no-untyped-def]
+        time.sleep(0.002)
+        return super().forward(batch)
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_their_time_counts_though_they_are_hits(colocated: bool) -> None:
+    model = Slow(num_pages=64, max_model_len=200)
+    config = EngineConfig(page_size=4, num_pages=64, max_model_len=200)
+    engine = Engine(model, config, policy=AdaptivePolicy(4))
+    prompt = (1, 2, 3)
+    engine.submit(
+        Request(1, prompt, SamplingParams(temperature=0), StopParams(150), SpeculationParams())
+    )
+    text = [*prompt, *model.greedy_text(prompt, 150)]
+    engine.set_drafting(1, "here", 4, colocated=colocated, asked=False)
+    drafting = engine._scheduler.by_session[1].drafting
+    for _ in range(ROUNDS):
+        engine.launch()
+        engine.collect()
+        length = len(engine.committed(1) or ())
+        if drafting.num_draft_tokens:
+            time.sleep(DRAFT_S)
+            draft = DraftTree.chain(length, text[length : length + 4])
+            engine.post_block(1, draft, "here", round(DRAFT_S * 1e6))
+        engine.take_events()
+    assert drafting.hit, "it was there"
+    assert (drafting.hit_share > 0.5) != colocated
+    assert (drafting.free_tokens > 1) != colocated

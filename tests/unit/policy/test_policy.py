@@ -1,0 +1,956 @@
+"""Readiness and K, driven by recorded numbers and a simulated clock."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import pytest
+
+from outrider.config import EngineConfig
+from outrider.draft_tree import DraftTree
+from outrider.engine.engine import Engine
+from outrider.engine.policy import mode_selector, timing
+from outrider.engine.policy.adaptive import AdaptivePolicy
+from outrider.engine.policy.base import Policy, Ready
+from outrider.engine.policy.circuit_breaker import FIRST_PATIENCE_S, FIRST_REST
+from outrider.engine.policy.mode import DraftMode
+from outrider.engine.policy.mode_trials import STRETCH
+from outrider.engine.policy.probe import PROBE_EVERY, Probe
+from outrider.engine.policy.timing import Delay, StepDone, StepTimes
+from outrider.engine.rounds import Drafting, Round
+from outrider.engine.sequence import Sequence
+from outrider.params import SamplingParams, SpeculationParams, StopParams
+from outrider.types import Commit, Request, RequestStats
+from tests.support.hash_model import HashModel, Sequential
+from tests.support.simulation import Net, World, draft_model
+
+CONFIG = EngineConfig(page_size=4, num_pages=4096, max_model_len=2048)
+# Seconds of a 62 M model's step at 1, 4, 8, 16 tokens: engine-notes' measurements, fused.
+STEP_S = ((1, 0.0075), (4, 0.0078), (8, 0.0089), (16, 0.0110), (64, 0.0260), (640, 0.2))
+
+
+def step_times() -> StepTimes:
+    return interpolated(STEP_S)
+
+
+def interpolated(steps: Iterable[tuple[int, float]]) -> StepTimes:
+    times = StepTimes()
+    for num_tokens, seconds in steps:
+        times.observe(num_tokens, seconds)
+    return times
+
+
+@dataclass
+class Bench:
+    """An engine whose forwards take the recorded time, and a proposer with a given delay."""
+
+    policy: Policy
+    requests: int = 1
+    began: float = 0.0
+    delay_s: float = 0.003
+    agreement: float = 1.0  # share of rounds whose block is right
+    dead: set[int] = field(default_factory=set)  # sessions whose proposer is silent
+    clueless: set[int] = field(default_factory=set)  # sessions whose blocks are empty
+    poor: set[int] = field(default_factory=set)  # sessions of whose blocks one token is right:
+    # their answers are as short
+    max_tokens: int = 200
+    burst: tuple[float, float] = (0.0, 0.0)  # from, until: steps take ten times as long
+    steps: tuple[tuple[int, float], ...] = STEP_S
+    asked: bool = True  # for a draft at the begin of a session
+    own_device: bool = False  # of the proposer
+    first_delay_s: float | None = None  # of a session's first block, with the prompt's processing
+    prompts_apart: int = 1  # cycles among which the prompts are divided
+    hiccup_s: float = 0.0  # by which the second block of all is late
+    stall_s: float = 0.0  # what a step and a draft at the same time cost each other
+    busy: bool = False  # the proposer has one cycle at a time: what comes meanwhile waits, the
+    # latest of a session only
+    tax_s: float = 0.0  # what drafts made since the last step cost the next one
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+
+    def __post_init__(self) -> None:
+        self.now = self.began
+        self.model = HashModel(32, 4, 4096, 2048)
+        self.truth = Sequential(self.model)
+        times = interpolated(self.steps)
+        forward = self.model.forward
+
+        def timed(batch):  # type: ignore[no-untyped-def]
+            slow = self.burst[0] <= self.now < self.burst[1]
+            self.now += times.estimate(len(batch.input_ids)) * (10.0 if slow else 1.0)
+            self.now += self.tax_s * (self._rounds > self._taxed)
+            self._taxed = self._rounds
+            if self.stall_s and any(arrival > self.now for arrival, _, _ in self._due):
+                self.now += self.stall_s
+                self._due = [(due + self.stall_s, *rest) for due, *rest in self._due]
+                self._drafting_until += self.stall_s
+            return forward(batch)
+
+        self.model.forward = timed  # type: ignore[method-assign]
+        self.engine = Engine(self.model, CONFIG, policy=self.policy, clock=lambda: self.now)
+        self.commits: list[list[Commit]] = [[] for _ in range(self.requests)]
+        self.rows_per_step: list[int] = []
+        self._due: list[tuple[float, int, DraftTree]] = []
+        self._rounds = self._taxed = 0
+        self._began = self._drafting_until = -1.0  # its cycle
+        self._asked_for: dict[int, tuple[int, int]] = {}  # while it is busy: base, count
+        for i in range(self.requests):
+            self.engine.submit(self._request(i))
+            self.engine.set_drafting(i, "a", 4, asked=self.asked, own_device=self.own_device)
+            if self.asked:
+                first = self.delay_s if self.first_delay_s is None else self.first_delay_s
+                self._answer(i, 2, 4, first * (1 + i % self.prompts_apart))
+
+    def _request(self, i: int) -> Request:
+        return Request(
+            i,
+            (i % 32, i // 32),
+            SamplingParams(temperature=0.0),
+            StopParams(max_tokens=self.max_tokens * (2 if i in self.poor else 5) // 5),
+            self.speculation,
+        )
+
+    def _answer(self, session: int, base: int, count: int, delay_s: float | None = None) -> None:
+        if session in self.dead or not count:
+            return
+        if self.busy and self._began < self.now < self._drafting_until:
+            self._asked_for[session] = (base, count)
+            return
+        self._began = self.now
+        self._rounds += 1
+        right = self._rounds % 100 < 100 * self.agreement
+        tokens = self.truth.tokens(
+            self._request(session).prompt_token_ids, SamplingParams(temperature=0.0), base + 6
+        )[base - 2 : base - 2 + count]
+        if session in self.poor:
+            tokens = (tokens[0], *[(t + 1) % 32 for t in tokens[1:]])
+        if session in self.clueless:
+            tokens = ()
+        tree = DraftTree.chain(base, tokens if right else [(t + 1) % 32 for t in tokens])
+        arrival = self.now + (self.delay_s if delay_s is None else delay_s)
+        self._drafting_until = arrival
+        arrival += self.hiccup_s * (self._rounds == self.requests + 1)
+        self._due.append((arrival, session, tree))
+
+    def run(self) -> list[RequestStats]:
+        done: dict[int, RequestStats] = {}
+        while len(done) < self.requests:
+            self._due.sort(key=lambda item: item[0])
+            while self._due and self._due[0][0] <= self.now:
+                arrived_at, session, tree = self._due.pop(0)
+                self.engine.post_block(session, tree, "a", 1000, arrived_at)
+            if self._asked_for and self.now >= self._drafting_until:
+                asked, self._asked_for = self._asked_for, {}
+                for session, (base, count) in asked.items():
+                    self._answer(session, base, count)
+            events = self.engine.step()
+            if events is None:
+                arrival = self._due[0][0] if self._due else float("inf")
+                assert min(arrival, self.engine.wake_at) < self.now + 1.0, "an unbounded wait"
+                self.now = max(self.now, min(arrival, self.engine.wake_at))
+                continue
+            assert events.timings is not None
+            self.rows_per_step.append(events.timings.num_rows)
+            for commit in events.commits:
+                self.commits[commit.session_id].append(commit)
+                if commit.stats is not None:
+                    done[commit.session_id] = commit.stats
+                else:
+                    base = commit.base_len + len(commit.token_ids)
+                    self._answer(commit.session_id, base, commit.num_draft_tokens)
+        return [done[i] for i in range(self.requests)]
+
+
+def test_a_good_proposer_is_waited_for_and_used() -> None:
+    bench = Bench(AdaptivePolicy(4))
+    (stats,) = bench.run()
+    assert stats.accepted / stats.drafted == 1.0
+    assert stats.output_tokens / stats.rounds > 4.0
+    assert stats.misses_late <= 2
+    assert bench.now < 0.6 * stats.output_tokens * STEP_S[0][1]
+
+
+# Seconds on an H200: an 8B target's steps, and a 1B draft on the same card, on demand.
+GPU_STEP_S = ((1, 0.0046), (8, 0.0048), (40, 0.0052), (160, 0.0063), (320, 0.0097), (640, 0.016))
+
+
+@pytest.mark.parametrize(
+    ("requests", "delay_s", "stall_s"),
+    [
+        (1, 0.0069, 0.0),
+        (8, 0.0075, 0.0),
+        (32, 0.0080, 0.0),
+        (1, 0.0069, 0.0035),
+        (8, 0.0075, 0.0035),
+    ],
+)
+def test_a_draft_slower_than_a_step_is_waited_for_where_that_pays(
+    requests: int, delay_s: float, stall_s: float
+) -> None:
+    """Rows that go on without their drafts have them late, and on a shared device slow them down:
+    neither must make it look as if waiting did not pay."""
+    bench = Bench(
+        AdaptivePolicy(4),
+        requests=requests,
+        delay_s=delay_s,
+        agreement=0.97,
+        steps=GPU_STEP_S,
+        first_delay_s=0.03,
+        stall_s=stall_s,
+    )
+    all_stats = bench.run()
+    rounds = sum(stats.rounds for stats in all_stats)
+    assert sum(stats.output_tokens for stats in all_stats) / rounds > 3.2
+    plain = interpolated(GPU_STEP_S).estimate(requests) * bench.max_tokens
+    assert bench.now < 0.7 * plain
+
+
+class Told(AdaptivePolicy):
+    """After so many steps it hears of other drafts of its proposer, too."""
+
+    def __init__(self, after: int, *delays: Delay) -> None:
+        super().__init__(4)
+        self._after, self._delays = after, delays
+
+    def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        super().observe_step(num_rows, num_tokens, seconds)
+        if self._num_steps == self._after:
+            row = self.drafting(Request(0, (1,), SamplingParams(temperature=0.0)))
+            row.drafter = "a "
+            for delay in self._delays:
+                self.observe_delay(row, delay)
+
+
+def test_rows_come_back_together_to_drafts_that_were_slow_beside_their_steps() -> None:
+    """One row that tried again beside the others' steps would find them as slow as before."""
+    slow = [Delay(1.0 + i, 0.030, 0.013, 4, uncontended=False) for i in range(100)]
+    bench = Bench(
+        Told(60, *slow),
+        requests=32,
+        delay_s=0.009,
+        agreement=0.85,
+        max_tokens=480,
+        steps=GPU_STEP_S,
+        prompts_apart=4,
+        stall_s=0.005,
+        busy=True,
+    )
+    bench.run()
+    plain = interpolated(GPU_STEP_S).estimate(32) * bench.max_tokens
+    assert bench.now < 0.85 * plain
+
+
+def test_a_row_comes_to_wait_for_its_drafts_although_the_first_was_slow() -> None:
+    """It had gone on beside them for 400 steps: only drafts with no step beside them counted."""
+    bench = Bench(
+        Told(1, Delay(0.0, 0.020, 0.001, 4, uncontended=True)),
+        delay_s=0.0041,
+        agreement=0.85,
+        max_tokens=600,
+        steps=GPU_STEP_S,
+        stall_s=0.0025,
+        busy=True,
+    )
+    (stats,) = bench.run()
+    assert bench.now < 0.55 * stats.output_tokens * GPU_STEP_S[0][1]
+
+
+def test_rows_of_poor_acceptance_wait_in_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone they had better go on without drafts; beside those of others that brings little."""
+    monkeypatch.setattr(mode_selector, "MANY", 100)  # a trial of drafts would be most of it
+    bench = Bench(
+        AdaptivePolicy(4),
+        requests=32,
+        poor=set(range(0, 32, 8)),
+        delay_s=0.009,
+        max_tokens=400,
+        steps=GPU_STEP_S,
+        stall_s=0.004,
+        busy=True,
+    )
+    tokens = sum(stats.output_tokens for stats in bench.run())
+    plain = interpolated(GPU_STEP_S).estimate(32) / 32
+    assert bench.now < 0.75 * tokens * plain
+
+
+def test_nobody_waits_for_the_first_block_of_another_session() -> None:
+    """It comes when the proposer has processed the prompt; the newcomer itself may wait for it."""
+    policy = AdaptivePolicy(4)
+    Bench(policy, requests=2, steps=GPU_STEP_S, delay_s=0.006).run()
+    row, newcomer = (_on_demand(policy, i) for i in range(2))
+    newcomer.drafting.deadline = 0.06
+    assert policy.hold([row], 0, [newcomer], 0.0) == 0.0
+    newcomer.drafting.blocks = 1
+    assert policy.hold([row], 0, [newcomer], 0.0) == pytest.approx(0.006, rel=0.01)
+
+
+def _on_demand(policy: Policy, session: int) -> Sequence:
+    """A row that waits for its draft since 0.0."""
+    request = Request(session, (1, 2), SamplingParams(temperature=0.0))
+    d = policy.drafting(request)
+    seq = Sequence(request, max_len=64, stop_ids=frozenset(), drafting=d, submitted_at=0.0)
+    d.proposer_id, d.drafter, d.proposer_limit, d.num_draft_tokens = "a", "a ", 4, 4
+    d.deadline = 0.02
+    return seq
+
+
+def test_drafts_that_slow_the_steps_beside_them_are_given_up() -> None:
+    """Where a draft costs the running step more than it brings: found out by doing without."""
+
+    def run(tax_s: float, *, speculate: bool) -> tuple[list[RequestStats], float]:
+        bench = Bench(
+            AdaptivePolicy(4),
+            requests=4,
+            agreement=0.6,
+            max_tokens=1200,
+            tax_s=tax_s,
+            speculation=SpeculationParams(enabled=speculate),
+        )
+        return bench.run(), bench.now
+
+    plain_stats, plain = run(0.0, speculate=False)
+    assert all(stats.drafted == 0 for stats in plain_stats)
+    stats, shared = run(0.015, speculate=True)
+    assert shared < 1.15 * plain
+    assert sum(s.k_histogram[0] for s in stats) > 0.7 * sum(s.rounds for s in stats)
+    stats, apart = run(0.0, speculate=True)
+    assert apart < 0.9 * plain, "without contention they pay"
+    assert sum(s.k_histogram[0] for s in stats) < 0.2 * sum(s.rounds for s in stats)
+
+
+def test_one_draft_that_took_a_second_does_not_end_speculation() -> None:
+    bench = Bench(AdaptivePolicy(4), hiccup_s=1.0, max_tokens=1000)
+    (stats,) = bench.run()
+    assert stats.output_tokens / stats.rounds > 4.0
+
+
+def test_short_answers_come_back_to_drafts_after_a_rush() -> None:
+    """In a rush drafts took long. Afterwards no answer is long enough to try again by itself."""
+    policy = AdaptivePolicy(4)
+    answers = Bench(policy, max_tokens=12).run()
+    assert answers[0].drafted > 0
+    row = policy.drafting(Request(0, (1,), SamplingParams(temperature=0.0)))
+    row.drafter = "a "
+    for i in range(64):
+        policy.observe_delay(row, Delay(5.0 + i / 64, 0.5, 0.001, 4, uncontended=False))
+    for i in range(24):
+        bench = Bench(policy, max_tokens=12, began=10.0 * (i + 1))
+        answers += bench.run()
+    assert answers[1].drafted == 0, "the rush is remembered"
+    assert sum(stats.drafted > 0 for stats in answers[-12:]) >= 10, "but not for ever"
+
+
+def test_a_row_that_gave_up_comes_back_to_a_proposer_that_is_good_for_others() -> None:
+    policy = AdaptivePolicy(4)
+    Bench(policy, max_tokens=400).run()
+    row = policy.drafting(Request(0, (1,), SamplingParams(temperature=0.0)))
+    row.proposer_id, row.drafter, row.proposer_limit = "a", "a ", 4
+    for _ in range(8):
+        policy.observe_round(row, Round(drafted=4, depth=4, accepted=0, rejected=True))
+    assert policy.choose_k(row, 4) == 0
+    for _ in range(32):
+        policy.observe_round(row, Round(drafted=0, depth=0, accepted=0, rejected=False))
+    assert policy.choose_k(row, 4) == 4
+
+
+def test_a_row_is_not_taken_for_one_of_another_temperature() -> None:
+    """What sampled rows showed kept greedy ones that came after them from being drafted for."""
+    policy = AdaptivePolicy(4)
+
+    def row(session: int, temperature: float) -> Drafting:
+        d = policy.drafting(Request(session, (1,), SamplingParams(temperature=temperature)))
+        policy.expect(d, "a")
+        d.proposer_id = "a"
+        return d
+
+    def acceptance(d: Drafting) -> float:
+        return d.successes / d.trials
+
+    unknown, sampled = acceptance(row(0, 0.0)), row(1, 1.0)
+    for _ in range(100):
+        policy.observe_round(sampled, Round(4, 4, 0, rejected=True))
+    assert acceptance(row(2, 1.0)) < 0.05
+    greedy = row(3, 0.0)
+    assert acceptance(greedy) == unknown
+    policy.observe_round(greedy, Round(0, 0, 0, rejected=False))
+    assert acceptance(greedy) == unknown, "nor does it become one while it goes without"
+
+
+def test_rows_that_never_have_their_drafts_in_time_probe() -> None:
+    """They may draft the most, and go on before it comes: 8 rows did for a whole answer."""
+    probe = Probe()
+    for step in range(PROBE_EVERY):
+        probe.observe(step, most=True, drafted=False)
+    assert probe.on
+
+
+def test_a_first_block_is_waited_for_no_longer_than_a_rows_share_of_the_prompts() -> None:
+    policy = AdaptivePolicy(4)
+    seq = _on_demand(policy, 0)
+    seq.drafting.blocks = 0
+    seq.counters.prefill_s = 0.128  # 32 prompts
+    for num_running, expected in ((1, 0.128), (32, 0.004)):
+        policy.step_done(
+            StepDone(num_running, num_running, 32, 0.0, 0, comparable=False, followed=0)
+        )
+        seq.drafting.awaited_since = seq.drafting.committed_at = 1.0
+        assert policy.patience(seq) == pytest.approx(expected), "no step was measured"
+
+
+def test_nobody_waits_once_a_trial_of_drafting_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = AdaptivePolicy(4)
+    seq = _on_demand(policy, 0)
+    monkeypatch.setattr(policy, "patience", lambda _: 1.0)
+    assert policy.split([seq], 0, now=0.0) == Ready([], 1.0)
+    monkeypatch.setattr(AdaptivePolicy, "may_wait", False)
+    assert policy.split([seq], 0, now=0.0) == Ready([seq], 0.0)
+    assert not policy.launch(seq, 0, now=0.0)
+    assert not seq.drafting.misses
+
+
+def test_a_row_goes_along_whose_draft_is_worth_less_than_the_others_step() -> None:
+    policy = AdaptivePolicy(4)
+    policy.observe_step(8, 40, 0.005)
+    ready, waiting = (_on_demand(policy, i) for i in range(2))
+    for seq in (ready, waiting):
+        d = seq.drafting
+        d.can_run_ahead = d.runs_ahead = True
+        d.deadline = d.looked_at = 0.0
+    waiting.drafting.deadline, waiting.drafting.blocks = 0.006, 1
+    ready.drafting.no_guess_at = len(ready.token_ids)  # its proposer has none
+
+    def going() -> list[int]:
+        return [seq.session_id for seq in policy.split([ready, waiting], 0, now=0.0).rows]
+
+    d = waiting.drafting
+    d.successes, d.trials = 4.5, 5.0  # worth 3.1 tokens, 15 ms
+    assert going() == [0]
+    d.successes = 1.5  # 0.4 tokens, 2 ms
+    assert going() == [0, 1]
+
+
+def test_rows_hold_back_while_two_steps_would_take_longer_than_to_wait() -> None:
+    policy = AdaptivePolicy(4)
+    policy.observe_step(8, 40, 0.005)
+    ready, waiting = (_on_demand(policy, i) for i in range(2))
+    for seq in (ready, waiting):
+        seq.drafting.can_run_ahead = seq.drafting.runs_ahead = True
+    waiting.drafting.blocks = 1
+    for due, go_at in ((0.004, 0.004), (0.006, 0.0)):  # and then a step of both, or one each
+        waiting.drafting.deadline = due
+        assert policy.hold([ready], 0, [waiting], now=0.0) == pytest.approx(go_at)
+
+
+def test_rows_that_draft_nothing_are_not_held_for_the_few_that_draft() -> None:
+    """Of 32 rows 5 drafted, and all waited 7 ms for them: half of the tokens of no drafts."""
+    policy = AdaptivePolicy(4)
+    policy.observe_step(8, 40, 0.005)
+    *ready, waiting = (_on_demand(policy, i) for i in range(8))
+    waiting.drafting.blocks = 1
+    waiting.drafting.deadline = 0.007
+    for company, go_at in ((1.0, 0.007), (0.2, 0.0)):  # the share of rows that draft
+        policy._goodput._company = company
+        assert policy.hold(ready, 0, [waiting], now=0.0) == pytest.approx(go_at)
+
+
+def test_another_proposer_is_tried_although_the_one_before_did_not_pay() -> None:
+    policy, now = AdaptivePolicy(4), 0.0
+    row = policy.drafting(Request(0, (1,), SamplingParams(temperature=0.0)))
+    policy.expect(row, "a")
+    for _ in range(400):
+        now += 0.05 if policy.may_wait else 0.01
+        policy.step_done(StepDone(1, 1, 1, now, int(policy.may_wait), comparable=True, followed=1))
+    policy.expect(row, "a")
+    assert not policy.may_wait
+    policy.expect(row, "b")
+    assert policy.may_wait
+
+
+def test_a_burst_of_slow_steps_does_not_end_speculation() -> None:
+    bench = Bench(AdaptivePolicy(4), agreement=0.8, max_tokens=600, burst=(0.4, 1.2))
+    (stats,) = bench.run()
+    assert stats.k_histogram[0] < 0.25 * stats.rounds
+    assert stats.output_tokens / stats.rounds > 3.0
+
+
+def test_a_useless_proposer_costs_little() -> None:
+    bench = Bench(AdaptivePolicy(4), agreement=0.0)
+    (stats,) = bench.run()
+    assert stats.accepted == 0
+    assert stats.drafted < 0.25 * 4 * stats.rounds, "K shrinks to 0 where nothing is accepted"
+    assert stats.drafted > 4, "but it is tried again"
+    assert bench.now < 1.2 * stats.output_tokens * STEP_S[0][1]
+
+
+def test_an_empty_block_ends_the_wait_and_is_no_miss() -> None:
+    bench = Bench(Policy(4, max_wait_s=0.05), clueless={0})
+    (stats,) = bench.run()
+    assert stats.misses_late == stats.misses_wrong == 0
+    assert stats.fallback_rounds == stats.rounds - 1, "the first round processed the prompt"
+    assert stats.wait_ms < 1.01 * stats.waits * bench.delay_s * 1e3, "no longer than it took"
+
+
+@pytest.mark.parametrize("delay_s", [0.0004, 0.002, 0.005, 0.01])
+def test_answers_without_a_guess_are_not_waited_for_long(delay_s: float) -> None:
+    """Of a method that looks its drafts up and finds none, over a network."""
+    policy = AdaptivePolicy(4)
+    bench = Bench(policy, delay_s=delay_s, clueless={0}, max_tokens=400, own_device=True)
+    (stats,) = bench.run()
+    assert stats.drafted == stats.misses_wrong == 0
+    assert stats.misses_late <= 1
+    assert stats.wait_ms * 1e-3 < 0.025 * stats.output_tokens * STEP_S[0][1]
+    assert bench.now < 1.04 * stats.output_tokens * STEP_S[0][1]
+    later = Bench(policy, began=bench.now, delay_s=delay_s, clueless={0}, own_device=True)
+    (stats,) = later.run()
+    assert stats.waits <= 2, "of the next request it is known"
+
+
+def test_answers_without_a_guess_are_waited_for_on_a_device_that_both_share() -> None:
+    bench = Bench(AdaptivePolicy(4), delay_s=0.0004, clueless={0})
+    (stats,) = bench.run()
+    assert stats.waits > 0.9 * stats.rounds
+
+
+class KnowsHalf(Bench):
+    """Has guesses for forty tokens, none for the next forty, and so on."""
+
+    def _answer(self, session: int, base: int, count: int, delay_s: float | None = None) -> None:
+        self.clueless = {session} if base // 40 % 2 else set()
+        super()._answer(session, base, count, delay_s)
+
+
+@pytest.mark.parametrize(("delay_s", "most"), [(0.0005, 0.7), (0.003, 0.8), (0.02, 1.04)])
+def test_guesses_come_back_to_be_waited_for(delay_s: float, most: float) -> None:
+    bench = KnowsHalf(AdaptivePolicy(4), delay_s=delay_s, max_tokens=400, own_device=True)
+    (stats,) = bench.run()
+    assert bench.now < most * stats.output_tokens * STEP_S[0][1]
+
+
+@pytest.mark.parametrize("delay_s", [0.005, 0.02, 0.05])
+def test_drafts_on_demand_that_are_right_are_missed_for_coming_late(delay_s: float) -> None:
+    """By which a pool of them grows: nobody guessed what their last round brought."""
+    (stats,) = Bench(Policy(4, max_wait_s=0.002), delay_s=delay_s).run()
+    assert stats.misses_late > 5
+    assert stats.misses_wrong == 0
+
+
+def test_blocks_without_tokens_do_not_tell_how_long_a_draft_takes() -> None:
+    """A proposer answers at once that it has none, at every answer's end: no short draft."""
+    policy, began = AdaptivePolicy(4), 0.0
+    for clueless, delay_s in ((set[int](), 0.0069), ({0}, 0.0001), (set[int](), 0.0069)):
+        bench = Bench(policy, began=began, delay_s=delay_s, clueless=clueless, steps=GPU_STEP_S)
+        (stats,) = bench.run()
+        began = bench.now
+    assert stats.output_tokens / stats.rounds > 4.0
+    assert stats.fallback_rounds <= 2
+
+
+def test_a_silent_proposer_is_waited_for_once_set_aside_and_tried_again() -> None:
+    bench = Bench(AdaptivePolicy(4), dead={0})
+    (stats,) = bench.run()
+    assert stats.waits == 1
+    assert stats.wait_ms < 1e3 * FIRST_PATIENCE_S
+    # A quarter of a second of rounds, then 3 misses and 16 at rest, a miss and 32, a miss and 64.
+    early = round(FIRST_PATIENCE_S / STEP_S[0][1])
+    assert early <= stats.misses_late <= early + 3 + 1 + 1 + 1
+    assert stats.fallback_rounds == stats.rounds - 1, "the first round processed the prompt"
+
+
+class AsksLater(AdaptivePolicy):
+    """Has nothing drafted for the first second of its clock."""
+
+    clock: Callable[[], float]
+
+    def choose_k(self, drafting: Drafting, limit: int) -> int:
+        return super().choose_k(drafting, limit) if self.clock() > 1.0 else 0
+
+
+def test_a_proposer_is_not_missed_before_it_was_asked() -> None:
+    policy = AsksLater(4)
+    bench = Bench(policy, asked=False, delay_s=0.025)  # more than three steps
+    policy.clock = lambda: bench.now
+    (stats,) = bench.run()
+    asking = next(i for i, each in enumerate(bench.commits[0]) if each.num_draft_tokens)
+    assert asking > FIRST_PATIENCE_S / STEP_S[0][1]
+    assert len(bench.commits[0][asking + 1].token_ids) > 1, "its first draft is waited for"
+    assert stats.waits >= 1
+
+
+def test_a_late_proposer_is_not_waited_for_in_vain() -> None:
+    bench = Bench(AdaptivePolicy(4), delay_s=0.4)
+    (stats,) = bench.run()
+    assert stats.wait_ms < 600
+    assert stats.output_tokens == 200
+
+
+def test_a_useful_block_brings_a_proposer_back_at_once() -> None:
+    policy = Policy(4, max_wait_s=0.01)
+    bench = Bench(policy, dead={0}, max_tokens=60)
+    while not any(bench.engine.step() is None for _ in range(2)):
+        pass
+    for _ in range(3):
+        bench.now += 0.02
+        events = bench.engine.step()
+    assert events is not None
+    assert events.set_aside == (0,)
+    assert all(bench.engine.step() is not None for _ in range(FIRST_REST - 1)), "no waiting"
+    seq = bench.engine._scheduler.by_session[0]
+    prompt = bench._request(0).prompt_token_ids
+    truth = bench.truth.tokens(prompt, SamplingParams(temperature=0.0), 80)
+    at = len(seq.token_ids)
+    bench.engine.post_block(0, DraftTree.chain(at, truth[at - 2 : at]), "a", 10)
+    events = bench.engine.step()
+    assert events is not None
+    assert len(events.commits[0].token_ids) == 3
+    assert bench.engine.step() is None, "it is waited for again"
+
+
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        SpeculationParams(enabled=False),
+        SpeculationParams(num_speculative_tokens=0),
+    ],
+)
+def test_without_speculation_nothing_waits_or_counts(speculation: SpeculationParams) -> None:
+    (stats,) = Bench(AdaptivePolicy(4), speculation=speculation).run()
+    assert (stats.waits, stats.drafted, stats.fallback_rounds, stats.hits) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_steps_for_which_nobody_could_draft_are_not_compared(enabled: bool) -> None:
+    compared: list[bool] = []
+
+    class Watched(AdaptivePolicy):
+        def step_done(self, step: StepDone) -> None:
+            compared.append(step.comparable)
+            super().step_done(step)
+
+    bench = Bench(Watched(4), max_tokens=40)
+    if not enabled:
+        bench.engine.set_drafting(0, None, 0)
+    bench.run()
+    assert any(compared) == enabled
+
+
+def test_a_request_may_ask_for_another_k() -> None:
+    speculation = SpeculationParams(num_speculative_tokens=2)
+    (stats,) = Bench(Policy(4, max_wait_s=0.1), speculation=speculation).run()
+    assert len(stats.k_histogram) == 3
+
+
+def test_ready_rows_do_not_wait_for_a_row_whose_proposer_is_silent() -> None:
+    """No barrier: seven rows go on while the eighth waits for its own deadline."""
+    bench = Bench(Policy(4, max_wait_s=0.3), requests=8, dead={3}, max_tokens=100)
+    stats = bench.run()
+    others = [stats[i] for i in range(8) if i != 3]
+    assert all(s.wait_ms < 200 for s in others)
+    assert stats[3].wait_ms > 900
+
+
+def test_rows_are_gathered_where_that_pays() -> None:
+    """Two rows half a step apart settle into common steps: two steps cost twice one."""
+    bench = Bench(AdaptivePolicy(4), requests=2, max_tokens=300)
+    bench.run()
+    together = sum(rows == 2 for rows in bench.rows_per_step)
+    assert together > 0.7 * len(bench.rows_per_step)
+
+
+def chosen(policy: AdaptivePolicy, rows: int, *, agreement: float) -> int:
+    drafting = policy.drafting(Request(1, (1,)))
+    drafting.successes, drafting.trials = agreement, 1.0
+    for num_tokens, seconds in STEP_S:
+        policy.observe_step(rows, num_tokens, seconds)
+    return policy.choose_k(drafting, 8)
+
+
+def test_k_grows_with_agreement_and_shrinks_with_load() -> None:
+    by_agreement = [chosen(AdaptivePolicy(8), 1, agreement=a) for a in (0.0, 0.3, 0.6, 0.95)]
+    assert by_agreement == sorted(by_agreement)
+    assert by_agreement[0] == 0
+    assert by_agreement[-1] == 8
+    by_rows = [chosen(AdaptivePolicy(8), rows, agreement=0.7) for rows in (1, 4, 16, 64)]
+    assert by_rows == sorted(by_rows, reverse=True)
+    assert by_rows[0] > by_rows[-1]
+
+
+def test_of_a_tree_the_levels_are_gained_and_the_nodes_are_paid_for() -> None:
+    chosen_k = {}
+    for depth in (9, 3):  # of nine nodes; all levels come true
+        policy = AdaptivePolicy(9)
+        drafting = policy.drafting(Request(1, (1,)))
+        drafting.proposer_id, drafting.proposer_limit = "a", 9
+        for num_tokens in (1, 2, 4, 8, 16):
+            policy.observe_step(1, num_tokens, 0.002 + 0.002 * num_tokens)
+        for _ in range(60):
+            policy.observe_round(drafting, Round(9, depth, depth, rejected=False))
+        assert drafting.successes / drafting.trials == pytest.approx(1.0, abs=0.01)
+        chosen_k[depth] = policy.choose_k(drafting, 9)
+    assert chosen_k == {9: 9, 3: 0}, "a token for 2 ms, and a level of three for 6"
+
+
+def test_a_path_that_leaves_its_tree_is_one_failure() -> None:
+    assert Round(9, 3, 0, rejected=True).tried == 1
+    assert Round(9, 3, 2, rejected=True).tried == 3
+    assert Round(9, 3, 2, rejected=False).tried == 2, "a leaf promised nothing"
+    assert Round(0, 0, 0, rejected=False).tried == 0
+
+
+def test_a_greater_k_is_tried_again_after_a_time_without_drafts() -> None:
+    policy, chosen_k = AdaptivePolicy(8), []
+    drafting = policy.drafting(Request(1, (1,)))
+    drafting.proposer_id, drafting.proposer_limit = "a", 8
+    for num_tokens, seconds in STEP_S:
+        policy.observe_step(1, num_tokens, seconds)
+    for _ in range(4000):
+        k = drafting.num_draft_tokens = policy.choose_k(drafting, 8)
+        chosen_k.append(k)
+        policy.observe_step(1, 1 + k, step_times().estimate(1 + k))
+        policy.observe_round(drafting, Round(k, k, 0, k > 0))
+    assert any(chosen_k[-100:]), "what was useless for long may not be any more"
+
+
+def test_a_size_that_ran_once_cold_does_not_end_speculation() -> None:
+    times = StepTimes()
+    for num_tokens, seconds in ((1, 0.009), (2, 0.030), (4, 0.026), (5, 0.010)):
+        times.observe(num_tokens, seconds)
+    assert times.estimate(2) == pytest.approx(0.010)
+    assert times.estimate(5) == pytest.approx(0.010)
+
+
+def test_noise_between_sizes_does_not_shorten_drafts() -> None:
+    policy = AdaptivePolicy(4)
+    for num_tokens, seconds in ((1, 0.0090), (2, 0.0091), (4, 0.0090), (5, 0.0094)):
+        policy.observe_step(1, num_tokens, seconds)
+    drafting = policy.drafting(Request(1, (1,)))
+    drafting.successes, drafting.trials = 0.5, 1.0
+    assert policy.choose_k(drafting, 4) == 4
+
+
+def test_drafts_of_a_few_rows_do_not_lengthen_the_step_of_all() -> None:
+    """A step takes as long as if each row had as many drafts as the longest."""
+    policy = AdaptivePolicy(4)
+    for num_tokens, seconds in ((32, 0.0052), (160, 0.0069)):
+        policy.observe_step(32, num_tokens, seconds)
+    rows = [_on_demand(policy, i) for i in range(32)]
+    assert policy.drafts_pay(rows), "there are none"
+    for count, pays in ((4, False), (30, True)):
+        for seq in rows[:count]:
+            seq.draft, seq.drafting.runs_ahead = DraftTree.chain(2, [1, 2, 3, 4]), True
+            seq.drafting.successes, seq.drafting.trials = 5.0, 10.0
+        assert policy.drafts_pay(rows) == pays
+    for seq in rows[4:]:
+        seq.draft = None
+    assert not policy.drafts_pay(rows)
+    rows[0].drafting.probing = True
+    assert policy.drafts_pay(rows), "what is tried for is measured"
+    rows[0].drafting.probing = rows[0].drafting.runs_ahead = False
+    assert policy.drafts_pay(rows), "what was waited for is used"
+
+
+def test_a_row_cannot_shorten_the_wait_that_it_shares() -> None:
+    """Drafts of one batch come when its longest is done, so two tokens take as long as four."""
+    alone, among_others = AdaptivePolicy(4), AdaptivePolicy(4)
+    for policy, num_rows in ((alone, 1), (among_others, 8)):
+        for num_tokens, seconds in ((1, 0.0046), (5, 0.0049)):
+            policy.observe_step(num_rows, num_rows * num_tokens, seconds)
+        d = policy.drafting(Request(0, (1,), SamplingParams(temperature=0.0)))
+        d.proposer_id = d.drafter = "a"
+        for at in range(20):
+            policy.observe_delay(d, Delay(float(at), 0.0065, 0.0047, 4, uncontended=True))
+        d.successes, d.trials = 6.0, 10.0
+        k = policy.choose_k(d, 4)
+        assert (k > 0) == (num_rows == 1)
+
+
+def test_step_times_interpolate_between_what_was_measured() -> None:
+    times = step_times()
+    assert times.estimate(1) == pytest.approx(0.0075)
+    assert times.estimate(12) == pytest.approx((0.0089 + 0.0110) / 2)
+    assert times.estimate(2000) > times.estimate(640)
+    assert StepTimes().estimate(5) == 0.0
+
+
+def ahead(
+    *, branches: int = 8, sessions: int = 1, step_s: float = 0.0045, delay_s: float = 0.0001
+) -> World:
+    """An 8B target and a 1B draft on two H200s, as anchors.md has them, at temperature 1."""
+    config = EngineConfig(
+        page_size=4, num_pages=20_000, max_model_len=2048, num_speculative_tokens=4
+    )
+    world = World(
+        AdaptivePolicy(4),
+        config,
+        lambda num_tokens: step_s + 2e-5 * num_tokens,
+        random.Random(1),
+    )
+    method = draft_model(0.15, max_branches=branches, num_pages=20_000, max_model_len=2048)
+    world.add(method, Net(delay_s=delay_s))
+    for i in range(sessions):
+        sampling = SamplingParams(temperature=1.0, seed=i)
+        stop = StopParams(max_tokens=150 if sessions == 1 else 60)
+        world.submit(Request(i, (i % 32, i // 32, 5), sampling, stop))
+    world.run()
+    return world
+
+
+def total(world: World, name: str) -> float:
+    stats = [commit.stats for commit in world.last.values()]
+    return sum(getattr(s, name) for s in stats)
+
+
+def test_drafting_ahead_hides_the_draft_and_the_way() -> None:
+    on_demand, hidden = ahead(branches=0), ahead()
+    rounds = total(hidden, "rounds")
+    assert total(hidden, "hits") > 0.85 * rounds
+    assert total(hidden, "hits_after_hit") > 0.85 * total(hidden, "rounds_after_hit")
+    assert hidden.now < 0.75 * on_demand.now
+    assert hidden.now < 1.1 * rounds * 0.0046, "a round is a step, and little more"
+
+
+def test_a_way_longer_than_the_step_still_pays() -> None:
+    assert ahead(delay_s=0.0025).now < 0.8 * ahead(branches=0, delay_s=0.0025).now
+
+
+def closed_loop(temperature: float, *, speculate: bool = True) -> float:
+    """Tokens/s of 32 requests in flight that draft on demand, when it has run for a second."""
+    config = EngineConfig(
+        page_size=4, num_pages=20_000, max_model_len=2048, num_speculative_tokens=4
+    )
+    step_s = 0.0045
+    world = World(AdaptivePolicy(4), config, lambda n: step_s + 2e-5 * n, random.Random(1))
+    method = draft_model(0.35 if temperature else 0.028, 0.0013, max_branches=0, num_pages=20_000)
+    world.add(method, Net(0.001))
+    ids = itertools.count()
+
+    def request() -> Request:
+        i = next(ids)
+        prompt = tuple([(i * 7 + j * j) % 32 for j in range(60)])
+        stop = StopParams(max_tokens=64 if i >= 32 else 2 * (i + 1))
+        sampling = SamplingParams(temperature=temperature, seed=i)
+        return Request(i, prompt, sampling, stop, SpeculationParams(enabled=speculate))
+
+    def num_tokens() -> int:
+        return sum([len(text) - 60 for text in world.committed.values()])
+
+    world.next_request = request
+    for _ in range(32):
+        world.submit(request())
+    world.run(until=1.0)
+    before = num_tokens()
+    world.run(until=2.0)
+    return num_tokens() - before
+
+
+def test_requests_that_come_and_go_are_not_slower_than_without_drafts() -> None:
+    """They are 31 whenever an answer ends, and a step in two has a newcomer's prompt: trials never
+    came to an end, and drafts that did not pay went on."""
+    assert closed_loop(1.0) > 0.95 * closed_loop(1.0, speculate=False)
+
+
+def test_a_trial_of_drafts_begins_with_what_they_take_at_their_best() -> None:
+    """What came while the proposer processed prompts said that waiting does not pay."""
+    policy = AdaptivePolicy(4)
+    row = _on_demand(policy, 0)
+    d = row.drafting
+    for num_tokens, seconds in GPU_STEP_S:
+        policy.observe_step(32, num_tokens, seconds)
+    steps = itertools.count(1)
+
+    def step(followed: int) -> None:
+        now = 0.006 * next(steps)
+        policy.step_done(StepDone(32, 32, 32, now, 0, comparable=True, followed=followed))
+
+    while not policy._contests.current.following:
+        step(0)
+    assert not policy.may_wait
+    assert policy.choose_k(d, 4) == 1, "nobody waits for it"
+    for followed in (0, 24):  # when 24 are answered, the last 8 prompts still are in the way
+        for at in range(20):
+            policy.observe_delay(d, Delay(float(at), 0.2, 0.005, 4, uncontended=True))
+        step(followed)
+    step(32)
+    assert policy.may_wait
+    policy.observe_delay(d, Delay(21.0, 0.009, 0.005, 4, uncontended=True))
+    assert policy._costs.draft_times(d).mean_s(4) == 0.009
+    assert policy.choose_k(d, 4) == 4
+    assert d.probing
+    assert policy.patience(row) > 0.0
+
+
+def mean_rows(world: World) -> float:
+    rows = world.rows_per_step[4:-12]
+    return sum(rows) / len(rows)
+
+
+@pytest.mark.parametrize(
+    ("sessions", "step_s", "delay_s", "share"),
+    [(8, 0.0045, 0.0001, 0.95), (24, 0.008, 0.0025, 1.01)],
+)
+def test_a_batch_that_drafts_on_demand_stays_together(
+    sessions: int, step_s: float, delay_s: float, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In cohorts, one's drafts beside another's step, it would be slower, or no faster."""
+    monkeypatch.setattr(mode_selector, "MANY", 100)  # the answers are too short for a trial
+    together = ahead(branches=0, sessions=sessions, step_s=step_s, delay_s=delay_s)
+    assert mean_rows(together) > 0.9 * sessions
+    monkeypatch.setattr(AdaptivePolicy, "hold", lambda *args: args[-1])
+    apart = ahead(branches=0, sessions=sessions, step_s=step_s, delay_s=delay_s)
+    assert mean_rows(apart) < 0.7 * sessions
+    assert together.now < share * apart.now
+
+
+def test_misses_are_told_apart() -> None:
+    """What comes too late, and what was foretold wrongly."""
+    late = ahead(delay_s=0.002)
+    assert total(late, "misses_late") > total(late, "misses_wrong")
+    few = ahead(branches=1)
+    assert total(few, "misses_wrong") > total(few, "misses_late")
+
+
+def test_proposers_of_ever_new_names_do_not_fill_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(timing, "MAX_NAMES", 8)
+    policy = AdaptivePolicy(4)
+    model = HashModel(32, 4, 4096, 2048)
+    truth = Sequential(model)
+    now = itertools.count(0.0, 0.01)
+    engine = Engine(model, CONFIG, policy=policy, clock=now.__next__)
+    request = Request(0, (1, 2, 3), SamplingParams(temperature=0.0), StopParams(max_tokens=100))
+    text = [*request.prompt_token_ids, *truth.output(request, 2048, frozenset())[0]]
+    engine.submit(request)
+    length = 3
+    for i in range(20):
+        engine.set_drafting(0, f"p{i}", 4)
+        for _ in range(2):
+            engine.post_block(0, DraftTree.chain(length, text[length : length + 1]), f"p{i}", 1)
+            while (events := engine.step()) is None:
+                assert next(now) < 100.0
+            length += sum(len(commit.token_ids) for commit in events.commits)
+    assert length < len(text)
+    for known in (policy._costs._drafts, policy._acceptance, policy._drafters):
+        assert 0 < len(known) <= 8
+
+
+def test_a_way_that_no_proposer_can_go_any_more_is_not_compared() -> None:
+    """Where only drafts on demand are left, they are compared with none, not with themselves."""
+    policy = AdaptivePolicy(4)
+    now, ways = 0.0, []
+    for name, ahead, steps in (("a", True, 300), ("b", False, 3000)):
+        d = policy.drafting(Request(0, (1, 2)))
+        d.can_run_ahead = ahead
+        policy.expect(d, name)
+        ways.append(set())
+        for i in range(steps):
+            drafts = policy.way is not DraftMode.NONE
+            now += 0.02 if drafts else 0.01  # twice as long, for as many tokens
+            done = StepDone(8, 8, 8, now, 8 * drafts, comparable=True, followed=8)
+            policy.step_done(done._replace(may_run_ahead=ahead))
+            if ahead or i > STRETCH:
+                ways[-1].add(policy.way)
+    assert DraftMode.AHEAD in ways[0]
+    assert ways[1] == {DraftMode.NONE, DraftMode.ON_DEMAND}
+    assert policy.way is DraftMode.NONE

@@ -1,0 +1,609 @@
+"""Who drafts for whom: the hub's decisions, without RPC and engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from outrider.errors import (
+    CapacityError,
+    InternalError,
+    InvalidRequestError,
+    UnavailableError,
+)
+from outrider.features import FeatureRows
+from outrider.params import NO_ADVICE, Advice, SpeculationParams
+from outrider.rpc import codec
+from outrider.rpc.channel import MAX_MESSAGE_BYTES
+from outrider.types import (
+    Commit,
+    Failure,
+    FinishReason,
+    StepEvents,
+)
+from outrider.v1 import draft_pb2
+from scorer_service.config import DraftLimits
+from scorer_service.drafting.attached import AttachedProposer
+from scorer_service.drafting.outbox import HELD_TOKENS
+from scorer_service.sessions import Mailbox
+from tests.support.hub import FINAL, Bench, commit, sent
+from tests.support.scorer import VOCAB
+from tests.support.scripted_proposer import hello
+
+
+@pytest.mark.parametrize(
+    ("device", "proposers", "own"),
+    [
+        ("GPU-1", "GPU-2", True),
+        ("GPU-1", "GPU-1", False),
+        ("GPU-1", "", False),
+        ("", "GPU-2", False),
+    ],
+)
+async def test_a_proposer_has_a_device_of_its_own_only_if_both_are_known(
+    device: str, proposers: str, own: bool
+) -> None:
+    bench = Bench(device=device)
+    bench.attach("a", device=proposers)
+    assert bench.worker.own_device[bench.submit().id] is own
+
+
+async def test_events_of_one_step_travel_in_one_message() -> None:
+    bench = Bench()
+    proposer = bench.attach("a")
+    sessions = [bench.submit() for _ in range(3)]
+    batch = await sent(proposer)
+    assert [o.session for o in batch.opens] == [s.id for s in sessions]
+    assert all(o.num_draft_tokens == 4 and o.max_len == 3 + 256 for o in batch.opens)
+    bench.step(commit(sessions[0], 5), commit(sessions[1], 6, 7), commit(sessions[2], 8))
+    batch = await sent(proposer)
+    assert [(c.base_len, list(c.tokens)) for c in batch.commits] == [
+        (3, [5]),
+        (3, [6, 7]),
+        (3, [8]),
+    ]
+    assert all(c.num_draft_tokens == 3 for c in batch.commits)
+    bench.step(commit(sessions[0], 9, finish=FinishReason.LENGTH), commit(sessions[1], 1))
+    batch = await sent(proposer)
+    assert [c.session for c in batch.closes] == [sessions[0].id]
+    assert [c.session for c in batch.commits] == [sessions[1].id]
+
+
+async def test_drafts_are_read_before_all_clients_are_written_to() -> None:
+    bench = Bench()
+    proposer = bench.attach("a")
+    sessions = [bench.submit() for _ in range(20)]
+    await sent(proposer)
+    told_before_drafts: list[int] = []
+
+    def draft_comes() -> None:
+        told_before_drafts.append(sum([got.done() for got in received]))
+
+    received = [asyncio.create_task(session.mailbox.take()) for session in sessions]
+    await asyncio.sleep(0)
+    bench.step(*[commit(session, 5) for session in sessions])
+    assert len((await sent(proposer)).commits) == 20, "all at once: they are drafted for together"
+    asyncio.get_running_loop().call_soon(draft_comes)
+    async with asyncio.timeout(5):
+        commits = await asyncio.gather(*received)
+    assert [[each.token_ids for each in got] for got in commits] == [[(5,)]] * 20
+    assert 0 < told_before_drafts[0] < 20
+
+
+async def test_what_a_step_brought_comes_before_what_the_next_one_did() -> None:
+    bench = Bench()
+    *others, last = sessions = [bench.submit() for _ in range(60)]
+    first = asyncio.create_task(last.mailbox.take())
+    await asyncio.sleep(0)
+    bench.step(*[commit(session, 5) for session in sessions])
+    bench.step(
+        *[commit(session, 6) for session in others],
+        failures=(Failure(last.id, InternalError("broken")),),
+    )
+    async with asyncio.timeout(5):
+        for session in others:
+            tokens: list[int] = []
+            while len(tokens) < 2:
+                tokens += [each.token_ids[0] for each in await session.mailbox.take()]
+            assert tokens == [5, 6]
+        assert [each.token_ids for each in await first] == [(5,)]
+        with pytest.raises(InternalError, match="broken"):
+            await last.mailbox.take()
+
+
+async def test_every_message_says_whether_drafts_are_made_on_demand() -> None:
+    bench = Bench()
+    proposer = bench.attach("a")
+    session = bench.submit()
+    assert not (await sent(proposer)).on_demand
+    bench.step(commit(session, 5), on_demand=True)
+    assert (await sent(proposer)).on_demand
+    bench.hub.on_events(StepEvents((), (), None))  # of no step
+    bench.submit()
+    opened = await sent(proposer)
+    assert opened.opens
+    assert opened.on_demand
+    bench.step(commit(session, 5))
+    assert not (await sent(proposer)).on_demand
+
+
+async def test_more_methods_than_there_are_need_not_be_looked_at() -> None:
+    with pytest.raises(InvalidRequestError, match="at most"):
+        Bench().attach("a", method="ngram", methods=["ngram"] * 100)
+
+
+async def test_a_message_of_too_many_blocks_is_bad_as_a_whole() -> None:
+    bench = Bench()
+    proposer = bench.attach("a")
+    session = bench.submit()
+    block = draft_pb2.Block(session=session.id, epoch=1, base_len=3, token_ids=[1])
+    bench.hub.on_blocks(proposer, [block] * (2**14 + 1))
+    assert (proposer.bad_blocks, bench.worker.blocks) == (1, [])
+    bench.hub.on_blocks(proposer, [block])
+    assert len(bench.worker.blocks) == 1
+
+
+async def test_of_many_blocks_for_a_session_the_newest_are_looked_at() -> None:
+    bench = Bench()
+    proposer = bench.attach("a")
+    sessions = [bench.submit() for _ in range(2)]
+    blocks = [
+        draft_pb2.Block(session=session.id, epoch=1, base_len=3, token_ids=[token])
+        for token in range(1, VOCAB)
+        for session in sessions
+    ]
+    bench.hub.on_blocks(proposer, blocks)
+    seen = [(session_id, tree.token_ids[0]) for session_id, tree, _ in bench.worker.blocks]
+    assert seen == [
+        (session.id, token) for token in range(VOCAB - 4, VOCAB) for session in sessions
+    ]
+    assert proposer.bad_blocks == 0
+
+
+async def test_distributions_that_cannot_be_right_are_not_converted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    proposer = bench.attach("a")
+    session = bench.submit()
+    block = draft_pb2.Block(session=session.id, epoch=1, base_len=3, token_ids=[1])
+    block.draft_probs.add(token_ids=[1] * 257, probs=bytes(4 * 257))
+    with monkeypatch.context() as patch:
+        patch.setattr(codec, "DraftProbs", None)
+        bench.hub.on_blocks(proposer, [block])
+    del block.draft_probs[:]
+    block.draft_probs.extend([draft_pb2.DraftProbs()] * 513)
+    with monkeypatch.context() as patch:
+        patch.setattr(codec, "draft_probs_from_proto", None)
+        bench.hub.on_blocks(proposer, [block])
+    assert (proposer.bad_blocks, bench.worker.blocks) == (2, [])
+
+
+async def test_features_travel_with_the_commits_that_they_belong_to() -> None:
+    bench = Bench()
+    asked = draft_pb2.FeatureSpec(final_norm=True, hidden_size=2)
+    reader = bench.attach("reader", method="eagle", features=asked)
+    session = bench.submit()
+    order = bench.worker.orders[session.id]
+    assert order is not None
+    assert (order.epoch, order.spec, order.window) == (1, FINAL, reader.window)
+    bench.step(
+        commit(session, 5),
+        features=(FeatureRows(session.id, order, 0, bytes(8)), FeatureRows(99, order, 0, b"gone")),
+    )
+    assert bench.worker.features.given_back == [(reader.window, 4)]  # of a session that is over
+    batch = await sent(reader)
+    [features] = batch.features
+    assert (features.session, features.epoch, features.start) == (session.id, 1, 0)
+    assert features.rows == bytes(8)
+    assert len(batch.opens) == len(batch.commits) == 1
+    bench.hub.on_taken(reader.outbox)
+    assert bench.worker.features.given_back[1:] == [(reader.window, 8)]
+    bench.hub.roster.reassign(session)
+    bench.step(features=(FeatureRows(session.id, order, 2, b"late"),))
+    assert bench.worker.features.given_back[2:] == [(reader.window, 4)]  # of the epoch before
+    assert not (await sent(reader)).features
+    plain = bench.attach("plain")
+    reader.draining = True
+    bench.hub.roster.reassign(session)
+    assert session.proposer is plain
+    assert bench.worker.orders[session.id] is None
+
+
+async def nothing_to_send(proposer: AttachedProposer) -> bool:
+    try:
+        async with asyncio.timeout(0):
+            await proposer.outbox.take()
+    except TimeoutError:
+        return True
+    return False
+
+
+def told(batch: draft_pb2.SessionBatch) -> list[tuple[int, list[int], int]]:
+    return [(c.base_len, list(c.tokens), c.num_draft_tokens) for c in batch.commits]
+
+
+async def test_a_proposer_is_not_woken_for_a_session_that_wants_no_drafts() -> None:
+    bench = Bench()
+    proposer = bench.attach("a")
+    session = bench.submit()
+    bench.step(commit(session, 4, k=0))
+    assert told(await sent(proposer)) == [(3, [4], 0)], "that it may rest is told at once"
+    for token in range(HELD_TOKENS - 1):
+        bench.step(commit(session, token, k=0))
+    assert await nothing_to_send(proposer)
+    bench.step(commit(session, 7, k=0))
+    assert told(await sent(proposer)) == [(4, [*range(HELD_TOKENS - 1), 7], 0)]
+    bench.step(commit(session, 8, k=0))
+    assert await nothing_to_send(proposer)
+    bench.step(commit(session, 9, 10, k=2))
+    base_len = len(session.committed) - 3
+    assert told(await sent(proposer)) == [(base_len, [8, 9, 10], 2)], "nothing is missing"
+    bench.step(commit(session, 11, k=2))
+    assert told(await sent(proposer)) == [(base_len + 3, [11], 2)]
+
+
+async def test_what_was_held_back_is_told_before_the_session_ends() -> None:
+    bench = Bench()
+    proposer = bench.attach("a")
+    session = bench.submit()
+    bench.step(commit(session, 4, k=0))
+    await sent(proposer)
+    bench.step(commit(session, 5, k=0))
+    bench.step(commit(session, 6, finish=FinishReason.LENGTH, k=0))
+    batch = await sent(proposer)
+    assert told(batch) == [(4, [5, 6], 0)]
+    assert [c.session for c in batch.closes] == [session.id]
+
+
+async def test_a_session_that_moves_is_opened_with_all_that_was_held_back() -> None:
+    bench = Bench()
+    first, second = bench.attach("a"), bench.attach("b")
+    session = bench.submit()
+    assert session.proposer is first
+    for token in (4, 5):
+        bench.step(commit(session, token, k=0))
+    bench.hub.roster.on_goodbye(first)
+    assert session.proposer is second
+    (opened,) = (await sent(second)).opens
+    assert list(opened.prefix) == [1, 2, 3, 4, 5]
+    bench.step(commit(session, 6, k=1))
+    assert told(await sent(second)) == [(5, [6], 1)]
+
+
+async def test_no_first_draft_is_asked_for_while_nothing_is_drafted() -> None:
+    bench = Bench()
+    proposer = bench.attach("a")
+    bench.worker.drafting = False
+    session = bench.submit()
+    (opened,) = (await sent(proposer)).opens
+    assert opened.num_draft_tokens == 0
+    assert bench.worker.set[session.id] == ("a", 4)
+    assert not bench.worker.asked[session.id], "or its row would wait"
+    bench.step(commit(session, 4, k=0))
+    assert await nothing_to_send(proposer)
+    bench.step(commit(session, 5, k=3))
+    assert told(await sent(proposer)) == [(3, [4, 5], 3)]
+
+
+async def test_load_is_shared_and_the_rest_wait_for_room() -> None:
+    bench = Bench()
+    a, b = bench.attach("a", max_sessions=2), bench.attach("b", max_sessions=1)
+    sessions = [bench.submit() for _ in range(4)]
+    assert [s.proposer.id if s.proposer else None for s in sessions] == ["a", "b", "a", None]
+    assert sessions[3].id not in bench.worker.set, "never waits"
+    await bench.sent(b)
+    bench.step(commit(sessions[1], 1, finish=FinishReason.STOP))
+    assert sessions[3].proposer is None, "in a message, opens come first"
+    assert [each.session for each in (await bench.sent(b)).batch.closes] == [sessions[1].id]
+    assert sessions[3].proposer is b
+    assert bench.worker.set[sessions[3].id] == ("b", 4)
+    assert a.load == b.load == 1.0
+
+
+async def test_sessions_that_run_come_before_those_that_wait_when_a_proposer_comes_back() -> None:
+    bench = Bench()
+    proposer = bench.attach("a", max_sessions=2)
+    running = [bench.submit() for _ in range(2)]
+    waiting = [bench.submit() for _ in range(2)]
+    bench.hub.roster.detach(proposer)
+    again = bench.attach("a", max_sessions=2)
+    assert [*again.sessions.values()] == running
+    bench.attach("b")
+    assert all(session.proposer is not None for session in waiting)
+
+
+async def test_methods_that_limit_themselves_are_bounded_by_what_they_can_do() -> None:
+    bench = Bench()
+    bench.attach("a", method="deterministic", max_draft_tokens=10_000)
+    bench.attach("b", method="suffix", max_draft_tokens=24)
+    bench.attach("c", method="ngram", max_draft_tokens=16)
+    advised = Advice(token_ids=(1, 2))
+    for speculation, drafting in (
+        (SpeculationParams(), ("b", 24)),
+        (SpeculationParams(advice=advised), ("a", 128)),
+        (SpeculationParams(advice=advised, num_speculative_tokens=7), ("a", 7)),
+        (SpeculationParams(methods=("ngram",)), ("c", 4)),
+    ):
+        assert bench.worker.set[bench.submit(speculation=speculation).id] == drafting
+
+
+async def test_the_request_s_order_of_methods_chooses_the_proposer() -> None:
+    bench = Bench()
+    bench.attach("advice", method="deterministic")
+    bench.attach("model")
+    bench.attach("lookup", method="ngram")
+    both = ["suffix", "draft_model"]
+    bench.attach("both", method="suffix", methods=both)
+    advised = Advice(token_ids=(1, 2))
+
+    def chosen(*methods: str, advice: Advice = NO_ADVICE) -> str | None:
+        session = bench.submit(speculation=SpeculationParams(methods=methods, advice=advice))
+        return session.proposer.id if session.proposer else None
+
+    assert chosen() == "both", "suffix comes before draft_model"
+    assert chosen(advice=advised) == "advice"
+    assert chosen("ngram", "suffix") == "lookup"
+    assert chosen("draft_model") in ("model", "both")
+    assert chosen("draft_model", "suffix") == "both", "it has the second one as well"
+    assert chosen("ngram", advice=advised) == "lookup"
+    assert chosen("deterministic") is None, "there is nothing to copy from"
+    assert chosen("deterministic", "ngram") == "lookup"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"pool": "x" * 1025}, "pool"),
+        ({"model": "x" * 1025}, "model"),
+        ({"proposer_id": "x" * 1025}, "proposer_id"),
+        ({"methods": ["draft_model", "draft_model"]}, "methods"),
+    ],
+)
+async def test_hello_holds_names_and_no_more(fields: dict[str, object], param: str) -> None:
+    bench = Bench()
+    with pytest.raises(InvalidRequestError) as caught:
+        bench.hub.roster.attach(hello(**fields))
+    assert caught.value.param == param
+    assert bench.hub.roster.proposers == ()
+
+
+async def test_a_block_names_one_of_its_proposers_methods() -> None:
+    bench = Bench()
+    proposer = bench.attach("a", method="suffix", methods=["suffix", "draft_model"])
+    session = bench.submit()
+    for index in (1, 2):
+        block = draft_pb2.Block(session=session.id, epoch=1, base_len=3, token_ids=[1])
+        block.method_index = index
+        bench.hub.on_blocks(proposer, [block])
+    assert bench.worker.methods == ["draft_model"]
+    assert proposer.bad_blocks == 1
+
+
+async def test_limits_of_request_and_proposer_both_count() -> None:
+    bench = Bench()
+    bench.attach("a", max_draft_tokens=3)
+    assert bench.worker.set[bench.submit().id] == ("a", 3)
+    two = bench.submit(speculation=SpeculationParams(num_speculative_tokens=2))
+    assert bench.worker.set[two.id] == ("a", 2)
+    for off in (
+        SpeculationParams(enabled=False),
+        SpeculationParams(num_speculative_tokens=0),
+        SpeculationParams(methods=("ngram",)),
+    ):
+        assert bench.submit(speculation=off).id not in bench.worker.set
+
+
+async def test_a_session_leaves_a_proposer_whose_context_it_outgrows() -> None:
+    bench = Bench()
+    bench.attach("short", max_model_len=5)
+    session = bench.submit((1, 2, 3))
+    assert session.proposer is not None
+    bench.step(commit(session, 4, 5))
+    assert session.proposer is None
+    assert bench.worker.set[session.id] == (None, 0)
+    bench.attach("long")
+    assert bench.worker.set[session.id] == ("long", 4)
+
+
+async def test_a_proposer_that_does_not_read_is_detached_and_the_engine_goes_on() -> None:
+    bench = Bench(DraftLimits(max_backlog_tokens=10))
+    proposer = bench.attach("a")
+    session = bench.submit()
+    for token in range(10):
+        bench.step(commit(session, token))
+    assert isinstance(proposer.detached.result(), CapacityError)
+    assert bench.worker.set[session.id] == (None, 0)
+    assert session.committed == [1, 2, 3, *range(10)]
+    assert bench.hub.roster.proposers == ()
+
+
+async def test_sessions_that_are_too_much_for_one_message_wait_for_the_next() -> None:
+    bench = Bench()
+    large = Advice(token_ids=(2**20,) * 2**18)  # 3 bytes each
+    sessions = [bench.submit(speculation=SpeculationParams(advice=large)) for _ in range(24)]
+    proposer = bench.attach("a")
+    opened, total = [], 0
+    while len(opened) < len(sessions):
+        assert not proposer.outbox.overflowed, "it reads"
+        batch = await sent(proposer)
+        assert proposer.outbox.made_room
+        assert batch.ByteSize() < MAX_MESSAGE_BYTES
+        total += batch.ByteSize()
+        opened += [o.session for o in batch.opens]
+        bench.hub.roster.assign_undrafted()
+    assert total > MAX_MESSAGE_BYTES
+    assert opened == [s.id for s in sessions]
+
+
+async def test_a_session_that_finds_its_proposer_behind_waits_until_it_reads() -> None:
+    bench = Bench()
+    proposer = bench.attach("a", max_model_len=2**20)
+    first = bench.submit()
+    bench.step(commit(first, *[1] * 2**18))
+    second = bench.submit()
+    assert second.proposer is None
+    assert [o.session for o in (await sent(proposer)).opens] == [first.id]
+    assert proposer.outbox.made_room
+    bench.hub.roster.assign_undrafted()
+    assert second.proposer is proposer
+    await sent(proposer)
+    assert not proposer.outbox.made_room
+
+
+async def test_advice_counts_as_what_waits_to_be_read() -> None:
+    bench = Bench(DraftLimits(max_backlog_tokens=100))
+    proposer = bench.attach("a")
+    bench.submit(speculation=SpeculationParams(advice=Advice((1,) * 60, references=((2,) * 60,))))
+    bench.step()
+    assert isinstance(proposer.detached.result(), CapacityError)
+
+
+async def test_one_that_misses_deadlines_gives_way_to_one_that_does_not() -> None:
+    bench = Bench()
+    slow = bench.attach("slow")
+    session = bench.submit()
+    bench.step(set_aside=(session.id,))
+    assert session.proposer is slow, "better than none"
+    quick = bench.attach("quick", method="ngram")
+    bench.step(set_aside=(session.id,))
+    assert session.proposer is quick
+    assert bench.submit().proposer is quick
+    assert session.epoch == 2
+
+
+async def test_attached_proposers_are_counted_by_pool_of_a_bounded_number() -> None:
+    bench = Bench()
+    for i in range(300):
+        bench.attach("a", pool=f"pool-{i % 2}")  # it dials anew
+    bench.attach("b", pool="pool-1")
+    bench.attach("c", pool="pool-1", method="ngram")
+
+    def counts() -> dict[tuple[str, str], float]:
+        (family,) = bench.metrics.proposers.collect()
+        return {
+            (sample.labels["pool"], sample.labels["method"]): sample.value
+            for sample in family.samples
+        }
+
+    drafts, copies = ("pool-1", "draft_model"), ("pool-1", "ngram")
+    assert counts() == {("pool-0", "draft_model"): 0, drafts: 2, copies: 1}
+    for i in range(1000):
+        bench.attach("c", pool=f"name-{i}")
+    assert len(counts()) == 256
+    assert (counts()[drafts], counts()[copies]) == (2, 0)
+
+
+async def test_where_all_miss_deadlines_sessions_stay() -> None:
+    bench = Bench()
+    bench.attach("slow")
+    bench.attach("slow, too")
+    session = bench.submit()
+    bench.step(set_aside=(session.id,))
+    proposer, epoch = session.proposer, session.epoch
+    assert proposer is not None
+    assert proposer.id == "slow, too"
+    for _ in range(3):
+        bench.step(set_aside=(session.id,))
+    assert session.proposer is proposer
+    assert session.epoch == epoch, "it keeps what it knows"
+
+
+async def test_a_submission_that_the_engine_refuses_leaves_nothing() -> None:
+    bench = Bench()
+    proposer = bench.attach("a")
+    bench.worker.refuse = CapacityError("full")
+    with pytest.raises(CapacityError):
+        bench.submit()
+    assert not proposer.sessions
+    assert await bench.hub.wait_idle(0.1)
+
+
+async def test_failures_and_aborts_end_a_session_once() -> None:
+    bench = Bench()
+    proposer = bench.attach("a")
+    failed, aborted = bench.submit(), bench.submit()
+    bench.hub.on_events(StepEvents((), (Failure(failed.id, InternalError("x")),), None))
+    with pytest.raises(InternalError):
+        await failed.mailbox.take()
+    bench.hub.abort(failed)
+    assert bench.worker.aborted == []
+    bench.hub.abort(aborted, UnavailableError("drain"))
+    bench.hub.abort(aborted)
+    assert bench.worker.aborted == [aborted.id]
+    with pytest.raises(UnavailableError):
+        await aborted.mailbox.take()
+    assert not proposer.sessions
+    bench.step(commit(failed, 1), commit(aborted, 1))  # too late: nobody listens
+
+
+async def test_step_after_step_of_failures_is_reported() -> None:
+    bench = Bench()
+    for i in range(8):
+        assert not bench.hub.failed.is_set()
+        session = bench.submit()
+        bench.hub.on_events(StepEvents((), (Failure(session.id, InternalError("x")),), None))
+        if i == 3:
+            bench.step()  # a good one in between starts the count anew
+            for _ in range(4):
+                again = bench.submit()
+                bench.hub.on_events(StepEvents((), (Failure(again.id, InternalError("x")),), None))
+    assert bench.hub.failed.is_set()
+
+
+async def test_an_engine_that_broke_down_is_reported_at_once() -> None:
+    bench = Bench()
+    bench.worker.running = False
+    bench.hub.on_events(StepEvents((), (), None))
+    assert bench.hub.failed.is_set()
+
+
+async def test_a_mailbox_gives_commits_first_and_then_the_error() -> None:
+    bench = Bench()
+    session, mailbox = bench.submit(), Mailbox()
+    first, second = commit(session, 1), commit(session, 2)
+    mailbox.put(first)
+    mailbox.put(second)
+    mailbox.fail(UnavailableError("drain"))
+    assert await mailbox.take() == [first, second]
+    for _ in range(2):
+        with pytest.raises(UnavailableError):
+            await mailbox.take()
+
+
+async def taken(mailbox: Mailbox) -> list[Commit] | None:
+    """What it gives out without another commit."""
+    try:
+        async with asyncio.timeout(0.01):
+            return await mailbox.take()
+    except TimeoutError:
+        return None
+
+
+async def test_a_mailbox_holds_tokens_back_but_the_first_and_the_last() -> None:
+    bench = Bench()
+    session, mailbox = bench.submit(), Mailbox(interval=4)
+    first, second, third = (commit(session, *tokens) for tokens in ((1,), (2, 3), (4, 5)))
+    mailbox.put(first)
+    assert await taken(mailbox) == [first]
+    mailbox.put(second)
+    assert await taken(mailbox) is None
+    mailbox.put(third)
+    assert await taken(mailbox) == [second, third]
+    mailbox.put(second)
+    last = commit(session, 6, finish=FinishReason.LENGTH)
+    mailbox.put(last)
+    assert await taken(mailbox) == [second, last]
+
+
+async def test_what_a_mailbox_holds_back_comes_before_the_error() -> None:
+    bench = Bench()
+    session, mailbox = bench.submit(), Mailbox(interval=100)
+    mailbox.put(commit(session, 1))
+    await mailbox.take()
+    mailbox.put(held := commit(session, 2))
+    mailbox.fail(UnavailableError("drain"))
+    assert await taken(mailbox) == [held]
+    with pytest.raises(UnavailableError):
+        await mailbox.take()
