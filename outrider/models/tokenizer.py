@@ -23,6 +23,7 @@ from outrider.models.detokenizer import (
     WindowDetokenizer,
     byte_level_bytes,
 )
+from outrider.models.files import read_json
 
 
 class Tokenizer:
@@ -36,13 +37,11 @@ class Tokenizer:
         self,
         backend: BackendTokenizer,
         *,
-        eos_token_ids: frozenset[int],
         chat_template: ChatTemplate | None,
         content_hash: str,
     ) -> None:
         self._backend = backend
         self._chat_template = chat_template
-        self.eos_token_ids = eos_token_ids
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.max_token_chars = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         self.hash = content_hash
@@ -63,11 +62,11 @@ class Tokenizer:
             raise ConfigError(f"{folder / 'tokenizer.json'} cannot be loaded: {error}") from error
         backend.no_truncation()
         backend.no_padding()
-        config = _read_json(folder / "tokenizer_config.json")
+        config = read_json(folder / "tokenizer_config.json")
+        names = read_json(folder / "special_tokens_map.json")
         return cls(
             backend,
-            eos_token_ids=_eos_token_ids(folder, config, backend),
-            chat_template=ChatTemplate.load(folder, config),
+            chat_template=ChatTemplate.load(folder, config, names),
             content_hash=_canonical_hash(content),
         )
 
@@ -176,31 +175,6 @@ def _read_tokenizer_json(folder: Path) -> str:
             "AutoTokenizer.save_pretrained writes it."
         )
     return content
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Read the JSON object in `path`; {} if there is no file."""
-    if not path.exists():
-        return {}
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    return fields if isinstance(fields, dict) else {}
-
-
-def _eos_token_ids(
-    folder: Path, tokenizer_config: dict[str, Any], backend: BackendTokenizer
-) -> frozenset[int]:
-    """generation_config.json decides, then config.json, then the tokenizer's own EOS."""
-    for name in ("generation_config.json", "config.json"):
-        eos = _read_json(folder / name).get("eos_token_id")
-        if eos is not None:
-            return frozenset(eos if isinstance(eos, list) else [eos])
-    token = tokenizer_config.get("eos_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    token_id = backend.token_to_id(token) if token else None
-    return frozenset() if token_id is None else frozenset([token_id])
 
 
 def _is_byte_level(decoder: dict[str, Any] | None) -> bool:

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from outrider.errors import ConfigError, InvalidRequestError
+from outrider.models.chat_template import ChatTemplate
 from outrider.models.tokenizer import Tokenizer, tokenizer_hash
 from tests.support.tokenizers import byte_level_bpe, save
 
@@ -52,6 +54,80 @@ def test_matches_transformers(folder: Path) -> None:
     assert ours.encode("hello é日 world") == reference("hello é日 world").input_ids
 
 
+TEMPLATES = (
+    "{{ messages[0].content | tojson(ensure_ascii=False) }}",
+    "{{ messages | tojson(indent=2, sort_keys=True) }}",
+    "{{ messages[0] | tojson(separators=(',', ':')) }}",
+    "{% set x = namespace(n=1) %}{% for m in messages %}{% set x.n = x.n + 1 %}{% endfor %}{{ x.n }}",
+    "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+    "{{ dict(a=bos_token) }}{{ strftime_now('%Y') }}",
+)
+
+
+@pytest.mark.parametrize("source", TEMPLATES)
+def test_chat_template_with_filters_and_globals_renders_as_transformers(
+    folder: Path, source: str
+) -> None:
+    (folder / "chat_template.jinja").write_text(source)
+    reference = AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": "é日 <b>&"}, {"role": "assistant", "content": "ok"}]
+    expected = reference.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert ChatTemplate(source, reference.special_tokens_map).render(messages) == expected
+    assert Tokenizer.load(folder).apply_chat_template(messages) == reference.encode(
+        expected, add_special_tokens=False
+    )
+
+
+@pytest.mark.parametrize("decoder", [True, False])
+@pytest.mark.parametrize("in_map", [{}, {"bos_token": "<s>"}, {"bos_token": {"content": "</s>"}}])
+@pytest.mark.parametrize("in_config", [{}, {"bos_token": "</s>"}])
+def test_special_tokens_of_two_files_are_those_of_transformers(
+    tmp_path: Path, in_config: dict[str, object], in_map: dict[str, object], decoder: bool
+) -> None:
+    folder = save(byte_level_bpe(), tmp_path, chat_template="[{{ bos_token }}]")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["bos_token"]
+    if decoder:
+        config["added_tokens_decoder"] = {
+            "0": {"content": "<s>", "special": True},
+            "1": {"content": "</s>", "special": True},
+        }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | in_config))
+    (folder / "special_tokens_map.json").write_text(json.dumps(in_map))
+    messages = [{"role": "user", "content": "x"}]
+    reference = AutoTokenizer.from_pretrained(folder)
+    text = reference.apply_chat_template(messages, tokenize=False)
+    assert Tokenizer.load(folder).apply_chat_template(messages) == reference.encode(
+        text, add_special_tokens=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ [1].index(9) }}", "ValueError"),
+        ("{{ 10.0 ** 1000 }}", "OverflowError"),
+        ("{{ messages[0].nothing.more }}", "undefined"),
+    ],
+)
+def test_chat_template_that_raises_is_an_invalid_request(
+    folder: Path, source: str, said: str
+) -> None:
+    (folder / "chat_template.jinja").write_text(source)
+    tokenizer = Tokenizer.load(folder)
+    with pytest.raises(InvalidRequestError, match=said) as caught:
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("source", ["{{ x | nosuchfilter }}", "{% if %}"])
+def test_chat_template_that_does_not_compile_is_a_config_error(folder: Path, source: str) -> None:
+    (folder / "chat_template.jinja").write_text(source)
+    with pytest.raises(ConfigError, match="chat template is broken"):
+        Tokenizer.load(folder)
+
+
 def test_a_template_may_refuse(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:
@@ -69,15 +145,6 @@ def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
     folder = save(byte_level_bpe(), tmp_path, chat_template=None)
     with pytest.raises(InvalidRequestError, match="no chat template"):
         Tokenizer.load(folder).apply_chat_template([{"role": "user", "content": "x"}])
-
-
-def test_eos_comes_from_the_generation_config_first(folder: Path) -> None:
-    assert Tokenizer.load(folder).eos_token_ids == {1}
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
-    assert Tokenizer.load(folder).eos_token_ids == {1, 7}
-    (folder / "generation_config.json").unlink()
-    (folder / "config.json").unlink()
-    assert Tokenizer.load(folder).eos_token_ids == {1}
 
 
 def test_lone_surrogates_are_an_invalid_request(folder: Path) -> None:
