@@ -58,7 +58,7 @@ TEMPLATES = (
     "{{ messages[0].content | tojson(ensure_ascii=False) }}",
     "{{ messages | tojson(indent=2, sort_keys=True) }}",
     "{{ messages[0] | tojson(separators=(',', ':')) }}",
-    "{% set x = namespace(n=1) %}{% for m in messages %}{% set x.n = x.n + 1 %}{% endfor %}{{ x.n }}",
+    "{% set x = namespace(n=1) %}{% for _ in messages %}{% set x.n = 2 %}{% endfor %}{{ x.n }}",
     "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
     "{{ dict(a=bos_token) }}{{ strftime_now('%Y') }}",
 )
