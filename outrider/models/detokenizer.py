@@ -91,7 +91,7 @@ class WindowDetokenizer:
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """Return GPT-2's printable stand-ins for bytes.
 
     Printable Latin-1 characters stand for themselves; the others follow from U+0100 on.
@@ -104,7 +104,7 @@ def _byte_alphabet() -> dict[str, int]:
     }
 
 
-_BYTE_OF = _byte_alphabet()
+_BYTE_OF = byte_alphabet()
 
 
 def byte_level_bytes(token: str) -> bytes:

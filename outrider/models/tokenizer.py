@@ -45,11 +45,11 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.max_token_chars = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         self.hash = content_hash
-        self._special_ids = frozenset(
-            token_id
+        self._special = {
+            token_id: token.content
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special
-        )
+        }
         self._byte_level = _is_byte_level(json.loads(backend.to_str())["decoder"])
 
     @classmethod
@@ -104,7 +104,7 @@ class Tokenizer:
         Empty for an id without a token: a model's vocabulary may be padded.
         """
         token: str | None = self._backend.id_to_token(token_id)
-        if token is None or token_id in self._special_ids:
+        if token is None or token_id in self._special:
             return (token or "").encode()
         if self._byte_level:
             return byte_level_bytes(token)
@@ -113,6 +113,14 @@ class Tokenizer:
         once = self.decode([token_id])  # which may lack the space that it has after another
         return self.decode([token_id, token_id])[len(once) :].encode()
 
+    def spell_special(self, token_id: int) -> str:
+        """Return a special token as it is written; "" for any other token."""
+        return self._special.get(token_id, "")
+
+    def names_special(self, text: str) -> bool:
+        """Return whether `text` holds a special token as it is written."""
+        return any(token in text for token in self._special.values())
+
     def detokenizer(self) -> Detokenizer:
         """Create an incremental decoder for one completion."""
         kind = ByteLevelDetokenizer if self._byte_level else WindowDetokenizer
@@ -120,7 +128,7 @@ class Tokenizer:
 
     def _token(self, token_id: int) -> str | None:
         """Return the token as the vocabulary spells it; None if it is special or unknown."""
-        if token_id in self._special_ids:
+        if token_id in self._special:
             return None
         token: str | None = self._backend.id_to_token(token_id)
         return token
