@@ -74,15 +74,17 @@ class WindowDetokenizer:
         return "" if BYTE_TOKEN.fullmatch(token) else self._emit()
 
     def flush(self) -> str:
-        return self._emit() if self._pending else ""
+        return self._emit(last=True) if self._pending else ""
 
     @property
     def complete(self) -> bool:
         return not self._pending
 
-    def _emit(self) -> str:
+    def _emit(self, *, last: bool = False) -> str:
         before = self._decode(self._context) if self._context else ""
         piece = self._decode(self._context + self._pending)[len(before) :]
+        if piece.endswith("\ufffd") and not last:
+            return ""  # perhaps the first bytes of a character
         if piece:
             self._context, self._pending = self._pending, []
         return piece

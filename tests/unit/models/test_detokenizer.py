@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers import decoders, models
 
 from outrider.models.tokenizer import Tokenizer
 from tests.support.tokenizers import byte_level_bpe, save, sentencepiece_bpe, word_piece
@@ -129,3 +130,50 @@ def test_bytes_of_special_unknown_and_byte_tokens() -> None:
     assert tokenizer("sentencepiece").token_bytes(3 + 0xF0) == b"\xf0"
     the, er = (tokenizer("word_piece").token_bytes(n) for n in (2, 4))
     assert (the, er) == (b" the", b"er")
+
+
+VOCAB = (
+    *("a", "b", "▁", "▁a", "##b", "##s", "c</w>", "d</w>", " ", "  x", "x ", "<0xE6>", "<0x97>"),
+    *("<0xA5>", "<0x41>", "Ġ", "Ġa", "æ", "Ĺ", "¥", ".", ",", "'", "n't", " .", "|", "<pad>"),
+    *("日", "é", "'s", "do"),
+)
+LLAMA = (decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse())
+DECODERS = {
+    "none": None,
+    "byte level": decoders.ByteLevel(),
+    "byte level in a sequence": decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()]),
+    "replace, byte level": decoders.Sequence([decoders.Replace("x", "y"), decoders.ByteLevel()]),
+    "replace": decoders.Replace("▁", " "),
+    "word piece": decoders.WordPiece(cleanup=False),
+    "word piece, cleaned up": decoders.WordPiece(cleanup=True),
+    "byte fallback": decoders.ByteFallback(),
+    "fuse": decoders.Fuse(),
+    "strip": decoders.Strip(" ", 1, 0),
+    "metaspace": decoders.Metaspace(),
+    "metaspace, never": decoders.Metaspace(prepend_scheme="never"),
+    "bpe": decoders.BPEDecoder(suffix="</w>"),
+    "ctc": decoders.CTC(),
+    "llama": decoders.Sequence([*LLAMA, decoders.Strip(" ", 1, 0)]),
+    "gemma": decoders.Sequence(list(LLAMA)),
+}
+
+
+@cache
+def with_decoder(name: str) -> Tokenizer:
+    backend = BackendTokenizer(models.WordLevel({v: n for n, v in enumerate(VOCAB)}, "a"))
+    if (decoder := DECODERS[name]) is not None:
+        backend.decoder = decoder
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.add_tokens(["日本", "<added>"])
+    return Tokenizer(backend, chat_template=None, content_hash="")
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@given(token_ids=st.lists(st.integers(0, len(VOCAB) + 4), max_size=12))
+def test_detokenizer_of_any_decoder_joins_to_what_decoding_at_once_gives(
+    name: str, token_ids: list[int]
+) -> None:
+    tokenizer = with_decoder(name)
+    detokenizer = tokenizer.detokenizer()
+    pushed = "".join(map(detokenizer.push, token_ids))
+    assert pushed + detokenizer.flush() == tokenizer.decode(token_ids)
