@@ -13,7 +13,6 @@ from google.protobuf.message import DecodeError
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.rpc.frames import FrameSocket
 from outrider.v1 import draft_pb2
-from proposer_service.shared_rows import SharedRows
 
 Received = tuple[draft_pb2.SessionBatch, list[bytes]]
 """What a scorer sent, and the rows of each of its features."""
@@ -30,12 +29,10 @@ class Connection:
     def __init__(
         self,
         frames: FrameSocket,
-        rows: SharedRows,
         on_sessions: Callable[[draft_pb2.SessionBatch], None],
         on_failure: Callable[[OutriderError], None],
     ) -> None:
         self._frames = frames
-        self._rows = rows
         self._on_sessions = on_sessions
         self._on_failure = on_failure
         self.failed = False
@@ -57,7 +54,7 @@ class Connection:
                 message = _parse(data)
                 if message.HasField("sessions"):
                     batch = message.sessions
-                    received.append((batch, self._rows.of(batch)))
+                    received.append((batch, [each.rows for each in batch.features]))
                     if batch.opens or batch.closes:
                         self._on_sessions(batch)
         except DecodeError:
@@ -82,9 +79,7 @@ class Connection:
             self._fail(error)
 
     def close(self) -> None:
-        """Also forgets the ring that rows came through."""
         self._frames.close()
-        self._rows.close()
 
     def _fail(self, error: OutriderError) -> None:
         if not self.failed:

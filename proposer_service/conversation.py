@@ -20,7 +20,6 @@ from proposer_service.config import LinkConfig
 from proposer_service.connection import Connection
 from proposer_service.cycle import Attach
 from proposer_service.routes import LinkId
-from proposer_service.shared_rows import SharedRows
 from proposer_service.worker import DraftWorker
 
 Call = grpc.aio.StreamStreamCall[Any, Any]
@@ -36,8 +35,6 @@ class Welcomed:
     link: LinkId
     worker: DraftWorker
     config: LinkConfig
-    rows: SharedRows
-    """To be closed with the conversation."""
     max_block_tokens: int
 
 
@@ -117,9 +114,8 @@ class Streamed(Conversation):
             loop.call_soon_threadsafe(self._put, messages)
 
         stream = self._stream
-        with contextlib.closing(stream.rows):
-            stream.worker.attach(Attach(stream.link, send, stream.max_block_tokens))
-            await first_of(self._read_all(), self._write_all())
+        stream.worker.attach(Attach(stream.link, send, stream.max_block_tokens))
+        await first_of(self._read_all(), self._write_all())
 
     async def _done_writing(self) -> None:
         self._put((None,))
@@ -134,7 +130,7 @@ class Streamed(Conversation):
         while (message := await self._call.read()) is not grpc.aio.EOF:
             if message.HasField("sessions"):
                 self._note(message.sessions)
-                rows = stream.rows.of(message.sessions)
+                rows = [each.rows for each in message.sessions.features]
                 # A full queue holds back the reader, and gRPC's flow control the scorer.
                 while not stream.worker.post(stream.link, message.sessions, rows):  # noqa: ASYNC110
                     await asyncio.sleep(_QUEUE_FULL_WAIT_S)
@@ -171,7 +167,7 @@ class Direct(Conversation):
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._failed.set_result, error)
 
-        self._connection = Connection(frames, stream.rows, on_sessions, on_failure)
+        self._connection = Connection(frames, on_sessions, on_failure)
 
     async def _run(self) -> None:
         stream, connection = self._stream, self._connection

@@ -34,7 +34,6 @@ from outrider.v1 import draft_pb2, proposer_pb2, scorer_pb2_grpc
 from proposer_service.config import LinkConfig
 from proposer_service.conversation import Call, Conversation, Direct, Streamed, Welcomed, write
 from proposer_service.metrics import ProposerMetrics
-from proposer_service.shared_rows import SharedRows
 from proposer_service.worker import DraftWorker
 
 _log = logging.getLogger(__name__)
@@ -161,11 +160,9 @@ class ScorerLink:
     async def _converse(self, call: Call) -> None:
         hello = self._hello()
         with contextlib.ExitStack() as cleanup:
-            cleanup.callback((rows := SharedRows(self.target, hello)).close)
             async with asyncio.timeout(self._config.answer_timeout_s):
                 await write(call, draft_pb2.DraftRequest(hello=hello))
                 welcome = await self._read_welcome(call)
-            rows.welcomed(welcome)
             frames = await self._connect(welcome)
             if frames is not None:
                 cleanup.callback(frames.close)
@@ -179,7 +176,7 @@ class ScorerLink:
                 return
             cleanup.pop_all()
         link, most = next(_link_ids), welcome.max_block_tokens
-        stream = Welcomed(call, link, self._worker, self._config, rows, most)
+        stream = Welcomed(call, link, self._worker, self._config, most)
         await self._serve(Streamed(stream) if frames is None else Direct(stream, frames))
 
     async def _read_welcome(self, call: Call) -> draft_pb2.Welcome:

@@ -175,9 +175,8 @@ class ScorerApp:
         self._constraints = await asyncio.wrap_future(
             in_thread(lambda: Constraints.load(folder, info))
         )
-        shared = None if options.listen_unix is None else Path(options.listen_unix).parent
         self._servicer.begin(
-            Serving(worker, hub, served, limits, self._constraints, shared, self._data_port)
+            Serving(worker, hub, served, limits, self._constraints, self._data_port)
         )
         await self._server.set_serving(True)
         address = join_address(options.host, port)

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -41,8 +40,6 @@ class Serving:
     served: ServedModel
     limits: DraftLimits
     constraints: Constraints
-    shared: Path | None
-    """The folder of its Unix socket, where proposers may leave memory to be shared."""
     data_port: DataPort | None
 
 
@@ -95,7 +92,6 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServiceServicer):
                 serving.hub,
                 serving.served,
                 serving.limits,
-                shared=serving.shared,
                 data_port=serving.data_port,
             )
         except Exception as error:

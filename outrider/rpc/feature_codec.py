@@ -70,8 +70,6 @@ class SessionMessage:
 
     batch: draft_pb2.SessionBatch
     features: Sequence[SentRows] = ()
-    rows_at: int | None = None
-    """Where the rows are in the proposer's `RowRing`; None: they travel in the message."""
 
 
 def response_to_bytes(message: draft_pb2.DraftResponse | SessionMessage) -> bytes:
@@ -81,14 +79,8 @@ def response_to_bytes(message: draft_pb2.DraftResponse | SessionMessage) -> byte
     """
     if isinstance(message, draft_pb2.DraftResponse):
         return message.SerializeToString()
-    if message.rows_at is not None:
-        for session, epoch, start, rows in message.features:
-            message.batch.features.add(
-                session=session, epoch=epoch, start=start, num_bytes=len(rows)
-            )
-        message.batch.rows_at = message.rows_at
     parts: list[bytes | memoryview] = [b"", message.batch.SerializeToString()]
-    for session, epoch, start, rows in message.features if message.rows_at is None else ():
+    for session, epoch, start, rows in message.features:
         head = draft_pb2.Features(session=session, epoch=epoch, start=start).SerializeToString()
         head += _tagged(draft_pb2.Features.ROWS_FIELD_NUMBER, len(rows))
         number = draft_pb2.SessionBatch.FEATURES_FIELD_NUMBER

@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import replace
-from pathlib import Path
 
 from outrider.errors import DeadlineError, InvalidRequestError, OutriderError
 from outrider.rpc.data_connection import DataPort, Offer
-from outrider.rpc.feature_codec import SessionMessage
-from outrider.rpc.row_ring import RingWriter, open_ring
 from outrider.rpc.tasks import first_of
 from outrider.rpc.versions import agreed_version
 from outrider.v1 import draft_pb2
@@ -29,32 +25,22 @@ async def serve_proposer(
     served: ServedModel,
     limits: DraftLimits,
     *,
-    shared: Path | None,
     data_port: DataPort | None,
 ) -> None:
-    """Run one stream until either side ends it. Raises the error that it should end with.
-
-    `shared` is the folder in which a proposer's row ring may lie.
-    """
+    """Run one stream until either side ends it. Raises the error that it should end with."""
     hello = await _read_hello(requests, limits.hello_timeout_s)
     proposer = hub.roster.attach(hello)
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(hub.roster.detach, proposer)
-        ring = None
-        if shared is not None and hello.HasField("row_ring"):
-            ring = open_ring(shared, hello.row_ring)
-        if ring is not None:
-            cleanup.callback(ring.close)
         welcome = _welcome(hello, served, limits)
         welcome.wants_projection = not proposer.ready
-        welcome.uses_row_ring = ring is not None
         offer = None
         if data_port is not None and hello.data_connection:
             offer = cleanup.enter_context(data_port.offer())
             welcome.data_connection.CopyFrom(offer.message)
         await context.write(draft_pb2.DraftResponse(welcome=welcome))
         conversing = asyncio.create_task(
-            _converse(proposer, requests, context, hub, limits, ring, offer)
+            _converse(proposer, requests, context, hub, limits, offer)
         )
         try:
             tasks = (conversing, proposer.detached)
@@ -77,7 +63,6 @@ async def _converse(
     context: Context,
     hub: Hub,
     limits: DraftLimits,
-    ring: RingWriter | None,
     offer: Offer | None,
 ) -> None:
     """From Welcome until the proposer closes its side or goes away."""
@@ -86,7 +71,7 @@ async def _converse(
         wire = through_frames(requests, offer)
     if not proposer.ready:
         await hub.roster.complete(proposer, requests)
-    await first_of(_read(proposer, wire, hub), _write(proposer, wire, hub, ring))
+    await first_of(_read(proposer, wire, hub), _write(proposer, wire, hub))
 
 
 async def _read(proposer: AttachedProposer, wire: Transport, hub: Hub) -> None:
@@ -104,22 +89,13 @@ async def _read(proposer: AttachedProposer, wire: Transport, hub: Hub) -> None:
                     hub.on_bad(proposer, f"{other or 'an empty message'} after Hello")
 
 
-async def _write(
-    proposer: AttachedProposer, wire: Transport, hub: Hub, ring: RingWriter | None
-) -> None:
+async def _write(proposer: AttachedProposer, wire: Transport, hub: Hub) -> None:
     outbox = proposer.outbox
     assert isinstance(outbox, Outbox), "it came by this stream"
     while True:
         message = await outbox.take()
         hub.on_taken(outbox)
-        await wire.write(message if ring is None else _shared(message, ring))
-
-
-def _shared(message: SessionMessage, ring: RingWriter) -> SessionMessage:
-    """The same with its rows in the ring, if they have room there."""
-    if not message.features:
-        return message
-    return replace(message, rows_at=ring.write([each.rows for each in message.features]))
+        await wire.write(message)
 
 
 async def _read_hello(

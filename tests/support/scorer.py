@@ -163,14 +163,13 @@ async def running_scorer(
     features: FeatureSpec | None = None,
     policy: type[Policy] = Policy,
     unix_path: Path | None = None,
-    shared: Path | None = None,
     data_connections: bool = True,
     tls: TlsFiles | None = None,
     in_process: Callable[[PacedModel], Proposer] | None = None,
 ) -> AsyncIterator[RunningScorer]:
     """Afterwards every page is free and the engine's books agree.
 
-    Proposers may leave memory to be shared in the folder `shared`. `in_process` makes a method
+    `in_process` makes a method
     that the scorer drafts by itself.
     """
     loop = asyncio.get_running_loop()
@@ -229,7 +228,7 @@ async def running_scorer(
     unix = None if unix_path is None else str(unix_path)
     data_port = DataPort("127.0.0.1", 0, unix_path=unix, tls=tls) if data_connections else None
     data_address = "" if data_port is None else f"127.0.0.1:{await data_port.start()}"
-    servicer.begin(Serving(worker, hub, served, limits, constraints, shared, data_port))
+    servicer.begin(Serving(worker, hub, served, limits, constraints, data_port))
     server = GrpcServer(
         "127.0.0.1:0",
         lambda grpc_server: add_to_server(servicer, grpc_server),
