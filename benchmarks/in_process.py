@@ -23,6 +23,7 @@ from benchmarks import fixed_k
 from benchmarks.program import say
 from benchmarks.records import Completion
 from benchmarks.worker_loop import Handler, serve
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.drafting.building.methods import build_proposer
 from outrider.drafting.proposer import FeatureProposer, SessionStart
 from outrider.errors import ConfigError
@@ -133,7 +134,7 @@ class InProcess:
         max_len = min(len(prompt) + max_tokens, self._engine.info.max_model_len)
         self._method.open(session, SessionStart(prompt, sampling, self._k, max_len))
         order = FeatureOrder(0, self._spec, self._window)
-        self._engine.set_drafting(session, _NAME, self._k, features=order)
+        self._engine.set_drafting(session, DraftOffer(_NAME, self._k, features=order))
         return session
 
     def _hand_over(self, batch: FeatureBatch | None, running: dict[int, _Open]) -> None:
@@ -189,7 +190,7 @@ class InProcess:
             draft_us = round((time.perf_counter() - began) * 1e6)
             for session, tree in round_.drafts:
                 del wanting[session]
-                self._engine.post_block(session, tree, _NAME, draft_us)
+                self._engine.post_block(PostedBlock(session, tree, _NAME, draft_us))
             asked = [session for session in round_.unfinished if running[session].complete]
 
 

@@ -8,9 +8,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 
+from outrider.draft_port import MAX_BLOCKS_AT_ONCE, PostedBlock
 from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.engine.sampling.constraint import ConstraintEditor
-from outrider.engine.worker import MAX_BLOCKS_AT_ONCE, Block, EngineWorker
+from outrider.engine.worker import EngineWorker
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.features import FeatureBatch
 from outrider.rpc import codec
@@ -198,7 +199,7 @@ class Hub:
         if len(blocks) > _MAX_BLOCKS:
             self.on_bad(proposer, f"{len(blocks)} blocks in a message")
             return
-        good: list[Block] = []
+        good: list[PostedBlock] = []
         now = time.perf_counter()  # the same for all: they were drafted in one batch
         if len(blocks) > MAX_BLOCKS_AT_ONCE * len(proposer.sessions):  # than the engine takes
             blocks = _newest(blocks)
@@ -221,7 +222,7 @@ class Hub:
 
     def _checked(
         self, proposer: AttachedProposer, session: Session, block: draft_pb2.Block, now: float
-    ) -> Block | None:
+    ) -> PostedBlock | None:
         """None for a bad one, which is counted."""
         # Reading a field of a message takes longer than what is done with it.
         base_len, method_index, draft_us = block.base_len, block.method_index, block.draft_us
@@ -252,7 +253,8 @@ class Hub:
             return None
         if session.rounds is not None and base_len == length:
             session.rounds.block(draft_us)
-        return session.id, tree, proposer.id, draft_us, now, proposer.methods[method_index]
+        method = proposer.methods[method_index]
+        return PostedBlock(session.id, tree, proposer.id, draft_us, now, method)
 
     def on_bad(self, proposer: AttachedProposer, what: str) -> None:
         """Count a malformed message; too many end the stream."""

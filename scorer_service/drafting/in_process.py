@@ -17,12 +17,10 @@ from typing import Final, Protocol, cast
 
 import torch
 
+from outrider.draft_port import ColocatedEngine, DeviceDrafts, DraftedBetweenSteps, PostedBlock
 from outrider.drafting.ahead.outcomes import NO_PACE
 from outrider.drafting.draft_model.async_drafts import AsyncProposer, AsyncRow
 from outrider.drafting.proposer import FeatureProposer, Proposer, SessionKey, SessionStart
-from outrider.engine.engine import Engine
-from outrider.engine.step import DeviceDrafts
-from outrider.engine.worker import DraftedBetweenSteps
 from outrider.features import FeatureRows
 from outrider.hello import make_hello
 from outrider.params import TokenIds
@@ -61,7 +59,7 @@ class _Followed:
 
 
 class InProcessProposer:
-    """Implements `outrider.engine.worker.Companion`. All of it happens on the engine's thread."""
+    """Implements `ColocatedProposer`. All of it happens on the engine's thread."""
 
     def __init__(self, build: Callable[[], tuple[Proposer, str]], proposer_id: str) -> None:
         self._build = build
@@ -88,7 +86,7 @@ class InProcessProposer:
         self._reader = None if spec is None else cast("FeatureProposer", self._proposer)
         self._row_bytes = 0 if spec is None else spec.row_bytes
 
-    def bring(self, engine: Engine) -> None:
+    def bring(self, engine: ColocatedEngine) -> None:
         """Hands the engine the projection that the method asks for."""
         spec = self._proposer.traits.features
         if self._reader is not None and spec is not None and spec.projection_dim:
@@ -110,7 +108,7 @@ class InProcessProposer:
         self._told = told
 
     def open(
-        self, engine: Engine, session: int, epoch: int, start: SessionStart, num_given: int
+        self, engine: ColocatedEngine, session: int, epoch: int, start: SessionStart, num_given: int
     ) -> None:
         """A session begins; `start` without its text, of which the engine knows more by now.
 
@@ -139,7 +137,7 @@ class InProcessProposer:
     def busy(self) -> bool:
         return bool(self._wanting)
 
-    def draft_between_steps(self, engine: Engine) -> DraftedBetweenSteps:
+    def draft_between_steps(self, engine: ColocatedEngine) -> DraftedBetweenSteps:
         began = time.perf_counter()
         self._late = False
         features = None if engine.features is None else engine.features.take()
@@ -154,24 +152,24 @@ class InProcessProposer:
         with self._careful():
             for rows in mine:
                 self._take(rows)
-            for seq, base_len, output, *_, finish_reason, _logprobs in engine.emitted:
-                key = self._keys.get(seq.session_id)
+            for new in engine.new_tokens:
+                key = self._keys.get(new.session_id)
                 if key is not None:
-                    self._follow(key, base_len, output, seq.drafting.num_draft_tokens)
-                    if finish_reason is not None:
-                        self.close(seq.session_id)
+                    self._follow(key, new.base_len, new.token_ids, new.num_draft_tokens)
+                    if new.finished:
+                        self.close(new.session_id)
             self._late = self._expects(engine)
             if self._wanting and not self._late:
                 self._draft(engine, time.perf_counter())
         self._turn = began, time.perf_counter()
         return DraftedBetweenSteps(self._turn[1] - began, features)
 
-    def rest(self, engine: Engine) -> None:
+    def after_launch(self, engine: ColocatedEngine) -> None:
         if self._told is not None:
             with self._careful():
                 if self._late:
                     began, ended = self._turn
-                    engine.drafted(self._draft(engine, began) - ended)
+                    engine.device_drafts_posted(self._draft(engine, began) - ended)
                 self._draft_behind(engine)
                 self._proposer.ahead((), NO_PACE)
 
@@ -220,7 +218,7 @@ class InProcessProposer:
         else:
             self._wanting.pop(key, None)
 
-    def _draft(self, engine: Engine, began: float) -> float:
+    def _draft(self, engine: ColocatedEngine, began: float) -> float:
         """Post what is wanted, made since `began`; returns when it was there."""
         round_ = self._proposer.draft([*self._wanting], NO_PACE)
         now = time.perf_counter()  # the same for all: they were drafted in one batch
@@ -228,7 +226,7 @@ class InProcessProposer:
         for key, tree in round_.drafts:
             known = self._answered(key)
             method = self._names[round_.methods.get(key, 0)]
-            engine.post_block(known.id, tree, self.id, draft_us, now, method=method)
+            engine.post_block(PostedBlock(known.id, tree, self.id, draft_us, now, method))
             if not known.drafted and self._told is not None:
                 known.drafted = True
                 self._told.first_draft(known.id, known.epoch)
@@ -246,7 +244,7 @@ class InProcessProposer:
             self._failures = 0
         return now
 
-    def _expects(self, engine: Engine) -> bool:
+    def _expects(self, engine: ColocatedEngine) -> bool:
         """Whether the next step can begin before the host has its drafts: they are on their way
         to it on the device, and are told when it has begun.
         """
@@ -259,19 +257,17 @@ class InProcessProposer:
         ids = {key: self._followed[key].id for key in late.places}
         places = {ids[key]: place for key, place in late.places.items()}
         lengths = {ids[key]: length for key, length in late.lengths.items()}
-        return engine.expect(DeviceDrafts(late.tokens, places, lengths))
+        return engine.schedule_with_device_drafts(DeviceDrafts(late.tokens, places, lengths))
 
-    def _draft_behind(self, engine: Engine) -> None:
+    def _draft_behind(self, engine: ColocatedEngine) -> None:
         """Has the drafts that the step in flight will ask for begin on the device when it ends."""
         verify_output, trailer = engine.verify_output, self._proposer
         if verify_output is None or not isinstance(trailer, AsyncProposer):
             return
         rows: list[AsyncRow] = []
-        for place, (seq, piece, draft, _) in enumerate(verify_output.rows):
-            key, wanted = self._keys.get(seq.session_id), seq.drafting.num_draft_tokens
-            # A constraint may cut what is accepted.
-            if key is not None and wanted and not piece.parents and seq.constraint is None:
-                rows.append(AsyncRow(key, place, len(draft), wanted))
+        for session_id, place, num_drafted, wanted in verify_output.rows:
+            if (key := self._keys.get(session_id)) is not None:
+                rows.append(AsyncRow(key, place, num_drafted, wanted))
         trailer.launch_after_verify(rows, verify_output.tokens)
 
     def _answered(self, key: SessionKey) -> _Followed:

@@ -59,7 +59,7 @@ class _Commands:
             tenant=session.request.tenant,
         )
         session_id, epoch, given = session.id, session.epoch, session.num_given_tokens
-        self._worker.carry_out(
+        self._worker.run_between_steps(
             lambda engine: self._proposer.open(engine, session_id, epoch, start, given), session_id
         )
 
@@ -72,7 +72,7 @@ class _Commands:
 
     def close(self, session: Session) -> None:
         session_id = session.id
-        self._worker.carry_out(lambda _: self._proposer.close(session_id))
+        self._worker.run_between_steps(lambda _: self._proposer.close(session_id))
 
 
 class _OnLoop:

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Iterable
 
-from outrider.engine.hidden_states.commands import HiddenStateCommands
+from outrider.draft_port import HiddenStateControl
 from outrider.errors import DeadlineError, InvalidRequestError, ProposerRefusedError
 from outrider.features import FeatureSpec
 from outrider.rpc.feature_codec import features_from_proto
@@ -60,7 +60,7 @@ def check_features(
 class Projections:
     """The matrices that the engine holds, by digest: a few. Lives on the event loop."""
 
-    def __init__(self, engine: HiddenStateCommands, limits: DraftLimits) -> None:
+    def __init__(self, engine: HiddenStateControl, limits: DraftLimits) -> None:
         self._engine = engine
         self._limits = limits
         self._held: dict[bytes, asyncio.Future[None]] = {}

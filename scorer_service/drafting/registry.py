@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
-from outrider.engine.worker import EngineWorker
+from outrider.draft_port import NO_DRAFTS, DraftingEngine, DraftOffer
 from outrider.errors import OutriderError, ProposerRefusedError, UnavailableError
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
@@ -24,13 +24,13 @@ _log = logging.getLogger(__name__)
 class ProposerRegistry:
     """Owns the attached proposers and gives each session that wants one a proposer.
 
-    The engine's side of each decision is `EngineWorker.set_drafting`: a session without a proposer
+    `DraftingEngine.set_drafting` hands each decision to the engine: a session without a proposer
     never waits.
     """
 
     def __init__(
         self,
-        worker: EngineWorker,
+        worker: DraftingEngine,
         served: ServedModel,
         limits: DraftLimits,
         metrics: ScorerMetrics,
@@ -212,18 +212,18 @@ class ProposerRegistry:
         # A draft model processes the prompt for its first draft: not where none is of use.
         session.num_draft_tokens = k if self._worker.drafting else 0
         proposer.sessions[session.id] = session
-        with self._worker.together():  # else a draft could come before it is welcome
+        with self._worker.between_same_steps():  # else a draft could come before it is welcome
             proposer.outbox.open(session)
-            self._worker.set_drafting(
-                session.id,
+            offer = DraftOffer(
                 proposer.id,
                 k,
                 runs_ahead=proposer.runs_ahead,
                 own_device=proposer.own_device,
                 colocated=proposer.colocated,
-                asked=session.num_draft_tokens > 0,
+                requested=session.num_draft_tokens > 0,
                 features=proposer.feature_order(session),
             )
+            self._worker.set_drafting(session.id, offer)
 
     def assign_undrafted(self) -> None:
         """Give the sessions without a proposer one, as far as there is room.
@@ -254,7 +254,7 @@ class ProposerRegistry:
             self._release(session.proposer, session)
         self.assign(session)
         if session.proposer is None:
-            self._worker.set_drafting(session.id, None, 0)
+            self._worker.set_drafting(session.id, NO_DRAFTS)
 
     def _move_sessions(self, proposer: AttachedProposer) -> None:
         for session in list(proposer.sessions.values()):

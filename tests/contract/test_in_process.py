@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import grpc
 import pytest
 
+from outrider.draft_port import PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.drafting.ahead.outcomes import NO_PACE, Pace
 from outrider.drafting.copying.ngram import NgramProposer
@@ -118,12 +118,12 @@ async def test_text_is_the_targets(
 
 async def test_blocks_of_a_batch_came_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """By that the policy knows a batch: the first of its drafts tells what it took."""
-    came: list[float] = []
+    came: list[float | None] = []
     post_block = Engine.post_block
 
-    def noted(self: Engine, *block: Any, **how: Any) -> object:
-        came.append(block[4])
-        return post_block(self, *block, **how)
+    def noted(self: Engine, block: PostedBlock) -> object:
+        came.append(block.arrived_at)
+        return post_block(self, block)
 
     monkeypatch.setattr(Engine, "post_block", noted)
     async with running_scorer(in_process=draft_model, pause_s=0.001) as scorer:

@@ -15,6 +15,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.drafting.ahead.outcomes import Pace
 from outrider.drafting.building.methods import build_proposer
 from outrider.drafting.proposer import FeatureProposer, Proposer, SessionStart
@@ -100,7 +101,7 @@ class Turns:
             assert not done.lost
             for session, tree in done.drafts:
                 del self._wanting[session]
-                self._engine.post_block(session, tree, NAME, 100)
+                self._engine.post_block(PostedBlock(session, tree, NAME, 100))
             self._method.ahead(list(self._running), Pace())
             self._engine.launch()
 
@@ -110,7 +111,7 @@ class Turns:
         max_len = min(len(prompt) + 64, self._engine.info.max_model_len)
         self._method.open(session, SessionStart(prompt, request.sampling, K, max_len))
         order = FeatureOrder(0, self._spec, self._window) if self._spec else None
-        self._engine.set_drafting(session, NAME, K, features=order)
+        self._engine.set_drafting(session, DraftOffer(NAME, K, features=order))
         self._running.add(session)
         self._wanting[session] = None
 
