@@ -33,7 +33,8 @@ from outrider.params import SamplingParams, SpeculationParams, StopParams, Token
 from outrider.types import Request, RequestStats, StepEvents
 from proposer_service.__main__ import parse
 from scorer_service.__main__ import resolve
-from scorer_service.app import Options, build_engine
+from scorer_service.app import build_engine
+from scorer_service.config import ScorerOptions
 
 _NAME: Final = "in-process"
 _STATS = (
@@ -77,7 +78,7 @@ class InProcess:
     def __init__(self, scorer_flags: Sequence[str], proposer_flags: Sequence[str]) -> None:
         flags = resolve(scorer_flags)
         del flags["exit_with_parent"]
-        options = Options(**flags, ranks=None)
+        options = ScorerOptions(**flags, ranks=None)
         self._engine = engine = build_engine(resolve_model(options.model, "target"), options)
         # It dials nobody.
         config, _ = parse(["--scorer", "127.0.0.1:1", *proposer_flags])

@@ -1,4 +1,4 @@
-"""ProposerService: guesses for one prompt, and what this proposer is."""
+"""ProposerService, which drafts for single prompts and describes the proposer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from typing import Any, Final
 
 import grpc
 
-from outrider.errors import (
-    CapacityError,
-    InvalidRequestError,
-    PromptTooLongError,
-    UnavailableError,
-)
+from outrider.errors import CapacityError, InvalidRequestError, PromptTooLongError, UnavailableError
 from outrider.rpc import codec, status
 from outrider.rpc.telemetry import Telemetry
 from outrider.v1 import draft_pb2, proposer_pb2, proposer_pb2_grpc
@@ -22,7 +17,7 @@ from proposer_service.links import ScorerLinks
 from proposer_service.worker import DraftWorker, MethodInfo
 
 _DEFAULT_DRAFT_TOKENS: Final = 4
-_MAX_PROPOSALS: Final = 32  # at once; scorers come first
+_MAX_PROPOSALS: Final = 32  # at once
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

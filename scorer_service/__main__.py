@@ -76,9 +76,7 @@ def parser() -> argparse.ArgumentParser:
         default=None,
         help="query tokens in a step; default: 512 on a CPU, 2048 on CUDA",
     )
-    add(
-        "--max-model-len", type=_whole(3), default=None, help="context; default: the model's"
-    )
+    add("--max-model-len", type=_whole(3), default=None, help="context; default: the model's")
     add(
         "--gpu-memory-utilization",
         type=_part,
@@ -133,9 +131,7 @@ def parser() -> argparse.ArgumentParser:
         help="how long loading and warming up may take",
     )
     add_deployment_flags(p)
-    add(
-        "--exit-with-parent", action="store_true", help="stop when the parent process is gone"
-    )
+    add("--exit-with-parent", action="store_true", help="stop when the parent process is gone")
     return p
 
 
@@ -175,8 +171,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     exit_with_parent = args.pop("exit_with_parent")
     # The libraries read these when they are loaded, below.
     os.environ["OMP_NUM_THREADS"] = str(args["threads"])
-    # Rounds that an idle OpenMP thread spins. With libgomp's default of 300,000 every barrier loses a
-    # time slice where other processes want the cores.
+    # Rounds for which an idle OpenMP thread spins. libgomp's default of 300,000 costs a time slice
+    # at every barrier where other processes want the cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     # Time for which the event loop may keep the engine's thread from taking up a result.
     sys.setswitchinterval(0.0005)

@@ -175,9 +175,7 @@ def _end(reason: str) -> None:
     os._exit(1)
 
 
-def _watch(
-    metrics: ScorerMetrics, worker: EngineWorker, hub: Hub, served: ServedModel
-) -> None:
+def _watch(metrics: ScorerMetrics, worker: EngineWorker, hub: Hub, served: ServedModel) -> None:
     """Register gauges of single values, which the other threads replace as a whole."""
 
     def kv_usage() -> float:

@@ -134,7 +134,7 @@ class ScorerMetrics:
             "Time from a request's first step to its first token, without waits when preempted.",
             _REQUEST_SECONDS,
         )
-        self._proposers = Gauge(
+        self.proposers = Gauge(
             METRIC_PREFIX + "proposers_attached",
             "Proposers attached, by pool and method; 0 once the last of a pool has left.",
             ("model_name", "pool", "method"),
@@ -182,7 +182,7 @@ class ScorerMetrics:
                 self._attached_before.add(pool_and_method)
         for pool, method in self._attached_before:
             number = attached.get((pool, method), 0)
-            self._proposers.labels(self._model_name, pool, method).set(number)
+            self.proposers.labels(self._model_name, pool, method).set(number)
 
     def count_request(self, stats: RequestStats | None, finish_reason: FinishReason | None) -> None:
         """Count an ended request; without a `finish_reason` it was aborted."""

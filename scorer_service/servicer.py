@@ -15,10 +15,10 @@ from outrider.engine.worker import EngineWorker
 from outrider.errors import DeadlineError, InvalidRequestError, UnavailableError
 from outrider.rpc import codec, status
 from outrider.rpc.data_connection import DataPort
+from outrider.rpc.feature_codec import response_to_bytes
 from outrider.rpc.latency import RequestTimes
 from outrider.rpc.telemetry import Telemetry, inject
 from outrider.rpc.versions import PROTOCOL_VERSION
-from outrider.rpc.feature_codec import response_to_bytes
 from outrider.types import Commit, Request, RequestStats
 from outrider.v1 import draft_pb2, scorer_pb2, scorer_pb2_grpc
 from scorer_service.config import ServedModel

@@ -47,6 +47,8 @@ class SessionProposer(Protocol):
 
     id: str
     max_model_len: int
+    set_aside_until: float  # loop time; until then others are preferred
+    sessions: dict[int, Session]
     outbox: SessionListener
 
 

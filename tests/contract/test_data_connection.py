@@ -35,7 +35,7 @@ NO_CONNECTION = "no data connection"
 
 
 async def attached(scorer: RunningScorer) -> None:
-    await scorer.until(lambda: bool(scorer.hub.roster.proposers), "a proposer is attached")
+    await scorer.until(lambda: bool(scorer.hub.registry.proposers), "a proposer is attached")
 
 
 @asynccontextmanager
@@ -98,7 +98,7 @@ async def test_what_breaks_is_dialled_anew_and_drafted_for_again(what: str) -> N
     async with running_scorer(pause_s=SLOW_S) as scorer, proxied(scorer) as ways:
         data = ways[1]
         async with drafting(scorer, ways[0].address):
-            [first] = scorer.hub.roster.proposers
+            [first] = scorer.hub.registry.proposers
             request = asyncio.create_task(scorer.generate(PROMPT, max_tokens=LENGTH))
             await scorer.until(lambda: bool(first.sessions), "it is drafted for")
             [session] = first.sessions.values()
@@ -124,13 +124,13 @@ async def test_what_breaks_for_the_proposer_alone_is_dialled_anew_at_once(
     monkeypatch.setattr(link, "connect", kept)
     async with running_scorer() as scorer, drafting(scorer, scorer.address):
         await is_drafted_for(scorer)
-        [first] = scorer.hub.roster.proposers
+        [first] = scorer.hub.registry.proposers
         [frames] = dialled
         with socket.socket(fileno=os.dup(frames.fileno())) as its:
             its.shutdown(socket.SHUT_RD)  # the scorer is not told
         await scorer.until(lambda: len(dialled) == 2, "it dials anew")
         assert any("the data connection broke" in warning for warning in warnings())
-        await scorer.until(lambda: first not in scorer.hub.roster.proposers, "it has left")
+        await scorer.until(lambda: first not in scorer.hub.registry.proposers, "it has left")
         await is_drafted_for(scorer)
 
 
@@ -162,14 +162,14 @@ async def test_a_stalled_connection_costs_drafts_and_no_token() -> None:
         proxied(scorer) as (stream, data),
         drafting(scorer, stream.address),
     ):
-        [proposer] = scorer.hub.roster.proposers
+        [proposer] = scorer.hub.registry.proposers
         request = asyncio.create_task(scorer.generate(PROMPT, max_tokens=LENGTH))
         await scorer.until(lambda: data.num_bytes["to"] > 100, "it is drafted for")
         await stall(data)
         output = await request
         assert output.token_ids == scorer.model.greedy_text(PROMPT, LENGTH)
         assert output.aux_info.accepted > 0
-        assert scorer.hub.roster.proposers == (proposer,), "nobody hung up"
+        assert scorer.hub.registry.proposers == (proposer,), "nobody hung up"
 
 
 async def test_messages_go_through_the_connection_and_none_through_the_stream() -> None:
@@ -265,7 +265,7 @@ async def test_over_a_unix_socket(tmp_path: Path, warnings: Callable[[], list[st
             assert not any(NO_CONNECTION in warning for warning in warnings())
             # Without the second socket there is only the stream.
             (tmp_path / "scorer.sock.data").rename(tmp_path / "elsewhere")
-            scorer.hub.roster.detach(scorer.hub.roster.proposers[0])
+            scorer.hub.registry.detach(scorer.hub.registry.proposers[0])
             await scorer.until(lambda: any(NO_CONNECTION in w for w in warnings()), "it says so")
             await attached(scorer)
             await is_drafted_for(scorer)
@@ -291,10 +291,10 @@ async def test_with_mutual_tls(tmp_path: Path, warnings: Callable[[], list[str]]
         before = data.num_bytes["to"]
         await is_drafted_for(scorer)
         assert data.num_bytes["to"] > before
-        [first] = scorer.hub.roster.proposers
+        [first] = scorer.hub.registry.proposers
         await stream.disconnect()
         await scorer.until(
-            lambda: scorer.hub.roster.proposers not in ((), (first,)), "it dialled anew"
+            lambda: scorer.hub.registry.proposers not in ((), (first,)), "it dialled anew"
         )
         before = data.num_bytes["to"]
         await is_drafted_for(scorer)
@@ -334,8 +334,8 @@ async def test_a_proposer_that_stops_says_goodbye(warnings: Callable[[], list[st
     async with running_scorer(pause_s=SLOW_S) as scorer:
         async with drafting(scorer, scorer.address):
             request = asyncio.create_task(scorer.generate(PROMPT, max_tokens=LENGTH))
-            [proposer] = scorer.hub.roster.proposers
+            [proposer] = scorer.hub.registry.proposers
             await scorer.until(lambda: bool(proposer.sessions), "it is drafted for")
-        await scorer.until(lambda: not scorer.hub.roster.proposers, "it is gone")
+        await scorer.until(lambda: not scorer.hub.registry.proposers, "it is gone")
         assert (await request).token_ids == scorer.model.greedy_text(PROMPT, LENGTH)
     assert not warnings()

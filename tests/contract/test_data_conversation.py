@@ -60,7 +60,7 @@ async def in_the_middle(
         await result
     async with asyncio.timeout(10):
         await proposer.ended.wait()
-    await scorer.until(lambda: not scorer.hub.roster.proposers, "it is detached")
+    await scorer.until(lambda: not scorer.hub.registry.proposers, "it is detached")
     return await request
 
 
@@ -181,4 +181,4 @@ async def test_after_goodbye_both_are_closed_without_an_error() -> None:
         assert await proposer.call.code() is grpc.StatusCode.OK
         assert proposer.data is not None
         await proposer.data.until_closed()
-        assert not scorer.hub.roster.proposers
+        assert not scorer.hub.registry.proposers

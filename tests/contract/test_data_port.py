@@ -88,7 +88,7 @@ async def test_the_key_of_a_conversation_that_has_ended_is_not_good() -> None:
         left = guessing(scorer, "another")
         welcome = await left.say_hello()
         left.call.cancel()
-        await scorer.until(lambda: len(scorer.hub.roster.proposers) == 1, "it is gone")
+        await scorer.until(lambda: len(scorer.hub.registry.proposers) == 1, "it is gone")
         late = await DataWire.dial(port_of(scorer))
         assert not await late.show(welcome.data_connection.key)
         late.close()

@@ -56,7 +56,7 @@ async def attached(scorer: RunningScorer, method: Proposer) -> AsyncIterator[Non
     """A proposer service with `method`, which the scorer may give sessions."""
     async with serving(scorer.address, method):
         await scorer.until(
-            lambda: any(p.ready for p in scorer.hub.roster.proposers), "a proposer is attached"
+            lambda: any(p.ready for p in scorer.hub.registry.proposers), "a proposer is attached"
         )
         yield
 
@@ -161,8 +161,8 @@ async def test_a_session_that_is_opened_anew_is_sent_everything_again() -> None:
         request = asyncio.create_task(scorer.generate(prompt, max_tokens=100))
         async with attached(scorer, method):
             await scorer.until(lambda: method.rows_seen >= 20, "the session was drafted for")
-            [session] = scorer.hub.roster.proposers[0].sessions.values()
-            scorer.hub.roster.reassign(session)
+            [session] = scorer.hub.registry.proposers[0].sessions.values()
+            scorer.hub.registry.reassign(session)
             await scorer.until(lambda: len(method.seen) == 2, "and opened anew")
             output = await request
             assert session.losses.total() == 0

@@ -61,7 +61,9 @@ async def test_a_proposer_that_rested_has_every_token_and_every_state(temperatur
         )
         method = Counting(CAPTURED, guess, vocab_size=VOCAB)
         async with serving(scorer.address, method):
-            await scorer.until(lambda: bool(scorer.hub.roster.proposers), "a proposer is attached")
+            await scorer.until(
+                lambda: bool(scorer.hub.registry.proposers), "a proposer is attached"
+            )
             output = await scorer.generate(prompt, max_tokens=length, temperature=temperature)
     assert output.token_ids == plain.token_ids
     aux = output.aux_info

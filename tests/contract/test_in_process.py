@@ -101,7 +101,7 @@ async def test_text_is_the_targets(
     async with running_scorer(in_process=kept, features=features) as scorer:
         outputs = await generate_all(scorer, temperature=temperature)
         plain = await generate_all(scorer, temperature=temperature, enabled=False)
-        [proposer] = scorer.hub.roster.proposers
+        [proposer] = scorer.hub.registry.proposers
         assert (proposer.window.on_the_way, proposer.prompt_window.on_the_way) == (0, 0)
         assert scorer.metric("step_time_seconds_sum", part="draft") > 0.0
     assert [each.token_ids for each in outputs] == [each.token_ids for each in plain]
@@ -176,14 +176,14 @@ async def test_a_method_that_fails_costs_its_drafts_alone(where: str, every: int
                 assert output.token_ids == scorer.model.greedy_text(prompt, 40)
         assert isinstance(kept.method, Broken)
         assert 1 <= kept.method.failures <= 3
-        tried_on = bool(scorer.hub.roster.proposers)
+        tried_on = bool(scorer.hub.registry.proposers)
         assert tried_on == (kept.method.failures < 3), "three times, and no more is tried"
 
 
 async def test_a_method_that_fails_again_and_again_is_given_up() -> None:
     kept = Kept(lambda _: Broken("commit", 1))
     async with running_scorer(in_process=kept) as scorer, asyncio.timeout(20):
-        while scorer.hub.roster.proposers:
+        while scorer.hub.registry.proposers:
             output = await scorer.generate(PROMPTS[1], max_tokens=20)
             assert output.token_ids == scorer.model.greedy_text(PROMPTS[1], 20)
         assert isinstance(kept.method, Broken)
@@ -229,7 +229,7 @@ async def test_beside_proposers_of_other_methods_requests_choose() -> None:
         running_scorer(in_process=ngram) as scorer,
         serving(scorer.address, draft_model(scorer.model)),
     ):
-        await scorer.until(lambda: len(scorer.hub.roster.proposers) == 2, "both are attached")
+        await scorer.until(lambda: len(scorer.hub.registry.proposers) == 2, "both are attached")
         chosen = [await scorer.generate(PROMPTS[3], method=m) for m in ("ngram", "draft_model")]
         assert chosen[0].token_ids == chosen[1].token_ids
         ids = [list(each.aux_info.proposer_ids) for each in chosen]
@@ -238,7 +238,7 @@ async def test_beside_proposers_of_other_methods_requests_choose() -> None:
 
 async def test_sessions_of_a_proposer_that_leaves_go_on_in_process() -> None:
     async with running_scorer(in_process=draft_model, pause_s=0.002) as scorer:
-        [here] = scorer.hub.roster.proposers
+        [here] = scorer.hub.registry.proposers
         here.draining = True  # no place yet
         async with proposing(guessing(scorer)):
             call = scorer.stub.Generate(generate_request(PROMPTS[2], max_tokens=100))

@@ -58,7 +58,7 @@ async def test_no_session_is_opened_before_the_projection_is_complete() -> None:
         proposer = await dialled(scorer)
         assert proposer.welcome is not None
         assert proposer.welcome.wants_projection
-        [attached] = scorer.hub.roster.proposers
+        [attached] = scorer.hub.registry.proposers
         await proposer.send(projection=chunk(0, PACKED[:100]))
         await scorer.generate([1, 2, 3], max_tokens=3)
         assert not attached.has_room
@@ -92,7 +92,7 @@ async def test_a_projection_that_is_not_what_was_announced_ends_the_stream(what:
         error = await ending(proposer)
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "rojection" in str(error.details())
-        await scorer.until(lambda: not scorer.hub.roster.proposers, "it is gone")
+        await scorer.until(lambda: not scorer.hub.registry.proposers, "it is gone")
 
 
 async def test_a_projection_has_to_come_in_time() -> None:
@@ -117,7 +117,7 @@ async def test_a_device_without_room_refuses_and_can_be_asked_again(
             error = await ending(proposer)
         assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert "OutOfMemoryError" in str(error.details())
-        await scorer.until(lambda: not scorer.hub.roster.proposers, "it is gone")
+        await scorer.until(lambda: not scorer.hub.registry.proposers, "it is gone")
         again = await dialled(scorer)
         assert again.welcome is not None
         assert again.welcome.wants_projection
@@ -130,7 +130,7 @@ async def test_few_projections_are_kept_and_idle_ones_make_room() -> None:
     async with running_scorer(features=CAPTURED, limits=limits) as scorer:
         first = await dialled(scorer)
         await first.send(projection=chunk(0, PACKED))
-        [attached] = scorer.hub.roster.proposers
+        [attached] = scorer.hub.registry.proposers
         await scorer.until(lambda: attached.ready, "it is ready")
         second = await dialled(scorer, OTHER, "q")
         await second.send(projection=chunk(0, bytes(96)))
@@ -138,10 +138,12 @@ async def test_few_projections_are_kept_and_idle_ones_make_room() -> None:
         assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert "in use" in str(error.details())
         first.call.cancel()
-        await scorer.until(lambda: not scorer.hub.roster.proposers, "both are gone")
+        await scorer.until(lambda: not scorer.hub.registry.proposers, "both are gone")
         third = await dialled(scorer, OTHER, "r")
         await third.send(projection=chunk(0, bytes(96)))
-        await scorer.until(lambda: any(p.ready for p in scorer.hub.roster.proposers), "it is ready")
+        await scorer.until(
+            lambda: any(p.ready for p in scorer.hub.registry.proposers), "it is ready"
+        )
         third.call.cancel()
 
 
@@ -165,10 +167,10 @@ async def test_a_stream_that_ends_takes_no_projection_from_another_proposer(
         assert second.welcome is not None
         assert second.welcome.wants_projection, "it is not there yet"
         first.call.cancel()
-        await scorer.until(lambda: len(scorer.hub.roster.proposers) == 1, "the first is gone")
+        await scorer.until(lambda: len(scorer.hub.registry.proposers) == 1, "the first is gone")
         await second.send(projection=chunk(0, PACKED))
         go_on.set()
-        [attached] = scorer.hub.roster.proposers
+        [attached] = scorer.hub.registry.proposers
         await scorer.until(lambda: attached.ready, "it is ready")
         third = await dialled(scorer, name="r")
         assert third.welcome is not None
@@ -181,13 +183,13 @@ async def test_no_more_projections_are_read_at_once_than_may_be_kept() -> None:
     async with running_scorer(features=CAPTURED, limits=DraftLimits(max_projections=1)) as scorer:
         first = await dialled(scorer)
         await first.send(projection=chunk(0, PACKED[:-1]))
-        reading = scorer.hub.roster.projections._reading
+        reading = scorer.hub.registry.projections._reading
         await scorer.until(reading.locked, "the first is read")
         second = await dialled(scorer, OTHER, "q")
         await second.send(projection=chunk(0, bytes(96)))
         await first.send(projection=chunk(len(PACKED) - 1, PACKED[-1:]))
         assert "in use" in str((await ending(second)).details()), "the first was before it"
-        [attached] = scorer.hub.roster.proposers
+        [attached] = scorer.hub.registry.proposers
         await scorer.until(lambda: attached.ready, "the first is there")
         first.call.cancel()
 

@@ -203,7 +203,7 @@ async def test_large_sessions_are_opened_one_after_the_other() -> None:
             return [t async for r in scorer.stub.Generate(message, timeout=60) for t in r.token_ids]
 
         requests = [asyncio.create_task(request(first)) for first in range(3)]
-        await scorer.until(lambda: scorer.hub.roster.num_undrafted == 3, "all submitted")
+        await scorer.until(lambda: scorer.hub.registry.num_undrafted == 3, "all submitted")
         async with proposing(ScriptedProposer(scorer.stub, follow(greedy_truth))) as proposer:
             scorer.model.pause_s = 0.0
             texts = await asyncio.gather(*requests)
@@ -356,7 +356,7 @@ async def test_a_proposer_dies_in_the_middle_and_comes_back(data_connections: bo
         )
         first.call.cancel()  # what a SIGKILL looks like from here
         await asyncio.gather(following, return_exceptions=True)
-        await scorer.until(lambda: not scorer.hub.roster.proposers, "detached")
+        await scorer.until(lambda: not scorer.hub.registry.proposers, "detached")
         second = ScriptedProposer(scorer.stub, follow(greedy_truth), hello(incarnation=2))
         async with proposing(second):
             output = await request
@@ -586,8 +586,7 @@ async def test_draining_ends_late_requests_and_refuses_new_ones(data_connections
 async def test_before_the_engine_is_up_the_scorer_is_unavailable() -> None:
     from outrider.rpc.server import GrpcServer
     from outrider.rpc.telemetry import configure
-    from scorer_service.registration import add_to_server
-    from scorer_service.servicer import SERVICE_NAME, ScorerServicer
+    from scorer_service.servicer import SERVICE_NAME, ScorerServicer, add_to_server
 
     telemetry = configure("starting")
     servicer = ScorerServicer(telemetry)

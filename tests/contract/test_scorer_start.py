@@ -10,7 +10,7 @@ import pytest
 
 from outrider.errors import ConfigError
 from scorer_service.__main__ import resolve
-from scorer_service.app import Options
+from scorer_service.config import ScorerOptions
 from scorer_service.loading import load
 from tests.support.scorer import running_scorer
 
@@ -48,7 +48,7 @@ def test_a_device_that_is_not_there_is_refused_by_name(device: str) -> None:
     flags = resolve(["--device", device])
     del flags["exit_with_parent"]
     with pytest.raises(ConfigError, match=f"--device {device}"):
-        load(Path(), Options(**flags, ranks=None), None)
+        load(Path(), ScorerOptions(**flags, ranks=None), None)
 
 
 async def test_as_long_a_socket_path_as_may_be_is_listened_on() -> None:

@@ -26,7 +26,8 @@ from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Request, StepEvents
 from proposer_service.__main__ import parse
 from scorer_service.__main__ import resolve
-from scorer_service.app import Options, build_engine
+from scorer_service.app import build_engine
+from scorer_service.config import ScorerOptions
 
 pytestmark = pytest.mark.gpu
 
@@ -137,7 +138,7 @@ class Turns:
 def _engine(features: str) -> Engine:
     flags = resolve([*SCORER, *(("--hidden-features", features) if features else ())])
     del flags["exit_with_parent"]
-    options = Options(**flags, ranks=None)
+    options = ScorerOptions(**flags, ranks=None)
     return build_engine(resolve_model(options.model, "target"), options)
 
 

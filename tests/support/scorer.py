@@ -33,8 +33,7 @@ from scorer_service.drafting.in_process import InProcessProposer
 from scorer_service.drafting.in_process_link import attach
 from scorer_service.hub import Hub
 from scorer_service.metrics import ScorerMetrics
-from scorer_service.registration import add_to_server
-from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving
+from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving, add_to_server
 from tests.support.features import FeatureHash
 from tests.support.hash_model import HashModel
 
@@ -169,8 +168,7 @@ async def running_scorer(
 ) -> AsyncIterator[RunningScorer]:
     """Afterwards every page is free and the engine's books agree.
 
-    `in_process` makes a method
-    that the scorer drafts by itself.
+    `in_process` makes a method that the scorer drafts by itself.
     """
     loop = asyncio.get_running_loop()
     limits = limits or DraftLimits()
@@ -181,10 +179,10 @@ async def running_scorer(
     )
     engines: list[Engine] = []
     hubs: list[Hub] = []
-    beside: InProcessProposer | None = None
+    colocated: InProcessProposer | None = None
     if in_process is not None:
         method = in_process(model)
-        beside = InProcessProposer(lambda: (method, TOKENIZER_HASH), "in-process-0")
+        colocated = InProcessProposer(lambda: (method, TOKENIZER_HASH), "in-process-0")
 
     def build() -> Engine:
         config = EngineConfig(
@@ -197,15 +195,15 @@ async def running_scorer(
         # A fixed patience: the adaptive policy would not wait for a proposer on a busy machine.
         patient = policy(config.num_speculative_tokens, max_wait_s=0.05)
         engines.append(Engine(model, config, policy=patient, features=streams))
-        if beside is not None:
-            beside.build()
-            beside.bring(engines[0])
+        if colocated is not None:
+            colocated.build()
+            colocated.put_projection(engines[0])
         return engines[0]
 
     def on_events(events: StepEvents) -> None:
         loop.call_soon_threadsafe(hubs[0].on_events, events)
 
-    worker = EngineWorker(build, on_events, beside)
+    worker = EngineWorker(build, on_events, colocated)
     info = worker.start(10)
     served = ServedModel(
         scorer_id="scorer-0",
@@ -221,14 +219,14 @@ async def running_scorer(
     )
     hub = Hub(worker, served, limits, ScorerMetrics(telemetry.registry, "default"))
     hubs.append(hub)
-    if beside is not None:
-        attach(hub, worker, beside, served)
+    if colocated is not None:
+        attach(hub.registry, worker, colocated, served)
     servicer = ScorerServicer(telemetry)
     constraints = Constraints(compiler)
     unix = None if unix_path is None else str(unix_path)
     data_port = DataPort("127.0.0.1", 0, unix_path=unix, tls=tls) if data_connections else None
     data_address = "" if data_port is None else f"127.0.0.1:{await data_port.start()}"
-    servicer.begin(Serving(worker, hub, served, limits, constraints, data_port))
+    servicer.begin(Serving(worker, hub, served, constraints, data_port))
     server = GrpcServer(
         "127.0.0.1:0",
         lambda grpc_server: add_to_server(servicer, grpc_server),

@@ -97,7 +97,7 @@ def test_spare_time_is_any_methods() -> None:
 
 
 def told(link: int, batch: draft_pb2.SessionBatch) -> Item:
-    return Batch(link, batch, [], 0.0)
+    return Batch(link, batch, 0.0)
 
 
 def attach(link: int) -> Item:

@@ -174,15 +174,15 @@ async def test_a_session_lost_before_its_first_draft_is_not_lost_too_often() -> 
     session = bench.submit()
     for epoch in range(1, 6):
         assert (session.proposer, session.epoch) == (proposer, epoch)
-        bench.hub.roster.on_lost(proposer, draft_pb2.Lost(session=session.id, epoch=epoch))
+        bench.hub.registry.on_lost(proposer, draft_pb2.Lost(session=session.id, epoch=epoch))
         await bench.sent(proposer)
         bench.step(commit(session, 1))
         assert session.proposer is None
         clock.now += FULL_S
         bench.step(commit(session, 1))
     blocks = [draft_pb2.Block(session=session.id, epoch=6, base_len=3)]
-    bench.hub.on_blocks(proposer, blocks)
-    bench.hub.roster.on_lost(proposer, draft_pb2.Lost(session=session.id, epoch=6))
+    bench.hub.blocks.receive(proposer, blocks)
+    bench.hub.registry.on_lost(proposer, draft_pb2.Lost(session=session.id, epoch=6))
     assert session.proposer is None
     clock.now += FULL_S
     bench.step(commit(session, 1))
@@ -195,6 +195,6 @@ async def test_a_session_without_room_goes_to_a_proposer_that_has_some() -> None
     full, other = bench.attach("full"), bench.attach("other", method="ngram")
     session = bench.submit()
     assert session.proposer is full
-    bench.hub.roster.on_lost(full, draft_pb2.Lost(session=session.id, epoch=1))
+    bench.hub.registry.on_lost(full, draft_pb2.Lost(session=session.id, epoch=1))
     assert session.proposer is other
     assert bench.submit().proposer is other

@@ -26,7 +26,7 @@ from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits
 from scorer_service.drafting.attached import AttachedProposer
 from scorer_service.drafting.outbox import HELD_TOKENS
-from scorer_service.sessions import Mailbox
+from scorer_service.mailbox import Mailbox
 from tests.support.hub import FINAL, Bench, commit, sent
 from tests.support.scorer import VOCAB
 from tests.support.scripted_proposer import hello
@@ -138,9 +138,9 @@ async def test_a_message_of_too_many_blocks_is_bad_as_a_whole() -> None:
     proposer = bench.attach("a")
     session = bench.submit()
     block = draft_pb2.Block(session=session.id, epoch=1, base_len=3, token_ids=[1])
-    bench.hub.on_blocks(proposer, [block] * (2**14 + 1))
+    bench.hub.blocks.receive(proposer, [block] * (2**14 + 1))
     assert (proposer.bad_blocks, bench.worker.blocks) == (1, [])
-    bench.hub.on_blocks(proposer, [block])
+    bench.hub.blocks.receive(proposer, [block])
     assert len(bench.worker.blocks) == 1
 
 
@@ -153,7 +153,7 @@ async def test_of_many_blocks_for_a_session_the_newest_are_looked_at() -> None:
         for token in range(1, VOCAB)
         for session in sessions
     ]
-    bench.hub.on_blocks(proposer, blocks)
+    bench.hub.blocks.receive(proposer, blocks)
     seen = [(session_id, tree.token_ids[0]) for session_id, tree, _ in bench.worker.blocks]
     assert seen == [
         (session.id, token) for token in range(VOCAB - 4, VOCAB) for session in sessions
@@ -171,12 +171,12 @@ async def test_distributions_that_cannot_be_right_are_not_converted(
     block.draft_probs.add(token_ids=[1] * 257, probs=bytes(4 * 257))
     with monkeypatch.context() as patch:
         patch.setattr(codec, "DraftProbs", None)
-        bench.hub.on_blocks(proposer, [block])
+        bench.hub.blocks.receive(proposer, [block])
     del block.draft_probs[:]
     block.draft_probs.extend([draft_pb2.DraftProbs()] * 513)
     with monkeypatch.context() as patch:
         patch.setattr(codec, "draft_probs_from_proto", None)
-        bench.hub.on_blocks(proposer, [block])
+        bench.hub.blocks.receive(proposer, [block])
     assert (proposer.bad_blocks, bench.worker.blocks) == (2, [])
 
 
@@ -198,15 +198,15 @@ async def test_features_travel_with_the_commits_that_they_belong_to() -> None:
     assert (features.session, features.epoch, features.start) == (session.id, 1, 0)
     assert features.rows == bytes(8)
     assert len(batch.opens) == len(batch.commits) == 1
-    bench.hub.on_taken(reader.outbox)
+    bench.hub.registry.on_taken(reader.outbox)
     assert bench.worker.features.given_back[1:] == [(reader.window, 8)]
-    bench.hub.roster.reassign(session)
+    bench.hub.registry.reassign(session)
     bench.step(features=(FeatureRows(session.id, order, 2, b"late"),))
     assert bench.worker.features.given_back[2:] == [(reader.window, 4)]  # of the epoch before
     assert not (await sent(reader)).features
     plain = bench.attach("plain")
     reader.draining = True
-    bench.hub.roster.reassign(session)
+    bench.hub.registry.reassign(session)
     assert session.proposer is plain
     assert bench.worker.orders[session.id] is None
 
@@ -264,7 +264,7 @@ async def test_a_session_that_moves_is_opened_with_all_that_was_held_back() -> N
     assert session.proposer is first
     for token in (4, 5):
         bench.step(commit(session, token, k=0))
-    bench.hub.roster.on_goodbye(first)
+    bench.hub.registry.on_goodbye(first)
     assert session.proposer is second
     (opened,) = (await sent(second)).opens
     assert list(opened.prefix) == [1, 2, 3, 4, 5]
@@ -307,7 +307,7 @@ async def test_sessions_that_run_come_before_those_that_wait_when_a_proposer_com
     proposer = bench.attach("a", max_sessions=2)
     running = [bench.submit() for _ in range(2)]
     waiting = [bench.submit() for _ in range(2)]
-    bench.hub.roster.detach(proposer)
+    bench.hub.registry.detach(proposer)
     again = bench.attach("a", max_sessions=2)
     assert [*again.sessions.values()] == running
     bench.attach("b")
@@ -364,9 +364,9 @@ async def test_the_request_s_order_of_methods_chooses_the_proposer() -> None:
 async def test_hello_holds_names_and_no_more(fields: dict[str, object], param: str) -> None:
     bench = Bench()
     with pytest.raises(InvalidRequestError) as caught:
-        bench.hub.roster.attach(hello(**fields))
+        bench.hub.registry.attach(hello(**fields))
     assert caught.value.param == param
-    assert bench.hub.roster.proposers == ()
+    assert bench.hub.registry.proposers == ()
 
 
 async def test_a_block_names_one_of_its_proposers_methods() -> None:
@@ -376,7 +376,7 @@ async def test_a_block_names_one_of_its_proposers_methods() -> None:
     for index in (1, 2):
         block = draft_pb2.Block(session=session.id, epoch=1, base_len=3, token_ids=[1])
         block.method_index = index
-        bench.hub.on_blocks(proposer, [block])
+        bench.hub.blocks.receive(proposer, [block])
     assert bench.worker.methods == ["draft_model"]
     assert proposer.bad_blocks == 1
 
@@ -416,7 +416,7 @@ async def test_a_proposer_that_does_not_read_is_detached_and_the_engine_goes_on(
     assert isinstance(proposer.detached.result(), CapacityError)
     assert bench.worker.set[session.id] == (None, 0)
     assert session.committed == [1, 2, 3, *range(10)]
-    assert bench.hub.roster.proposers == ()
+    assert bench.hub.registry.proposers == ()
 
 
 async def test_sessions_that_are_too_much_for_one_message_wait_for_the_next() -> None:
@@ -432,7 +432,7 @@ async def test_sessions_that_are_too_much_for_one_message_wait_for_the_next() ->
         assert batch.ByteSize() < MAX_MESSAGE_BYTES
         total += batch.ByteSize()
         opened += [o.session for o in batch.opens]
-        bench.hub.roster.assign_undrafted()
+        bench.hub.registry.assign_undrafted()
     assert total > MAX_MESSAGE_BYTES
     assert opened == [s.id for s in sessions]
 
@@ -446,7 +446,7 @@ async def test_a_session_that_finds_its_proposer_behind_waits_until_it_reads() -
     assert second.proposer is None
     assert [o.session for o in (await sent(proposer)).opens] == [first.id]
     assert proposer.outbox.made_room
-    bench.hub.roster.assign_undrafted()
+    bench.hub.registry.assign_undrafted()
     assert second.proposer is proposer
     await sent(proposer)
     assert not proposer.outbox.made_room
