@@ -56,7 +56,7 @@ class Watched(DraftModelProposer):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_a_proposer_runs_ahead_where_it_is_to(temperature: float) -> None:
+async def test_proposer_runs_ahead_only_when_told_to(temperature: float) -> None:
     prompt, method = [1, 2], Watched()
     length = MAX_LEN - len(prompt)
     async with running_scorer(pause_s=0.01, policy=Spells) as scorer:

@@ -41,7 +41,7 @@ async def generate(stub: scorer_pb2_grpc.ScorerServiceAsyncStub) -> None:
         pass
 
 
-async def test_a_forward_that_hangs_ends_the_scorer_and_its_requests(
+async def test_scorer_when_forward_hangs_ends_with_its_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(watchdog, "PATIENCE_S", 0.2)

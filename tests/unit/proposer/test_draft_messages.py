@@ -37,7 +37,7 @@ class Drawing(NgramProposer):
 
 
 @pytest.mark.parametrize(("drawn_from", "num_sessions"), [(DRAWN_FROM, 80), (None, 17_000)])
-def test_drafts_that_are_too_many_for_a_message_travel_in_several(
+def test_cycle_with_too_many_drafts_for_a_message_sends_several(
     drawn_from: DraftProbs | None, num_sessions: int
 ) -> None:
     proposer = Drawing(max_sessions=num_sessions)

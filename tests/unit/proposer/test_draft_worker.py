@@ -25,7 +25,7 @@ from proposer_service.worker import DraftWorker
 from tests.support.draft_scorer import close, commit, open_
 
 
-def test_a_thread_that_outlives_its_loop_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_worker_that_outlives_its_loop_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
     failed: list[object] = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
     go_on = threading.Event()
@@ -51,7 +51,9 @@ def test_a_thread_that_outlives_its_loop_ends_quietly(monkeypatch: pytest.Monkey
     assert not failed
 
 
-async def test_guessing_ahead_for_long_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_draft_worker_that_drafts_ahead_for_long_does_not_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(watchdog, "PATIENCE_S", 0.1)
     began = threading.Event()
 
@@ -87,7 +89,7 @@ class Watched(NgramProposer):
         return super().ahead(sessions, pace)
 
 
-def test_spare_time_is_any_methods() -> None:
+def test_draft_worker_gives_spare_time_to_any_method() -> None:
     alone, joined = Watched(), Watched()
     telemetry = configure("outrider-proposer")
     for method in (alone, HybridProposer([joined, SuffixProposer()])):
@@ -113,7 +115,7 @@ ENDS: dict[str, tuple[Callable[[Cycle], object], int]] = {
 
 
 @pytest.mark.parametrize("what", ENDS)
-def test_a_response_that_goes_on_is_remembered_once_it_is_whole(what: str) -> None:
+def test_draft_worker_remembers_a_continued_response_once_it_is_whole(what: str) -> None:
     end, link = ENDS[what]
     suffix = SuffixProposer()
     telemetry = configure("outrider-proposer")
