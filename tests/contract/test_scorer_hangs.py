@@ -17,8 +17,8 @@ from outrider.engine.engine import Engine
 from outrider.rpc.channel import open_channel
 from outrider.v1 import scorer_pb2_grpc
 from scorer_service import app
-from scorer_service.config import ScorerOptions
 from scorer_service.__main__ import resolve
+from scorer_service.config import ScorerOptions
 from tests.support.hash_model import HashModel
 from tests.support.scorer import generate_request
 
