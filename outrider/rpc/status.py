@@ -42,16 +42,7 @@ _TABLE: Final[tuple[tuple[type[errors.OutriderError], grpc.StatusCode], ...]] = 
     (errors.ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.InternalError, grpc.StatusCode.INTERNAL),
 )
-
-
-def _codes() -> dict[type[errors.OutriderError], grpc.StatusCode]:
-    codes: dict[type[errors.OutriderError], grpc.StatusCode] = {}
-    for error_class, code in _TABLE:
-        codes.setdefault(error_class, code)
-    return codes
-
-
-_CODE_OF: Final = _codes()
+_CODE_OF: Final = dict(reversed(_TABLE))
 
 
 def code_of(error: errors.OutriderError) -> grpc.StatusCode:

@@ -27,26 +27,34 @@ def attach(
     hello = proposer.hello(served)
     if hello.HasField("features"):
         registry.projections.note(features_from_proto(hello.features))
+    link = _Link(registry, engine, proposer)
     try:
-        attached = registry.attach(hello, _Commands(engine, proposer))
+        link.attached = registry.attach(hello, link)
     except OutriderError as error:
         raise ConfigError(f"--in-process-proposer: {error.message}") from error
-    proposer.listen(_OnLoop(asyncio.get_running_loop(), registry, attached))
+    proposer.listen(link)
 
 
-class _Commands:
-    """Implements `SessionListener` by calls on the engine's thread, in order.
+class _Link:
+    """Implements `SessionListener` and `DraftListener`, by calls on the other's thread.
 
-    The proposer has commits and hidden states from there before the event loop has them.
+    The proposer has commits and hidden states on the engine's thread before the event loop does.
     """
 
     overflowed = crowded = False
     num_closing = 0
+    attached: AttachedProposer
 
-    def __init__(self, engine: ColocatingEngine, proposer: InProcessProposer) -> None:
+    def __init__(
+        self, registry: ProposerRegistry, engine: ColocatingEngine, proposer: InProcessProposer
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._registry = registry
         self._engine = engine
         self._proposer = proposer
         self.on_demand = True  # always
+
+    # On the event loop
 
     def open(self, session: Session) -> None:
         speculation = session.request.speculation
@@ -77,32 +85,20 @@ class _Commands:
         session_id = session.id
         self._engine.run_between_steps(lambda _: self._proposer.close(session_id))
 
-
-class _OnLoop:
-    """Implements `DraftListener` by calls of the registry on the event loop."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        registry: ProposerRegistry,
-        proposer: AttachedProposer,
-    ) -> None:
-        self._loop = loop
-        self._registry = registry
-        self._proposer = proposer
+    # On the engine's thread
 
     def first_draft(self, session_id: int, epoch: int) -> None:
         self._loop.call_soon_threadsafe(self._first_draft, session_id, epoch)
 
     def lost(self, session_id: int, epoch: int) -> None:
         lost = draft_pb2.Lost(session=session_id, epoch=epoch)
-        self._loop.call_soon_threadsafe(self._registry.on_lost, self._proposer, lost)
+        self._loop.call_soon_threadsafe(self._registry.on_lost, self.attached, lost)
 
     def failed(self) -> None:
         error = InternalError("drafting failed several times; the log has the details")
-        self._loop.call_soon_threadsafe(self._registry.detach, self._proposer, error)
+        self._loop.call_soon_threadsafe(self._registry.detach, self.attached, error)
 
     def _first_draft(self, session_id: int, epoch: int) -> None:
-        session = self._proposer.sessions.get(session_id)
+        session = self.attached.sessions.get(session_id)
         if session is not None and session.epoch == epoch:
-            self._registry.on_first_block(self._proposer, session)
+            self._registry.on_first_block(self.attached, session)
