@@ -19,7 +19,7 @@ _READ_WRITE: Final = selectors.EVENT_READ | selectors.EVENT_WRITE
 
 
 class Inbox:
-    """Items of the event loop, which also asks how many wait. The rest is the drafting thread's.
+    """Items from the event loop. All but `put` and the counts is for the drafting thread.
 
     A connection is read from when its Attach is taken until the Detach of its link is.
     """

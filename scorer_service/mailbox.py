@@ -9,7 +9,7 @@ from typing import Final
 from outrider.types import Commit
 
 _DELIVERED_AT_ONCE: Final = 8
-"""Messages to clients that the event loop writes before it reads what proposers sent."""
+"""Messages to clients that the event loop writes before it reads messages of proposers."""
 
 
 class Mailbox:

@@ -13,24 +13,24 @@ from scorer_service.round_spans import RoundSpans
 
 
 class SessionListener(Protocol):
-    """The way by which a proposer learns of its sessions. Used on the event loop."""
+    """Listener for events of a proposer's sessions. Used on the event loop."""
 
     on_demand: bool
     """Drafts are not to be made ahead."""
 
     @property
     def overflowed(self) -> bool:
-        """Tell whether more waits to be read than may."""
+        """Return whether too much waits to be read."""
         ...
 
     @property
     def crowded(self) -> bool:
-        """Tell whether so much waits that sessions are better opened later."""
+        """Return whether so much waits that sessions are better opened later."""
         ...
 
     @property
     def num_closing(self) -> int:
-        """Sessions that ended, which the proposer still counts."""
+        """Number of ended sessions that the proposer still counts."""
         ...
 
     def open(self, session: Session) -> None: ...

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from outrider.errors import CapacityError, InvalidRequestError, OutriderError, ProposerRefusedError
+from outrider.errors import CapacityError, OutriderError, ProposerRefusedError
 from outrider.features import FeatureOrder, FeatureSpec, FeatureWindow
 from outrider.methods import METHODS
-from outrider.params import MAX_SPECULATIVE_TOKENS
+from outrider.params import MAX_SPECULATIVE_TOKENS, require
 from outrider.rpc.versions import agreed_version
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits, ServedModel
@@ -120,28 +120,21 @@ def check_hello(hello: draft_pb2.Hello, served: ServedModel) -> None:
     """Raise `ProposerRefusedError` with the reasons of draft.proto, or `InvalidRequestError`."""
     agreed_version(hello.protocol_version)
     for name in ("proposer_id", "max_sessions", "max_draft_tokens"):
-        if not getattr(hello, name):
-            raise InvalidRequestError(f"Hello.{name} must be set", param=name)
+        require(bool(getattr(hello, name)), name, "set")
     for name in ("proposer_id", "model", "pool"):  # labels of metrics
-        if len(getattr(hello, name)) > _MAX_NAME_CHARS:
-            raise InvalidRequestError(
-                f"Hello.{name} must be at most {_MAX_NAME_CHARS} characters long", param=name
-            )
-    if len(hello.methods) > len(METHODS):  # before going through them, which takes time
-        raise InvalidRequestError(f"Hello.methods must be at most {len(METHODS)}", param="methods")
+        fits = len(getattr(hello, name)) <= _MAX_NAME_CHARS
+        require(fits, name, f"at most {_MAX_NAME_CHARS} characters long")
+    # Checked first, since going through many methods takes time.
+    require(len(hello.methods) <= len(METHODS), "methods", f"at most {len(METHODS)}")
     methods = tuple(hello.methods) or (hello.method,)
-    if len(methods) > len(set(methods)):
-        raise InvalidRequestError(
-            "Hello.methods must be different from each other", param="methods"
-        )
+    require(len(methods) == len(set(methods)), "methods", "different from each other")
     for method in (hello.method, *methods):
         if method not in METHODS:
             raise ProposerRefusedError(
                 f"unknown method {method!r}; this scorer knows {', '.join(METHODS)}",
                 reason="UNKNOWN_METHOD",
             )
-    if hello.method != methods[0]:
-        raise InvalidRequestError("Hello.method must be the first of methods", param="method")
+    require(hello.method == methods[0], "method", "the first of methods")
     copies = _COPYING_METHODS.issuperset(methods)
     theirs, ours = hello.tokenizer_hash, served.tokenizer_hash
     # Models of a family pad their vocabularies differently, beyond the tokenizer's ids.

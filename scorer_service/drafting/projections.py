@@ -13,8 +13,6 @@ from outrider.rpc.feature_codec import features_from_proto
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits
 
-_REASON = "FEATURES_UNAVAILABLE"
-
 
 def check_features(
     hello: draft_pb2.Hello, captured: FeatureSpec | None, limits: DraftLimits
@@ -28,31 +26,27 @@ def check_features(
         return None
     spec = features_from_proto(hello.features)
     if captured is None:
-        raise ProposerRefusedError(
+        raise _refusal(
             f"{hello.method} needs hidden states, and this scorer captures none: start it with "
-            f"--hidden-features {','.join(spec.states)}",
-            reason=_REASON,
+            f"--hidden-features {','.join(spec.states)}"
         )
     if spec.hidden_size != captured.hidden_size:
-        raise ProposerRefusedError(
+        raise _refusal(
             f"the draft was made for a target whose states have {spec.hidden_size} values, this "
-            f"one's have {captured.hidden_size}: use a draft for this target",
-            reason=_REASON,
+            f"one's have {captured.hidden_size}: use a draft for this target"
         )
     missing = [state for state in spec.states if state not in captured.states]
     if missing:
         wanted = sorted({*spec.layers, *captured.layers})
         final = ["final"] if spec.final_norm or captured.final_norm else []
-        raise ProposerRefusedError(
+        raise _refusal(
             f"this scorer captures {','.join(captured.states)}, not {','.join(missing)}: start it "
-            f"with --hidden-features {','.join([*map(str, wanted), *final])}",
-            reason=_REASON,
+            f"with --hidden-features {','.join([*map(str, wanted), *final])}"
         )
     if spec.projection_bytes > limits.max_projection_bytes:
-        raise ProposerRefusedError(
+        raise _refusal(
             f"a projection may have {limits.max_projection_bytes} bytes, not "
-            f"{spec.projection_bytes}: project in the proposer",
-            reason=_REASON,
+            f"{spec.projection_bytes}: project in the proposer"
         )
     return spec
 
@@ -116,10 +110,9 @@ class Projections:
         idle = [digest for digest in self._held if digest not in needed]
         if len(self._held) >= self._limits.max_projections:
             if not idle:
-                raise ProposerRefusedError(
+                raise _refusal(
                     f"{self._limits.max_projections} different projections are in use already: "
-                    "project in the proposer",
-                    reason=_REASON,
+                    "project in the proposer"
                 )
             del self._held[idle[0]]
             self._engine.drop_projection(idle[0])
@@ -132,11 +125,14 @@ class Projections:
             await put
         except Exception as error:
             self._held.pop(digest, None)
-            raise ProposerRefusedError(
+            raise _refusal(
                 f"the projection could not be kept on the device ({type(error).__name__}): give "
-                "keys and values less memory, or project in the proposer",
-                reason=_REASON,
+                "keys and values less memory, or project in the proposer"
             ) from error
+
+
+def _refusal(message: str) -> ProposerRefusedError:
+    return ProposerRefusedError(message, reason="FEATURES_UNAVAILABLE")
 
 
 async def _read_matrix(

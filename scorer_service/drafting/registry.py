@@ -1,4 +1,4 @@
-"""The attached proposers, and who drafts for whom. Lives on the event loop; never blocks."""
+"""The attached proposers and their sessions. Lives on the event loop; never blocks."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class ProposerRegistry:
         """Number of sessions that want a proposer and have none."""
         return len(self._undrafted)
 
-    # Who drafts for whom
+    # Sessions
 
     def _pick(self, session: Session) -> AttachedProposer | None:
         now = self._now()

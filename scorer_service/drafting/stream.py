@@ -55,7 +55,7 @@ async def serve_proposer(
             error = proposer.detached.result()
             if error is not None:
                 raise error
-        # Reads and writes on a stream that is gone also fail, in ways that gRPC chooses.
+        # Other errors are gRPC's, of reads and writes on a stream that is gone.
         if isinstance(result, OutriderError):
             raise result
 

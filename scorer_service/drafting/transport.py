@@ -1,4 +1,4 @@
-"""The way of a conversation's messages after Welcome: its stream, or a data connection."""
+"""The transport of a conversation after Welcome: its stream, or a data connection."""
 
 from __future__ import annotations
 
