@@ -182,10 +182,8 @@ def add_to_server(servicer: ScorerServicer, server: grpc.aio.Server) -> None:
         request_deserializer=draft_pb2.DraftRequest.FromString,
         response_serializer=response_to_bytes,
     )
-    # A method is looked up in the order of registration.
-    handler = grpc.method_handlers_generic_handler(SERVICE_NAME, {"Draft": draft})
-    server.add_generic_rpc_handlers((handler,))
     scorer_pb2_grpc.add_ScorerServiceServicer_to_server(servicer, server)
+    server.add_registered_method_handlers(SERVICE_NAME, {"Draft": draft})  # in its place
 
 
 class _Call:
