@@ -29,20 +29,23 @@ _RECONNECT: Final[tuple[tuple[str, int], ...]] = (
 )
 
 
-SEND_PINGS: Final[tuple[tuple[str, int], ...]] = (
-    ("grpc.keepalive_time_ms", _PING_MS),
-    # gRPC (1.85) never starts the timer of keepalive_timeout_ms.
-    ("grpc.http2.ping_timeout_ms", _PING_MS),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-)
-"""Options that notice within 20 s a peer that vanishes without a FIN."""
+def send_pings() -> tuple[tuple[str, int], ...]:
+    """Return options that notice within 20 s a peer that vanishes without a FIN."""
+    return (
+        ("grpc.keepalive_time_ms", _PING_MS),
+        # gRPC (1.85) never starts the timer of keepalive_timeout_ms.
+        ("grpc.http2.ping_timeout_ms", _PING_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    )
 
-TAKE_PINGS: Final[tuple[tuple[str, int], ...]] = (
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS // 2),
-)
-"""Server options that accept pings, which gRPC takes for abuse by default."""
+
+def take_pings() -> tuple[tuple[str, int], ...]:
+    """Return server options that accept pings, which gRPC takes for abuse by default."""
+    return (
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS // 2),
+    )
 
 
 def open_channel(target: str | Target, tls: TlsFiles | None = None) -> grpc.aio.Channel:
@@ -53,7 +56,7 @@ def open_channel(target: str | Target, tls: TlsFiles | None = None) -> grpc.aio.
     """
     if isinstance(target, str):
         target = Target(target)
-    options: list[tuple[str, int | str]] = [*LIMITS, *SEND_PINGS, *_RECONNECT]
+    options: list[tuple[str, int | str]] = [*LIMITS, *send_pings(), *_RECONNECT]
     if tls is None or target.is_unix:
         return grpc.aio.insecure_channel(target.address, options=options)
     if target.server_name is not None:  # dialled by IP address, known by name

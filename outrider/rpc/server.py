@@ -11,7 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from outrider.errors import ConfigError
-from outrider.rpc.channel import LIMITS, SEND_PINGS, TAKE_PINGS
+from outrider.rpc.channel import LIMITS, send_pings, take_pings
 from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.tls import server_credentials
 
@@ -114,8 +114,8 @@ class GrpcServer:
 
 
 def _new_server(limits: ClientLimits | None = None) -> grpc.aio.Server:
-    for_clients = SEND_PINGS if limits is None else limits.options()
-    options = dict((*LIMITS, *TAKE_PINGS, *for_clients))
+    for_clients = send_pings() if limits is None else limits.options()
+    options = dict((*LIMITS, *take_pings(), *for_clients))
     # Refuse a second server on the port, which would share its connections by chance.
     options["grpc.so_reuseport"] = 0
     return grpc.aio.server(options=tuple(options.items()))

@@ -19,7 +19,7 @@ from outrider.drafting.proposer import DraftRound, Proposer, SessionKey
 from outrider.errors import DeadlineError
 from outrider.rpc.telemetry import configure
 from outrider.v1 import draft_pb2
-from proposer_service.cycle import Attach, Batch, Cycle, Detach, Item
+from proposer_service.cycle import Attach, Batch, Cycle, Detach, Item, SendMessage
 from proposer_service.metrics import ProposerMetrics
 from proposer_service.worker import DraftWorker
 from tests.support.draft_scorer import close, commit, open_
@@ -69,7 +69,7 @@ async def test_draft_worker_that_drafts_ahead_for_long_does_not_hang(
         lambda: (NgramProposer(), ""), asyncio.get_running_loop(), metrics, telemetry
     )
     await worker.start(10)
-    worker.send(1, draft_pb2.DraftRequest())  # of no link: it only wakes the thread
+    worker.put(SendMessage(1, draft_pb2.DraftRequest()))  # of no link: it only wakes the thread
     assert await asyncio.to_thread(began.wait, 10)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(worker.until_ended(), 0.5)
