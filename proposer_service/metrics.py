@@ -14,7 +14,7 @@ _SESSIONS = tuple(float(2**i) for i in range(9))
 
 
 class ProposerMetrics:
-    """Made once per process."""
+    """The metrics of one proposer."""
 
     def __init__(self, registry: CollectorRegistry, pool: str = "default") -> None:
         prefix, labels = METRIC_PREFIX + "proposer_", ("pool",)

@@ -37,7 +37,7 @@ _STATS_ON_SPANS: Final = (
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Serving:
     """The parts that answer RPCs once the engine is up."""
 

@@ -43,7 +43,7 @@ class SessionListener(Protocol):
 
 
 class SessionProposer(Protocol):
-    """The proposer of a session."""
+    """The proposer of a session, as far as sessions need it."""
 
     id: str
     max_model_len: int

@@ -25,7 +25,7 @@ _TOKEN_S: Final = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RequestTimes:
     """Times of one request, in seconds."""
 
