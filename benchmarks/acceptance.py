@@ -24,6 +24,7 @@ import torch
 
 from benchmarks import prompts, report
 from outrider.config import EngineConfig
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.drafting.cpu.llama_chains import LlamaChains
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import SessionStart
@@ -112,7 +113,7 @@ class Pair:
                 prompt, sampling, self._k, max_len, rule=speculation.verification.rule
             )
             self._method.open(session, start)
-            self._engine.set_drafting(session, "draft", self._k)
+            self._engine.set_drafting(session, DraftOffer("draft", self._k))
         tokens: list[int] = []
         block_bytes, began = 0, 0.0
         while True:
@@ -142,7 +143,7 @@ class Pair:
         while not (drafts := self._method.draft([session]).drafts):
             pass  # the prompt takes several calls
         tree = drafts[0][1]
-        self._engine.post_block(session, tree, "draft", 0)
+        self._engine.post_block(PostedBlock(session, tree, "draft", 0))
         block = draft_pb2.Block(
             base_len=tree.base_len,
             token_ids=tree.token_ids,

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.config import EngineConfig
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.drafting.draft_model.masks import DraftMasks
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import SessionStart
@@ -110,13 +111,13 @@ def decode(pair: Pair, request: Request, k: int, masks: DraftMasks | None) -> tu
     assert request.constraint is not None
     prompt, constraint = request.prompt_token_ids, request.constraint
     engine.submit(request, pair.compiler.editor(request.constraint, request.stop))
-    engine.set_drafting(request.session_id, "draft", k)
+    engine.set_drafting(request.session_id, DraftOffer("draft", k))
     start = SessionStart(prompt, request.sampling, k, 1024, constraint=constraint)
     proposer.open(request.session_id, start)
     committed = list(prompt)
     while True:
         for session, tree in proposer.draft([request.session_id]).drafts:
-            engine.post_block(session, tree, "draft", 1)
+            engine.post_block(PostedBlock(session, tree, "draft", 1))
         events = engine.step()
         assert events is not None
         for commit in events.commits:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import shlex
 import subprocess
@@ -48,7 +47,7 @@ from benchmarks.outrider_stack import (
 from benchmarks.processes import Child, ProcessError, Worker, python_path, stopping
 from benchmarks.program import guarded, say
 from benchmarks.records import Completion, Run, TokenIds
-from outrider.aux_layers import aux_layers
+from outrider.aux_layers import states_read
 from outrider.cli.stack import memory_folder
 from outrider.errors import ConfigError
 from outrider.methods import HIDDEN_STATE_METHODS
@@ -109,17 +108,6 @@ class Services:
         return [*(values.get(f"outrider:feature_{name}_total", 0.0) for name in _SENT), steps]
 
 
-def hidden_features(method: str, head: str) -> str:
-    """What the scorer is to keep for the module. Raises `ConfigError`."""
-    if method != "eagle3":
-        return "final"
-    try:
-        layers = aux_layers(json.loads((resolve_model(head, method) / "config.json").read_text()))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--head {head}: no config.json that can be read ({error}).") from error
-    return "eagle3" if layers is None else ",".join(map(str, layers))
-
-
 @contextlib.contextmanager
 def ways(args: argparse.Namespace) -> Iterator[dict[str, Way]]:
     """All of them, started and warm: two engines, one of them of both services.
@@ -159,7 +147,7 @@ def _config(args: argparse.Namespace) -> StackConfig:
     rows, k = max(args.at_once), max(args.k)
     on_gpu = args.device != "cpu"
     length = args.max_prompt_tokens + args.max_tokens + _SPARE_TOKENS
-    scorer: list[object] = ["--hidden-features", hidden_features(args.method, args.head)]
+    scorer: list[object] = ["--hidden-features", states_read(args.method, args.head)]
     proposer: list[object] = []
     if on_gpu:
         scorer += ["--kv-cache-memory", args.kv_cache_memory, "--max-num-seqs", rows]

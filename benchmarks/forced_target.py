@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.config import EngineConfig
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.drafting.proposer import Proposer, SessionStart
 from outrider.engine.batch import Model, PackedBatch
 from outrider.engine.engine import Engine
@@ -90,7 +91,7 @@ def replay(
     engine.submit(Request(session, prompt, GREEDY, stop, speculation))
     text: list[int] = []
     if proposer is not None:
-        engine.set_drafting(session, "proposer", k)
+        engine.set_drafting(session, DraftOffer("proposer", k))
         start = SessionStart(prompt, GREEDY, k, len(prompt) + len(output), advice=advice)
         proposer.open(session, start)
     began = clock()
@@ -98,7 +99,9 @@ def replay(
     while True:
         if wanting and proposer is not None:
             for _, tree in proposer.draft([session]).drafts:
-                engine.post_block(session, tree, "proposer", 1, method=proposer.traits.method)
+                engine.post_block(
+                    PostedBlock(session, tree, "proposer", 1, method=proposer.traits.method)
+                )
             wanting = False
         events = engine.step()
         for commit in events.commits if events else ():

@@ -31,6 +31,7 @@ import torch
 from benchmarks import prompts, report
 from benchmarks.replay import Capture, Replay, record, replay
 from outrider.config import EngineConfig
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.drafting.building.config import HeadConfig
 from outrider.drafting.building.heads import build_head
 from outrider.drafting.cpu.llama_chains import LlamaChains
@@ -141,7 +142,7 @@ class Bench:
             method.open(session, SessionStart(prompt, sampling, one.k, len(prompt) + max_tokens))
             spec = method.traits.features
             order = None if spec is None else FeatureOrder(0, spec, FeatureWindow())
-            engine.set_drafting(session, "draft", one.k, features=order)
+            engine.set_drafting(session, DraftOffer("draft", one.k, features=order))
         tokens: list[int] = []
         began, draft_s = 0.0, list[float]()
         while True:
@@ -174,7 +175,7 @@ class Bench:
             seconds += time.process_time() - began
             assert not round_.lost
             if round_.drafts:
-                self._engine.post_block(session, round_.drafts[0][1], "draft", 0)
+                self._engine.post_block(PostedBlock(session, round_.drafts[0][1], "draft", 0))
                 return seconds
             if self._engine.collect():  # a long prompt's states come in parts
                 events = self._engine.take_events()

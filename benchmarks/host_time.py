@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from outrider.config import EngineConfig
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
@@ -192,7 +193,7 @@ class HostSteps:
             self._engine.submit(Request(i, prompt, SamplingParams(temperature=0.0), stop))
             if speculation != "none":
                 ahead = speculation != "demand"
-                self._engine.set_drafting(i, "proposer", K, runs_ahead=ahead)
+                self._engine.set_drafting(i, DraftOffer("proposer", K, runs_ahead=ahead))
         assert self._engine.launch()
 
     def next(self) -> Gap | None:
@@ -246,7 +247,7 @@ class HostSteps:
         arrived_at = self._runner.clock()
         began = time.thread_time()
         for session_id, tree in blocks:
-            self._engine.post_block(session_id, tree, "proposer", 1000, arrived_at)
+            self._engine.post_block(PostedBlock(session_id, tree, "proposer", 1000, arrived_at))
         return time.thread_time() - began
 
     def _tell(self) -> float:

@@ -23,6 +23,7 @@ from benchmarks import fixed_k
 from benchmarks.program import say
 from benchmarks.records import Completion
 from benchmarks.worker_loop import Handler, serve
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.drafting.building.methods import build_proposer
 from outrider.drafting.proposer import FeatureProposer, SessionStart
 from outrider.errors import ConfigError
@@ -32,7 +33,8 @@ from outrider.params import SamplingParams, SpeculationParams, StopParams, Token
 from outrider.types import Request, RequestStats, StepEvents
 from proposer_service.__main__ import parse
 from scorer_service.__main__ import resolve
-from scorer_service.app import Options, build_engine
+from scorer_service.app import build_engine
+from scorer_service.config import ScorerOptions
 
 _NAME: Final = "in-process"
 _STATS = (
@@ -76,7 +78,7 @@ class InProcess:
     def __init__(self, scorer_flags: Sequence[str], proposer_flags: Sequence[str]) -> None:
         flags = resolve(scorer_flags)
         del flags["exit_with_parent"]
-        options = Options(**flags, ranks=None)
+        options = ScorerOptions(**flags, ranks=None)
         self._engine = engine = build_engine(resolve_model(options.model, "target"), options)
         # It dials nobody.
         config, _ = parse(["--scorer", "127.0.0.1:1", *proposer_flags])
@@ -133,7 +135,7 @@ class InProcess:
         max_len = min(len(prompt) + max_tokens, self._engine.info.max_model_len)
         self._method.open(session, SessionStart(prompt, sampling, self._k, max_len))
         order = FeatureOrder(0, self._spec, self._window)
-        self._engine.set_drafting(session, _NAME, self._k, features=order)
+        self._engine.set_drafting(session, DraftOffer(_NAME, self._k, features=order))
         return session
 
     def _hand_over(self, batch: FeatureBatch | None, running: dict[int, _Open]) -> None:
@@ -189,7 +191,7 @@ class InProcess:
             draft_us = round((time.perf_counter() - began) * 1e6)
             for session, tree in round_.drafts:
                 del wanting[session]
-                self._engine.post_block(session, tree, _NAME, draft_us)
+                self._engine.post_block(PostedBlock(session, tree, _NAME, draft_us))
             asked = [session for session in round_.unfinished if running[session].complete]
 
 

@@ -108,7 +108,7 @@ def _change_scorer(
     _before(taken, EngineWorker, "_publish", "result", 1, lambda: result_at)
     _before(taken, Hub, "on_events", "hub", 0)
     _before(taken, EngineWorker, "post_blocks", "posted", 0)
-    _before(taken, Engine, "post_block", "taken", slice(0, 2))
+    _before(taken, Engine, "post_block", "taken", 0)
     to_bytes = _at(taken, response_to_bytes, "sent")
     mock.patch.object(transport, "response_to_bytes", to_bytes).start()
     mock.patch.object(transport, "_parse", _after(taken, transport._parse, "arrived")).start()
@@ -166,10 +166,10 @@ def _before(
     owner: type,
     method: str,
     point: str,
-    argument: int | slice,
+    argument: int,
     now: Callable[[], int] = time.perf_counter_ns,
 ) -> None:
-    """Stamps each call of a method, for the rounds in one of its arguments (of some: a tuple)."""
+    """Stamps each call of a method, for the rounds in one of its arguments."""
     original: Callable[..., Any] = getattr(owner, method)
 
     @functools.wraps(original)
@@ -211,6 +211,7 @@ def _rounds(what: Any) -> list[Round]:
 
     Found at once: a message must not be kept for the end, it may have megabytes of states.
     """
+    from outrider.draft_port import PostedBlock
     from outrider.rpc.feature_codec import SessionMessage
     from outrider.types import StepEvents
     from outrider.v1 import draft_pb2
@@ -229,8 +230,8 @@ def _rounds(what: Any) -> list[Round]:
         return _rounds(what.batch)
     if isinstance(what, Batch):
         return _rounds(what.message)
-    if isinstance(what, tuple):  # a block, or arguments of Engine.post_block
-        return [(what[0], what[1].base_len)]
+    if isinstance(what, PostedBlock):
+        return [(what.session_id, what.tree.base_len)]
     return [each for one in what for each in _rounds(one)] if isinstance(what, list) else []
 
 

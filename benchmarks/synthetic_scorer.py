@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from benchmarks.wrapped import leave
@@ -28,16 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     from benchmarks.synthetic import SyntheticRunner, chance_per_token
     from outrider.engine.engine import Engine
-    from outrider.engine.model.parallel.ranks import RankGroup
     from scorer_service import app
 
     chance_per_token(ours.synthetic_acceptance_length, options.num_speculative_tokens)
     build = app.build_engine
 
-    def build_synthetic(
-        folder: Path, options: app.Options, group: RankGroup | None = None
-    ) -> Engine:
-        engine = build(folder, options, group)
+    def build_synthetic(*args: Any) -> Engine:
+        engine = build(*args)
         engine._runner = SyntheticRunner(
             engine._runner, ours.synthetic_acceptance_length, options.num_speculative_tokens
         )

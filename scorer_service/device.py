@@ -40,13 +40,13 @@ class StepLimits:
     trees: bool = False  # proposers may send draft trees
 
     def buckets(self) -> list[Bucket]:
-        """What is recorded: decoding, and verification of up to K draft tokens."""
+        """Return the captured sizes of decoding and of verifying up to K draft tokens."""
         verifying = self.num_speculative_tokens + 1
         trees = (verifying,) if self.trees and verifying > 2 else ()
         return make_buckets(self.max_num_seqs, (1, verifying), trees)
 
     def ragged(self, model: PagedModel) -> list[PrefillBucket]:
-        """The same of steps with prompts; empty if the model's layers do not run apart."""
+        """Return the captured sizes of steps with prompts; none if layers run only together."""
         if not model.layered:
             return []
         return make_prefill_buckets(self.max_num_batched_tokens, self.max_num_seqs)

@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from outrider.config import EngineConfig
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import PackedBatch
 from outrider.engine.cuda.memory_budget import TRIAL_PAGES, DeviceMemory
@@ -92,7 +93,7 @@ def generate(
     left = set(range(len(requests)))
     for request in requests:
         engine.submit(request)
-        engine.set_drafting(request.session_id, "a", K)
+        engine.set_drafting(request.session_id, DraftOffer("a", K))
     while left:
         for i in left if truth is not None else ():
             future = [t if rng.random() < 0.8 else 3 for t in truth[i][len(said[i]) :][:6]]
@@ -103,7 +104,7 @@ def generate(
             tree = DraftTree.validated(
                 base, future, parents, vocab_size=model.vocab_size, max_nodes=8
             )
-            engine.post_block(requests[i].session_id, tree, "a", 1)
+            engine.post_block(PostedBlock(requests[i].session_id, tree, "a", 1))
         events = engine.step()
         assert events is not None
         assert not events.failures

@@ -15,6 +15,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.drafting.ahead.outcomes import Pace
 from outrider.drafting.building.methods import build_proposer
 from outrider.drafting.proposer import FeatureProposer, Proposer, SessionStart
@@ -25,7 +26,8 @@ from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Request, StepEvents
 from proposer_service.__main__ import parse
 from scorer_service.__main__ import resolve
-from scorer_service.app import Options, build_engine
+from scorer_service.app import build_engine
+from scorer_service.config import ScorerOptions
 
 pytestmark = pytest.mark.gpu
 
@@ -100,7 +102,7 @@ class Turns:
             assert not done.lost
             for session, tree in done.drafts:
                 del self._wanting[session]
-                self._engine.post_block(session, tree, NAME, 100)
+                self._engine.post_block(PostedBlock(session, tree, NAME, 100))
             self._method.ahead(list(self._running), Pace())
             self._engine.launch()
 
@@ -110,7 +112,7 @@ class Turns:
         max_len = min(len(prompt) + 64, self._engine.info.max_model_len)
         self._method.open(session, SessionStart(prompt, request.sampling, K, max_len))
         order = FeatureOrder(0, self._spec, self._window) if self._spec else None
-        self._engine.set_drafting(session, NAME, K, features=order)
+        self._engine.set_drafting(session, DraftOffer(NAME, K, features=order))
         self._running.add(session)
         self._wanting[session] = None
 
@@ -136,7 +138,7 @@ class Turns:
 def _engine(features: str) -> Engine:
     flags = resolve([*SCORER, *(("--hidden-features", features) if features else ())])
     del flags["exit_with_parent"]
-    options = Options(**flags, ranks=None)
+    options = ScorerOptions(**flags, ranks=None)
     return build_engine(resolve_model(options.model, "target"), options)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from outrider.config import EngineConfig
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
 from outrider.engine.model.loader import CPU, load_model
@@ -76,7 +77,7 @@ def _generate(
     for i, sampling in enumerate(_SAMPLINGS):
         stop = StopParams(max_tokens=24, ignore_eos=True)
         engine.submit(Request(first + i, prompts[i], sampling=sampling, stop=stop))
-        engine.set_drafting(first + i, "a", K)
+        engine.set_drafting(first + i, DraftOffer("a", K))
     while left:
         for i in left if truth is not None else ():
             assert truth is not None
@@ -89,7 +90,7 @@ def _generate(
                 vocab_size=engine.info.vocab_size,
                 max_nodes=8,
             )
-            engine.post_block(first + i, tree, "a", 1)
+            engine.post_block(PostedBlock(first + i, tree, "a", 1))
         events = engine.step()
         assert events is not None
         assert not events.failures

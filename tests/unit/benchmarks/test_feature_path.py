@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
-from benchmarks.feature_path import hidden_features
 from benchmarks.feature_rows import IN_PROCESS, NONE, Sample, Sent, Spread, document, row
 from benchmarks.records import Completion, Run
-from outrider.errors import ConfigError
 
 WAY = "colocated"
 TEXT = tuple(range(9))
@@ -102,15 +99,3 @@ def test_the_report_has_two_tables_for_each_k_and_number_of_requests() -> None:
     assert sum(line.startswith(f"| {WAY}") for line in lines) == 8
     assert "1.50 (1.50-1.50)" in "\n".join(lines)
     json.dumps([asdict(each) for each in rows])
-
-
-def test_scorers_keep_what_the_module_reads(tmp_path: Path) -> None:
-    folder = tmp_path / "head"
-    folder.mkdir()
-    with pytest.raises(ConfigError, match="no config"):
-        hidden_features("eagle3", str(folder))
-    (folder / "config.json").write_text("{}")
-    assert hidden_features("mtp", "embedded") == "final"
-    assert hidden_features("eagle3", str(folder)) == "eagle3"
-    (folder / "config.json").write_text('{"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}')
-    assert hidden_features("eagle3", str(folder)) == "2,4,9"

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.synthetic import SyntheticRunner, _as_if, chance_per_token
 from outrider.config import EngineConfig
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
 from outrider.engine.policy.base import Policy
@@ -38,7 +39,7 @@ def commits_of(mean_length: float | None) -> list[list[Commit]]:
                 stop=StopParams(max_tokens=TOKENS),
             )
         )
-        engine.set_drafting(session, "proposer", K)
+        engine.set_drafting(session, DraftOffer("proposer", K))
     rounds: dict[int, list[Commit]] = {1: [], 2: [], 3: []}
     live = set(rounds)
     while live:
@@ -53,7 +54,7 @@ def commits_of(mean_length: float | None) -> list[list[Commit]]:
                 continue
             length = commit.base_len + len(commit.token_ids)
             block = DraftTree.chain(length, (WRONG,) * K)
-            engine.post_block(commit.session_id, block, "proposer", 0)
+            engine.post_block(PostedBlock(commit.session_id, block, "proposer", 0))
     return list(rounds.values())
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.config import EngineConfig
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.engine import Engine
@@ -149,10 +150,10 @@ def texts(model: PagedModel, runner: DecodeGraphs | None) -> list[list[int]]:
             sampling = SamplingParams(temperature=float(i % 2), seed=i)
             stop = StopParams(max_tokens=9 + i, ignore_eos=True)
             engine.submit(Request(i, tuple(prompts[i]), sampling=sampling, stop=stop))
-            engine.set_drafting(i, "a", 2)
+            engine.set_drafting(i, DraftOffer("a", 2))
         for i in left.difference(waiting):
             guess = DraftTree.chain(len(prompts[i]) + len(said[i]), [rng.randrange(97), 5])
-            engine.post_block(i, guess, "a", 1)
+            engine.post_block(PostedBlock(i, guess, "a", 1))
         events = engine.step()
         assert events is not None
         assert not events.failures
