@@ -25,10 +25,10 @@ from torch import Tensor
 
 from benchmarks.gpu import gpu_name, wall_ms
 from outrider.engine.attention.base import AttentionBackend, AttentionParams, StepAttention
-from outrider.engine.attention.shared_prefix import SharedPrefix
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.kv_cache.pools import KVPools, PageMajorPool
 from outrider.engine.sampling.coupled import SamplingBatch
+from outrider.engine.shared_prefix import SharedPrefix
 from outrider.params import SamplingParams
 
 CUDA = torch.device("cuda")
@@ -101,7 +101,7 @@ def linear() -> Iterator[Record]:
 def pointwise() -> Iterator[Record]:
     """What lies between the products, Triton and torch."""
     from outrider.engine.cuda.llama_ops import TritonOps
-    from outrider.engine.model.ops import TorchOps
+    from outrider.engine.layers.ops import TorchOps
 
     norm = _rand(HIDDEN)
     for rows in ROWS:
@@ -147,7 +147,7 @@ def attention() -> Iterator[Record]:
 def new_tokens() -> Iterator[Record]:
     """Turning, storing and attending: in one launch, and one after the other."""
     from outrider.engine.cuda.llama_ops import TritonOps
-    from outrider.engine.model.ops import LlamaOps
+    from outrider.engine.layers.ops import LlamaOps
 
     ops, backend = TritonOps(), _triton_backend()
     ways: dict[str, AttendNew] = {
@@ -260,11 +260,6 @@ def _backends() -> Iterator[tuple[str, AttentionBackend]]:
         from outrider.engine.cuda.attention.flash import Flash4Attention
 
         yield "flash4", Flash4Attention
-    if find_spec("flashinfer") is not None:
-        from outrider.engine.cuda.attention.flashinfer import FlashInferAttention, FlashInferBackend
-
-        backend = FlashInferBackend(CUDA)
-        yield "flashinfer", lambda batch: FlashInferAttention(batch, backend, graph=True)
     yield "triton", _triton_backend()
 
 

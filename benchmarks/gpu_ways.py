@@ -37,7 +37,7 @@ from outrider.engine.cuda.gemm.tilings import (
 )
 from outrider.engine.cuda.launch import launch_options
 from outrider.engine.cuda.llama_ops import TritonOps
-from outrider.engine.model.ops import Use
+from outrider.engine.layers.ops import Use
 
 _COMPILERS = 16  # processes at most, each with half a gigabyte of the device
 

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from tests.support.kernels import DEVICE, DTYPES, ON_GPU, WIDTH, close, randn  # isort: skip - before what needs Triton
-from outrider.engine.attention.backends import (
-    BACKEND_NAMES,
-    AttentionTraits,
-    choose_backend,
-)
 from outrider.engine.attention.base import AttentionParams
 from outrider.engine.attention.sdpa import SdpaAttention
-from outrider.engine.attention.shared_prefix import SharedPrefix
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.cuda.attention.triton import TritonPagedAttention
 from outrider.engine.cuda.llama_ops import TritonOps
 from outrider.engine.kv_cache.pools import PageMajorPool
-from outrider.engine.model.ops import LlamaOps
+from outrider.engine.layers.ops import LlamaOps
+from outrider.engine.model.attention_backends import (
+    BACKEND_NAMES,
+    AttentionTraits,
+    choose_backend,
+)
+from outrider.engine.shared_prefix import SharedPrefix
 from outrider.errors import ConfigError
 
 pytestmark = pytest.mark.gpu

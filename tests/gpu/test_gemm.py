@@ -19,7 +19,7 @@ from outrider.engine.cuda.gemm.tilings import (
 )
 from outrider.engine.cuda.llama_ops import TritonOps
 from outrider.engine.graphs.capture import CudaGraphs
-from outrider.engine.model.ops import TorchOps, Use
+from outrider.engine.layers.ops import TorchOps, Use
 
 pytestmark = pytest.mark.gpu
 
@@ -64,7 +64,7 @@ def _linear(weight: Tensor, *, int8: bool) -> FewRowsLinear:
 def test_products_of_few_rows(
     way: Tiling, rows: int, inner: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.engine.model.linear.can_prepack", lambda *_: False)  # on CPU
+    monkeypatch.setattr("outrider.engine.layers.linear.can_prepack", lambda *_: False)  # on CPU
     # The interpreter takes the bits of bfloat16 for numbers when it multiplies matrices.
     dtype = torch.bfloat16 if ON_GPU or not isinstance(way, Tiles) else torch.float32
     layer = _linear((randn(128, inner, dtype=dtype) * inner**-0.5).to(dtype), int8=way.int8)
@@ -95,7 +95,7 @@ def test_products_of_few_rows(
 
 
 def test_the_fastest_way_that_is_right_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.engine.model.linear.can_prepack", lambda *_: False)  # on CPU
+    monkeypatch.setattr("outrider.engine.layers.linear.can_prepack", lambda *_: False)  # on CPU
     dtype = torch.bfloat16 if ON_GPU else torch.float32
     layers = [FewRowsLinear(randn(n, 256, dtype=dtype, seed=n) / 16) for n in (512, 256, 256)]
     uses = [Use(layers[0], randn(256, dtype=dtype), True), Use(layers[1]), Use(layers[2])]
@@ -184,7 +184,7 @@ def test_what_launched_steps_need_is_compiled_at_start() -> None:
 
 def test_ways_are_chosen_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is best beside cuBLAS need not be best beside what is chosen for the others."""
-    monkeypatch.setattr("outrider.engine.model.linear.can_prepack", lambda *_: False)  # on CPU
+    monkeypatch.setattr("outrider.engine.layers.linear.can_prepack", lambda *_: False)  # on CPU
     dtype = torch.bfloat16 if ON_GPU else torch.float32
     gate, down = (FewRowsLinear(randn(n, 256, dtype=dtype, seed=n) / 16) for n in (512, 256))
     chain = [(Use(gate, randn(256, dtype=dtype), gated=True), gate), (Use(down), down)]

@@ -17,7 +17,7 @@ import torch
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
-from outrider.engine.model.loader import CPU, load_model
+from outrider.engine.model.loader import CPU, ModelOptions, load_model
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.model.parallel.ranks import RankGroup, Ranks
 from outrider.engine.policy.base import Policy
@@ -43,7 +43,9 @@ def load(
 ) -> PagedModel:
     """With few small pages; on the group's device, if there is one."""
     device = device if group is None else group.device
-    return load_model(folder, dtype=dtype, page_size=4, num_pages=200, device=device, group=group)
+    return load_model(
+        folder, ModelOptions(page_size=4, num_pages=200), dtype=dtype, device=device, group=group
+    )
 
 
 def say(model: PagedModel) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""What attention needs to know about one step: groups of rows, gather indices and masks.
+"""Group the rows of a step for padded attention calls, with gather indices and masks.
 
-Rows of a step are put into few groups: short rows (decode and verification) of similar context
-share one padded call, long ones (prefill chunks) get a call each. Everything here is made once per
-step and used by every layer.
+Short rows (decode and verification) of similar context share one call. Long rows (prefill chunks)
+have a call each. Groups are made once per step and used by every layer.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 from outrider.engine.batch import PackedBatch
 
 SHORT_QUERY_LEN = 16  # rows with at most this many new tokens share a padded call
-_SPLIT_SAVES = 1024  # padded keys that a further call must save to be worth its fixed cost
+_SPLIT_SAVES = 1024  # padded keys that one more call must save
 
 
 class RowGroup:
@@ -41,7 +40,7 @@ class RowGroup:
             starts = batch.cu_seqlens_q[:-1] if picked is None else batch.cu_seqlens_q[picked]
             lens = torch.tensor(query_lens, device=device)[:, None]
             steps = torch.arange(self.max_query_len, device=device)[None]
-            # A padded query repeats the row's last one.
+            # Padding repeats the row's last query.
             self.query_index = (starts[:, None] + torch.minimum(steps, lens - 1)).flatten()
             if padded:
                 self.unpad_index = (steps < lens).flatten().nonzero().flatten()
@@ -56,7 +55,7 @@ class RowGroup:
         self._head_major_masks: dict[tuple[int | None, int, int, torch.dtype], Tensor] = {}
 
     def _per_query(self, values: Tensor) -> Tensor:
-        """[tokens of the batch] to [B, Q]."""
+        """Arrange values [tokens of the batch] as [B, Q]."""
         if self.query_index is not None:
             values = values[self.query_index]
         return values.view(self.num_rows, -1)
@@ -65,13 +64,16 @@ class RowGroup:
         offsets = torch.arange(page_size, device=self._table.device)
         slots = (self._table[:, :, None] * page_size + offsets).flatten(1)
         if not self._even:
-            # Past its end a row reads its own last key: another row's numbers must not reach it.
+            # Past its end a row reads its own last key, never another row's numbers.
             keys = torch.arange(self.max_context_len, device=slots.device)
             slots = slots.gather(1, torch.minimum(keys, self._context[:, None].long() - 1))
         return slots[:, : self.max_context_len].flatten()
 
     def mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor | None:
-        """Additive mask [B, 1, Q * repeats, L], each query `repeats` times; None if all is seen."""
+        """Return the additive mask [B, 1, Q * repeats, L], or None if all keys are visible.
+
+        Each query is repeated `repeats` times.
+        """
         if window is not None and window >= self.max_context_len:
             window = None
         key = (window, repeats, dtype)
@@ -82,7 +84,7 @@ class RowGroup:
     def head_major_mask(
         self, window: int | None, kv_heads: int, repeats: int, dtype: torch.dtype
     ) -> Tensor:
-        """The same as [kv_heads * B, Q * repeats, L], a view where B is 1; zeros if all is seen."""
+        """Return `mask` as [kv_heads * B, Q * repeats, L]; zeros if all keys are visible."""
         key = (window, kv_heads, repeats, dtype)
         if key not in self._head_major_masks:
             mask = self.mask(window, repeats, dtype)
@@ -112,7 +114,7 @@ class RowGroup:
 
 
 def split_by_context(rows: Sequence[int], context_lens: Sequence[int]) -> list[tuple[int, ...]]:
-    """Group of rows of similar context, so that short ones are not padded to the longest.
+    """Split rows into groups of similar context, so that short ones need little padding.
 
     A group is cut in two where that saves the most keys, as long as it saves enough of them.
     """
@@ -121,7 +123,6 @@ def split_by_context(rows: Sequence[int], context_lens: Sequence[int]) -> list[t
     if count < 2 or context_lens[by_length[-1]] * count <= _SPLIT_SAVES:
         return [tuple(rows)] if count else []
     longest = context_lens[by_length[-1]]
-    # The rows before the cut are padded to the longest among them.
     saved = [cut * (longest - context_lens[by_length[cut - 1]]) for cut in range(1, count)]
     best = max(saved)
     if best < _SPLIT_SAVES:
@@ -133,7 +134,7 @@ def split_by_context(rows: Sequence[int], context_lens: Sequence[int]) -> list[t
 
 
 class RowGroups:
-    """All that attention needs to know about one step; made once, used by every layer."""
+    """The groups of a step's rows."""
 
     def __init__(self, batch: PackedBatch) -> None:
         self.batch = batch
@@ -160,7 +161,7 @@ class RowGroups:
         return restore
 
     def restore(self, parts: list[Tensor]) -> Tensor:
-        """Join the groups' outputs [tokens, ...] in the order of the batch."""
+        """Concatenate the groups' outputs [tokens, ...] in the order of the batch."""
         if self._restore is None:
             return parts[0]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -168,7 +169,7 @@ class RowGroups:
 
     @property
     def all_slots(self) -> Tensor:
-        """The slots of all groups' keys, one group after the other: [sum of B * L]."""
+        """Slots of the keys of all groups, concatenated: [sum of B * L]."""
         if self._all_slots is None:
             self._all_slots = torch.cat([group.slots for group in self.groups])
         return self._all_slots

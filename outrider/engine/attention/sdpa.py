@@ -1,7 +1,7 @@
-"""Attention over gathered pages in plain torch operations: any device, any dtype.
+"""Attention over gathered pages in plain torch operations, on any device and in any dtype.
 
-Within a call the query heads that share a key head are packed into the query dimension: one read
-of keys and values serves them all, and it is 1.3-12 times faster on CPU than a call per head.
+Query heads that share a key head are packed into the query dimension, so that keys and values are
+read once for all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outrider.engine.attention.row_groups import SHORT_QUERY_LEN, RowGroup, RowG
 from outrider.engine.batch import PackedBatch
 from outrider.engine.kv_cache.pools import LayerPool
 
-_MIN_KEYS_FOR_PRODUCTS = 512  # in the group; see _by_products
+_MIN_KEYS_FOR_BMM = 512  # in the group; see `_prefers_bmm`
 
 
 class SdpaAttention:
@@ -59,16 +59,15 @@ class SdpaAttention:
 def _attend_group(
     query: Tensor, keys: Tensor, values: Tensor, group: RowGroup, params: AttentionParams
 ) -> Tensor:
-    """Keys [kv_heads, B * L, dim]; the result has the group's tokens without padding."""
+    """Attend to keys [kv_heads, B * L, dim]; return the group's tokens without padding."""
     kv_heads, repeats, dim = query.shape[1:]
     rows, value_dim = group.num_rows, values.shape[-1]
     if group.query_index is not None:
         query = query.index_select(0, group.query_index)
     query = query.view(rows, -1, kv_heads, repeats, dim)
-    if _by_products(query, group, params):
-        # Head-major throughout: batched products over [kv_heads * B], which the gather allows.
+    if _prefers_bmm(query, group, params):
         packed = query.permute(2, 0, 1, 3, 4).reshape(kv_heads * rows, -1, dim)
-        out = _attend_by_products(
+        out = _attend_by_bmm(
             packed,
             keys.reshape(kv_heads * rows, -1, dim),
             values.reshape(kv_heads * rows, -1, value_dim),
@@ -91,20 +90,19 @@ def _attend_group(
     return out if group.unpad_index is None else out.index_select(0, group.unpad_index)
 
 
-def _by_products(query: Tensor, group: RowGroup, params: AttentionParams) -> bool:
-    """Whether plain products beat (or must replace) the fused kernel.
+def _prefers_bmm(query: Tensor, group: RowGroup, params: AttentionParams) -> bool:
+    """Return whether batched products replace the fused kernel.
 
-    On CPU the fused kernel gains nothing from bfloat16, the products gain all of it: 1.6-2 times
-    faster for short rows once there are keys enough to pay for two more calls. Softcap and sinks
-    have no kernel.
+    The fused kernel supports neither softcap nor sinks, and on a CPU it gains nothing from
+    bfloat16.
     """
     if params.softcap is not None or params.sinks is not None:
         return True
-    fits = group.max_query_len <= SHORT_QUERY_LEN and len(group.slots) >= _MIN_KEYS_FOR_PRODUCTS
+    fits = group.max_query_len <= SHORT_QUERY_LEN and len(group.slots) >= _MIN_KEYS_FOR_BMM
     return fits and query.dtype is torch.bfloat16 and query.device.type == "cpu"
 
 
-def _attend_by_products(
+def _attend_by_bmm(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -112,7 +110,10 @@ def _attend_by_products(
     params: AttentionParams,
     repeats: int,
 ) -> Tensor:
-    """Query [N, Q * repeats, dim], keys [N, L, dim], mask [N, Q * repeats, L], N = kv_heads * B."""
+    """Attend with query [N, Q * repeats, dim], keys [N, L, dim], and N = kv_heads * B.
+
+    The mask is [N, Q * repeats, L].
+    """
     scaling = params.scaling
     if params.softcap is None:
         scores = torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=scaling)
@@ -120,7 +121,7 @@ def _attend_by_products(
         scores = torch.bmm(query, keys.transpose(1, 2)) * (scaling / params.softcap)
         scores = torch.tanh(scores) * params.softcap + mask
     if params.sinks is not None:
-        # One more column, [kv_heads, repeats] for the heads, that takes weight and gives nothing.
+        # The sinks are one more column of scores, [kv_heads, repeats] for the heads.
         kv_heads = len(params.sinks) // repeats
         sinks = params.sinks.to(scores.dtype).view(kv_heads, 1, 1, repeats, 1)
         shape = (kv_heads, len(scores) // kv_heads, scores.shape[1] // repeats, repeats, 1)

@@ -1,7 +1,6 @@
-"""The target's hidden states, kept by position in the same pages and slots as keys and values.
+"""The target's hidden states, kept in the same pages and slots as keys and values.
 
-A forward writes them where it writes the keys and values of the same tokens, so all that holds for
-those holds for them: a prefix found in the cache has them, a rejected draft's are written over.
+A cached prefix has its hidden states, and those of a rejected draft are overwritten.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from outrider.features import FeatureSpec
 
 
 class HiddenStatePool:
-    """One row of states per slot, bfloat16; slot = page * page_size + offset."""
+    """One bfloat16 row of states per slot; slot = page * page_size + offset."""
 
     def __init__(
         self, spec: FeatureSpec, num_pages: int, page_size: int, device: torch.device
@@ -26,7 +25,7 @@ class HiddenStatePool:
         self.resize(num_pages)
 
     def resize(self, num_pages: int) -> None:
-        """Hold `num_pages` pages from now on, of zeros."""
+        """Hold `num_pages` pages of zeros from now on."""
         self.rows = zeros(
             num_pages * self.page_size,
             self.spec.captured_width,
@@ -36,7 +35,7 @@ class HiddenStatePool:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes that one token takes."""
+        """Bytes of one token."""
         return self.spec.row_bytes
 
     def enter(self, layer: int, slots: Tensor, hidden: Tensor) -> None:
@@ -60,11 +59,11 @@ class HiddenStatePool:
         return rows if projection is None else torch.nn.functional.linear(rows, projection)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Make pages `target` int64 [n] hold what `source` [n] held before."""
+        """Copy pages `source` int64 [n] to pages `target` [n]."""
         move(self.rows.view(1, -1, self.page_size * self.spec.captured_width), source, target)
 
     def move_slots(self, source: Tensor, target: Tensor) -> None:
-        """Make slots `target` int64 [n] hold what `source` [n] held before."""
+        """Copy slots `source` int64 [n] to slots `target` [n]."""
         move(self.rows[None], source, target)
 
     def _write(self, column: int, slots: Tensor, hidden: Tensor) -> None:
