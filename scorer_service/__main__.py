@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--attention-backend",
         default=None,
-        help="flash, flash_attn, flashinfer, triton, numba or sdpa; default: the best that fits",
+        help="flash, flashinfer, triton, numba or sdpa; default: the best that fits",
     )
     p.add_argument("--threads", type=_whole(1), default=2, help="threads that torch uses")
     p.add_argument(
