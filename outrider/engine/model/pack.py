@@ -10,6 +10,11 @@ from outrider.engine.layers.linear import Linear, PackedLinear, can_prepack
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     """Return the fastest layer for a fixed weight [out, in], which it copies."""
+    if weight.device.type == "cpu" and weight.dtype is torch.bfloat16:
+        from outrider.engine.cpu.linear import CompiledLinear, fits  # imports Numba
+
+        if fits(weight):
+            return CompiledLinear(weight, bias)
     if weight.device.type == "cuda" and weight.dtype is torch.bfloat16:
         from outrider.engine.cuda.gemm import linear as gemm  # imports Triton
 
@@ -24,6 +29,6 @@ def prepack_linears(model: nn.Module) -> int:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and can_prepack(child.weight.dtype, child.weight.device):
-                setattr(parent, name, PackedLinear(child.weight, child.bias))
+                setattr(parent, name, pack_linear(child.weight, child.bias))
                 count += 1
     return count
