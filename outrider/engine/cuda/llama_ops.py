@@ -43,34 +43,17 @@ class TritonOps(LlamaOps):
         tokens, hidden = x.shape
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         block = triton.next_power_of_2(hidden)
+        sizes = (x.stride(0), hidden, eps, block)
         rms_norm_kernel[(tokens,)](
-            x,
-            weight,
-            out,
-            x.stride(0),
-            hidden,
-            eps,
-            block,
-            num_warps=row_warps(block),
-            **launch_options(),
+            x, weight, out, *sizes, num_warps=row_warps(block), **launch_options()
         )
         return out
 
     def qk_norm_(self, qkv: Tensor, weight: Tensor, eps: float) -> None:
         heads, dim = weight.shape
         grid = (len(qkv), triton.cdiv(heads, _HEADS_PER_PROGRAM))
-        qk_norm_kernel[grid](
-            qkv,
-            weight,
-            qkv.stride(0),
-            heads,
-            eps,
-            dim,
-            triton.next_power_of_2(dim),
-            _HEADS_PER_PROGRAM,
-            num_warps=1,
-            **launch_options(),
-        )
+        sizes = (qkv.stride(0), heads, eps, dim, triton.next_power_of_2(dim), _HEADS_PER_PROGRAM)
+        qk_norm_kernel[grid](qkv, weight, *sizes, num_warps=1, **launch_options())
 
     def rotate_and_store(self, qkv: Tensor, rope: Tensor, slots: Tensor, pool: LayerPool) -> Tensor:
         assert isinstance(pool, PageMajorPool)
@@ -78,18 +61,10 @@ class TritonOps(LlamaOps):
         kv_heads, dim, _ = pool.shape
         heads = width // dim - 2 * kv_heads
         grid = (tokens, triton.cdiv(heads + 2 * kv_heads, _HEADS_PER_PROGRAM))
+        half = dim // 2
         rotate_and_store_kernel[grid](
-            qkv,
-            rope,
-            slots,
-            pool.keys,
-            pool.values,
-            qkv.stride(0),
-            heads,
-            kv_heads,
-            dim // 2,
-            triton.next_power_of_2(dim // 2),
-            _HEADS_PER_PROGRAM,
+            *(qkv, rope, slots, pool.keys, pool.values, qkv.stride(0), heads, kv_heads),
+            *(half, triton.next_power_of_2(half), _HEADS_PER_PROGRAM),
             num_warps=1,
             **launch_options(),
         )

@@ -38,15 +38,8 @@ def choose_and_verify(logits: Tensor, batch: VerifyBatch, out: Tensor) -> None:
     """
     rows, width = batch.input_ids.shape
     chosen = _chosen(logits, batch.sampling, repeat=width, ahead=1)
-    verify_row_kernel[(rows,)](
-        chosen,
-        batch.input_ids,
-        batch.draft_lens,
-        out,
-        width,
-        triton.next_power_of_2(width),
-        num_warps=1,
-    )
+    sizes = (width, triton.next_power_of_2(width))
+    verify_row_kernel[(rows,)](chosen, batch.input_ids, batch.draft_lens, out, *sizes, num_warps=1)
 
 
 def _chosen(logits: Tensor, batch: SamplingBatch, *, repeat: int, ahead: int) -> Tensor:
@@ -61,40 +54,17 @@ def _chosen(logits: Tensor, batch: SamplingBatch, *, repeat: int, ahead: int) ->
     best = torch.empty((n, blocks), dtype=torch.float32, device=logits.device)
     token = torch.empty((n, blocks), dtype=torch.int32, device=logits.device)
     chosen = torch.empty(n, dtype=torch.int64, device=logits.device)
+    noise = (batch.seed, batch.position)
     choose_block_kernel[(n, blocks)](
-        logits,
-        batch.temperature,
-        batch.seed,
-        batch.position,
-        best,
-        token,
-        logits.stride(0),
-        vocab,
-        repeat,
-        ahead,
-        _BLOCK,
-        logits.is_cuda,
+        *(logits, batch.temperature, *noise, best, token),
+        *(logits.stride(0), vocab, repeat, ahead, _BLOCK, logits.is_cuda),
         num_warps=_WARPS,
     )
+    cuts = (batch.top_k, batch.top_p, batch.min_p)
     choose_row_kernel[(n,)](
-        logits,
-        batch.temperature,
-        batch.top_k,
-        batch.top_p,
-        batch.min_p,
-        batch.seed,
-        batch.position,
-        best,
-        token,
-        chosen,
-        logits.stride(0),
-        vocab,
-        blocks,
-        repeat,
-        ahead,
-        triton.next_power_of_2(blocks),
-        _BLOCK,
-        min(_LANES, triton.next_power_of_2(vocab)),
+        *(logits, batch.temperature, *cuts, *noise, best, token, chosen),
+        *(logits.stride(0), vocab, blocks, repeat, ahead),
+        *(triton.next_power_of_2(blocks), _BLOCK, min(_LANES, triton.next_power_of_2(vocab))),
         logits.is_cuda,
         num_warps=_ROW_WARPS,
     )
@@ -117,16 +87,8 @@ def choose_top(
     scores = blocks * count
     best = torch.empty((n, scores), dtype=torch.int64, device=logits.device)
     top_block_kernel[(n, blocks)](
-        logits,
-        temperature,
-        keys,
-        positions,
-        best,
-        logits.stride(0),
-        vocab,
-        count,
-        _BLOCK,
-        logits.is_cuda,
+        *(logits, temperature, keys, positions, best),
+        *(logits.stride(0), vocab, count, _BLOCK, logits.is_cuda),
         num_warps=_WARPS,
     )
     chosen = torch.empty((n, count), dtype=torch.int64, device=logits.device)

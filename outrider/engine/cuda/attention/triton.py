@@ -117,7 +117,7 @@ class TritonPagedAttention:
     ) -> Tensor:
         assert isinstance(pool, PageMajorPool)
         assert query.stride()[1:] == (query.shape[2] * query.shape[3], query.shape[3], 1)
-        batch, trees = self._batch, self._batch.trees
+        batch, trees, shared = self._batch, self._batch.trees, self._batch.shared
         tokens, kv_heads, group, dim = query.shape
         value_dim = pool.shape[2]
         joined = self._joined(group, params)
@@ -144,60 +144,36 @@ class TritonPagedAttention:
         grid = (splits, kv_heads, self._rows)
         if tiles > 1:  # short rows have fewer tiles than the longest one
             grid = (tokens * group // block_m + self._rows, kv_heads, 1)
-        paged_attention_kernel[grid](
-            query,
-            query if rope is None else rope,
-            batch.slot_mapping,
-            pool.keys,
-            pool.values,
-            batch.block_table,
-            batch.seq_lens,
-            batch.cu_seqlens_q,
-            out if params.sinks is None else params.sinks,
-            batch.seq_lens if trees is None else trees.starts,
-            batch.positions if trees is None else trees.visible,
+        unused = batch.seq_lens  # in place of tensors that the kernel does not read
+        tensors = (
+            *(query, unused if rope is None else rope, batch.slot_mapping, pool.keys, pool.values),
+            *(batch.block_table, batch.seq_lens, batch.cu_seqlens_q),
+            unused if params.sinks is None else params.sinks,
+            *((unused, unused) if trees is None else (trees.starts, trees.visible)),
             batch.positions,
-            batch.seq_lens if batch.shared is None else batch.shared.places,
-            batch.seq_lens if batch.shared is None else batch.shared.pages,
-            partial,
-            lse,
-            query.stride(0),
-            batch.block_table.stride(0),
-            self._rows,
-            params.sliding_window or 0,
-            params.scaling,
-            params.softcap or 0.0,
-            group,
-            dim,
-            value_dim,
-            batch.page_size,
-            params.sliding_window is not None,
-            params.softcap is not None,
-            params.sinks is not None,
-            trees is not None,
-            rope is not None,
+            *((unused, unused) if shared is None else (shared.places, shared.pages)),
+            *(partial, lse),
+        )
+        sizes = (query.stride(0), batch.block_table.stride(0), self._rows)
+        numbers = (params.sliding_window or 0, params.scaling, params.softcap or 0.0)
+        shape = (group, dim, value_dim, batch.page_size)
+        extras = (params.sliding_window, params.softcap, params.sinks, trees, rope)
+        paged_attention_kernel[grid](
+            *tensors,
+            *sizes,
+            *numbers,
+            *shape,
+            *(extra is not None for extra in extras),
             min(16, block_m // triton.next_power_of_2(group)),
-            joined,
-            tiles > 1,
-            splits,
-            block_m,
-            tiling.keys,
-            block_dim,
-            block_value_dim,
+            *(joined, tiles > 1, splits, block_m, tiling.keys, block_dim, block_value_dim),
             2 * buffers + 1 if buffers > 1 else 1,
             num_warps=tiling.warps,
             **launch_options(),
         )
         if splits > 1:
+            sizes = (value_dim, splits, block_value_dim)
             combine_splits_kernel[(len(lse),)](
-                partial,
-                lse,
-                out,
-                value_dim,
-                splits,
-                block_value_dim,
-                num_warps=1,
-                **launch_options(),
+                partial, lse, out, *sizes, num_warps=1, **launch_options()
             )
         return out
 

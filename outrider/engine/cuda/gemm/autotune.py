@@ -29,7 +29,7 @@ from outrider.engine.cuda.gemm import hopper
 from outrider.engine.cuda.gemm.candidates import CANDIDATES
 from outrider.engine.cuda.gemm.linear import FewRowsLinear
 from outrider.engine.cuda.gemm.tilings import HopperTiles, Tiling
-from outrider.engine.cuda.launch import graph_us, launch_options
+from outrider.engine.cuda.launch import graph_us
 from outrider.engine.layers.ops import Use
 
 logger = logging.getLogger(__name__)
@@ -63,11 +63,6 @@ class Kind:
         else:
             name = "gated" if use.gated else "normed"
         return cls(name, linear.out_features, linear.in_features)
-
-    @property
-    def size(self) -> int:
-        """Numbers in the weight."""
-        return self.outputs * self.inner
 
     def __str__(self) -> str:
         return f"{self.name} {self.outputs}x{self.inner}"
@@ -110,7 +105,6 @@ def _compile(chain: Sequence[tuple[Use, FewRowsLinear]], run: Run) -> None:
             x = weight.new_zeros(rows, linear.in_features)
             run(replace(use, linear=alone), x, weight.new_zeros(rows, linear.out_features))
 
-    launch_options()  # measures, so it must not run beside the compilers
     first = {Kind.of(use, linear): (use, linear) for use, linear in chain}
     with ThreadPoolExecutor(hopper.COMPILERS) as pool:
         wait(
@@ -153,7 +147,7 @@ def timed(uses: Sequence[Use], *, int8: bool) -> list[tuple[Use, FewRowsLinear]]
         if taken[kind] < _EACH or size < _COLD_BYTES:
             chain.append((use, linear))
             taken[kind] += 1
-            size += 2 * kind.size
+            size += linear.weight.nbytes
         linear.choices = choices.setdefault(kind, {})
     return chain
 
@@ -200,17 +194,14 @@ class Chain:
         self._x = {n: torch.randn(rows, n, dtype=like.dtype, device=like.device) for n in sizes}
         self._out = {n: torch.zeros_like(x) for n, x in self._x.items()}
         first = {Kind.of(use, linear): (use, linear) for use, linear in reversed(chain)}
-        self._first = dict(sorted(first.items(), key=lambda each: each[0].size, reverse=True))
+        # The largest kinds come first.
+        by_size = sorted(first.items(), key=lambda each: each[1][1].weight.numel(), reverse=True)
+        self._first = dict(by_size)
         for kind in self._first:
-            self.take(kind, None)
+            self._take(kind, None)
 
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of its products, the largest first."""
-        return tuple(self._first)
-
-    def take(self, kind: Kind, tiling: Tiling | None) -> None:
-        """Compute this kind with a tiling from now on, or by cuBLAS if it is None."""
+    def _take(self, kind: Kind, tiling: Tiling | None) -> None:
+        """Compute this kind with a tiling from now on, or by cuBLAS."""
         choices = self._first[kind][1].choices
         choices.pop(self._most, None)
         if tiling is not None:
@@ -226,10 +217,10 @@ class Chain:
         tilings = {kind: linear.candidates(self._most) for kind, (_, linear) in self._first.items()}
         first = self._descend(tilings)
         for kind, near in first.near.items():
-            self.take(kind, next(iter(near), None))
+            self._take(kind, next(iter(near), None))
         best = min(first, self._descend(first.near), key=lambda found: found.us)
         for kind, tiling in best.tilings.items():
-            self.take(kind, tiling)
+            self._take(kind, tiling)
         said = "; ".join(f"{kind} by {how or 'cuBLAS'}" for kind, how in best.tilings.items())
         return f"{best.us:.0f} us, all by cuBLAS {first.us_before:.0f}: {said}"
 
@@ -245,7 +236,7 @@ class Chain:
             near[kind] = tuple(tiling for tiling, time in times.items() if tiling and time <= limit)
             if times[best] >= times[None] * (1 - _GAIN):
                 best = None
-            self.take(kind, best)
+            self._take(kind, best)
             found[kind] = best
             us += times[None], times[best]
         return _Found(us[0], us[-1], found, near)
@@ -255,15 +246,15 @@ class Chain:
 
         Tilings that fail or compute wrong numbers are left out. cuBLAS has the kind afterwards.
         """
-        self.take(kind, None)
+        self._take(kind, None)
         expected = self._outputs(kind)
         times: dict[Tiling | None, float] = {None: self._us()}
         for tiling in tilings:
             if tiling.takes(kind.outputs, kind.inner):
-                self.take(kind, tiling)
+                self._take(kind, tiling)
                 if (us := self._us_if_right(tiling, kind, expected)) is not None:
                     times[tiling] = us
-        self.take(kind, None)
+        self._take(kind, None)
         return times
 
     def _us_if_right(self, tiling: Tiling, kind: Kind, expected: Tensor) -> float | None:
