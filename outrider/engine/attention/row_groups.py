@@ -7,6 +7,7 @@ have a call each. Groups are made once per step and used by every layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -52,7 +53,6 @@ class RowGroup:
             self._visible = self._per_query(batch.trees.visible)
         self.slots = self._slots(batch.page_size)  # [B * L]
         self._masks: dict[tuple[int | None, int, torch.dtype], Tensor | None] = {}
-        self._head_major_masks: dict[tuple[int | None, int, int, torch.dtype], Tensor] = {}
 
     def _per_query(self, values: Tensor) -> Tensor:
         """Arrange values [tokens of the batch] as [B, Q]."""
@@ -81,20 +81,6 @@ class RowGroup:
             self._masks[key] = self._make_mask(window, repeats, dtype)
         return self._masks[key]
 
-    def head_major_mask(
-        self, window: int | None, kv_heads: int, repeats: int, dtype: torch.dtype
-    ) -> Tensor:
-        """Return `mask` as [kv_heads * B, Q * repeats, L]; zeros if all keys are visible."""
-        key = (window, kv_heads, repeats, dtype)
-        if key not in self._head_major_masks:
-            mask = self.mask(window, repeats, dtype)
-            if mask is None:
-                made = torch.zeros(1, 1, 1, dtype=dtype, device=self.slots.device)
-            else:
-                made = mask.transpose(0, 1).expand(kv_heads, -1, -1, -1).flatten(0, 1)
-            self._head_major_masks[key] = made
-        return self._head_major_masks[key]
-
     def _make_mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor | None:
         if window is None and self._even and self.max_query_len == 1 and self._trees is None:
             return None
@@ -108,9 +94,7 @@ class RowGroup:
             hidden = torch.where(keys < self._tree_starts[:, None, None], hidden, ~seen)
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
         mask.masked_fill_(hidden, float("-inf"))
-        if repeats > 1:
-            mask = mask.repeat_interleave(repeats, dim=1)
-        return mask[:, None]
+        return mask.repeat_interleave(repeats, dim=1)[:, None]
 
 
 def split_by_context(rows: Sequence[int], context_lens: Sequence[int]) -> list[tuple[int, ...]]:
@@ -145,7 +129,6 @@ class RowGroups:
             RowGroup(batch, rows) for rows in split_by_context(short, batch.context_lens) + long
         ]
         self._restore: Tensor | None = None  # [num_tokens]: from group order to batch order
-        self._all_slots: Tensor | None = None
         if len(self.groups) > 1 or self.groups[0].unpad_index is not None:
             self._restore = self._make_restore()
 
@@ -164,12 +147,9 @@ class RowGroups:
         """Concatenate the groups' outputs [tokens, ...] in the order of the batch."""
         if self._restore is None:
             return parts[0]
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return joined.index_select(0, self._restore)
+        return torch.cat(parts).index_select(0, self._restore)
 
-    @property
+    @cached_property
     def all_slots(self) -> Tensor:
         """Slots of the keys of all groups, concatenated: [sum of B * L]."""
-        if self._all_slots is None:
-            self._all_slots = torch.cat([group.slots for group in self.groups])
-        return self._all_slots
+        return torch.cat([group.slots for group in self.groups])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.engine.kv_cache.memory import move, zeros
+from outrider.engine.kv_cache.memory import zeros
 from outrider.features import FeatureSpec
 
 
@@ -39,32 +39,24 @@ class HiddenStatePool:
         return self.spec.row_bytes
 
     def enter(self, layer: int, slots: Tensor, hidden: Tensor) -> None:
-        """Keep `hidden` [n, hidden_size], which enters `layer`, in `slots` [n], if it is asked."""
+        """Keep the inputs `hidden` [n, hidden_size] of a captured layer in `slots` [n]."""
         column = self._columns.get(layer)
         if column is not None:
             self._write(column, slots, hidden)
 
     def final(self, slots: Tensor, normed: Tensor) -> None:
-        """Keep what left the final norm, [n, hidden_size], in `slots` [n]."""
+        """Keep the outputs of the final norm, [n, hidden_size], in `slots` [n]."""
         assert self.spec.final_norm
         self._write(len(self._columns) * self.spec.hidden_size, slots, normed)
 
     def read(self, slots: Tensor, spec: FeatureSpec, projection: Tensor | None) -> Tensor:
-        """Rows [n, spec.width] of `slots` int64 [n], with the states of `spec`, projected."""
+        """Read the states of `spec` from `slots` int64 [n], projected: [n, spec.width]."""
         rows = self.rows.index_select(0, slots)
         if spec.states != self.spec.states:
             size, kept = self.spec.hidden_size, self.spec.states
             starts = [kept.index(state) * size for state in spec.states]
             rows = torch.cat([rows[:, start : start + size] for start in starts], dim=1)
         return rows if projection is None else torch.nn.functional.linear(rows, projection)
-
-    def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copy pages `source` int64 [n] to pages `target` [n]."""
-        move(self.rows.view(1, -1, self.page_size * self.spec.captured_width), source, target)
-
-    def move_slots(self, source: Tensor, target: Tensor) -> None:
-        """Copy slots `source` int64 [n] to slots `target` [n]."""
-        move(self.rows[None], source, target)
 
     def _write(self, column: int, slots: Tensor, hidden: Tensor) -> None:
         place = self.rows[:, column : column + self.spec.hidden_size]

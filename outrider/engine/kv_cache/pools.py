@@ -6,6 +6,7 @@ Multi-head latent attention stores its latents as one "head" each, of different 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -184,8 +185,6 @@ class KVPools:
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copy pages `source` int64 [n] to pages `target` [n], in every layer."""
         self._move(self.num_pages, source, target)
-        if self.features is not None:
-            self.features.copy_pages(source, target)
 
     def move_slots(self, source: Tensor, target: Tensor) -> None:
         """Copy slots `source` int64 [n] to slots `target` [n], in every layer.
@@ -193,23 +192,21 @@ class KVPools:
         Where two targets are the same, so are their sources.
         """
         self._move(self.num_pages * self.page_size, source, target)
-        if self.features is not None:
-            self.features.move_slots(source, target)
 
     def _move(self, count: int, source: Tensor, target: Tensor) -> None:
-        for tensor in self._tensors():
-            move(tensor.view(self._parts(tensor), count, -1), source, target)
+        for tensor, parts in self._tensors():
+            move(tensor.view(parts, count, -1), source, target)
 
-    def _tensors(self) -> list[Tensor]:
+    def _tensors(self) -> Iterator[tuple[Tensor, int]]:
+        """Yield each tensor, and the product of its dimensions before the pages."""
         if self._joint is not None:
-            return [self._joint]
-        return [part for pool in self._layers.values() for part in (pool.keys, pool.values)]
-
-    def _parts(self, tensor: Tensor) -> int:
-        """Return the product of the dimensions before the pages."""
-        if self._page_major:
-            return 2 * len(tensor) if tensor is self._joint else 1
-        return tensor.shape[:-2].numel()
+            yield self._joint, self._joint.shape[:2].numel()
+        else:
+            for pool in self._layers.values():
+                for part in (pool.keys, pool.values):
+                    yield part, 1 if self._page_major else len(part)
+        if self.features is not None:
+            yield self.features.rows, 1
 
     def _joint_of(self, layer_idx: int, shape: tuple[int, int, int]) -> Tensor | None:
         if self._num_layers is None:

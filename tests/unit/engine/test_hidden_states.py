@@ -18,6 +18,7 @@ from outrider.engine.batch import RowSlice, pack
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import Bucket
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
+from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.loader import (
     ModelOptions,
     build_paged_model,
@@ -124,13 +125,15 @@ def test_only_what_is_asked_is_read_in_its_order() -> None:
 
 
 def test_states_move_with_keys_and_values() -> None:
-    spec = FeatureSpec(2, (0,))
-    pool = HiddenStatePool(spec, 3, 2, torch.device("cpu"))
-    pool.rows.copy_(torch.arange(12.0).view(6, 2))
-    pool.move_slots(torch.tensor([1, 2]), torch.tensor([0, 1]))
-    assert pool.rows[:, 0].tolist() == [2, 4, 4, 6, 8, 10]
-    pool.copy_pages(torch.tensor([0]), torch.tensor([2]))
-    assert pool.rows[:, 0].tolist() == [2, 4, 4, 6, 2, 4]
+    features = FeatureSpec(2, (0,))
+    pools = KVPools(3, 2, torch.float32, torch.device("cpu"), features=features)
+    assert pools.features is not None
+    rows = pools.features.rows
+    rows.copy_(torch.arange(12.0).view(6, 2))
+    pools.move_slots(torch.tensor([1, 2]), torch.tensor([0, 1]))
+    assert rows[:, 0].tolist() == [2, 4, 4, 6, 8, 10]
+    pools.copy_pages(torch.tensor([0]), torch.tensor([2]))
+    assert rows[:, 0].tolist() == [2, 4, 4, 6, 2, 4]
 
 
 def make_step(vocab_size: int) -> Step:
