@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,8 +19,6 @@ from outrider.engine.model.config_sizes import caches_latents, head_dim, layer_c
 from outrider.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-_NO_LATENTS = "it cannot expand the latents that this model caches"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +59,44 @@ def attention_traits(model: nn.Module) -> AttentionTraits:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A backend that can be chosen."""
+    """A backend that can be chosen, and the models that it supports."""
 
-    module: str | None  # to be installed
-    install: str
-    why_not: Callable[[AttentionTraits, torch.device], str | None]
-    """Returns the reason that a model or device does not fit, or None."""
     make: Callable[[AttentionTraits, torch.device], AttentionBackend]
+    module: str  # to be installed
+    install: str
+    device: str
+    dtypes: tuple[torch.dtype, ...]
+    supports_head: Callable[[int, torch.device], bool]  # of this width
+    softcap: bool = True
+    sinks: bool = True
+    capabilities: tuple[int, ...] = ()  # major compute capabilities; empty: any
+
+    def why_not(self, traits: AttentionTraits, device: torch.device) -> str | None:
+        """Return the reason that a model or device does not fit, or None."""
+        if device.type != self.device:
+            return f"it needs a {self.device.upper()} device, not {device.type}"
+        if traits.latent:
+            return "it cannot expand the latents that this model caches"
+        if traits.dtype not in self.dtypes:
+            names = [str(dtype).removeprefix("torch.") for dtype in (*self.dtypes, traits.dtype)]
+            return f"it computes in {', '.join(names[:-1])}, not {names[-1]}"
+        if traits.softcap and not self.softcap:
+            return "it does not support softcap"
+        if traits.sinks and not self.sinks:
+            return "it does not support attention sinks"
+        if self.capabilities and torch.cuda.get_device_capability(device)[0] not in (
+            self.capabilities
+        ):
+            return f"it needs a compute capability of {' or '.join(map(str, self.capabilities))}"
+        wrong = [dim for dim in sorted(traits.head_dims) if not self.supports_head(dim, device)]
+        return f"it does not support heads of {wrong[0]} dimensions" if wrong else None
+
+    def missing(self) -> str | None:
+        """Return how to install the package if it is missing."""
+        with contextlib.suppress(ModuleNotFoundError):  # of a package in which the module would be
+            if find_spec(self.module) is not None:
+                return None
+        return f"{self.module} is not installed ({self.install})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,95 +127,23 @@ def choose_backend(
 
     Raises `ConfigError` if the named one is unknown, not installed or does not fit the model.
     """
-    if name is not None:
-        if name not in _CHOICES:
-            known = ", ".join(_CHOICES)
-            raise ConfigError(f"There is no attention backend {name!r}; there are {known}.")
-        reason = _CHOICES[name].why_not(traits, device) or _missing(name)
-        if reason is not None:
-            raise ConfigError(f"Attention backend {name!r} cannot be used: {reason}.")
-    else:
-        name = next(
-            each
-            for each in _AUTOMATIC
-            if not _CHOICES[each].why_not(traits, device) and not _missing(each)
-        )
+    if name is None:
+        fitting = (each for each in _AUTOMATIC if _refusal(each, traits, device) is None)
+        name = next(fitting, _SDPA)
+    elif name not in BACKEND_NAMES:
+        known = ", ".join(BACKEND_NAMES)
+        raise ConfigError(f"There is no attention backend {name!r}; there are {known}.")
+    elif (reason := _refusal(name, traits, device)) is not None:
+        raise ConfigError(f"Attention backend {name!r} cannot be used: {reason}.")
     logger.info("Attention runs with the backend %r.", name)
-    return _CHOICES[name].make(traits, device)
+    return SdpaAttention if name == _SDPA else _CHOICES[name].make(traits, device)
 
 
-def _missing(name: str) -> str | None:
-    choice = _CHOICES[name]
-    if choice.module is None or _installed(choice.module):
+def _refusal(name: str, traits: AttentionTraits, device: torch.device) -> str | None:
+    if name == _SDPA:
         return None
-    return f"{choice.module} is not installed ({choice.install})"
-
-
-def _installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # its package is missing
-        return False
-
-
-def _needs_cuda(traits: AttentionTraits, device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return f"it needs a CUDA device, not {device.type}"
-    if traits.latent:
-        return _NO_LATENTS
-    return None
-
-
-def _half_precision(traits: AttentionTraits, device: torch.device) -> str | None:
-    if (reason := _needs_cuda(traits, device)) is not None:
-        return reason
-    if traits.dtype not in (torch.bfloat16, torch.float16):
-        return (
-            f"it computes in bfloat16 and float16, not {str(traits.dtype).removeprefix('torch.')}"
-        )
-    return None
-
-
-def _wrong_head(traits: AttentionTraits, fits: Callable[[int], bool]) -> str | None:
-    wrong = [dim for dim in sorted(traits.head_dims) if not fits(dim)]
-    return f"it does not support heads of {wrong[0]} dimensions" if wrong else None
-
-
-def _flash4(traits: AttentionTraits, device: torch.device) -> str | None:
-    if (reason := _half_precision(traits, device)) is not None:
-        return reason
-    if torch.cuda.get_device_capability(device)[0] not in (9, 10, 11):
-        return "FlashAttention-4 reads pages on Hopper and data-centre Blackwell only"
-    largest = 256 if torch.cuda.get_device_capability(device)[0] == 9 else 128
-    return _wrong_head(traits, lambda dim: dim <= largest and dim % 16 == 0)
-
-
-def _flashinfer(traits: AttentionTraits, device: torch.device) -> str | None:
-    if (reason := _half_precision(traits, device)) is not None:
-        return reason
-    if traits.sinks:
-        return "it does not support attention sinks"
-    return _wrong_head(traits, lambda dim: dim in (64, 128, 256))
-
-
-def _triton(traits: AttentionTraits, device: torch.device) -> str | None:
-    if (reason := _needs_cuda(traits, device)) is not None:
-        return reason
-    if traits.dtype is torch.float64:
-        return "it computes in float32"
-    return _wrong_head(traits, lambda dim: dim <= 256)
-
-
-def _numba(traits: AttentionTraits, device: torch.device) -> str | None:
-    if device.type != "cpu":
-        return f"it runs on CPU, not {device.type}"
-    if traits.latent:
-        return _NO_LATENTS
-    if traits.softcap or traits.sinks:
-        return "it supports neither softcap nor attention sinks"
-    if traits.dtype is torch.float16:
-        return "it does not read float16"
-    return _wrong_head(traits, lambda dim: dim <= 1024 and dim % 32 == 0)
+    choice = _CHOICES[name]
+    return choice.why_not(traits, device) or choice.missing()
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -218,15 +176,51 @@ def _make_numba(traits: AttentionTraits, device: torch.device) -> AttentionBacke
     return NumbaAttention.backend(traits.dtype)
 
 
+def _supports_flash4_head(dim: int, device: torch.device) -> bool:
+    largest = 256 if torch.cuda.get_device_capability(device)[0] == 9 else 128
+    return dim <= largest and dim % 16 == 0
+
+
+_HALF = (torch.bfloat16, torch.float16)
 _CHOICES = {
-    "flash": _Choice("flash_attn.cute", "pip install 'outrider[cuda]'", _flash4, _make_flash4),
-    "flashinfer": _Choice(
-        "flashinfer", "pip install 'outrider[flashinfer]'", _flashinfer, _make_flashinfer
+    "flash": _Choice(
+        _make_flash4,
+        "flash_attn.cute",
+        "pip install 'outrider[cuda]'",
+        "cuda",
+        _HALF,
+        _supports_flash4_head,
+        capabilities=(9, 10, 11),
     ),
-    "triton": _Choice("triton", "it comes with torch for CUDA", _triton, _make_triton),
-    "numba": _Choice("numba", "pip install numba", _numba, _make_numba),
-    "sdpa": _Choice(None, "", lambda *_: None, lambda *_: SdpaAttention),
+    "flashinfer": _Choice(
+        _make_flashinfer,
+        "flashinfer",
+        "pip install 'outrider[flashinfer]'",
+        "cuda",
+        _HALF,
+        lambda dim, _: dim in (64, 128, 256),
+        sinks=False,
+    ),
+    "triton": _Choice(
+        _make_triton,
+        "triton",
+        "it comes with torch for CUDA",
+        "cuda",
+        (*_HALF, torch.float32),
+        lambda dim, _: dim <= 256,
+    ),
+    "numba": _Choice(
+        _make_numba,
+        "numba",
+        "pip install numba",
+        "cpu",
+        (torch.bfloat16, torch.float32, torch.float64),
+        lambda dim, _: dim <= 1024 and dim % 32 == 0,
+        softcap=False,
+        sinks=False,
+    ),
 }
+_SDPA = "sdpa"  # for all models and devices
 # FlashInfer is chosen by name only. It plans every step on the host, so no graph can capture it.
-_AUTOMATIC = ("flash", "triton", "numba", "sdpa")
-BACKEND_NAMES = tuple(_CHOICES)
+_AUTOMATIC = ("flash", "triton", "numba")
+BACKEND_NAMES = (*_CHOICES, _SDPA)
