@@ -60,9 +60,9 @@ def _chosen(logits: Tensor, batch: SamplingBatch, *, repeat: int, ahead: int) ->
         *(logits.stride(0), vocab, repeat, ahead, _BLOCK, logits.is_cuda),
         num_warps=_WARPS,
     )
-    cuts = (batch.top_k, batch.top_p, batch.min_p)
+    limits = (batch.top_k, batch.top_p, batch.min_p)
     choose_row_kernel[(n,)](
-        *(logits, batch.temperature, *cuts, *noise, best, token, chosen),
+        *(logits, batch.temperature, *limits, *noise, best, token, chosen),
         *(logits.stride(0), vocab, blocks, repeat, ahead),
         *(triton.next_power_of_2(blocks), _BLOCK, min(_LANES, triton.next_power_of_2(vocab))),
         logits.is_cuda,

@@ -111,7 +111,7 @@ class TreeFallback:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can capture steps without trees."""
+        """True if a CUDA graph can capture steps without trees."""
         return is_capturable(self.chains)
 
 

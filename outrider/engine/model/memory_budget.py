@@ -22,7 +22,7 @@ from outrider.engine.sampling.coupled import Sample, SamplingBatch, sample
 from outrider.errors import ConfigError
 from outrider.params import SamplingParams
 
-TRIAL_PAGES = 8  # of the KV cache while the rest is measured
+TRIAL_PAGES = 8  # of the KV cache while other memory is measured
 _SLACK = 256 * 2**20  # for fragmentation
 _MIN_GRAPH = 2 * 2**20  # bytes of a captured step without its tensors
 
@@ -123,17 +123,20 @@ def measure_activations(
     return max(map(memory.peak, _largest_of(model, max_num_seqs, max_num_batched_tokens)))
 
 
+@torch.inference_mode()
 def claim_activations(
-    model: PagedModel, draw: Sample, *, max_num_seqs: int, max_num_batched_tokens: int
+    model: PagedModel, sampler: Sample, *, max_num_seqs: int, max_num_batched_tokens: int
 ) -> None:
     """Run the largest eager steps, so that the allocator keeps their memory from the start.
 
-    Raises `ConfigError` if they do not fit. The model's pages are undefined afterwards, and `draw`
+    Raises `ConfigError` if they do not fit. The pages are undefined afterwards, and `sampler`
     is compiled.
     """
     try:
         for run in _largest_of(model, max_num_seqs, max_num_batched_tokens):
-            _draw_both(draw, run(), model)
+            logits = run()[:1]
+            for some in (logits, logits.to(model.dtype)):  # of eager and of captured forwards
+                sampler(some, _sampling_of(some))
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             "The largest step does not fit beside the KV cache: lower --max-num-batched-tokens or "
@@ -187,13 +190,6 @@ def _try_out(model: PagedModel, rows: list[RowSlice]) -> Tensor:
     sample(logits, _sampling_of(logits))
     del edited  # held during `sample`
     return logits
-
-
-@torch.inference_mode()
-def _draw_both(draw: Sample, logits: Tensor, model: PagedModel) -> None:
-    """Sample from logits in the dtypes of eager and of captured forwards."""
-    for some in (logits[:1], logits[:1].to(model.dtype)):
-        draw(some, _sampling_of(some))
 
 
 def _sampling_of(logits: Tensor) -> SamplingBatch:

@@ -78,12 +78,12 @@ class PagedModel:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can capture the attention."""
+        """True if a CUDA graph can capture the attention."""
         return is_capturable(self._backend)
 
     @property
     def layered(self) -> bool:
-        """Whether `hidden` and `head` can be called."""
+        """True if `hidden` and `head` can be called."""
         return isinstance(self._step, LayeredStep)
 
     def resize(self, num_pages: int) -> None:

@@ -48,7 +48,7 @@ def gemv_kernel(
     eps,  # of the norm
     NORM: tl.constexpr,  # x is x over its root mean square, times norm
     GATED: tl.constexpr,  # the output is silu(gate) * up
-    ADD: tl.constexpr,  # to what is in out
+    ADD: tl.constexpr,  # to the contents of out
     ROWS: tl.constexpr,  # at least rows
     BLOCK_N: tl.constexpr,  # divides N
     BLOCK_K: tl.constexpr,  # at least K
@@ -139,7 +139,7 @@ def int8_gemv_kernel(
     eps,  # of the norm
     NORM: tl.constexpr,  # x is x over its root mean square, times norm
     GATED: tl.constexpr,  # the output is silu(gate) * up
-    ADD: tl.constexpr,  # to what is in out
+    ADD: tl.constexpr,  # to the contents of out
     ROWS: tl.constexpr,  # at least rows
     BLOCK_N: tl.constexpr,  # divides N
     BLOCK_K: tl.constexpr,  # at least K

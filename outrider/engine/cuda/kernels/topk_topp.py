@@ -238,7 +238,7 @@ def verify_row_kernel(
     chosen_ptr,  # int64 [rows * WIDTH]
     input_ids_ptr,  # int64 [rows, WIDTH]: the token before the drafts, then these
     draft_lens_ptr,  # int32 [rows]
-    out_ptr,  # int32 [rows, 1 + WIDTH]: drafts accepted, then what was chosen
+    out_ptr,  # int32 [rows, 1 + WIDTH]: accepted draft tokens, then the choices
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,  # at least WIDTH
 ):
