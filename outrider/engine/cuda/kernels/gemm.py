@@ -58,7 +58,7 @@ def gemv_kernel(
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     k = tl.arange(0, BLOCK_K)[None, None, :]
     inside = k < K
-    # Every weight is used once: it need not stay in the cache.
+    # Every weight is used once, so it need not stay in the cache.
     weight = tl.load(
         weight_ptr + n[:, None, None] * K + k, mask=inside, other=0.0, eviction_policy="evict_first"
     )
