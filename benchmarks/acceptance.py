@@ -29,7 +29,7 @@ from outrider.drafting.cpu.llama_chains import LlamaChains
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import SessionStart
 from outrider.engine.engine import Engine
-from outrider.engine.model.loader import load_model
+from outrider.engine.model.loader import ModelOptions, load_model
 from outrider.engine.policy.base import Policy
 from outrider.models.resolve import resolve_model
 from outrider.params import (
@@ -82,8 +82,8 @@ class Pair:
     """A target and a draft model that take turns."""
 
     def __init__(self, target: Path, draft: Path, k: int) -> None:
-        sizes = {"dtype": torch.float32, "page_size": PAGE_SIZE, "num_pages": NUM_PAGES}
-        model = load_model(target, **sizes)  # type: ignore[arg-type]
+        options = ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES)
+        model = load_model(target, options, dtype=torch.float32)
         config = EngineConfig(
             page_size=PAGE_SIZE,
             num_pages=NUM_PAGES,
@@ -93,7 +93,7 @@ class Pair:
         )
         # Its drafts are always there: it never waits.
         self._engine = Engine(model, config, policy=Policy(k, max_wait_s=60.0))
-        drafter = load_model(draft, **sizes)  # type: ignore[arg-type]
+        drafter = load_model(draft, options, dtype=torch.float32)
         fast = LlamaChains.load(draft, drafter.pools, drafter.max_model_len)
         self._method = DraftModelProposer(drafter, name="draft", chain_drafter=fast)
         self._k = k

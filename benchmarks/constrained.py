@@ -27,7 +27,7 @@ from outrider.drafting.draft_model.masks import DraftMasks
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import SessionStart
 from outrider.engine.engine import Engine
-from outrider.engine.model.loader import load_model
+from outrider.engine.model.loader import ModelOptions, load_model
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.policy.base import Policy
 from outrider.engine.sampling.constraint import ConstraintCompiler
@@ -88,10 +88,8 @@ class Pair:
         target, draft = (
             load_model(
                 resolve_model(None, role),
+                ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES, max_model_len=1024),
                 dtype=torch.float32,
-                page_size=PAGE_SIZE,
-                num_pages=NUM_PAGES,
-                max_model_len=1024,
                 device=torch.device("cpu"),
             )
             for role in ("target", "draft")

@@ -38,7 +38,7 @@ from benchmarks.processes import Child, ProcessError, stopping
 from benchmarks.program import say
 from benchmarks.token_cost import NEW_TOKENS, transformers_ms, vllm_ms
 from benchmarks.vllm_modes import VllmPlace
-from outrider.engine.model.loader import build_paged_model
+from outrider.engine.model.loader import ModelOptions, build_paged_model
 
 _LOOP_ROOM = 1024  # tokens that a row of the engine's loop may grow by
 
@@ -156,11 +156,13 @@ def _engine(args: argparse.Namespace, model: Any, table: list[Row]) -> list[Row]
     began = time.perf_counter()
     paged = build_paged_model(
         model,
-        page_size=args.page_size,
-        num_pages=pages,
-        max_model_len=longest,
-        self_test=False,
-        attention_backend=args.attention_backend,
+        ModelOptions(
+            page_size=args.page_size,
+            num_pages=pages,
+            max_model_len=longest,
+            self_test=False,
+            attention_backend=args.attention_backend,
+        ),
     )
     steps = EngineSteps(paged, [(n, q) for n in args.rows for q in args.query_lens])
     say(f"engine ready after {time.perf_counter() - began:.1f} s")

@@ -39,7 +39,7 @@ from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import TREE_WIDTH, FeatureProposer, Proposer, SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.hidden_states.streams import HiddenStateStreams
-from outrider.engine.model.loader import load_model
+from outrider.engine.model.loader import ModelOptions, load_model
 from outrider.engine.policy.base import Policy
 from outrider.errors import ConfigError
 from outrider.features import FeatureBatch, FeatureOrder, FeatureSpec, FeatureWindow
@@ -104,10 +104,8 @@ class Bench:
             )
         self._model = model = load_model(
             target,
+            ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES, features=captured),
             dtype=torch.float32,
-            page_size=PAGE_SIZE,
-            num_pages=NUM_PAGES,
-            features=captured,
         )
         self._config = config = EngineConfig(
             page_size=PAGE_SIZE,
@@ -216,7 +214,9 @@ def heads(
 
 def draft_model(folder: Path, chains: Sequence[int]) -> list[Contender]:
     """A draft model, on demand: no branches ahead."""
-    model = load_model(folder, dtype=torch.float32, page_size=PAGE_SIZE, num_pages=NUM_PAGES)
+    model = load_model(
+        folder, ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES), dtype=torch.float32
+    )
     fast = LlamaChains.load(folder, model.pools, model.max_model_len)
     proposer = DraftModelProposer(model, name="draft", chain_drafter=fast)
     return [Contender("draft_model", "chain", k, proposer) for k in chains]

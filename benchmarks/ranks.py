@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from outrider.engine.batch import RowSlice, pack
-from outrider.engine.model.loader import load_model
+from outrider.engine.model.loader import ModelOptions, load_model
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.model.parallel.ranks import RankGroup, Ranks
 
@@ -57,9 +57,8 @@ def main() -> None:
         group = RankGroup(ranks, device, start_timeout_s=START_TIMEOUT_S)
     model = load_model(
         args.model,
+        ModelOptions(page_size=PAGE_SIZE, num_pages=-(-args.context // PAGE_SIZE)),
         dtype=getattr(torch, dtype),
-        page_size=PAGE_SIZE,
-        num_pages=-(-args.context // PAGE_SIZE),
         device=torch.device(args.device) if group is None else group.device,
         group=group,
     )

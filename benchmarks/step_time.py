@@ -27,7 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from outrider.engine.batch import RowSlice, pack
-from outrider.engine.model.loader import build_paged_model
+from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.model.paged_model import PagedModel
 
 PAGE_SIZE = 16
@@ -150,7 +150,7 @@ def main() -> None:
             model = copy.deepcopy(source).to(dtype).eval()
             pages = max(args.rows) * -(-(args.context + max(args.query_lens)) // PAGE_SIZE)
             paged = build_paged_model(
-                copy.deepcopy(model), page_size=PAGE_SIZE, num_pages=pages, name=name
+                copy.deepcopy(model), ModelOptions(page_size=PAGE_SIZE, num_pages=pages), name=name
             )
             for rows in args.rows:
                 for query_len in args.query_lens:

@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--attention-backend",
         default=None,
-        help="flash, flash_attn, flashinfer, triton, numba or sdpa; default: the best that fits",
+        help="flash, flashinfer, triton, numba or sdpa; default: the best that fits",
     )
     add("--threads", type=_whole(1), default=2, help="threads that torch uses")
     add(

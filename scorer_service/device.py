@@ -10,18 +10,18 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.engine.cuda.memory_budget import (
-    DeviceMemory,
-    MemoryBudget,
-    estimate_graphs,
-    measure_activations,
-)
 from outrider.engine.cuda.sampling import choose_and_verify, sample
 from outrider.engine.graphs.capture import CudaGraphs, replay_seconds
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import Bucket, make_buckets
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.prefill_inputs import PrefillBucket, make_prefill_buckets
+from outrider.engine.model.memory_budget import (
+    DeviceMemory,
+    MemoryBudget,
+    estimate_graphs,
+    measure_activations,
+)
 from outrider.engine.model.paged_model import PagedModel
 from outrider.errors import ConfigError
 

@@ -9,7 +9,13 @@ from pathlib import Path
 import torch
 
 from outrider.engine.kv_cache.memory import fitting
-from outrider.engine.model.loader import count_pages, kv_bytes_per_page, load_model, read_features
+from outrider.engine.model.loader import (
+    ModelOptions,
+    count_pages,
+    kv_bytes_per_page,
+    load_model,
+    read_features,
+)
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.model.parallel.ranks import RankGroup
 from outrider.engine.runner import Runner, StepRunner
@@ -49,13 +55,15 @@ def load(
         try:
             return load_model(
                 folder,
+                ModelOptions(
+                    page_size=options.page_size,
+                    num_pages=num_pages,
+                    max_model_len=options.max_model_len,
+                    attention_backend=options.attention_backend,
+                    features=features,
+                ),
                 dtype=dtype,
-                page_size=options.page_size,
-                num_pages=num_pages,
-                max_model_len=options.max_model_len,
                 device=device,
-                attention_backend=options.attention_backend,
-                features=features,
                 group=group,
             )
         except RuntimeError as error:
@@ -80,9 +88,9 @@ def load(
     if device.type != "cuda":
         build_first()
         return load_given(), None, []
-    # Without a CUDA device there may be no Triton.
-    from outrider.engine.cuda.memory_budget import TRIAL_PAGES, DeviceMemory, claim_activations
+    # Imported here: without a CUDA device there may be no Triton.
     from outrider.engine.cuda.sampling import sample
+    from outrider.engine.model.memory_budget import TRIAL_PAGES, DeviceMemory, claim_activations
     from scorer_service.device import StepLimits, capture_steps, size_cache
 
     progress = partial(runtime.progress, "scorer")

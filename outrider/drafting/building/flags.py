@@ -92,7 +92,7 @@ def add_method_flags(parser: argparse.ArgumentParser, device: str) -> None:
     )
     add(
         "--attention-backend",
-        help="of a model: flash, flash_attn, flashinfer, triton, sdpa; unset: the best that fits",
+        help="of a model: flash, flashinfer, triton, sdpa; unset: the best that fits",
     )
     add("--threads", type=int, default=draft.threads, help="of a model: CPU threads")
     add(

@@ -24,10 +24,10 @@ from outrider.drafting.hidden_states.one_shot import MAX_MODEL_LEN, OneShotPropo
 from outrider.drafting.hidden_states.recurrent import RecurrentProposer
 from outrider.drafting.hidden_states.trees import max_trees
 from outrider.drafting.proposer import FeatureProposer
-from outrider.engine.attention.backends import choose_backend, is_capturable
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.kv_cache.memory import fitting
 from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.model.attention_backends import choose_backend, is_capturable
 from outrider.engine.model.loader import choose_llama_ops, count_pages
 from outrider.models.modules import resolve_module
 from outrider.models.tokenizer import hash_if_any
@@ -88,7 +88,7 @@ def _build(
     per_page = PAGE_SIZE * dtype.itemsize
     per_page *= sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in module.kv_layers)
     num_pages = count_pages(method.kv_cache_memory, per_page)
-    backend = choose_backend(method.attention_backend, module.attention_traits(PAGE_SIZE), device)
+    backend = choose_backend(method.attention_backend, module.attention_traits(), device)
     with _loops(method, module, backend, max_sessions, say) as recorded:
         return RecurrentProposer(
             module,

@@ -93,7 +93,12 @@ def _build_draft_model(
     from outrider.drafting.draft_model.chains import ChainDrafter
     from outrider.drafting.draft_model.proposer import DraftModelProposer
     from outrider.engine.kv_cache.memory import fitting
-    from outrider.engine.model.loader import count_pages, kv_bytes_per_page, load_model
+    from outrider.engine.model.loader import (
+        ModelOptions,
+        count_pages,
+        kv_bytes_per_page,
+        load_model,
+    )
     from outrider.models.resolve import resolve_model
     from outrider.models.tokenizer import hash_if_any
 
@@ -107,13 +112,15 @@ def _build_draft_model(
     with fitting("The draft model", method.kv_cache_memory):
         model = load_model(
             folder,
+            ModelOptions(
+                page_size=PAGE_SIZE,
+                num_pages=num_pages,
+                max_model_len=method.max_model_len,
+                attention_backend=method.attention_backend,
+                int8_weights=method.int8_weights,
+            ),
             dtype=dtype,
-            page_size=PAGE_SIZE,
-            num_pages=num_pages,
-            max_model_len=method.max_model_len,
             device=torch.device(method.device),
-            attention_backend=method.attention_backend,
-            int8_weights=method.int8_weights,
         )
     chain_drafter: ChainDrafter | None = None
     fork_drafter: ForkDrafter = EagerForks(model)

@@ -32,7 +32,7 @@ from outrider.drafting.draft_model.chains import ReadyRow, draft_chains
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import SessionStart
 from outrider.engine.batch import RowSlice
-from outrider.engine.model.loader import load_model
+from outrider.engine.model.loader import ModelOptions, load_model
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.sampling.coupled import SamplingBatch, sample, seed_keys
 from outrider.params import SamplingParams
@@ -88,7 +88,7 @@ def save(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
 
 
 def load(folder: Path) -> tuple[PagedModel, LlamaChains]:
-    paged = load_model(folder, dtype=torch.float32, page_size=8, num_pages=64)
+    paged = load_model(folder, ModelOptions(page_size=8, num_pages=64), dtype=torch.float32)
     chains = LlamaChains.load(folder, paged.pools, paged.max_model_len)
     assert chains is not None
     return paged, chains
@@ -239,5 +239,5 @@ def test_leaves_tensors_of_other_names_to_torch(tmp_path: Path) -> None:
     base.save_pretrained(tmp_path)
     config = LlamaConfig(**SIZES, tie_word_embeddings=True, architectures=["LlamaForCausalLM"])
     config.save_pretrained(tmp_path)
-    paged = load_model(tmp_path, dtype=torch.float32, page_size=8, num_pages=8)
+    paged = load_model(tmp_path, ModelOptions(page_size=8, num_pages=8), dtype=torch.float32)
     assert LlamaChains.load(tmp_path, paged.pools, 64) is None

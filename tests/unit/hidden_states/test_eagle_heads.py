@@ -22,9 +22,9 @@ from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import Eagle3Head, load_eagle3
 from outrider.drafting.hidden_states.recurrent import RecurrentProposer
 from outrider.drafting.proposer import SessionStart
-from outrider.engine.attention.backends import choose_backend
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.model.attention_backends import choose_backend
 from outrider.errors import ConfigError
 from outrider.models.modules import shared_files
 from outrider.params import SamplingParams
@@ -62,7 +62,7 @@ def _drafted(head: RecurrentHead, rows: Tensor, num_steps: int) -> tuple[list[in
     """A greedy draft after `TOKENS`, and the logits of its steps [vocab]."""
     pools = KVPools(8, PAGE_SIZE, head.dtype, CPU)
     head.bind(pools)
-    backend = choose_backend(None, head.attention_traits(PAGE_SIZE), CPU)
+    backend = choose_backend(None, head.attention_traits(), CPU)
     table = [6, 1, 4, 0]  # pages in no order
     drafted: list[int] = []
     logits: list[Tensor] = []
@@ -466,7 +466,7 @@ def test_a_tree_holds_the_likeliest_nodes(tmp_path: Path, target: Target, num_no
     proposer = RecurrentProposer(
         head,
         KVPools(32, PAGE_SIZE, head.dtype, CPU),
-        choose_backend(None, head.attention_traits(PAGE_SIZE), CPU),
+        choose_backend(None, head.attention_traits(), CPU),
         method="eagle3",
         name="tiny",
         tree_width=12,

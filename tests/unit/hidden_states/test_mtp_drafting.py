@@ -15,8 +15,8 @@ from outrider.drafting.hidden_states.heads.mtp import MtpHead
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
 from outrider.drafting.hidden_states.recurrent import RecurrentProposer
 from outrider.drafting.proposer import SessionStart
-from outrider.engine.attention.backends import choose_backend
 from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.model.attention_backends import choose_backend
 from outrider.params import SamplingParams
 from tests.support import mtp_reference as reference
 from tests.support.mtp_checkpoints import (
@@ -74,7 +74,7 @@ def proposer_of(head: MtpHead, tree_width: int, num_draft_tokens: int = 4) -> Re
     return RecurrentProposer(
         head,
         KVPools(64, PAGE_SIZE, torch.float32, CPU),
-        choose_backend(None, head.attention_traits(PAGE_SIZE), CPU),
+        choose_backend(None, head.attention_traits(), CPU),
         method="mtp",
         name="tiny",
         max_draft_tokens=num_draft_tokens,

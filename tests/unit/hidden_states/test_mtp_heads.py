@@ -12,9 +12,9 @@ from torch import Tensor
 from outrider.drafting.hidden_states.heads.block_fp8 import dequantise
 from outrider.drafting.hidden_states.heads.mtp import MtpHead
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
-from outrider.engine.attention.backends import choose_backend
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.model.attention_backends import choose_backend
 from outrider.errors import ConfigError
 from tests.support import mtp_reference as reference
 from tests.support.mtp_checkpoints import (
@@ -64,7 +64,7 @@ class Runner:
     def __init__(self, head: MtpHead) -> None:
         self.head = head
         self.pools = KVPools(8, PAGE_SIZE, head.dtype, CPU)
-        self.backend = choose_backend(None, head.attention_traits(PAGE_SIZE), CPU)
+        self.backend = choose_backend(None, head.attention_traits(), CPU)
         head.bind(self.pools)
 
     def feed(

@@ -23,9 +23,9 @@ from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.drafting.hidden_states.heads.medusa import load_medusa
 from outrider.drafting.hidden_states.heads.mlp_speculator import load_mlp_speculator
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
-from outrider.engine.attention.backends import choose_backend
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.model.attention_backends import choose_backend
 from outrider.train.command_line import build_parser, main
 from outrider.train.data import Source, Windows
 from outrider.train.export import round_module
@@ -140,7 +140,7 @@ def product_chain(
         head, features = load_eagle3(*where, torch.float32, CPU), batch.layers[0]
     assert head.features.width == features.shape[-1]
     pools = KVPools(16, 4, torch.float32, CPU)
-    backend = choose_backend(None, head.attention_traits(4), CPU)
+    backend = choose_backend(None, head.attention_traits(), CPU)
     head.bind(pools)
 
     def feed(states: Tensor, start: int, stop: int, step: int) -> Tensor:

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.drafting.hidden_states.trees import Nodes, TargetDraws
-from outrider.engine.attention.backends import AttentionTraits
 from outrider.engine.attention.base import StepAttention
 from outrider.engine.batch import PackedBatch
 from outrider.engine.kv_cache.pools import KVPools
-from outrider.engine.model.ops import Use
+from outrider.engine.layers.ops import Use
+from outrider.engine.model.attention_backends import AttentionTraits
 from outrider.features import FeatureSpec
 
 
@@ -92,7 +92,7 @@ class RecurrentHead(Protocol):
         """Whether its work can be recorded, attention apart: nothing waits for the device."""
         ...
 
-    def attention_traits(self, page_size: int) -> AttentionTraits:
+    def attention_traits(self) -> AttentionTraits:
         """What its layers ask of attention."""
         ...
 

@@ -16,9 +16,10 @@ from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensor
 from outrider.drafting.hidden_states.heads.llama_head import LlamaHead
 from outrider.drafting.hidden_states.heads.llama_layers import LlamaLayer, LlamaShape, Place
 from outrider.engine.attention.base import StepAttention
-from outrider.engine.model.linear import Linear, pack_linear
+from outrider.engine.layers.linear import Linear
+from outrider.engine.layers.ops import LlamaOps, Use
 from outrider.engine.model.loader import choose_llama_ops
-from outrider.engine.model.ops import LlamaOps, Use
+from outrider.engine.model.pack import pack_linear
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
 

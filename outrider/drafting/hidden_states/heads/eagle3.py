@@ -23,9 +23,9 @@ from outrider.drafting.hidden_states.heads.eagle3_format import (
 from outrider.drafting.hidden_states.heads.llama_head import LlamaHead
 from outrider.drafting.hidden_states.heads.llama_layers import LlamaLayer, LlamaShape, Place
 from outrider.engine.attention.base import StepAttention
-from outrider.engine.model.linear import pack_linear
+from outrider.engine.layers.ops import LlamaOps, Use
 from outrider.engine.model.loader import choose_llama_ops
-from outrider.engine.model.ops import LlamaOps, Use
+from outrider.engine.model.pack import pack_linear
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
 

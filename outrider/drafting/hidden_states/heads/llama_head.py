@@ -10,10 +10,10 @@ from torch import Tensor
 
 from outrider.drafting.hidden_states.heads.base import wanted_rows
 from outrider.drafting.hidden_states.heads.llama_layers import LlamaLayer, LlamaShape, Place
-from outrider.engine.attention.backends import AttentionTraits
 from outrider.engine.attention.base import StepAttention
 from outrider.engine.kv_cache.pools import KVPools
-from outrider.engine.model.ops import LlamaOps, Use
+from outrider.engine.layers.ops import LlamaOps, Use
+from outrider.engine.model.attention_backends import AttentionTraits
 
 
 class LlamaHead:
@@ -54,8 +54,8 @@ class LlamaHead:
         pairs = zip((None, *self._norms), self._layers, strict=True)
         return [use for norm, layer in pairs for use in layer.uses(norm)]
 
-    def attention_traits(self, page_size: int) -> AttentionTraits:
-        return self._shape.attention_traits(page_size, self.dtype)
+    def attention_traits(self) -> AttentionTraits:
+        return self._shape.attention_traits(self.dtype)
 
     def bind(self, pools: KVPools) -> None:
         for i, layer in enumerate(self._layers):

@@ -13,11 +13,12 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.drafting.hidden_states.checkpoints import TensorSource
-from outrider.engine.attention.backends import AttentionTraits
 from outrider.engine.attention.base import AttentionParams, StepAttention
 from outrider.engine.kv_cache.pools import KVPools, LayerPool
-from outrider.engine.model.linear import Linear, pack_linear
-from outrider.engine.model.ops import LlamaOps, Use
+from outrider.engine.layers.linear import Linear
+from outrider.engine.layers.ops import LlamaOps, Use
+from outrider.engine.model.attention_backends import AttentionTraits
+from outrider.engine.model.pack import pack_linear
 from outrider.errors import ConfigError
 
 _ROPE_TYPES = {"default", "linear", "llama3", "yarn"}  # the same turns at any length of the text
@@ -85,12 +86,11 @@ class LlamaShape:
         cos, sin = (each[0].view(self.max_model_len, 2, self.head_dim // 2) for each in (cos, sin))
         return torch.stack((cos, torch.stack((-sin[:, 0], sin[:, 1]), dim=1)), dim=1).contiguous()
 
-    def attention_traits(self, page_size: int, dtype: torch.dtype) -> AttentionTraits:
+    def attention_traits(self, dtype: torch.dtype) -> AttentionTraits:
         return AttentionTraits(
             head_dims=frozenset((self.head_dim,)),
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
-            page_size=page_size,
             dtype=dtype,
             softcap=False,
             sinks=False,

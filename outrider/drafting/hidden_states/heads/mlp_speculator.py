@@ -19,8 +19,9 @@ from torch import Tensor
 
 from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensors
 from outrider.drafting.hidden_states.trees import Nodes, TargetDraws, best_nodes
-from outrider.engine.model.linear import Linear, pack_linear
-from outrider.engine.model.ops import Use
+from outrider.engine.layers.linear import Linear
+from outrider.engine.layers.ops import Use
+from outrider.engine.model.pack import pack_linear
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
 

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.drafting.hidden_states.heads.base import spread, wanted_rows
-from outrider.engine.attention.backends import AttentionTraits
 from outrider.engine.attention.base import StepAttention
 from outrider.engine.kv_cache.pools import KVPools
-from outrider.engine.model.linear import pack_linear
-from outrider.engine.model.ops import Use
+from outrider.engine.layers.ops import Use
+from outrider.engine.model.attention_backends import AttentionTraits
+from outrider.engine.model.pack import pack_linear
 from outrider.features import FeatureSpec
 
 
@@ -124,12 +124,11 @@ class MtpHead:
         of_modules = [use for module in modules for use in module.uses]
         self.uses = (*of_modules, Use(self._head, alone=True))
 
-    def attention_traits(self, page_size: int) -> AttentionTraits:
+    def attention_traits(self) -> AttentionTraits:
         return AttentionTraits(
             head_dims=frozenset({self._shape.head_dim}),
             num_heads=self._shape.num_heads,
             num_kv_heads=self._shape.num_kv_heads,
-            page_size=page_size,
             dtype=self.dtype,
             softcap=False,
             sinks=False,

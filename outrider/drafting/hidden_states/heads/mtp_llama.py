@@ -18,8 +18,9 @@ from outrider.drafting.hidden_states.heads.llama_layers import LlamaLayer, Llama
 from outrider.drafting.hidden_states.heads.mtp_modules import Rotary
 from outrider.engine.attention.base import StepAttention
 from outrider.engine.kv_cache.pools import KVPools
-from outrider.engine.model.linear import Linear, pack_linear
-from outrider.engine.model.ops import LlamaOps, Use
+from outrider.engine.layers.linear import Linear
+from outrider.engine.layers.ops import LlamaOps, Use
+from outrider.engine.model.pack import pack_linear
 
 
 class LlamaTensors:

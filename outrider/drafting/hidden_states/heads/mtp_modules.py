@@ -15,9 +15,10 @@ from outrider.engine.attention.base import (
     StepAttention,
     paged_attention_forward,
 )
-from outrider.engine.kv_cache.pools import KVPools, PagedCache
-from outrider.engine.model.linear import prepack_linears
-from outrider.engine.model.ops import Use
+from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.layers.ops import Use
+from outrider.engine.model.pack import prepack_linears
+from outrider.engine.model.transformers_step import PagedCache
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
 

@@ -1,16 +1,12 @@
-"""Products of one or two rows, whose weights lie in registers.
+"""Products of one or two rows whose weights lie in registers, and x as two int8.
 
-Weights, or the first of them, are on their way before a program looks at x: with a programmatic
-dependent launch that is while the kernel before still runs, so that the memory never rests between
-products. For more rows see tiles.py and planes.py.
+A program loads its weights before it waits for x. With programmatic dependent launch that is while
+the kernel before still runs, so that memory never idles between products.
 
-`strip_kernel` holds some rows of the weight and multiplies number by number; it norms x itself,
-because that costs less than a launch.
-
-A weight of int8 has a scale for every row, by which the row's sums are multiplied: half the bytes.
-`int8_strip_kernel` multiplies four numbers in one instruction: to turn each into a float would take
-longer than to read two bytes of it. So x becomes two int8 there, which is finer than bfloat16 but
-where numbers are far below the largest of their row.
+An int8 weight has a scale for every row. `int8_gemv_kernel` multiplies four numbers in one
+instruction, because converting each to a float takes longer than reading two bytes. So x becomes
+two int8, 256 * high + low, which is finer than bfloat16 except for numbers far below the largest of
+their row.
 """
 
 import triton
@@ -22,7 +18,7 @@ from outrider.engine.cuda.kernels.pointwise import silu_mul
 
 @triton.jit
 def normed(x, scale, weight, dtype: tl.constexpr):
-    """x by its row's scale and the norm's weight, rounded as by `rms_norm_kernel`; float32."""
+    """Norm x with its row's scale, rounded as by `rms_norm_kernel`; float32."""
     return ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
 
 
@@ -30,7 +26,7 @@ def normed(x, scale, weight, dtype: tl.constexpr):
 def finish(
     here, present, sums, up_sums, dtype: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr
 ):
-    """Store what comes of the sums where they are `present`."""
+    """Store the outputs where they are `present`."""
     if GATED:  # rounded as by `silu_mul_kernel`
         gate = sums.to(dtype).to(tl.float32)
         up = up_sums.to(dtype).to(tl.float32)
@@ -40,8 +36,8 @@ def finish(
     tl.store(here, sums.to(dtype), mask=present)
 
 
-@triton.jit(do_not_specialize=["rows"])  # what is compiled at start-up serves all
-def strip_kernel(
+@triton.jit(do_not_specialize=["rows"])  # one compilation for all numbers of rows
+def gemv_kernel(
     x_ptr,  # [rows, K]
     weight_ptr,  # [N, K]; if GATED [2 * N, K], the gates first
     norm_ptr,  # [K], read if NORM
@@ -52,16 +48,17 @@ def strip_kernel(
     eps,  # of the norm
     NORM: tl.constexpr,  # x is x over its root mean square, times norm
     GATED: tl.constexpr,  # the output is silu(gate) * up
-    ADD: tl.constexpr,  # to what is in out
+    ADD: tl.constexpr,  # to the contents of out
     ROWS: tl.constexpr,  # at least rows
     BLOCK_N: tl.constexpr,  # divides N
     BLOCK_K: tl.constexpr,  # at least K
     PDL: tl.constexpr,
 ):
+    """Multiply some rows of the weight, held in registers, number by number."""
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     k = tl.arange(0, BLOCK_K)[None, None, :]
     inside = k < K
-    # Every weight is used once: it need not stay in the cache.
+    # Every weight is used once, so it need not stay in the cache.
     weight = tl.load(
         weight_ptr + n[:, None, None] * K + k, mask=inside, other=0.0, eviction_policy="evict_first"
     )
@@ -96,7 +93,7 @@ def strip_kernel(
 
 @triton.jit
 def _dot4(a, b, ASM: tl.constexpr):
-    """The sum of the products of four int8 each, in an int32."""
+    """Sum the products of four int8 each, in an int32."""
     if ASM:
         return tl.inline_asm_elementwise(
             "dp4a.s32.s32 $0, $1, $2, 0;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
@@ -109,34 +106,28 @@ def _dot4(a, b, ASM: tl.constexpr):
 
 @triton.jit
 def unit_of(largest):
-    """What 1 stands for in rows whose largest number is that: 127 * 256 units."""
+    """Return the unit of rows whose largest number is 127 * 256 units."""
     return tl.maximum(largest, 1e-30) * (1.0 / 32512.0)
 
 
 @triton.jit
-def fixed_point(x, unit):
-    """x in units, rounded, plus 128, in the last 16 bits of an int32."""
-    # The last bits of 1.5 * 2**23 and a small number are the integer next to it: quicker than to
-    # convert, of which a multiprocessor does few at a time.
-    return (x * (1.0 / unit) + 12583040.0).to(tl.int32, bitcast=True)
-
-
-@triton.jit
 def split(x, unit):
-    """x as int8 `high` and `low`: x is (256 * high + low) * unit."""
-    fixed = fixed_point(x, unit)
+    """Split x into int8 `high` and `low`: x is (256 * high + low) * unit."""
+    # The last bits of 1.5 * 2**23 plus a small number are the integer next to it. This is faster
+    # than a conversion. The 128 more make `high` round to the nearest.
+    fixed = (x * (1.0 / unit) + 12583040.0).to(tl.int32, bitcast=True)
     return (fixed >> 8).to(tl.int8), (fixed ^ 128).to(tl.int8)
 
 
 @triton.jit
 def _sum_int8(weight, high, low, ASM: tl.constexpr):
-    """Products with 256 * high + low, summed over the last axis: float32."""
+    """Sum products with 256 * high + low over the last axis: float32."""
     of_high = tl.sum(_dot4(weight, high, ASM), axis=2).to(tl.float32)
     return 256.0 * of_high + tl.sum(_dot4(weight, low, ASM), axis=2).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def int8_strip_kernel(
+def int8_gemv_kernel(
     x_ptr,  # [rows, 4 * K]
     weight_ptr,  # int32 [N, K], of four int8 each; if GATED [2 * N, K], the gates first
     scale_ptr,  # float32 [N] or [2 * N]
@@ -148,13 +139,14 @@ def int8_strip_kernel(
     eps,  # of the norm
     NORM: tl.constexpr,  # x is x over its root mean square, times norm
     GATED: tl.constexpr,  # the output is silu(gate) * up
-    ADD: tl.constexpr,  # to what is in out
+    ADD: tl.constexpr,  # to the contents of out
     ROWS: tl.constexpr,  # at least rows
     BLOCK_N: tl.constexpr,  # divides N
     BLOCK_K: tl.constexpr,  # at least K
     ASM: tl.constexpr,  # on a device, not interpreted
     PDL: tl.constexpr,
 ):
+    """Multiply some rows of an int8 weight, four numbers at a time."""
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     word = tl.arange(0, BLOCK_K)
     here = n[:, None, None] * K + word[None, None, :]
@@ -204,3 +196,36 @@ def int8_strip_kernel(
         up_sums = _sum_int8(up_weight, high, low, ASM) * (up_scale * unit)
     there = out_ptr + row[None, :] * N + n[:, None]
     finish(there, present[None, :], sums, up_sums, dtype, GATED, ADD)
+
+
+@triton.jit
+def int8_hi_lo_kernel(
+    x_ptr,  # [rows, K]
+    norm_ptr,  # [K], read if NORM
+    hi_lo_ptr,  # int8 [2, rows, K]: high, low
+    unit_ptr,  # float32 [rows]
+    K,
+    eps,  # of the norm
+    NORM: tl.constexpr,  # x is x over its root mean square, times norm
+    BLOCK_K: tl.constexpr,  # at least K
+    PDL: tl.constexpr,
+):
+    """Split x into two int8, for int8 tensor cores."""
+    row, rows = tl.program_id(0), tl.num_programs(0)
+    k = tl.arange(0, BLOCK_K)
+    inside = k < K
+    if NORM:
+        norm = tl.load(norm_ptr + k, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    x = tl.load(x_ptr + row * K + k, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
+        x = normed(x, scale, norm, x_ptr.dtype.element_ty)
+    unit = unit_of(tl.max(tl.abs(x), axis=0))
+    high, low = split(x, unit)
+    here = hi_lo_ptr + row * K + k
+    tl.store(here, high, mask=inside)
+    tl.store(here + rows * K, low, mask=inside)
+    tl.store(unit_ptr + row, unit)

@@ -1,7 +1,7 @@
-"""How a CUDA device's memory is shared out before anything is served.
+"""Divide the memory of a CUDA device before serving.
 
-What a step can take at most is tried out with a small KV cache: the largest eager steps, and the
-recording of the two largest buckets, from which the rest follow. The KV cache gets what is left.
+With a small KV cache the largest eager steps are run and the two largest buckets are captured. The
+memory of the other buckets is estimated from these. The KV cache gets the rest.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from outrider.engine.sampling.coupled import Sample, SamplingBatch, sample
 from outrider.errors import ConfigError
 from outrider.params import SamplingParams
 
-TRIAL_PAGES = 8  # of the KV cache while the rest is measured
-_SLACK = 256 * 2**20  # what the allocator loses to rounding and to steps in another order
-_MIN_GRAPH = 2 * 2**20  # bytes of a recorded step besides what its tensors share
+TRIAL_PAGES = 8  # of the KV cache while other memory is measured
+_SLACK = 256 * 2**20  # for fragmentation
+_MIN_GRAPH = 2 * 2**20  # bytes of a captured step without its tensors
 
 
 class DeviceMemory:
-    """What this process takes of a device, from when this was made (before any model is loaded).
+    """The memory that this process takes, counted from before a model is loaded.
 
     Raises `ConfigError` if the wanted part of the device is not free.
     """
@@ -45,15 +45,15 @@ class DeviceMemory:
             )
 
     def used(self) -> int:
-        """Bytes in use now; what the allocator merely keeps is given back first."""
+        """Return the bytes in use, without those that the allocator caches."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return self._free - torch.cuda.mem_get_info(self._device)[0]
 
     def peak(self, work: Callable[[], object]) -> int:
-        """Bytes that `work` needs for a while, beyond what is in use before it.
+        """Return the bytes that `work` needs beyond those in use before it.
 
-        Raises `ConfigError` if the device has not so much.
+        Raises `ConfigError` if the device has fewer.
         """
         before = self.used()
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -71,12 +71,10 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Bytes, by what they are for."""
+    """The bytes of a device by their use."""
 
     limit: int
-    """All that may be used."""
-    weights: int
-    """Whatever stays from loading: weights, kernels, the libraries' workspaces."""
+    weights: int  # and kernels, and the libraries' workspaces
     activations: int
     graphs: int
     page_bytes: int
@@ -88,7 +86,7 @@ class MemoryBudget:
 
     @property
     def num_pages(self) -> int:
-        """Pages for sequences; the scratch page comes on top."""
+        """Pages for sequences, without the scratch page."""
         return max(0, self.kv_cache // self.page_bytes - 1)
 
     def check(self, max_model_len: int) -> None:
@@ -105,7 +103,7 @@ class MemoryBudget:
         )
 
     def lines(self) -> list[str]:
-        """The shares as a table, a line each."""
+        """Return a table of the shares, a line each."""
         shares = {
             "weights": self.weights,
             "activations": self.activations,
@@ -121,22 +119,24 @@ class MemoryBudget:
 def measure_activations(
     memory: DeviceMemory, model: PagedModel, *, max_num_seqs: int, max_num_batched_tokens: int
 ) -> int:
-    """Bytes that the largest eager steps take for a while, drawing included."""
+    """Return the bytes that the largest eager steps need, sampling included."""
     return max(map(memory.peak, _largest_of(model, max_num_seqs, max_num_batched_tokens)))
 
 
+@torch.inference_mode()
 def claim_activations(
-    model: PagedModel, draw: Sample, *, max_num_seqs: int, max_num_batched_tokens: int
+    model: PagedModel, sampler: Sample, *, max_num_seqs: int, max_num_batched_tokens: int
 ) -> None:
-    """Run the largest eager steps, so that the allocator keeps from the start what they take.
+    """Run the largest eager steps, so that the allocator keeps their memory from the start.
 
-    Else memory would grow while serving, and what does not fit beside a KV cache of a given size
-    would be found out then. Raises `ConfigError`. The model's pages hold nothing afterwards, and
-    `draw` is compiled.
+    Raises `ConfigError` if they do not fit. The pages are undefined afterwards, and `sampler`
+    is compiled.
     """
     try:
         for run in _largest_of(model, max_num_seqs, max_num_batched_tokens):
-            _draw_both(draw, run(), model)
+            logits = run()[:1]
+            for some in (logits, logits.to(model.dtype)):  # of eager and of captured forwards
+                sampler(some, _sampling_of(some))
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             "The largest step does not fit beside the KV cache: lower --max-num-batched-tokens or "
@@ -145,9 +145,9 @@ def claim_activations(
 
 
 def estimate_graphs(used: Sequence[int], num_graphs: int) -> int:
-    """Bytes of `num_graphs` buckets; `used` before any, after the largest, and after the next.
+    """Estimate the bytes of `num_graphs` buckets, which share the memory of the largest.
 
-    All but the first reuse the memory of its tensors.
+    `used` are the bytes in use before the first, after the largest, and after the next.
     """
     first, *others = (after - before for before, after in pairwise(used))
     return first + (num_graphs - 1) * max((*others, _MIN_GRAPH))
@@ -156,10 +156,10 @@ def estimate_graphs(used: Sequence[int], num_graphs: int) -> int:
 def largest_steps(
     max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, page_size: int
 ) -> Iterator[list[RowSlice]]:
-    """The steps that need the most memory: many prompt tokens, and many tokens with logits.
+    """Yield the two steps that need the most memory: most prompt tokens, and most logits.
 
-    All rows share page 0, and none has a future: the numbers mean nothing. The rows of the second
-    end in trees, whose attention is a kernel of its own: it is compiled now.
+    All rows share page 0, and their numbers have no meaning. The rows of the second step end in
+    trees, so that tree attention is compiled, too.
     """
     shares = (max_num_batched_tokens, ()), (-(-max_num_batched_tokens // max_num_seqs), (-1,))
     for longest, parents in shares:
@@ -184,23 +184,15 @@ def _largest_of(
 
 @torch.inference_mode()
 def _try_out(model: PagedModel, rows: list[RowSlice]) -> Tensor:
-    """The step's logits."""
+    """Run a step and the sampling that needs the most memory, and return the logits."""
     logits = model.forward(pack(rows, model.page_size, model.device))
-    # The most that drawing can take: an edited copy, noise, and a sort.
     edited = logits[: max(1, MAX_EDITED // logits.shape[1])].to(torch.float32, copy=True)
-    sample(logits, _cutting(logits))
-    del edited  # until now
+    sample(logits, _sampling_of(logits))
+    del edited  # held during `sample`
     return logits
 
 
-@torch.inference_mode()
-def _draw_both(draw: Sample, logits: Tensor, model: PagedModel) -> None:
-    """Draws from logits as an eager forward gives them, and as a recorded one does."""
-    for some in (logits[:1], logits[:1].to(model.dtype)):
-        draw(some, _cutting(some))
-
-
-def _cutting(logits: Tensor) -> SamplingBatch:
+def _sampling_of(logits: Tensor) -> SamplingBatch:
     params = SamplingParams(temperature=1.0, top_p=0.5, min_p=0.1)
     return SamplingBatch.build([params] * len(logits), range(len(logits)), logits.device)
 

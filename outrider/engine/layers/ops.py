@@ -1,4 +1,4 @@
-"""What lies between the products of a Llama layer, as few fused operations."""
+"""The operations between the linear layers of a Llama, as few fused ones."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import Tensor
 
 from outrider.engine.attention.base import AttentionParams, StepAttention
 from outrider.engine.kv_cache.pools import LayerPool
-from outrider.engine.model.linear import Linear
+from outrider.engine.layers.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A product of a step: by `norm_linear` or `norm_gated`; without a norm by `Linear.add`, or
-    alone.
+    """A linear layer as a step calls it, for the autotuner.
+
+    With a norm the call is `norm_linear` or `norm_gated`, else `Linear.add`, or the layer `alone`.
     """
 
     linear: Linear
@@ -30,15 +31,15 @@ class LlamaOps(Protocol):
     """Rounds where the modules of `transformers` round, so that texts stay equal in float32."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [tokens, hidden] over its root mean square, times weight [hidden]; a new tensor."""
+        """Return x [tokens, hidden] over its root mean square, times weight [hidden]."""
         ...
 
     def qk_norm_(self, qkv: Tensor, weight: Tensor, eps: float) -> None:
-        """Norms the query and key heads of qkv in place; weight [heads + kv_heads, head_dim]."""
+        """Norm the query and key heads of qkv in place; weight [heads + kv_heads, head_dim]."""
         ...
 
     def rotate_and_store(self, qkv: Tensor, rope: Tensor, slots: Tensor, pool: LayerPool) -> Tensor:
-        """Turn queries and keys, stores keys and values, returns the queries.
+        """Rotate queries and keys, store keys and values, and return the queries.
 
         qkv [tokens, (heads + 2 * kv_heads) * dim] may be overwritten; rope
         [tokens, 2, 2, dim / 2]: the cosines of both halves, then the sines as -sin, sin; slots
@@ -54,29 +55,26 @@ class LlamaOps(Protocol):
         pool: LayerPool,
         params: AttentionParams,
     ) -> Tensor:
-        """`rotate_and_store` in the slots of the step, then `attention`.
-
-        Returns [tokens, kv_heads, group, dim].
-        """
+        """Run `rotate_and_store` and then attention: [tokens, kv_heads, group, dim]."""
         query = self.rotate_and_store(qkv, rope, attention.batch.slot_mapping, pool)
         return attention.attend(query, pool, params)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up: [tokens, 2 * intermediate] to [tokens, intermediate]."""
+        """Map [tokens, 2 * intermediate] to silu(gate) * up [tokens, intermediate]."""
         ...
 
     def norm_linear(
         self, x: Tensor, norm: Tensor, eps: float, linear: Linear, out: Tensor | None = None
     ) -> Tensor:
-        """`linear` of x [tokens, hidden] normed, in `out` if given."""
+        """Return `linear` of x [tokens, hidden] normed, in `out` if it is given."""
         return linear(self.rms_norm(x, norm, eps), out)
 
     def norm_gated(self, x: Tensor, norm: Tensor, eps: float, gate_up: Linear) -> Tensor:
-        """silu(gate) * up [tokens, intermediate] of x [tokens, hidden] normed."""
+        """Return silu(gate) * up [tokens, intermediate] of x [tokens, hidden] normed."""
         return self.silu_mul(gate_up(self.rms_norm(x, norm, eps)))
 
     def tune(self, uses: Sequence[Use]) -> None:  # noqa: ARG002
-        """Told once of a step's products, in their order."""
+        """Choose kernels for a step's linear layers, given once in their order."""
         return
 
 
@@ -95,9 +93,9 @@ class TorchOps(LlamaOps):
         tokens = len(qkv)
         kv_heads, dim, _ = pool.shape
         heads = qkv.view(tokens, -1, dim)
-        turning = heads[:, :-kv_heads].view(tokens, -1, 2, dim // 2)  # values do not turn
-        swapped = turning.flip(2)
-        turning.mul_(rope[:, 0:1]).addcmul_(swapped, rope[:, 1:2])
+        rotated = heads[:, :-kv_heads].view(tokens, -1, 2, dim // 2)  # values are not rotated
+        swapped = rotated.flip(2)
+        rotated.mul_(rope[:, 0:1]).addcmul_(swapped, rope[:, 1:2])
         pool.write(slots, heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:])
         return heads[:, : -2 * kv_heads].view(tokens, kv_heads, -1, dim)
 

@@ -1,8 +1,7 @@
-"""Products with bfloat16 weights, compiled. See `scalars` for the form.
+"""The kernel of products with bfloat16 weights; `scalars` explains its form.
 
-Without AMX a core multiplies float32 about twice as fast as bfloat16, but bfloat16 takes half the
-reading. So weights are read as bfloat16 and widened in registers, once for all rows of a tile:
-a few rows then take no longer than one, and many run at the speed of float32.
+Without AMX a core multiplies float32 faster than bfloat16, but reading bfloat16 takes half the
+time. So weights are read as bfloat16 and widened in registers, once for all rows of a tile.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped"
@@ -26,18 +25,18 @@ from outrider.engine.cpu.scalars import (
     wide_of,
     widen,
 )
-from outrider.engine.cpu.vectors import LANES, request
+from outrider.engine.cpu.vectors import LANES, prefetch_line
 
 COLUMNS = 2 * LANES  # of the output, side by side in an item
 _MOST_ROWS = 12  # 24 sums, of 32 registers
-_AHEAD = 256  # steps of 64 bytes; without it the processor waits a third of the time
+_AHEAD = 256  # steps of 64 bytes to prefetch
 
 
 def linear(arguments):
-    """Arguments: x, weights, bias, residual, out, in_features; bias and residual may be 0.
+    """Compute COLUMNS outputs of all rows per item.
 
-    x [rows, in_features] and out [rows, out_features] are bfloat16; weights as `pack` makes them.
-    args[1] is out_features / COLUMNS, args[8] the number of rows.
+    Arguments: x, weights, bias, residual, out, in_features, rows; bias and residual may be 0.
+    x [rows, in_features] and out [rows, out_features] are bfloat16; `pack` makes the weights.
     """
     args, element, wide = values_of(arguments), element_of(arguments), wide_of(arguments)
     blocks, inputs, rows = args[1], args[7], args[8]
@@ -69,13 +68,13 @@ def linear(arguments):
 
 @loop
 def _padded(rows):
-    """The size of the tile that `rows` rows are worked on in."""
+    """Return the size of a tile of `rows` rows."""
     return rows if rows <= 6 else -(-rows // 2) * 2
 
 
 @loop
 def _tile(x, tiled, rows, inputs):
-    """Widens x, rows of a tile side by side: [tiles, inputs, rows of the tile]."""
+    """Widen x to [tiles, inputs, rows of the tile]."""
     for first in range(0, rows, _MOST_ROWS):
         count = min(_MOST_ROWS, rows - first)
         size = _padded(count)
@@ -87,7 +86,7 @@ def _tile(x, tiled, rows, inputs):
 
 @loop
 def _multiply(count, weights, weight, x, at, inputs, sums):
-    """Sum [rows, COLUMNS] = the products of a tile of x with a block of columns."""
+    """Set sums [rows, COLUMNS] to the products of a tile of x with a block of columns."""
     size = _padded(count)
     if size == 1:
         _tile_product(weights, weight, x, at, inputs, sums, 1)
@@ -111,7 +110,7 @@ def _multiply(count, weights, weight, x, at, inputs, sums):
 
 @intrinsic(prefer_literal=True)
 def _tile_product(_context, weights, weight, x, at, inputs, sums, rows):
-    """`rows` is a literal: that many rows of sums stay in registers."""
+    """Compute a tile with a literal number of rows, whose sums stay in registers."""
     signature = types.none(weights, types.intp, x, types.intp, types.intp, sums, rows)
     size = rows.literal_value
 
@@ -137,7 +136,7 @@ def _tile_product(_context, weights, weight, x, at, inputs, sums, rows):
             place = builder.gep(weights_at, [builder.mul(k, k.type(LANES))])
             word = builder.load(builder.bitcast(place, words.as_pointer()))
             word.align = 4
-            request(builder, builder.gep(place, [k.type(_AHEAD * LANES)]))
+            prefetch_line(builder, builder.gep(place, [k.type(_AHEAD * LANES)]))
             pair = [
                 builder.bitcast(builder.shl(word, low), floats),
                 builder.bitcast(builder.and_(word, high), floats),

@@ -1,19 +1,20 @@
-// Products of some rows: tiles of a weight that the copy engine fetches in bulk (TMA), and that
-// tensor cores multiply from where they land (wgmma). For compute capability 9.0.
+// GEMM of few rows for compute capability 9.0: TMA fetches tiles of the weight to shared memory, and
+// wgmma multiplies them from there.
 //
-// Reading the weight is what takes time. So a program has its first blocks on their way before the
-// kernel before has ended (programmatic dependent launch), and fetches as far ahead as shared
-// memory reaches. Where tiles are few the programs of a cluster share the inner dimension of one,
-// and each adds up a part of what all of them have summed up, always in the same order.
+// The kernel is bound by reading the weight. So a program fetches its first blocks before the kernel
+// before has ended (programmatic dependent launch), and fetches as far ahead as shared memory
+// reaches. Where tiles are few, the programs of a cluster split the inner dimension of one tile, and
+// each adds up a part of the tile from the sums of all of them, always in the same order.
 //
-// Tensor cores take 64 rows of their left operand, which is the weight, and any multiple of 8 of
-// their right one: a warpgroup sums up 64 of the weight's rows for all rows of x.
+// wgmma takes 64 rows of its left operand, the weight, and any multiple of 8 of its right one. A
+// warpgroup computes 64 rows of the weight for all rows of x.
 //
-// hopper.py puts before this text `multiply` and constants: ROWS, at least those of x, a
-// multiple of 8; GROUPS, warpgroups of a program; STAGES, blocks on their way; RESIDENT, programs
-// on a multiprocessor; SPLITS, programs of a tile; GATED, the weight has gates and then what they
-// open, and the output is silu(gate) * up; ADD, to what is in out; INT8, weight and x are int8, x
-// in two planes as `planes_kernel` makes them.
+// hopper.py puts `multiply` and these constants before this text:
+// ROWS: at least the rows of x, a multiple of 8.    GROUPS: warpgroups of a program.
+// STAGES: blocks in flight.                         RESIDENT: programs on a multiprocessor.
+// SPLITS: programs of a tile.                       ADD: adds to the contents of out.
+// GATED: the weight has gates, then ups, and the output is silu(gate) * up.
+// INT8: weight and x are int8, x as two planes from `int8_hi_lo_kernel`.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -109,7 +110,7 @@ __device__ __forceinline__ float4 load_sums(u32 address, u32 split) {  // of a p
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-bulk_tile_kernel(const __grid_constant__ TensorMap weight_map,  // [N, K]; if GATED [2 * N, K]
+hopper_gemm_kernel(const __grid_constant__ TensorMap weight_map,  // [N, K]; if GATED [2 * N, K]
                  const __grid_constant__ TensorMap x_map,  // [rows, K]; if INT8 [2 * rows, K]
                  const float *units,                       // [rows], read if INT8
                  const float *scales,                      // [N], if GATED [2 * N], read if INT8

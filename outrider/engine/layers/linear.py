@@ -1,7 +1,7 @@
-"""Linear layers with weights packed once for oneDNN, for CPU.
+"""Linear layers with a fixed weight, packed once for oneDNN on a CPU.
 
-`F.linear` is slow here for the few rows of a decoding step: in float32 it goes to a library that
-is bad at them, in bfloat16 it re-packs the weight at every call.
+`F.linear` is slow for the few rows of a decoding step. In float32 it calls a library that is slow
+at them, and in bfloat16 it packs the weight again at every call.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_PACK_ROWS = 8  # rows of input the packed layout is made for: a few rows of K + 1 tokens
+_PACK_ROWS = 8  # rows of input that the packed layout is made for
 
 
 def can_prepack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN can hold packed weights of this dtype here."""
+    """Return whether oneDNN can hold packed weights of this dtype on this device."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype is torch.bfloat16:
@@ -29,19 +29,16 @@ class Linear(Protocol):
     """A linear layer with a fixed weight."""
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [..., in] to [..., out], in `out` if given."""
+        """Map x [..., in] to [..., out], in `out` if it is given."""
         ...
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """`residual + self(x)` in one pass over the output; `residual` may be overwritten."""
+        """Return `residual + self(x)`; `residual` may be overwritten."""
         ...
 
 
 class PackedLinear(nn.Module):
-    """`F.linear` with a fixed weight [out, in]; packed where that is possible.
-
-    The weight is copied: the caller may drop its own.
-    """
+    """`F.linear` with a fixed weight [out, in], which is copied and packed where possible."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -57,9 +54,9 @@ class PackedLinear(nn.Module):
             )
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [..., in] to [..., out], in `out` if given."""
+        """Map x [..., in] to [..., out], in `out` if it is given."""
         if self._packed:
-            y = _padded(self._multiply, x)
+            y = _pad_rows(self._multiply, x)
             return y if out is None else out.copy_(y)
         if out is None:
             return F.linear(x, self._weight, self._bias)
@@ -71,9 +68,9 @@ class PackedLinear(nn.Module):
         return out
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """`residual + self(x)` in one pass over the output; `residual` may be overwritten."""
+        """Return `residual + self(x)`; `residual` may be overwritten."""
         if self._packed:
-            return _padded(self._multiply_add, x, residual)
+            return _pad_rows(self._multiply_add, x, residual)
         if self._bias is not None:
             residual += self._bias
         residual.view(-1, self.out_features).addmm_(x.view(-1, self.in_features), self._weight.t())
@@ -90,42 +87,16 @@ class PackedLinear(nn.Module):
         return y
 
 
-def _padded(product: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    """`product` of rows [..., any] each, made up to one of eight numbers per power of two.
+def _pad_rows(product: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+    """Return `product` of tensors [..., any], computed with at most an eighth more rows.
 
-    oneDNN compiles a kernel for every number of rows (1 ms, 0.7 MB), and prompts have any: over
-    time that took a gigabyte. An eighth more rows at most costs less.
+    oneDNN compiles and keeps a kernel for every number of rows, and prompts have any number. So
+    the rows are padded to one of eight numbers per power of two.
     """
     count = rows[0].numel() // rows[0].shape[-1]
     step = 1 << max(0, (count - 1).bit_length() - 4)
     missing = -count % step
     if not missing:
         return product(*rows)
-    made_up = product(*[F.pad(each.flatten(0, -2), (0, 0, 0, missing)) for each in rows])
-    return made_up[:count].view(*rows[0].shape[:-1], -1)
-
-
-def pack_linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """The fastest layer for a fixed weight [out, in], which it copies."""
-    if weight.device.type == "cpu" and weight.dtype is torch.bfloat16:
-        from outrider.engine.cpu.linear import CompiledLinear, fits  # imports Numba
-
-        if fits(weight):
-            return CompiledLinear(weight, bias)
-    if weight.device.type == "cuda" and weight.dtype is torch.bfloat16:
-        from outrider.engine.cuda.gemm import linear as products  # imports Triton
-
-        if products.fits(weight, bias):
-            return products.FewRowsLinear(weight)
-    return PackedLinear(weight, bias)
-
-
-def prepack_linears(model: nn.Module) -> int:
-    """Replace every plain `nn.Linear` of a loaded model in place; returns how many."""
-    count = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and can_prepack(child.weight.dtype, child.weight.device):
-                setattr(parent, name, pack_linear(child.weight, child.bias))
-                count += 1
-    return count
+    padded = product(*[F.pad(each.flatten(0, -2), (0, 0, 0, missing)) for each in rows])
+    return padded[:count].view(*rows[0].shape[:-1], -1)

@@ -1,6 +1,6 @@
-"""Which rows of a batch read the same pages: those that follow one another and begin equally.
+"""Find adjacent rows of a batch that begin with the same pages.
 
-Branches of one session differ in their last pages alone. What they share need be read from memory
+Branches of one session differ only in their last pages. Attention reads the pages that they share
 once for all of them (as in Hydragen, Juravsky et al., arXiv 2402.05099).
 """
 
@@ -14,21 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MAX_OWN_PAGES: Final = 4
-"""Rows that read more pages besides those they share are taken one by one."""
+"""Rows with more pages of their own do not join a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Runs of rows, each of which begins with most of the pages of the row before it."""
+    """Runs of rows; each row begins with most of the pages of the row before it."""
 
-    places: Tensor  # int32 [rows]: how far a row is from its run's first
-    pages: Tensor  # int32 [rows]: with so many of the pages of the row before; 0 for a run's first
+    places: Tensor  # int32 [rows]: the row's index in its run
+    pages: Tensor  # int32 [rows]: shared with the row before; 0 for the first of a run
 
     @classmethod
     def of(cls, block_table: Tensor, seq_lens: Tensor, page_size: int) -> SharedPrefix:
-        """Of a batch's int32 tables [rows, max_pages] and lengths [rows]; waits for no device.
+        """Compare int32 tables [rows, max_pages] with lengths [rows], without a device sync.
 
-        Rows whose whole tables are equal, as those that fill up a batch, share nothing.
+        Rows whose whole tables are equal, such as padding rows, share nothing.
         """
         differs = block_table[1:] != block_table[:-1]
         common = F.pad(differs.int().argmax(1), (1, 0))
