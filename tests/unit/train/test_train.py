@@ -28,7 +28,7 @@ from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.train.command_line import build_parser, main
 from outrider.train.data import Source, Windows
-from outrider.train.export import round_module
+from outrider.train.files import round_module
 from outrider.train.processes import Processes
 from outrider.train.run import BYTES_PER_LOGIT, build_head, tokens_per_forward
 from outrider.train.target import Target, TargetBatch, load_target
