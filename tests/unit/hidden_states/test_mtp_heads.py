@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.drafting.hidden_states.heads.block_fp8 import dequantise
+from outrider.drafting.hidden_states.checkpoints import dequantise
 from outrider.drafting.hidden_states.heads.mtp import MtpHead
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
 from outrider.engine.attention.backends import choose_backend

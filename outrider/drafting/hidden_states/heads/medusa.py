@@ -204,7 +204,7 @@ def _token_map(checkpoint: Checkpoint, name: str, vocab_size: int) -> Tensor | N
     known = checkpoint.config.get("truncated_vocab_size")
     if known == vocab_size or (known is None and name not in checkpoint):
         return None
-    token_map = checkpoint.tensor(name)
+    token_map = checkpoint.stored(name)
     ids = token_map.flatten().tolist()
     if (
         token_map.dtype not in (torch.int64, torch.int32)
