@@ -1,4 +1,4 @@
-"""Chat templates, rendered as transformers renders them, in Jinja's sandbox."""
+"""Renders chat templates as transformers does, in Jinja's sandbox."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate | None:
-        """From chat_template.jinja or tokenizer_config.json; None if the model has none."""
+        """Read chat_template.jinja or tokenizer_config.json; None if the model has no template."""
         path = folder / "chat_template.jinja"
         if path.exists():
             source: Any = path.read_text(encoding="utf-8")
@@ -89,7 +89,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token and so on; a token is a string or {"content": ...}."""
+    """Return bos_token, eos_token and so on; a token is a string or {"content": ...}."""
     tokens = {}
     for name, value in tokenizer_config.items():
         content = value.get("content") if isinstance(value, dict) else value

@@ -1,7 +1,7 @@
-"""Text to token ids and back, from a model folder's tokenizer.json; imports no torch.
+"""Text to token ids and back, from a model folder's tokenizer.json.
 
-`transformers.AutoTokenizer` would bring torch into the gateway and two seconds to its start, so
-this uses the `tokenizers` library itself, and renders chat templates as transformers does.
+`transformers.AutoTokenizer` would bring torch into the gateway and slow its start. So this uses the
+`tokenizers` library itself, and renders chat templates as transformers does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Tokenizer:
     """A model's tokenizer. Safe to share between threads.
 
     `vocab_size` counts added tokens; the model's own vocabulary may be padded beyond it.
-    `max_token_chars` bounds from above how much (normalised) text a token can stand for.
+    `max_token_chars` is the most (normalised) text that a token can stand for.
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class Tokenizer:
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special
         )
-        self._byte_level = _is_byte_level(json.loads(backend.to_str())["decoder"])
+        decoder = json.loads(backend.to_str())["decoder"]
+        self._byte_level = decoder is not None and decoder["type"] == "ByteLevel"
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -74,14 +75,21 @@ class Tokenizer:
     def encode(
         self, text: str, *, param: str = "prompt", add_special_tokens: bool = True
     ) -> list[int]:
-        """Token ids of `text`, with or without the special tokens (BOS) of the post-processor.
+        """Return the ids of `text`, with or without the post-processor's special tokens (BOS).
 
         Raises `InvalidRequestError` naming `param` for text that is not valid Unicode.
         """
-        return self._encode(text, add_special_tokens=add_special_tokens, param=param)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # lone surrogates: "\ud800" is legal JSON
+            raise InvalidRequestError(f"{param} is not valid Unicode text.", param=param) from error
+        # The fast variant leaves out character offsets. It releases the GIL.
+        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = batch[0].ids
+        return ids
 
     def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's turn.
+        """Return the token ids of a conversation, ready for the assistant's answer.
 
         Raises `InvalidRequestError` when the model has no template or the template refuses.
         """
@@ -92,17 +100,17 @@ class Tokenizer:
                 reason="NO_CHAT_TEMPLATE",
             )
         text = self._chat_template.render(messages)  # the template writes BOS itself
-        return self._encode(text, add_special_tokens=False, param="messages")
+        return self.encode(text, add_special_tokens=False, param="messages")
 
     def decode(self, token_ids: list[int]) -> str:
-        """Decode `token_ids`: special tokens are left out, broken UTF-8 becomes U+FFFD."""
+        """Decode `token_ids` without special tokens; broken UTF-8 becomes U+FFFD."""
         text: str = self._backend.decode(token_ids, skip_special_tokens=True)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token within a text; a special token is spelled as written.
 
-        Empty for an id without a token: a model's vocabulary may be padded.
+        They are empty for an id without a token, since a model's vocabulary may be padded.
         """
         token: str | None = self._backend.id_to_token(token_id)
         if token is None or token_id in self._special_ids:
@@ -126,19 +134,9 @@ class Tokenizer:
         token: str | None = self._backend.id_to_token(token_id)
         return token
 
-    def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # lone surrogates: "\ud800" is legal JSON
-            raise InvalidRequestError(f"{param} is not valid Unicode text.", param=param) from error
-        # The fast variant leaves out character offsets: half the time. It releases the GIL.
-        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = batch[0].ids
-        return ids
-
 
 def tokenizer_hash(folder: Path) -> str:
-    """Hex SHA-256 of a folder's tokenizer.json, blind to formatting, padding and truncation.
+    """Return the hex SHA-256 of a tokenizer.json, whatever its formatting and padding.
 
     Services whose hashes are equal number tokens alike. Raises `ConfigError`.
     """
@@ -192,7 +190,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _eos_token_ids(
     folder: Path, tokenizer_config: dict[str, Any], backend: BackendTokenizer
 ) -> frozenset[int]:
-    """generation_config.json decides, then config.json, then the tokenizer's own EOS."""
+    """Return the ids of generation_config.json, else config.json, else the tokenizer's own EOS."""
     for name in ("generation_config.json", "config.json"):
         eos = _read_json(folder / name).get("eos_token_id")
         if eos is not None:
@@ -201,8 +199,3 @@ def _eos_token_ids(
     token = token.get("content") if isinstance(token, dict) else token
     token_id = backend.token_to_id(token) if token else None
     return frozenset() if token_id is None else frozenset([token_id])
-
-
-def _is_byte_level(decoder: dict[str, Any] | None) -> bool:
-    """Whether the tokenizer's whole decoder is byte-level BPE's."""
-    return decoder is not None and decoder["type"] == "ByteLevel"

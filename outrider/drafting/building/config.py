@@ -1,10 +1,10 @@
-"""What a drafting method is told once, when it is built. Frozen."""
+"""The frozen settings of each drafting method."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from outrider.drafting.copying.suffix_settings import SuffixSettings
 from outrider.drafting.proposer import TREE_WIDTH
@@ -14,18 +14,18 @@ from outrider.models.resolve import EMBEDDED, EMBEDDED_HEADS
 from outrider.params import MAX_SPECULATIVE_TOKENS
 
 Say = Callable[[str], None]
-"""Takes a line on how building is going."""
+"""Takes a line about the progress of building."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodConfig:
-    """What every method is told. Raises `ConfigError`."""
+    """The settings of every method. Raises `ConfigError`."""
 
     name: str
     max_draft_tokens: int = 16
     """Per round."""
     max_branches: int = 16
-    """Outcomes of a verification that are drafted for ahead of it, per session at most; 0: none."""
+    """Most outcomes of a verification that are drafted for ahead, per session; 0: none."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_draft_tokens <= MAX_SPECULATIVE_TOKENS:
@@ -65,7 +65,7 @@ class DeterministicConfig(MethodConfig):
 class ModelConfig(MethodConfig):
     """A method with weights."""
 
-    model: str = "embedded"
+    model: str = EMBEDDED
     """"embedded", a folder, or a Hugging Face id."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """None: bfloat16 on CUDA, and on CPUs with AVX-512 for modules that read hidden states; else
@@ -75,7 +75,7 @@ class ModelConfig(MethodConfig):
     kv_cache_memory: int = 256
     """MiB for keys and values."""
     max_model_len: int | None = None
-    """None: what the model allows."""
+    """None: the model's own."""
     device: Literal["cpu", "cuda"] = "cpu"
     attention_backend: str | None = None
     """None: the best that fits."""
@@ -93,7 +93,7 @@ class ModelConfig(MethodConfig):
 
     @property
     def int8_weights(self) -> bool:
-        """Whether weights are read as int8 where that is faster."""
+        """Weights are read as int8 where that is faster."""
         return self.quantization != "none" and self._has_int8_kernels
 
     @property
@@ -112,8 +112,8 @@ class DraftModelConfig(ModelConfig):
 class HeadConfig(ModelConfig):
     """A module that reads the target's hidden states. Raises `ConfigError`."""
 
-    target_model: str = "embedded"
-    """As `model`: what it was trained for, whose embedding and head it shares."""
+    target_model: str = EMBEDDED
+    """The model that the module was trained for, whose embedding and head it shares."""
     tree_width: int = TREE_WIDTH
     """1: drafts are chains."""
     project_features: bool | None = None
@@ -138,13 +138,23 @@ class HeadConfig(ModelConfig):
 
     @property
     def projects_features(self) -> bool:
-        """Whether the scorer is asked to, where the module allows it."""
-        told = self.project_features
-        return self.name == "eagle3" and (self.device == "cuda" if told is None else told)
+        """The scorer is asked to project features, where the module allows it."""
+        asked = self.project_features
+        return self.name == "eagle3" and (self.device == "cuda" if asked is None else asked)
+
+
+CONFIGS: Final[Mapping[str, type[MethodConfig]]] = {
+    "ngram": NgramConfig,
+    "suffix": SuffixConfig,
+    "deterministic": DeterministicConfig,
+    "draft_model": DraftModelConfig,
+    **dict.fromkeys(HIDDEN_STATE_METHODS, HeadConfig),
+}
+"""By method."""
 
 
 def check_methods(methods: tuple[MethodConfig, ...]) -> None:
-    """Of one proposer. Raises `ConfigError`."""
+    """Check the methods of one proposer. Raises `ConfigError`."""
     names = [method.name for method in methods]
     if not names or len(set(names)) < len(names):
         raise ConfigError("--method names one method, or several different ones.")
@@ -157,6 +167,5 @@ def check_methods(methods: tuple[MethodConfig, ...]) -> None:
 
 
 def device_of(methods: tuple[MethodConfig, ...]) -> str:
-    """Where these draft: where their model does."""
-    models = [method for method in methods if isinstance(method, ModelConfig)]
-    return models[0].device if models else "cpu"
+    """Return the device of the methods' model, or else "cpu"."""
+    return next((each.device for each in methods if isinstance(each, ModelConfig)), "cpu")

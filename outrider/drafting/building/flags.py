@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from dataclasses import fields
 
 from outrider.drafting.building.config import (
-    DeterministicConfig,
+    CONFIGS,
     DraftModelConfig,
-    HeadConfig,
     MethodConfig,
     ModelConfig,
     NgramConfig,
@@ -17,10 +16,10 @@ from outrider.drafting.building.config import (
 from outrider.drafting.copying.suffix_settings import SuffixSettings
 from outrider.drafting.proposer import TREE_WIDTH
 from outrider.errors import ConfigError
-from outrider.methods import HIDDEN_STATE_METHODS, METHODS, parse_methods
+from outrider.methods import METHODS, parse_methods
 
-_BESIDE_OTHERS = 5  # draft tokens of a model: K is then also that of methods that cost nothing
-_CUDA_KV_CACHE = 4096  # MiB; a part of the device, which the proposer may share with a scorer
+_BESIDE_OTHERS = 5  # draft tokens of a model beside methods that cost nothing
+_CUDA_KV_CACHE = 4096  # MiB of a device that the proposer may share with a scorer
 _SUFFIX_FLAGS = {
     "max_tree_depth": "tokens of context that are matched at most",
     "max_spec_factor": "draft tokens per token of context that matches",
@@ -31,7 +30,7 @@ _SUFFIX_FLAGS = {
 
 
 def add_method_flags(parser: argparse.ArgumentParser, device: str) -> None:
-    """Add them, each with its default; `device`: where models draft unless it is said."""
+    """Add the flags with their defaults; models draft on `device` unless a flag names another."""
     ngram, draft, suffix = NgramConfig(), DraftModelConfig(), SuffixSettings()
     add = parser.add_argument
     add(
@@ -105,6 +104,7 @@ def add_method_flags(parser: argparse.ArgumentParser, device: str) -> None:
     add("--prompt-lookup-max", type=int, default=ngram.prompt_lookup_max, help="ngram")
     add(
         "--prompt-lookup-prefer",
+        dest="prefer",
         choices=("recent", "frequent"),
         default=ngram.prefer,
         help="ngram: which of several matches",
@@ -117,13 +117,13 @@ def add_method_flags(parser: argparse.ArgumentParser, device: str) -> None:
         "--shared-memory-across-tenants",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="suffix: draft from responses to other tenants, too: what they were answered can "
-        "then be told from drafts and their speed",
+        help="suffix: draft from responses to other tenants, too, which drafts and their "
+        "speed may then reveal",
     )
 
 
 def take_methods(args: argparse.Namespace) -> tuple[MethodConfig, ...]:
-    """The methods that the flags describe. Raises `ConfigError`."""
+    """Return the methods that the flags describe. Raises `ConfigError`."""
     methods = tuple(_method(name, args) for name in args.method)
     if args.model is not None and not any(isinstance(each, ModelConfig) for each in methods):
         raise ConfigError(
@@ -134,51 +134,20 @@ def take_methods(args: argparse.Namespace) -> tuple[MethodConfig, ...]:
 
 
 def _method(name: str, args: argparse.Namespace) -> MethodConfig:
-    """One method as the flags describe it. Raises `ConfigError`."""
-    given = {"max_draft_tokens": args.max_draft_tokens, "max_branches": args.max_branches}
-    common: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    if name == "ngram":
-        return NgramConfig(
-            prompt_lookup_min=args.prompt_lookup_min,
-            prompt_lookup_max=args.prompt_lookup_max,
-            prefer=args.prompt_lookup_prefer,
-            **common,
-        )
-    if name == "suffix":
-        settings = {key: getattr(args, f"suffix_decoding_{key}") for key in _SUFFIX_FLAGS}
+    """Return one method; its settings are the flags of the same names that are set."""
+    config, given = CONFIGS[name], {**vars(args), "name": name}
+    if config is SuffixConfig:
+        settings = {key: given[f"suffix_decoding_{key}"] for key in _SUFFIX_FLAGS}
         shared = args.shared_memory_across_tenants
-        return SuffixConfig(
-            settings=SuffixSettings(**settings, shared_across_tenants=shared), **common
-        )
-    if name == "deterministic":
-        return DeterministicConfig(**common)
-    return _model(name, args, common)
-
-
-def _model(name: str, args: argparse.Namespace, common: dict[str, Any]) -> ModelConfig:
-    """A method with weights."""
-    on_cuda, draft = args.device == "cuda", DraftModelConfig()
-    if len(args.method) > 1:
-        common.setdefault("max_draft_tokens", _BESIDE_OTHERS)
-    common |= {
-        "model": draft.model if args.model is None else args.model,
-        "dtype": args.dtype,
-        "threads": args.threads,
-        "kv_cache_memory": args.kv_cache_memory
-        or (_CUDA_KV_CACHE if on_cuda else draft.kv_cache_memory),
-        "max_model_len": args.max_model_len,
-        "device": args.device,
-        "attention_backend": args.attention_backend,
-        "quantization": args.quantization,
+        given["settings"] = SuffixSettings(**settings, shared_across_tenants=shared)
+    values = {
+        each.name: given[each.name] for each in fields(config) if given.get(each.name) is not None
     }
-    if name in HIDDEN_STATE_METHODS:
-        return HeadConfig(
-            name=name,
-            target_model=args.target_model,
-            tree_width=args.tree_width,
-            project_features=args.project_features,
-            **common,
-        )
-    if not on_cuda:
-        common.setdefault("max_branches", 0)
-    return DraftModelConfig(**common)
+    if issubclass(config, ModelConfig):
+        if len(args.method) > 1:
+            values.setdefault("max_draft_tokens", _BESIDE_OTHERS)
+        if args.device == "cuda":
+            values.setdefault("kv_cache_memory", _CUDA_KV_CACHE)
+        elif config is DraftModelConfig:
+            values.setdefault("max_branches", 0)
+    return config(**values)

@@ -1,4 +1,4 @@
-"""SuffixDecoding's settings, apart from it: a command line is read before NumPy is imported."""
+"""SuffixDecoding's settings, without NumPy, so that a command line is read before its import."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SuffixSettings:
     max_cached_tokens: int = 1_000_000
     """Their tokens, of all tenants together; the oldest responses go first."""
     shared_across_tenants: bool = False
-    """Whether one tenant's responses may be drafts, and thereby speed, of another's."""
+    """Drafts, and so speed, may reveal one tenant's responses to another."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_tree_depth <= 1024:
