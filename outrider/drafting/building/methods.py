@@ -51,9 +51,7 @@ def _build_ngram(method: NgramConfig, max_sessions: int, _: Say) -> tuple[Propos
         prompt_lookup_min=method.prompt_lookup_min,
         prompt_lookup_max=method.prompt_lookup_max,
         prefer=method.prefer,
-        max_draft_tokens=method.max_draft_tokens,
-        max_sessions=max_sessions,
-        max_branches=method.max_branches,
+        **_limits(method, max_sessions),
     )
     return proposer, ""
 
@@ -61,12 +59,15 @@ def _build_ngram(method: NgramConfig, max_sessions: int, _: Say) -> tuple[Propos
 def _build_deterministic(
     method: DeterministicConfig, max_sessions: int, _: Say
 ) -> tuple[Proposer, str]:
-    proposer = DeterministicProposer(
-        max_draft_tokens=method.max_draft_tokens,
-        max_sessions=max_sessions,
-        max_branches=method.max_branches,
-    )
-    return proposer, ""
+    return DeterministicProposer(**_limits(method, max_sessions)), ""
+
+
+def _limits(method: MethodConfig, max_sessions: int) -> dict[str, Any]:
+    return {
+        "max_sessions": max_sessions,
+        "max_draft_tokens": method.max_draft_tokens,
+        "max_branches": method.max_branches,
+    }
 
 
 def _build_suffix(method: SuffixConfig, max_sessions: int, say: Say) -> tuple[Proposer, str]:
@@ -75,13 +76,7 @@ def _build_suffix(method: SuffixConfig, max_sessions: int, say: Say) -> tuple[Pr
 
     say("compiling, which takes half a minute the first time")
     _warm_up(SuffixProposer())  # another one, which remembers the made-up responses
-    proposer = SuffixProposer(
-        method.settings,
-        max_sessions=max_sessions,
-        max_draft_tokens=method.max_draft_tokens,
-        max_branches=method.max_branches,
-    )
-    return proposer, ""
+    return SuffixProposer(method.settings, **_limits(method, max_sessions)), ""
 
 
 def _build_draft_model(

@@ -93,6 +93,23 @@ class Checkpoint:
             )
         return found
 
+    def token_ids(self, name: str, vocab_size: int, count: int | None = None) -> Tensor:
+        """Return different token ids below `vocab_size`, int64. Raises `ConfigError`."""
+        stored = self.stored(name)
+        ids = stored.flatten().tolist()
+        if (
+            stored.dtype not in (torch.int64, torch.int32)
+            or stored.dim() != 1
+            or count not in (None, len(ids))
+            or len(set(ids)) < len(ids)
+            or not 0 <= min(ids, default=-1) <= max(ids, default=vocab_size) < vocab_size
+        ):
+            number = "" if count is None else f"{count} "
+            raise ConfigError(
+                f"{name} in {self.folder} must hold {number}different token ids below {vocab_size}."
+            )
+        return stored.long()
+
     def check_all_taken(self, ignored: Iterable[str] = ()) -> None:
         """Raise `ConfigError` if tensors were not read: the module would differ without them."""
         left = sorted(

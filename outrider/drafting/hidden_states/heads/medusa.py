@@ -59,7 +59,7 @@ class MedusaHead:
         self._token_map = weights.token_map
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
-        """Return head `depth`'s logits: [n, hidden] to float32 [n, vocab], -inf for unknown tokens."""
+        """Return the logits of head `depth`: [n, hidden] to float32 [n, vocab]."""
         known = self._lm_heads[depth](self._hidden(states, depth))
         return spread(known, self._token_map, self.vocab_size)
 
@@ -132,7 +132,10 @@ def load_medusa(
     config = checkpoint.config
     layout, prefix, num_heads, num_layers = _find_heads(checkpoint)
     needs_bias = layout is _LAYOUTS[0] or bool(config.get("medusa_fc_bias", False))
-    token_map = _token_map(checkpoint, f"{prefix}token_map", target.vocab_size)
+    token_map, known = None, config.get("truncated_vocab_size")
+    name = f"{prefix}token_map"
+    if known != target.vocab_size and (known is not None or name in checkpoint):
+        token_map = checkpoint.token_ids(name, target.vocab_size, known)
     scale = config.get("logit_scale") or 1.0
     if not isinstance(scale, int | float):
         raise ConfigError(f"config.json in {folder}: logit_scale must be a number.")
@@ -185,30 +188,11 @@ def _find_heads(checkpoint: Checkpoint) -> tuple[_Layout, str, int, int]:
                 match.groups() for name in checkpoint.names if (match := spelt.fullmatch(name))
             ]
             if found:
-                num_heads, num_layers = (1 + max(map(int, each)) for each in zip(*found, strict=True))
+                num_heads, num_layers = (
+                    1 + max(map(int, each)) for each in zip(*found, strict=True)
+                )
                 return layout, prefix, num_heads, num_layers
     raise ConfigError(
         f"{checkpoint.folder} holds no Medusa heads: neither a tensor 0.0.linear.weight nor "
         "blocks.0.layers.0.weight."
     )
-
-
-def _token_map(checkpoint: Checkpoint, name: str, vocab_size: int) -> Tensor | None:
-    """Return the target's ids of the tokens that the heads know, int64; None: all."""
-    known = checkpoint.config.get("truncated_vocab_size")
-    if known == vocab_size or (known is None and name not in checkpoint):
-        return None
-    token_map = checkpoint.stored(name)
-    ids = token_map.flatten().tolist()
-    if (
-        token_map.dtype not in (torch.int64, torch.int32)
-        or token_map.dim() != 1
-        or known not in (None, len(ids))
-        or len(set(ids)) < len(ids)
-        or not 0 <= min(ids, default=-1) <= max(ids, default=vocab_size) < vocab_size
-    ):
-        raise ConfigError(
-            f"{name} in {checkpoint.folder} must hold truncated_vocab_size different token ids "
-            f"below {vocab_size}."
-        )
-    return token_map.long()

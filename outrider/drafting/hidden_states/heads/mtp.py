@@ -7,9 +7,7 @@ norm, and the target's own head; h_p is the target's state at p after its final 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +15,6 @@ from transformers import AttentionInterface
 
 from outrider.drafting.hidden_states.checkpoints import TensorSource
 from outrider.drafting.hidden_states.heads.base import (
-    BoundLayer,
     HeadShape,
     Place,
     RecurrentHead,
@@ -37,88 +34,6 @@ from outrider.engine.model.ops import Use
 from outrider.features import FeatureSpec
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
-
-
-class FeedBack(StrEnum):
-    """The input of rows past the committed text, in place of a target's state."""
-
-    POST_NORM = "post_norm"  # the state that the head's logits are made of
-    RAW = "raw"  # the decoder layer's output
-
-
-class MtpModule(BoundLayer, Protocol):
-    """One prediction module, with keys and values of its own."""
-
-    capturable: bool  # as of a `RecurrentHead`
-    uses: Sequence[Use]
-
-    def forward(
-        self, embedded: Tensor, states: Tensor, attention: StepAttention, rows: Tensor | None
-    ) -> Tensor:
-        """Map embeddings and states [n, H] to the decoder layer's output [m, H].
-
-        `rows` int64 [m] are those whose output is wanted; None: all.
-        """
-        ...
-
-    def norm(self, outputs: Tensor) -> Tensor:
-        """Apply the last norm to `forward`'s outputs [n, H]."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """The matrices by which tokens get into the head and out of it."""
-
-    embedding: Tensor  # [vocab_size, H]
-    head: Tensor  # [vocab_size, H], or a row for each of `draft_ids`
-    draft_ids: Tensor | None = None  # int64 [draft_vocab_size]: the target's ids of the head's rows
-
-
-class MtpHead(RecurrentHead):
-    """A `RecurrentHead` of n modules, of which step k drafts with module k mod n.
-
-    Every module runs over every row, since its keys and values must be there when its step comes.
-    Those of true rows are made from the target's states in all modules. (Modules were trained on
-    the output of the module before, which is an estimate of the same state.)
-    """
-
-    def __init__(
-        self,
-        modules: Sequence[MtpModule],
-        shape: HeadShape,
-        place: Place,
-        vocabulary: Vocabulary,
-        feed_back: FeedBack = FeedBack.POST_NORM,
-    ) -> None:
-        super().__init__(shape, place, modules, vocabulary.embedding)
-        self._modules = modules
-        self._head = place.linear(vocabulary.head)
-        self._draft_ids = vocabulary.draft_ids
-        self._raw = feed_back is FeedBack.RAW
-        self.features = FeatureSpec(hidden_size=shape.hidden_size, final_norm=True)
-        self.capturable = all(module.capturable for module in modules)
-        of_modules = [use for module in modules for use in module.uses]
-        self.uses = (*of_modules, Use(self._head, alone=True))
-
-    @torch.inference_mode()
-    def forward(
-        self, token_ids: Tensor, states: Tensor, attention: StepAttention, step: int
-    ) -> Tensor:
-        """Return outputs [m, H], normed; with raw feedback [m, 2 H]: normed, then not normed."""
-        embedded, rows = self._embed(token_ids), wanted_rows(attention.batch)
-        outputs = [module.forward(embedded, states, attention, rows) for module in self._modules]
-        index = step % len(self._modules)
-        normed = self._modules[index].norm(outputs[index])
-        return torch.cat((normed, outputs[index]), dim=-1) if self._raw else normed
-
-    def feed_back(self, outputs: Tensor) -> Tensor:
-        return outputs[:, -self.state_size :]
-
-    @torch.inference_mode()
-    def logits(self, outputs: Tensor) -> Tensor:
-        known = self._head(outputs[:, : self.state_size].contiguous())
-        return spread(known, self._draft_ids, self.vocab_size)
 
 
 class LlamaModule:
@@ -158,6 +73,10 @@ class LlamaModule:
     def forward(
         self, embedded: Tensor, states: Tensor, attention: StepAttention, rows: Tensor | None
     ) -> Tensor:
+        """Map embeddings and states [n, H] to the decoder layer's output [m, H].
+
+        `rows` int64 [m] are those whose output is wanted; None: all.
+        """
         ops, eps = self._ops, self._eps
         parts = (
             ops.rms_norm(embedded, self._enorm, eps),
@@ -173,6 +92,7 @@ class LlamaModule:
         return self._layer(self._layer.qkv(normed), x, rope, attention, gate, rows)
 
     def norm(self, outputs: Tensor) -> Tensor:
+        """Apply the last norm to `forward`'s outputs."""
         return self._ops.rms_norm(outputs, self._norm, self._eps)
 
 
@@ -191,9 +111,9 @@ class ModuleWeights(nn.Module):
 
 
 class LayerModule:
-    """A module around a decoder layer of `transformers`, made with `ATTENTION_NAME`.
+    """A module around a decoder layer of `transformers`, with the methods of `LlamaModule`.
 
-    `latent`: its attention caches latents (multi-head latent attention).
+    The layer is made with `ATTENTION_NAME`. `latent`: it has multi-head latent attention.
     """
 
     capturable = False  # experts look on the host at which tokens they get
@@ -236,3 +156,57 @@ class LayerModule:
     def norm(self, outputs: Tensor) -> Tensor:
         normed: Tensor = self._weights.norm(outputs)
         return normed
+
+
+class MtpHead(RecurrentHead):
+    """A `RecurrentHead` of n modules, of which step k drafts with module k mod n.
+
+    Every module runs over every row, since its keys and values must be there when its step comes.
+    Those of true rows are made from the target's states in all modules. (Modules were trained on
+    the output of the module before, which is an estimate of the same state.)
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[LlamaModule] | Sequence[LayerModule],
+        shape: HeadShape,
+        place: Place,
+        embedding: Tensor,
+        head: Tensor,
+        *,
+        draft_ids: Tensor | None,
+        feed_back_raw: bool,
+    ) -> None:
+        """`head` has a row for each of `draft_ids`, int64, or for all tokens of the target.
+
+        With `feed_back_raw` rows past the committed text take the decoder layer's output in place
+        of a target's state, else the normed output that logits are made of.
+        """
+        super().__init__(shape, place, modules, embedding)
+        self._modules = modules
+        self._head = place.linear(head)
+        self._draft_ids = None if draft_ids is None else draft_ids.to(place.device)
+        self._raw = feed_back_raw
+        self.features = FeatureSpec(hidden_size=shape.hidden_size, final_norm=True)
+        self.capturable = all(module.capturable for module in modules)
+        of_modules = [use for module in modules for use in module.uses]
+        self.uses = (*of_modules, Use(self._head, alone=True))
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids: Tensor, states: Tensor, attention: StepAttention, step: int
+    ) -> Tensor:
+        """Return outputs [m, H], normed; with raw feedback [m, 2 H]: normed, then not normed."""
+        embedded, rows = self._embed(token_ids), wanted_rows(attention.batch)
+        outputs = [module.forward(embedded, states, attention, rows) for module in self._modules]
+        index = step % len(self._modules)
+        normed = self._modules[index].norm(outputs[index])
+        return torch.cat((normed, outputs[index]), dim=-1) if self._raw else normed
+
+    def feed_back(self, outputs: Tensor) -> Tensor:
+        return outputs[:, -self.state_size :]
+
+    @torch.inference_mode()
+    def logits(self, outputs: Tensor) -> Tensor:
+        known = self._head(outputs[:, : self.state_size].contiguous())
+        return spread(known, self._draft_ids, self.vocab_size)

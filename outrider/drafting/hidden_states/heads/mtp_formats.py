@@ -92,12 +92,6 @@ class MtpFormat:
         found = (re.fullmatch(self.marker, name) for name in names)
         return sorted({int(match[1]) for match in found if match})
 
-    def foreign(self, names: Collection[str], used: Collection[str], number: int) -> list[str]:
-        """Return a module's tensors that were not used and are no copies."""
-        prefix = self.root.format(i=number)
-        left = set(names) - set(used) - {prefix + name for name in self.copies}
-        return sorted(name for name in left if name.startswith(prefix))
-
 
 _QWEN2 = Family("qwen2", "Qwen2", typed_layers=True, llama=True)
 _QWEN3_5 = Family("qwen3_5", "Qwen3_5", "Text", typed_layers=True, llama=True, gated=True, grids=3)

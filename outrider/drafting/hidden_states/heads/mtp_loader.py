@@ -14,13 +14,10 @@ from outrider.drafting.hidden_states.checkpoints import Checkpoint, TargetTensor
 from outrider.drafting.hidden_states.heads.base import HeadShape, Place
 from outrider.drafting.hidden_states.heads.llama import rope_table
 from outrider.drafting.hidden_states.heads.mtp import (
-    FeedBack,
     LayerModule,
     LlamaModule,
     ModuleWeights,
     MtpHead,
-    MtpModule,
-    Vocabulary,
 )
 from outrider.drafting.hidden_states.heads.mtp_formats import MtpFormat, detect, family_of
 from outrider.engine.model.config_sizes import caches_latents, head_dim, num_kv_heads
@@ -44,11 +41,16 @@ def load_mtp(
 ) -> MtpHead:
     """Load the head in `folder`: a checkpoint of its own, or the target's with the head in it.
 
-    config.json may say "feed_back": "raw" (see `FeedBack`). Raises `ConfigError`, which names the
+    config.json may say "feed_back": "raw" (see `MtpHead`). Raises `ConfigError`, which names the
     tensor or setting, for one that is missing, of another shape, or not of a known format.
     """
     checkpoint, target = Checkpoint(folder), TargetTensors(target_folder)
     values: dict[str, Any] = {**checkpoint.config, **checkpoint.group("text_config")}
+    feed_back = checkpoint.config.get("feed_back", "post_norm")
+    if feed_back not in ("post_norm", "raw"):
+        raise ConfigError(
+            f"config.json in {folder}: feed_back is {feed_back!r}; known are post_norm, raw."
+        )
     stored, numbers = detect(checkpoint.names)
     family, place = family_of(stored, values), Place.of(dtype, device)
     try:
@@ -64,22 +66,26 @@ def load_mtp(
         )
     shape = _shape(config, max_model_len)
     readers = [ModuleTensors(checkpoint, stored, number, place) for number in numbers]
-    modules: list[MtpModule] = []
+    modules: list[LlamaModule] | list[LayerModule]
     if family.llama:
         if config.hidden_act != "silu":
             raise ConfigError(f"hidden_act {config.hidden_act!r} is not known in MTP modules.")
         rope, rotary_dim = rope_table(rotary, shape, place)
-        for i, reader in enumerate(readers):
-            source = LlamaTensors(reader, shape.head_dim, rotary_dim, gated=family.gated)
-            modules.append(LlamaModule(source, rope, shape, place, i))
+        sources = [
+            LlamaTensors(reader, shape.head_dim, rotary_dim, gated=family.gated)
+            for reader in readers
+        ]
+        modules = [LlamaModule(source, rope, shape, place, i) for i, source in enumerate(sources)]
     else:
-        for empty, reader in zip(weights, readers, strict=True):
-            filled = _filled(empty, reader, place)
-            modules.append(LayerModule(filled, rotary, latent=shape.latents is not None))
+        modules = [
+            LayerModule(_filled(empty, reader, place), rotary, latent=shape.latents is not None)
+            for empty, reader in zip(weights, readers, strict=True)
+        ]
     for reader in readers:
         reader.check_all_taken()
-    vocabulary = _vocabulary(checkpoint, target, stored, place)
-    return MtpHead(modules, shape, place, vocabulary, _feed_back(checkpoint))
+    embedding, head, ids = _vocabulary(checkpoint, target, stored)
+    raw = feed_back == "raw"
+    return MtpHead(modules, shape, place, embedding, head, draft_ids=ids, feed_back_raw=raw)
 
 
 class ModuleTensors:
@@ -112,8 +118,10 @@ class ModuleTensors:
 
     def check_all_taken(self) -> None:
         """Raise `ConfigError` if the module has tensors that nothing read."""
-        names, taken = self._checkpoint.names, self._checkpoint.taken
-        foreign = self._stored.foreign(names, taken, self._number)
+        prefix = self._stored.root.format(i=self._number)
+        left = self._checkpoint.names - self._checkpoint.taken
+        left -= {prefix + name for name in self._stored.copies}
+        foreign = sorted(name for name in left if name.startswith(prefix))
         if foreign:
             raise ConfigError(
                 f"{self.folder} holds {', '.join(foreign[:3])}, which the format of "
@@ -210,16 +218,16 @@ def _shape(config: Any, max_model_len: int | None) -> HeadShape:
 
 
 def _vocabulary(
-    checkpoint: Checkpoint, target: TargetTensors, stored: MtpFormat, place: Place
-) -> Vocabulary:
-    """Return the target's embedding and head, unless the format has its own."""
+    checkpoint: Checkpoint, target: TargetTensors, stored: MtpFormat
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return embedding, head and draft ids: the target's, unless the format has its own."""
     size = (target.vocab_size, target.hidden_size)
     embedding, head, ids = None, None, None
     own = checkpoint.names if stored.own_vocabulary else frozenset()
     if "model.embed_tokens.weight" in own:
         embedding = checkpoint.tensor("model.embed_tokens.weight", *size)
     if "model.d2t" in own:
-        ids = _draft_ids(checkpoint, target.vocab_size)
+        ids = checkpoint.token_ids("model.d2t", target.vocab_size)
     if "lm_head.weight" in own:
         rows = len(ids) if ids is not None else target.vocab_size
         head = checkpoint.tensor("lm_head.weight", rows, target.hidden_size)
@@ -227,29 +235,5 @@ def _vocabulary(
         raise ConfigError(f"{checkpoint.folder} holds model.d2t but no lm_head.weight for it.")
     elif embedding is not None and checkpoint.config.get("tie_word_embeddings", False):
         head = embedding
-    return Vocabulary(
-        target.embedding() if embedding is None else embedding,
-        target.head() if head is None else head,
-        None if ids is None else ids.to(place.device),
-    )
-
-
-def _draft_ids(checkpoint: Checkpoint, vocab_size: int) -> Tensor:
-    """Return the target's ids of the head's rows, which this format stores as they are."""
-    ids = checkpoint.stored("model.d2t").long()
-    distinct = ids.dim() == 1 and 0 < len(set(ids.tolist())) == len(ids)
-    if not distinct or not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-        raise ConfigError(
-            f"model.d2t in {checkpoint.folder} must hold different token ids below {vocab_size}."
-        )
-    return ids
-
-
-def _feed_back(checkpoint: Checkpoint) -> FeedBack:
-    value = checkpoint.config.get("feed_back", FeedBack.POST_NORM)
-    if value not in list(FeedBack):
-        known = ", ".join(FeedBack)
-        raise ConfigError(
-            f"config.json in {checkpoint.folder}: feed_back is {value!r}; known are {known}."
-        )
-    return FeedBack(value)
+    embedding = target.embedding() if embedding is None else embedding
+    return embedding, target.head() if head is None else head, ids
