@@ -122,11 +122,11 @@ def test_suffix_index_anywhere_in_its_room_equals_the_definition(
 
 def test_suffix_index_of_constant_size_moves_nothing() -> None:
     index = SuffixIndex(range(1000))
-    links = index._links
+    links = index._text.links
     for _ in range(200):
         index.drop(40)
         index.append(range(40))
-    assert index._links is links
+    assert index._text.links is links
 
 
 def test_suffix_index_room_is_at_most_four_times_its_tokens() -> None:
@@ -134,7 +134,7 @@ def test_suffix_index_room_is_at_most_four_times_its_tokens() -> None:
     for added, dropped in ((200, 0), (5000, 200), (10, 4900), (0, 100), (3, 3), (20_000, 19_990)):
         index.append(range(added))
         index.drop(dropped)
-        assert len(index._tokens) <= max(256, 4 * len(index))
+        assert len(index._text.tokens) <= max(256, 4 * len(index))
 
 
 def draft(proposer: SuffixProposer, session: int) -> list[int]:
