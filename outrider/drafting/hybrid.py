@@ -107,7 +107,7 @@ class HybridProposer(SessionMethod[_Session]):
                     and key in self._sessions
                     and self._ensure_open(i, known)
                 ]
-                if keys or rank == 0:  # a child that is not asked still says what it lost
+                if keys or rank == 0:  # a child that is not asked still reports lost sessions
                     round_ = child.draft(keys, pace)
                     forward_s += round_.forward_s
                     unfinished.update(round_.unfinished)

@@ -87,7 +87,7 @@ class DraftRound:
 
 
 class Proposer(Protocol):
-    """A drafting method. Used from one thread; no method raises for what a scorer may send."""
+    """A drafting method. Used from one thread; nothing that a scorer may send raises."""
 
     @property
     def traits(self) -> ProposerTraits: ...

@@ -17,7 +17,7 @@ from outrider.train.files import written_whole
 Tokens = np.ndarray[Any, Any]
 """Token ids: a stream `[n]`, or rows `[rows, n]`."""
 HELD_OUT_SHARE = 50
-"""Where no held-out file is given, one in so many tokens is held out."""
+"""One in so many tokens is held out if no held-out file is given."""
 
 
 def read_tokens(path: Path, tokenizer: Any) -> Tokens:
@@ -57,7 +57,7 @@ def _documents(path: Path, tokenizer: Any) -> Iterator[str]:
     if path.suffix != ".jsonl":
         yield path.read_text(encoding="utf-8")
         return
-    # Not `splitlines`: JSON strings may hold what else Unicode takes for the end of a line.
+    # Not `splitlines`: JSON strings may hold other line ends of Unicode.
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue

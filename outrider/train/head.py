@@ -1,4 +1,4 @@
-"""The base class of the modules that are trained, and what they write."""
+"""The base class of the modules that are trained, and their checkpoints."""
 
 from __future__ import annotations
 

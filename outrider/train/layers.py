@@ -78,7 +78,7 @@ class ChainContext:
 
 
 def chain_mask(length: int, num_steps: int, device: torch.device) -> Tensor:
-    """Return what the last step's rows see: bool `[length, num_steps * length]`."""
+    """Return the rows that the last step's rows see: bool `[length, num_steps * length]`."""
     row = torch.arange(length, device=device)[:, None]
     column = torch.arange(length, device=device)[None]
     last = num_steps - 1
@@ -131,7 +131,7 @@ class ChainAttention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP with a norm before the MLP; what is before attention is the caller's."""
+    """Attention and MLP; the caller applies the norm before attention."""
 
     def __init__(self, input_size: int, shape: BlockShape, gated: bool = False) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def rotate(x: Tensor, theta: float) -> Tensor:
 
 
 def shift_rows(x: Tensor, count: int = 1) -> Tensor:
-    """Give row p what row p - count holds: `[rows, length, ...]`; the first rows are zero."""
+    """Move row p to row p + count: `[rows, length, ...]`; the first rows are zero."""
     if count == 0:
         return x
     return torch.cat((torch.zeros_like(x[:, :count]), x[:, :-count]), 1)

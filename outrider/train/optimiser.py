@@ -35,7 +35,7 @@ class Muon:
             optimiser.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {name: each.state_dict() for name, (each, _) in self._optimisers.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -237,7 +237,7 @@ def _load(args: argparse.Namespace, processes: Processes, length: int) -> tuple[
 def _read_data(
     args: argparse.Namespace, folder: Path, target: Target
 ) -> tuple[list[Tokens], Tokens]:
-    """Return what to train on, and what is held out."""
+    """Return the data to train on, and the data that is held out."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     arrays = [_checked(read_tokens(path, tokenizer), target) for path in args.data]
     if args.heldout is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from outrider.errors import ConfigError
@@ -17,8 +17,6 @@ _SETTINGS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     "max_position_embeddings",
 )
-_BLOCKS = ("layers", "h", "blocks")  # names of the decoder's list of layers
-_FINAL = -1  # among layers: the last layer's output after the final norm
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,6 @@ class Target:
         self.model: Any = model
         model.eval().requires_grad_(False)
         self.config: Any = model.config.get_text_config()
-        self.decoder: Any = model.get_decoder()
-        self._states: dict[int, Tensor] = {}
 
     @property
     def device(self) -> torch.device:
@@ -61,18 +57,10 @@ class Target:
     @torch.no_grad()
     def read(self, token_ids: Tensor, layers: tuple[int, ...]) -> TargetBatch:
         """Run whole windows; `layers` count as Hugging Face's `hidden_states`."""
-        hooks = [self._hook(layer) for layer in layers]
-        hooks.append(self.decoder.register_forward_hook(self._at_the_end))
-        try:
-            # Not the head alone: some models scale its logits, or cap them.
-            logits = self.logits(token_ids)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        states = [self._states.pop(layer) for layer in layers]
-        hidden = self._states.pop(_FINAL)
-        joined = torch.cat(states, -1) if states else hidden[..., :0]
-        return TargetBatch(token_ids, joined, hidden, logits)
+        found = self.model(input_ids=token_ids, use_cache=False, output_hidden_states=True)
+        states: tuple[Tensor, ...] = found.hidden_states
+        joined = [states[layer] for layer in layers] or [states[-1][..., :0]]
+        return TargetBatch(token_ids, torch.cat(joined, -1), states[-1], found.logits)
 
     @torch.no_grad()
     def logits(self, token_ids: Tensor) -> Tensor:
@@ -88,25 +76,6 @@ class Target:
                 f"The target's embeddings have {width} values, its layers hidden_size {size}: only "
                 "draft_model can be trained for it."
             )
-
-    def _at_the_end(self, _: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        self._states[_FINAL] = output[0]
-
-    def _hook(self, layer: int) -> Any:
-        blocks = next((getattr(self.decoder, n) for n in _BLOCKS if hasattr(self.decoder, n)), None)
-        if blocks is None:
-            kind = type(self.decoder).__name__
-            raise ConfigError(f"The layers of a {kind} are not found: eagle3 cannot be trained.")
-
-        def entering(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._states[layer] = args[0] if args else kwargs["hidden_states"]
-
-        def leaving(_: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-            self._states[layer] = output[0] if isinstance(output, tuple) else output
-
-        if layer == len(blocks):
-            return blocks[-1].register_forward_hook(leaving)
-        return blocks[layer].register_forward_pre_hook(entering, with_kwargs=True)
 
 
 def load_target(folder: Path, device: torch.device, dtype: torch.dtype) -> Target:

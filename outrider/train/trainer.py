@@ -30,7 +30,7 @@ _STOPPED = 2.0
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long and how fast to train. Raises `ConfigError` for values that cannot work."""
+    """Bounds and rates of training. Raises `ConfigError` for values that cannot work."""
 
     steps: int | None = None
     seconds: float | None = None  # of training, all runs together
@@ -53,7 +53,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training came."""
+    """Steps, tokens and time of training so far."""
 
     step: int = 0
     tokens: int = 0

@@ -152,7 +152,7 @@ def _recurrent(
 def _captured(
     method: HeadConfig, shapes: Sequence[LoopShape], say: Say
 ) -> AbstractContextManager[Capture | None]:
-    """Yield what captures loops of these shapes, on CUDA only."""
+    """Yield the capture of loops of these shapes, on CUDA only."""
     if method.device != "cuda" or not shapes:
         return nullcontext()
     return recording(shapes, torch.device(method.device), say)

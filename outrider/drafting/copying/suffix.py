@@ -1,4 +1,4 @@
-"""SuffixDecoding: copies what most often followed such a text, here and in earlier responses.
+"""SuffixDecoding: copies the most frequent continuation, here and in earlier responses.
 
 Oliaro et al., "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications" (arXiv
 2411.04975). It needs no model and pays where requests repeat each other: agents, tools, samples of

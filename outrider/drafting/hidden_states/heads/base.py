@@ -80,13 +80,13 @@ class RecurrentHead:
     """
 
     features: FeatureSpec
-    """What the module needs of the target."""
+    """The states of the target that the module reads."""
     projection = b""
     """The matrix that `features` announces, as it is sent; empty if there is none."""
     uses: Sequence[Use]
     """The module's products in the order of a round, by which their kernels may be chosen."""
     capturable = True
-    """Nothing waits for the device, attention apart."""
+    """Outside attention, nothing waits for the device."""
 
     def __init__(
         self, shape: HeadShape, place: Place, layers: Sequence[BoundLayer], embedding: Tensor
@@ -102,7 +102,7 @@ class RecurrentHead:
         self._embedding = embedding.to(place.device)
 
     def attention_traits(self, page_size: int) -> AttentionTraits:
-        """Return what the layers ask of attention."""
+        """Return the layers' requirements on attention."""
         return AttentionTraits(
             head_dims=frozenset((self._shape.head_dim,)),
             num_heads=self._shape.num_heads,
@@ -149,7 +149,7 @@ class RecurrentHead:
 class OneShotHead(Protocol):
     """Guesses several tokens from one state of the target."""
 
-    features: FeatureSpec  # what the head needs of the target
+    features: FeatureSpec  # states of the target that the head reads
     vocab_size: int  # of the target
     max_depth: int  # tokens that the head foresees
     uses: Sequence[Use]  # as of a `RecurrentHead`

@@ -161,7 +161,7 @@ class LlamaStack:
 
 
 class LlamaHead(RecurrentHead):
-    """A `RecurrentHead` of Llama layers; a subclass says what goes in and what comes out."""
+    """A `RecurrentHead` of Llama layers; a subclass defines their input and output."""
 
     def __init__(self, stack: LlamaStack, place: Place, embedding: Tensor) -> None:
         super().__init__(stack.shape, place, stack.layers, embedding)
