@@ -19,11 +19,11 @@ class Detokenizer(Protocol):
         """Return the text that `token_id` made certain; empty while a character is incomplete."""
 
     def flush(self) -> str:
-        """Return what was held back; broken bytes become U+FFFD."""
+        """Return the text that was held back; broken bytes become U+FFFD."""
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is held back: `flush` would return nothing."""
+        """Nothing is held back, so `flush` would return nothing."""
 
 
 class ByteLevelDetokenizer:
@@ -53,7 +53,7 @@ class ByteLevelDetokenizer:
 class WindowDetokenizer:
     """Any other decoder (SentencePiece, WordPiece, ...), through windows of tokens.
 
-    What a token adds depends on its neighbours (leading spaces, runs of byte tokens), so it is
+    The text of a token depends on its neighbours (leading spaces, runs of byte tokens). So it is
     the difference between decoding the previous window with it and without it, as in vLLM and
     TGI. A run of byte tokens is valid or not as a whole: nothing of it is certain before it ends.
     """

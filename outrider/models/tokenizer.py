@@ -1,7 +1,7 @@
-"""Text to token ids and back, from a model folder's tokenizer.json; imports no torch.
+"""Text to token ids and back, from a model folder's tokenizer.json.
 
-`transformers.AutoTokenizer` would bring torch into the gateway and two seconds to its start, so
-this uses the `tokenizers` library itself, and renders chat templates as transformers does.
+`transformers.AutoTokenizer` would bring torch into the gateway and slow its start. So this uses the
+`tokenizers` library itself, and renders chat templates as transformers does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Tokenizer:
     """A model's tokenizer. Safe to share between threads.
 
     `vocab_size` counts added tokens; the model's own vocabulary may be padded beyond it.
-    `max_token_chars` bounds from above how much (normalised) text a token can stand for.
+    `max_token_chars` is the most (normalised) text that a token can stand for.
     """
 
     def __init__(
@@ -73,14 +73,21 @@ class Tokenizer:
     def encode(
         self, text: str, *, param: str = "prompt", add_special_tokens: bool = True
     ) -> list[int]:
-        """Token ids of `text`, with or without the special tokens (BOS) of the post-processor.
+        """Return the ids of `text`, with or without the post-processor's special tokens (BOS).
 
         Raises `InvalidRequestError` naming `param` for text that is not valid Unicode.
         """
-        return self._encode(text, add_special_tokens=add_special_tokens, param=param)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # lone surrogates: "\ud800" is legal JSON
+            raise InvalidRequestError(f"{param} is not valid Unicode text.", param=param) from error
+        # The fast variant leaves out character offsets. It releases the GIL.
+        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = batch[0].ids
+        return ids
 
     def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's turn.
+        """Return the token ids of a conversation, ready for the assistant's answer.
 
         Raises `InvalidRequestError` when the model has no template or the template refuses.
         """
@@ -91,17 +98,17 @@ class Tokenizer:
                 reason="NO_CHAT_TEMPLATE",
             )
         text = self._chat_template.render(messages)  # the template writes BOS itself
-        return self._encode(text, add_special_tokens=False, param="messages")
+        return self.encode(text, add_special_tokens=False, param="messages")
 
     def decode(self, token_ids: list[int]) -> str:
-        """Decode `token_ids`: special tokens are left out, broken UTF-8 becomes U+FFFD."""
+        """Decode `token_ids` without special tokens; broken UTF-8 becomes U+FFFD."""
         text: str = self._backend.decode(token_ids, skip_special_tokens=True)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token within a text; a special token is spelled as written.
 
-        Empty for an id without a token: a model's vocabulary may be padded.
+        They are empty for an id without a token, since a model's vocabulary may be padded.
         """
         token: str | None = self._backend.id_to_token(token_id)
         if token is None or token_id in self._special:
@@ -133,19 +140,9 @@ class Tokenizer:
         token: str | None = self._backend.id_to_token(token_id)
         return token
 
-    def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # lone surrogates: "\ud800" is legal JSON
-            raise InvalidRequestError(f"{param} is not valid Unicode text.", param=param) from error
-        # The fast variant leaves out character offsets: half the time. It releases the GIL.
-        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = batch[0].ids
-        return ids
-
 
 def tokenizer_hash(folder: Path) -> str:
-    """Hex SHA-256 of a folder's tokenizer.json, blind to formatting, padding and truncation.
+    """Return the hex SHA-256 of a tokenizer.json, whatever its formatting and padding.
 
     Services whose hashes are equal number tokens alike. Raises `ConfigError`.
     """

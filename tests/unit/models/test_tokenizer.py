@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
     return save(byte_level_bpe(), tmp_path / "model")
 
 
-def test_encode_adds_bos_as_the_post_processor_says(folder: Path) -> None:
+def test_tokenizer_encode_adds_bos_of_the_post_processor(folder: Path) -> None:
     tokenizer = Tokenizer.load(folder)
     token_ids = tokenizer.encode("hello world")
     assert token_ids[0] == 0
@@ -36,7 +36,7 @@ def test_chat_template_writes_its_own_bos(folder: Path) -> None:
     assert tokenizer.decode(token_ids) == "<|user|>hello\n<|assistant|>"
 
 
-def test_matches_transformers(folder: Path) -> None:
+def test_tokenizer_matches_transformers(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     reference = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     ours = Tokenizer.load(folder)
@@ -135,13 +135,13 @@ def test_a_template_may_refuse(folder: Path) -> None:
     assert caught.value.param == "messages"
 
 
-def test_a_template_cannot_leave_the_sandbox(folder: Path) -> None:
+def test_chat_template_cannot_leave_the_sandbox(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(InvalidRequestError, match="unsafe"):
         Tokenizer.load(folder).apply_chat_template([{"role": "user", "content": "x"}])
 
 
-def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
+def test_tokenizer_without_template_is_an_invalid_request(tmp_path: Path) -> None:
     folder = save(byte_level_bpe(), tmp_path, chat_template=None)
     with pytest.raises(InvalidRequestError, match="no chat template"):
         Tokenizer.load(folder).apply_chat_template([{"role": "user", "content": "x"}])
@@ -154,7 +154,9 @@ def test_lone_surrogates_are_an_invalid_request(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"model": {}}', "[]", "null"])
-def test_missing_or_broken_files_are_config_errors(tmp_path: Path, content: str | None) -> None:
+def test_tokenizer_load_of_missing_or_broken_files_is_refused(
+    tmp_path: Path, content: str | None
+) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
@@ -162,13 +164,13 @@ def test_missing_or_broken_files_are_config_errors(tmp_path: Path, content: str 
 
 
 @pytest.mark.parametrize("content", ["[]", '"text"', "null", "1"])
-def test_what_is_no_object_has_no_hash(tmp_path: Path, content: str) -> None:
+def test_tokenizer_hash_of_no_object_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError, match=r"tokenizer\.json is no tokenizer"):
         tokenizer_hash(tmp_path)
 
 
-def test_hash_is_blind_to_formatting_and_sees_the_vocabulary(tmp_path: Path) -> None:
+def test_tokenizer_hash_ignores_formatting_but_not_vocabulary(tmp_path: Path) -> None:
     tokenizer = byte_level_bpe()
     first = save(tokenizer, tmp_path / "a")
     tokenizer.enable_truncation(16)
@@ -182,6 +184,6 @@ def test_hash_is_blind_to_formatting_and_sees_the_vocabulary(tmp_path: Path) -> 
     assert len(Tokenizer.load(second).encode("hello world " * 50)) > 16
 
 
-def test_imports_no_torch() -> None:
+def test_tokenizer_imports_no_torch() -> None:
     code = "import sys, outrider.models.tokenizer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

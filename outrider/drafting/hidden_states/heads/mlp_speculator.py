@@ -1,7 +1,7 @@
 """IBM's MLP speculator (Wertheimer et al., arXiv 2404.19124): a small recurrence over tokens.
 
-Its state begins as the target's last known one and takes in a token at every step, so what it
-guesses next depends on its guess before: candidates are followed in a beam.
+Its state begins as the target's last known one and takes in a token at every step. A guess depends
+on the guess before, so the likeliest tokens are followed in a beam.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class SpeculatorStage:
 
 
 class MlpSpeculatorHead:
-    """A `OneShotHead`. Computes in the weights' dtype, on their device.
+    """A `OneShotHead` that computes in the weights' dtype, on their device.
 
-    `stages` are all n_predict of the checkpoint, however few of them are used: their number sets
-    how state and token are weighed. `scale_input` normalises the target's state first.
+    `stages` are all n_predict of the checkpoint, also if fewer are used, since their number sets
+    the weights of state and token. `scale_input` normalises the target's state first.
     """
 
     def __init__(self, stages: Sequence[SpeculatorStage], *, scale_input: bool) -> None:
@@ -67,7 +67,7 @@ class MlpSpeculatorHead:
         self._scale_input = scale_input
         inner = first.emb.shape[1]
         state_weight = 0.5 ** (0.5 / len(stages))
-        # Of the token, where the state weighs 1: the norm that follows takes out a common factor.
+        # The state weighs 1, since the norm that follows takes out a common factor.
         self._token_weight = math.sqrt((1 - state_weight**2) * inner / 2) / state_weight
 
     def begin(self, states: Tensor) -> Tensor:
@@ -84,8 +84,6 @@ class MlpSpeculatorHead:
         self, states: Tensor, tokens: Tensor, draws: TargetDraws, depth: int, width: int
     ) -> Tensor:
         """int32 [n, 3, nodes]: tokens, parents and scores of all that the beam looked at."""
-        # Where a row wants fewer nodes than `width`, what a wider beam adds is never among its
-        # best: it does not matter how many the others want.
         n = len(tokens)
         states, last, paths = self.begin(states), tokens, tokens.new_zeros(n, 1, dtype=torch.float)
         ends = tokens.new_full((n, 1), -1)  # nodes that the beam [n, m] stands at
@@ -115,7 +113,7 @@ class MlpSpeculatorHead:
 
 
 def _normed(x: Tensor) -> Tensor:
-    """X over the root of its mean square; no mean is taken out."""
+    """Divide x by the root of its mean square; no mean is taken out."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + _EPS)).to(x.dtype)
 
