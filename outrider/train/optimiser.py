@@ -15,7 +15,8 @@ class Muon:
     def __init__(
         self, module: nn.Module, table_names: tuple[str, ...], lr: float, table_lr: float
     ) -> None:
-        matrices, rest = [], []
+        matrices: list[nn.Parameter] = []
+        rest: list[nn.Parameter] = []
         for name, weight in module.named_parameters():
             is_table = any(part in name for part in table_names)
             (rest if weight.dim() != 2 or is_table else matrices).append(weight)

@@ -38,7 +38,8 @@ class Processes:
         joined = torch.cat([grad.reshape(-1) for grad in grads])
         distributed.all_reduce(joined)
         joined /= self.world_size
-        for grad, mean in zip(grads, joined.split([grad.numel() for grad in grads]), strict=True):
+        means = torch.split(joined, [grad.numel() for grad in grads])
+        for grad, mean in zip(grads, means, strict=True):
             grad.copy_(mean.view_as(grad))
 
     def share_weights(self, module: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from outrider.drafting.building.weights import (
 from outrider.drafting.draft_model.masks import DraftMasks
 from outrider.drafting.graphs.loop_inputs import LoopShape
 from outrider.drafting.graphs.loops import Capture
-from outrider.drafting.hidden_states.heads.base import RecurrentHead
+from outrider.drafting.hidden_states.heads.base import OneShotHead, RecurrentHead
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.drafting.hidden_states.heads.medusa import load_medusa
@@ -37,7 +37,10 @@ from outrider.engine.model.loader import choose_llama_ops, count_pages
 from outrider.models.modules import resolve_module
 from outrider.models.tokenizer import hash_if_any
 
-_ONE_SHOT = {"medusa": load_medusa, "mlp_speculator": load_mlp_speculator}
+_ONE_SHOT: Mapping[str, Callable[[Path, Path, torch.dtype, torch.device], OneShotHead]] = {
+    "medusa": load_medusa,
+    "mlp_speculator": load_mlp_speculator,
+}
 
 
 def build_head(

@@ -184,8 +184,11 @@ class SuffixIndex:
         copies = _room(len(self) + len(tokens)) // len(text.tokens)
         if copies > 1:
             # A place finds itself in one of the copies, an n-gram the head of its old slot.
-            arrays = (np.tile(each, copies) for each in (text.tokens, text.links, text.heads))
-            text = kernels.Text(*arrays, text.start, text.end)
+            text = text._replace(
+                tokens=np.tile(text.tokens, copies),
+                links=np.tile(text.links, copies),
+                heads=np.tile(text.heads, copies),
+            )
         fresh = np.array(tokens, np.int32)
         kernels.enter(text, fresh)
         self._text = text._replace(end=text.end + len(fresh))

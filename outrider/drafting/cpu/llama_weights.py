@@ -99,5 +99,8 @@ def _packed(matrices: list[Tensor]) -> list[Matrix]:
     if torch.equal(short.float(), flat):
         block = short.view(torch.uint16).numpy()
     block = block.copy()  # in NumPy's memory, which asks for huge pages
-    parts = np.split(block, np.cumsum([matrix.numel() for matrix in matrices])[:-1])
-    return [part.reshape(m.shape) for part, m in zip(parts, matrices, strict=True)]
+    packed: list[Matrix] = []
+    for matrix in matrices:
+        packed.append(block[: matrix.numel()].reshape(matrix.shape))
+        block = block[matrix.numel() :]
+    return packed

@@ -56,7 +56,7 @@ class MedusaHead:
         lm_heads: list[Linear] = [pack_linear(weight, None) for weight in weights.lm_heads]
         self._lm_heads = lm_heads * (self.max_depth // len(lm_heads))
         linears = [linear for layers in self._blocks for linear in layers] + lm_heads
-        self.uses = [Use(linear, alone=True) for linear in linears]
+        self.uses: Sequence[Use] = [Use(linear, alone=True) for linear in linears]
         self._token_map = weights.token_map
 
     def logits(self, states: Tensor, depth: int) -> Tensor:

@@ -63,7 +63,7 @@ class MlpSpeculatorHead:
         self._proj = [packed[id(stage.proj)] for stage in stages]
         self._head = [packed[id(stage.head)] for stage in stages]
         pairs = zip(self._proj, self._head, strict=True)
-        self.uses = [Use(linear, alone=True) for pair in pairs for linear in pair]
+        self.uses: Sequence[Use] = [Use(linear, alone=True) for pair in pairs for linear in pair]
         self._scale_input = scale_input
         inner = first.emb.shape[1]
         state_weight = 0.5 ** (0.5 / len(stages))
