@@ -223,7 +223,7 @@ def kv_bytes_per_page(
     else:
         width = sum(2 * num_kv_heads(layer) * head_dim(layer) for layer in layer_configs(config))
         width //= num_ranks
-    return page_size * (width * dtype.itemsize + (0 if features is None else features.row_bytes))
+    return page_size * (int(width) * dtype.itemsize + (0 if features is None else features.row_bytes))
 
 
 def count_pages(kv_cache_memory: int, page_bytes: int) -> int:
