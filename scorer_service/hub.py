@@ -140,7 +140,7 @@ class Hub:
             if session is None or proposer is None or rows.order.epoch != session.epoch:
                 self._worker.features.give_back(rows.window, len(rows.rows))
                 continue
-            proposer.outbox.features(session, rows)
+            proposer.outbox.features(rows)
             sent += len(rows.rows)
         self._metrics.count_features(batch, sent)
 

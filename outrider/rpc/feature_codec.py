@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
-from outrider.features import FeatureSpec
+from outrider.features import FeatureRows, FeatureSpec
 from outrider.params import require
 from outrider.v1 import draft_pb2
 
@@ -52,15 +52,6 @@ def features_from_proto(msg: draft_pb2.FeatureSpec) -> FeatureSpec:
     return spec
 
 
-class SentRows(NamedTuple):
-    """The fields of a `Features` message."""
-
-    session: int
-    epoch: int
-    start: int
-    rows: bytes | memoryview
-
-
 @dataclass(frozen=True, slots=True)
 class SessionMessage:
     """A `DraftResponse` of `sessions`, whose rows are copied only when it is serialized.
@@ -69,7 +60,7 @@ class SessionMessage:
     """
 
     batch: draft_pb2.SessionBatch
-    features: Sequence[SentRows] = ()
+    features: Sequence[FeatureRows] = ()
 
 
 def response_to_bytes(message: draft_pb2.DraftResponse | SessionMessage) -> bytes:
@@ -77,11 +68,13 @@ def response_to_bytes(message: draft_pb2.DraftResponse | SessionMessage) -> byte
     if isinstance(message, draft_pb2.DraftResponse):
         return message.SerializeToString()
     parts: list[bytes | memoryview] = [b"", message.batch.SerializeToString()]
-    for session, epoch, start, rows in message.features:
-        head = draft_pb2.Features(session=session, epoch=epoch, start=start).SerializeToString()
-        head += _tagged(draft_pb2.Features.ROWS_FIELD_NUMBER, len(rows))
+    for each in message.features:
+        head = draft_pb2.Features(
+            session=each.session_id, epoch=each.order.epoch, start=each.start
+        ).SerializeToString()
+        head += _tagged(draft_pb2.Features.ROWS_FIELD_NUMBER, len(each.rows))
         number = draft_pb2.SessionBatch.FEATURES_FIELD_NUMBER
-        parts += (_tagged(number, len(head) + len(rows)), head, rows)
+        parts += (_tagged(number, len(head) + len(each.rows)), head, each.rows)
     number = draft_pb2.DraftResponse.SESSIONS_FIELD_NUMBER
     parts[0] = _tagged(number, sum(map(len, parts)))
     return b"".join(parts)

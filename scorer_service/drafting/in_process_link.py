@@ -77,7 +77,7 @@ class _Link:
     def commit(self, session: Session, step_us: int) -> None:
         pass
 
-    def features(self, session: Session, rows: FeatureRows) -> None:  # noqa: ARG002
+    def features(self, rows: FeatureRows) -> None:
         """Give back rows of a session that the proposer has lost meanwhile."""
         self._engine.features.give_back(rows.window, len(rows.rows))
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from dataclasses import dataclass
 from typing import Final
 
 from outrider.features import FeatureRows, FeatureWindow
 from outrider.rpc import codec
-from outrider.rpc.feature_codec import SentRows, SessionMessage
+from outrider.rpc.feature_codec import SessionMessage
 from outrider.v1 import draft_pb2
 from scorer_service.sessions import Session
 
@@ -22,26 +21,6 @@ _CROWDED_TOKENS: Final = 2**18
 
 _PROMPT_BYTES: Final = 2 * 2**20
 """Hidden states of prompts in a message, unless one row is more."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """Rows of a prompt, or rows that follow them in the same session."""
-
-    session: int
-    epoch: int
-    rows: FeatureRows
-
-    def divided(self, size: int) -> tuple[SentRows, _Waiting | None]:
-        """Return as many rows as `size` bytes hold, at least one, and the others."""
-        rows, row_bytes = self.rows, self.rows.order.spec.row_bytes
-        count = max(1, size // row_bytes)
-        end = count * row_bytes
-        sent = SentRows(self.session, self.epoch, rows.start, memoryview(rows.rows)[:end])
-        if end >= len(rows.rows):
-            return sent, None
-        left = rows._replace(start=rows.start + count, rows=memoryview(rows.rows)[end:])
-        return sent, _Waiting(self.session, self.epoch, left)
 
 
 class Outbox:
@@ -60,9 +39,10 @@ class Outbox:
         self._max_tokens = max_tokens
         self._batch = draft_pb2.SessionBatch()
         self.on_demand = False
-        self._features: list[SentRows] = []
+        self._features: list[FeatureRows] = []
         self._size = 0
-        self._prompts: deque[_Waiting] = deque()
+        self._prompts: deque[FeatureRows] = deque()
+        """Rows of prompts, and rows that follow them in the same session."""
         self._num_prompts: Counter[int] = Counter()  # by session
         self._prompts_next = False
         self.made_room = False
@@ -127,13 +107,13 @@ class Outbox:
         self._sent[session.id] = base_len + len(tokens), k
         self._grow(len(tokens))
 
-    def features(self, session: Session, rows: FeatureRows) -> None:
-        if rows.of_prompt or self._num_prompts[session.id]:
-            self._prompts.append(_Waiting(session.id, session.epoch, rows))
-            self._num_prompts[session.id] += 1
+    def features(self, rows: FeatureRows) -> None:
+        if rows.of_prompt or self._num_prompts[rows.session_id]:
+            self._prompts.append(rows)
+            self._num_prompts[rows.session_id] += 1
             self._wake.set()
         else:
-            self._features.append(SentRows(session.id, session.epoch, rows.start, rows.rows))
+            self._features.append(rows)
             self._feature_bytes[rows.window] += len(rows.rows)
             self._grow(0)
 
@@ -166,24 +146,37 @@ class Outbox:
         return message
 
     def _take_prompts(self) -> SessionMessage:
-        sent: list[SentRows] = []
+        sent: list[FeatureRows] = []
         self.made_room = False
         self.taken_feature_bytes = Counter()
         room = _PROMPT_BYTES
         while self._prompts and room > 0:
-            waiting = self._prompts.popleft()
-            part, left = waiting.divided(room)
+            part, left = _divided(self._prompts.popleft(), room)
             sent.append(part)
             room -= len(part.rows)
-            self.taken_feature_bytes[waiting.rows.window] += len(part.rows)
+            self.taken_feature_bytes[part.window] += len(part.rows)
             if left is not None:
                 self._prompts.appendleft(left)
-            elif self._num_prompts[waiting.session] == 1:
-                del self._num_prompts[waiting.session]
-            else:
-                self._num_prompts[waiting.session] -= 1
+                continue
+            self._num_prompts[part.session_id] -= 1
+            if not self._num_prompts[part.session_id]:
+                del self._num_prompts[part.session_id]
         return SessionMessage(draft_pb2.SessionBatch(), sent)
 
     def _grow(self, tokens: int) -> None:
         self._size += 1 + tokens
         self._wake.set()
+
+
+def _divided(rows: FeatureRows, size: int) -> tuple[FeatureRows, FeatureRows | None]:
+    """Return as many rows as `size` bytes hold, at least one, and the others."""
+    row_bytes = rows.order.spec.row_bytes
+    count = max(1, size // row_bytes)
+    end = count * row_bytes
+    if end >= len(rows.rows):
+        return rows, None
+    states = memoryview(rows.rows)
+    return (
+        rows._replace(rows=states[:end]),
+        rows._replace(start=rows.start + count, rows=states[end:]),
+    )
