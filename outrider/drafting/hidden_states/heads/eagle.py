@@ -33,10 +33,10 @@ def load_eagle(
     Raises `ConfigError` for tensors that are missing, of a wrong shape or unknown.
     """
     checkpoint, target = Checkpoint(folder), TargetTensors(target_folder)
+    target.check_trained_for(folder, checkpoint.number("hidden_size", 4096))  # Llama's default
     place = Place.of(dtype, device)
     prefixes = [f"layers.{i}." for i in range(checkpoint.number("num_hidden_layers", 1))]
     stack = LlamaStack(checkpoint, checkpoint.config, prefixes, place, max_model_len)
-    target.check_trained_for(folder, stack.shape.hidden_size)
     head = EagleHead(checkpoint, target, stack, place)
     checkpoint.check_all_taken(ignored=("embed_tokens.weight",))
     return head
