@@ -219,7 +219,7 @@ def kv_bytes_per_page(
     """
     config = read_text_config(folder)
     if caches_latents(config):  # every rank keeps all latents
-        width = config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim)
+        width = int(config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim))
     else:
         width = sum(2 * num_kv_heads(layer) * head_dim(layer) for layer in layer_configs(config))
         width //= num_ranks
