@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import prompts, report
+from benchmarks.lib import prompts, report
 from outrider.config import EngineConfig
 from outrider.drafting.cpu.llama_chains import LlamaChains
 from outrider.drafting.draft_model.proposer import DraftModelProposer

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.processes import Child, ProcessError, python_path
-from benchmarks.records import TokenIds
+from benchmarks.lib.processes import Child, ProcessError, python_path
+from benchmarks.lib.records import TokenIds
 from outrider.cli.specs import HOST
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, scorer_pb2
@@ -98,7 +98,7 @@ class Pair:
         ready = self._start("scorer", [*self._config.scorer], "scorer_gpu").ready(timeout_s)
         self._scorer_at = ready["grpc"]
         targets = ("--target", ready["grpc"], "--target", ready["data"])
-        self._proxy = self._start("proxy", ["-m", "benchmarks.delay_proxy", *targets], None)
+        self._proxy = self._start("proxy", ["-m", "benchmarks.lib.delay_proxy", *targets], None)
         self._proxy_at = self._proxy.ready(timeout_s)["address"]
         self._channel = open_channel(self._scorer_at)
         self._stub = ScorerServiceStub(self._channel)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from benchmarks.ahead_model import Times, drafted_ahead, on_demand
 from benchmarks.ahead_pair import Sample
-from benchmarks.records import Run
-from benchmarks.report import number, share, table
+from benchmarks.lib.records import Run
+from benchmarks.lib.report import number, share, table
 
 _HOST_MS = 0.5  # c of the formulas: two event loops and the engine's own time
 

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.processes import REPO
+from benchmarks.lib.processes import REPO
 
 _UNPACK = REPO / "benchmarks" / "unpack.sh"
 _PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)]

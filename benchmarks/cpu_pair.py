@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import bars, calibrate, peers, prompts, report, stats
-from benchmarks.measure import Cell, Plan, idle_cpu, measure
-from benchmarks.outrider_stack import OutriderSystem, Stack, StackConfig
+from benchmarks.lib.measure import Cell, Plan, idle_cpu, measure
+from benchmarks.lib.stack import OutriderSystem, Stack, StackConfig
 from benchmarks.peers import TransformersSystem, VllmSystem
-from benchmarks.processes import Child, Worker, stopping
-from benchmarks.program import guarded, say
-from benchmarks.records import System
+from benchmarks.lib.processes import Child, Worker, stopping
+from benchmarks.lib.program import guarded, say
+from benchmarks.lib.records import System
 from outrider.models.resolve import resolve_model
 
 ALL = frozenset({1, 4, 16})

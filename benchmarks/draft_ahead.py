@@ -28,12 +28,12 @@ from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
-from benchmarks import prompts, report
+from benchmarks.lib import prompts, report
 from benchmarks.ahead_pair import Load, Pair, PairConfig
 from benchmarks.ahead_rows import Cell, Row, against_vllm, line, markdown, row_of, vllm_row
-from benchmarks.processes import ProcessError, stopping
-from benchmarks.program import guarded, say
-from benchmarks.prompts import Prompts
+from benchmarks.lib.processes import ProcessError, stopping
+from benchmarks.lib.program import guarded, say
+from benchmarks.lib.prompts import Prompts
 from benchmarks.vllm_modes import METHODS, VllmModes, VllmPlace
 from outrider.models.resolve import resolve_model
 

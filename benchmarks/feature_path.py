@@ -33,10 +33,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
 
-from benchmarks import prompts, report
-from benchmarks.feature_rows import IN_PROCESS, NONE, Row, Sample, Sent, document, row
-from benchmarks.gpu import gpu_name
-from benchmarks.outrider_stack import (
+from benchmarks.lib import prompts, report
+from benchmarks.lib.feature_rows import IN_PROCESS, NONE, Row, Sample, Sent, document, row
+from benchmarks.lib.gpu import gpu_name
+from benchmarks.lib.stack import (
     OutriderSystem,
     Route,
     Stack,
@@ -45,9 +45,9 @@ from benchmarks.outrider_stack import (
     model_flags,
     scorer_flags,
 )
-from benchmarks.processes import Child, ProcessError, Worker, python_path, stopping
-from benchmarks.program import guarded, say
-from benchmarks.records import Completion, Run, TokenIds
+from benchmarks.lib.processes import Child, ProcessError, Worker, python_path, stopping
+from benchmarks.lib.program import guarded, say
+from benchmarks.lib.records import Completion, Run, TokenIds
 from outrider.aux_layers import aux_layers
 from outrider.cli.stack import memory_folder
 from outrider.errors import ConfigError

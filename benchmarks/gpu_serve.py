@@ -21,15 +21,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import prompts, report
-from benchmarks.gpu import gpu_name
-from benchmarks.measure import Cell, Plan, measure
-from benchmarks.outrider_stack import OutriderSystem, Stack, StackConfig
+from benchmarks.lib import prompts, report
+from benchmarks.lib.gpu import gpu_name
+from benchmarks.lib.measure import Cell, Plan, measure
+from benchmarks.lib.stack import OutriderSystem, Stack, StackConfig
 from benchmarks.peers import VllmSystem
-from benchmarks.processes import Child, ProcessError, stopping
-from benchmarks.program import guarded, say
-from benchmarks.records import System
-from benchmarks.soak import soak
+from benchmarks.lib.processes import Child, ProcessError, stopping
+from benchmarks.lib.program import guarded, say
+from benchmarks.lib.records import System
+from benchmarks.lib.soak import soak
 from benchmarks.vllm_modes import METHODS, VllmModes, VllmPlace
 from outrider.models.resolve import resolve_model
 

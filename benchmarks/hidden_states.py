@@ -28,8 +28,8 @@ from typing import cast
 
 import torch
 
-from benchmarks import prompts, report
-from benchmarks.replay import Capture, Replay, record, replay
+from benchmarks.lib import prompts, report
+from benchmarks.lib.replay import Capture, Replay, record, replay
 from outrider.config import EngineConfig
 from outrider.drafting.building.config import HeadConfig
 from outrider.drafting.building.heads import build_head

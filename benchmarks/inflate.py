@@ -32,8 +32,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from benchmarks import prompts
-from benchmarks.records import first_divergence
+from benchmarks.lib import prompts
+from benchmarks.lib.records import first_divergence
 from outrider.models.resolve import resolve_model
 
 SHAPES: dict[str, dict[str, Any]] = {

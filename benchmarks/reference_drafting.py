@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.edit_traces import Trace, agentic, edits
-from benchmarks.forced_target import GREEDY, PAGE_SIZE, ForcedTarget, Replay, replay
+from benchmarks.lib.edit_traces import Trace, agentic, edits
+from benchmarks.lib.forced_target import GREEDY, PAGE_SIZE, ForcedTarget, Replay, replay
 from benchmarks.reference_report import AGENTIC, EDITS, Row, report
 from outrider.drafting.copying.deterministic import DeterministicProposer
 from outrider.drafting.copying.ngram import NgramProposer

@@ -40,11 +40,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import prompts
+from benchmarks.lib import prompts
 from benchmarks.otlp import collecting
-from benchmarks.outrider_stack import Job, Stack, StackConfig
-from benchmarks.processes import Child, ProcessError, stopping
-from benchmarks.program import guarded
+from benchmarks.lib.stack import Job, Stack, StackConfig
+from benchmarks.lib.processes import Child, ProcessError, stopping
+from benchmarks.lib.program import guarded
 from benchmarks.switched import MODES, STEPS
 from benchmarks.telemetry_parts import spans_cost_us, step_cost_us
 from outrider.models.resolve import resolve_model

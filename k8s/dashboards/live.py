@@ -27,7 +27,7 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.otlp import Collector, collecting
+from k8s.dashboards.otlp import Collector, collecting
 
 HERE: Final = Path(__file__).parent
 ALERTS: Final = HERE.parent / "chart/outrider/files/alerts.yaml"

@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 
 from benchmarks import fixed_k, stats
-from benchmarks.measure import Cell
-from benchmarks.prompts import Prompts, repetition
-from benchmarks.records import Completion, Run, first_divergence
-from benchmarks.report import Bar, Equality
-from benchmarks.to_gguf import gguf_name
+from benchmarks.lib.measure import Cell
+from benchmarks.lib.prompts import Prompts, repetition
+from benchmarks.lib.records import Completion, Run, first_divergence
+from benchmarks.lib.report import Bar, Equality
+from benchmarks.lib.to_gguf import gguf_name
 from outrider.engine.policy.adaptive import AdaptivePolicy
 from outrider.engine.policy.mode import DraftMode
 from outrider.engine.policy.mode_trials import ModeTrials
@@ -107,7 +107,7 @@ def test_gguf_names_every_tensor_of_a_llama() -> None:
 
 
 def test_missing_prompts_are_a_readable_error(tmp_path: Path) -> None:
-    from benchmarks.prompts import PromptsError, load
+    from benchmarks.lib.prompts import PromptsError, load
 
     with pytest.raises(PromptsError, match="does not exist"):
         load(tmp_path / "none.jsonl", tmp_path, count=1, max_prompt_tokens=8)

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from benchmarks.delay_proxy import DelayProxy
+from benchmarks.lib.delay_proxy import DelayProxy
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

@@ -13,8 +13,8 @@ import pytest
 from benchmarks import draft_ahead
 from benchmarks.ahead_pair import Sample
 from benchmarks.ahead_rows import Cell, Row, against_vllm, markdown, row_of, vllm_row
-from benchmarks.processes import ProcessError
-from benchmarks.records import Completion, Run
+from benchmarks.lib.processes import ProcessError
+from benchmarks.lib.records import Completion, Run
 
 ARGS = draft_ahead.parser().parse_args(["--scorer-gpu", "0", "--proposer-gpu", "1"])
 

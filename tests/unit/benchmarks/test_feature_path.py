@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.feature_path import hidden_features
-from benchmarks.feature_rows import IN_PROCESS, NONE, Sample, Sent, Spread, document, row
-from benchmarks.records import Completion, Run
+from benchmarks.lib.feature_rows import IN_PROCESS, NONE, Sample, Sent, Spread, document, row
+from benchmarks.lib.records import Completion, Run
 from outrider.errors import ConfigError
 
 WAY = "colocated"

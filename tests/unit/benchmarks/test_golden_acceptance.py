@@ -13,9 +13,9 @@ from functools import cache
 import pytest
 import torch
 
-from benchmarks import prompts
+from benchmarks.lib import prompts
 from benchmarks.hidden_states import Bench, draft_model
-from benchmarks.replay import Capture, replay
+from benchmarks.lib.replay import Capture, replay
 from outrider.drafting.building.config import HeadConfig
 from outrider.drafting.building.heads import build_head
 from outrider.drafting.proposer import TREE_WIDTH, Proposer

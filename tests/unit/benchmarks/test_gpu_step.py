@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.engine_step import EngineSteps
+from benchmarks.lib.engine_step import EngineSteps
 from outrider.engine.model.loader import build_paged_model
 
 

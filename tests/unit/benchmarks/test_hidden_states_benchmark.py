@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.hidden_states import Bench, Contender, document, heads, row
-from benchmarks.replay import replay
+from benchmarks.lib.replay import replay
 from outrider.params import SamplingParams
 from tests.support import eagle_checkpoints
 from tests.support.one_shot_checkpoints import mlp_config, mlp_speculator, random, save

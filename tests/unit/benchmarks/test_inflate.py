@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from benchmarks import prompts
+from benchmarks.lib import prompts
 from benchmarks.inflate import Inflation, ShapeError, divergences
 from outrider.engine.sampling.coupled import SamplingBatch, sample
 from outrider.models.resolve import resolve_model

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from benchmarks.edit_traces import EDITS, agentic, edits
-from benchmarks.forced_target import ForcedTarget, replay
+from benchmarks.lib.edit_traces import EDITS, agentic, edits
+from benchmarks.lib.forced_target import ForcedTarget, replay
 from benchmarks.reference_report import Row, bars
 from outrider.drafting.copying.deterministic import DeterministicProposer
 from outrider.drafting.proposer import Proposer

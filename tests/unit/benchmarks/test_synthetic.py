@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.synthetic import SyntheticRunner, _as_if, chance_per_token
+from benchmarks.lib.synthetic import SyntheticRunner, _as_if, chance_per_token
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine

@@ -1,0 +1,213 @@
+"""From the runs of feature_path.py to its tables: what a round spends on drafts, way by way."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.lib import report
+from benchmarks.lib.records import Run, TokenIds
+
+NONE, IN_PROCESS = "no speculation", "in process"
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Hidden states that a scorer handed to its proposer."""
+
+    num_bytes: float
+    rows: float  # one per token
+    seconds: float  # of the engine's thread
+    steps: float  # of the engine meanwhile
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One way in one repetition."""
+
+    run: Run
+    sent: Sent
+    prompt_tokens: int  # of all its requests
+
+    def total(self, name: str) -> float:
+        return sum(each.stats[name] for each in self.run.completions)
+
+    @property
+    def drafted_rounds(self) -> float:
+        return self.total("rounds") - self.total("undrafted_rounds")
+
+    def per_round(self, name: str) -> float:
+        """Mean over the rounds with a draft."""
+        return self.total(name) / self.drafted_rounds
+
+    @property
+    def drafting_ms(self) -> float:
+        """From a commit to the draft that answers it, per round: drafting and the way."""
+        return self.per_round("propose_ms") + self.per_round("network_ms")
+
+    @property
+    def round_ms(self) -> float:
+        """The median time between two messages of a request."""
+        gaps = [gap for each in self.run.completions for gap in each.round_gaps_s]
+        return statistics.median(gaps) * 1e3
+
+    @property
+    def score_ms(self) -> float:
+        """Of the steps that verified its rounds."""
+        return self.total("score_ms") / self.total("rounds")
+
+    def line(self) -> str:
+        """What is known of it alone."""
+        parts = {"round": self.round_ms, "score": self.score_ms}
+        if self.drafted_rounds:
+            names = {"draft": "propose_ms", "way": "network_ms", "wait": "wait_ms"}
+            parts |= {part: self.per_round(name) for part, name in names.items()}
+        times = ", ".join(f"{part} {ms:.2f}" for part, ms in parts.items())
+        return f"{self.run.tokens_per_s:.1f} tok/s; ms: {times}"
+
+    @property
+    def texts(self) -> list[TokenIds]:
+        return [each.token_ids for each in self.run.completions]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Over the repetitions."""
+
+    median: float
+    lowest: float
+    highest: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        return Spread(statistics.median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way at one K and number of requests at once. None: nothing is drafted that way."""
+
+    k: int
+    at_once: int
+    way: str
+    tokens_per_s: Spread
+    speed_up: Spread  # over no speculation, by repetition
+    round_ms: Spread
+    round_ratio: Spread | None  # to in process, by repetition
+    draft_ms: Spread | None
+    way_ms: Spread | None
+    drafting_ratio: Spread | None  # of draft and way, to in process, by repetition
+    wait_ms: Spread | None
+    score_ms: Spread
+    acceptance_length: float | None  # 1 + accepted tokens per round with a draft
+    hit_rate: float | None  # rounds whose draft was at hand at once, of those with a draft
+    bytes_per_token: float | None
+    bytes_per_round: float | None  # of what was generated
+    prompt_bytes: float | None  # per request
+    sending_us: float | None  # of the engine's thread, per step
+    equal: float  # share of texts that are those of no speculation
+
+
+def row(k: int, at_once: int, way: str, samples: Mapping[str, Sequence[Sample]]) -> Row:
+    """Sum up one way; `samples` of all ways by repetition."""
+    mine, plain, close = samples[way], samples[NONE], samples[IN_PROCESS]
+
+    def spread(of: Callable[[Sample], float], to: Sequence[Sample] | None = None) -> Spread:
+        if to is None:
+            return Spread.of([of(each) for each in mine])
+        return Spread.of([of(a) / of(b) for a, b in zip(mine, to, strict=True)])
+
+    drafts = way != NONE
+    rounds = sum(each.drafted_rounds for each in mine)
+    num_bytes, rows, seconds, steps = (
+        sum(getattr(each.sent, name) for each in mine)
+        for name in ("num_bytes", "rows", "seconds", "steps")
+    )
+    prompt_tokens = sum(each.prompt_tokens for each in mine)
+    requests = sum(len(each.texts) for each in mine)
+    pairs = [
+        (a, b)
+        for ours, theirs in zip(mine, plain, strict=True)
+        for a, b in zip(ours.texts, theirs.texts, strict=True)
+    ]
+    per_token = num_bytes / rows if rows else 0.0
+    return Row(
+        k=k,
+        at_once=at_once,
+        way=way,
+        tokens_per_s=spread(lambda s: s.run.tokens_per_s),
+        speed_up=spread(lambda s: s.run.tokens_per_s, plain),
+        round_ms=spread(lambda s: s.round_ms),
+        round_ratio=spread(lambda s: s.round_ms, close) if drafts else None,
+        draft_ms=spread(lambda s: s.per_round("propose_ms")) if drafts else None,
+        way_ms=spread(lambda s: s.per_round("network_ms")) if drafts else None,
+        drafting_ratio=spread(lambda s: s.drafting_ms, close) if drafts else None,
+        wait_ms=spread(lambda s: s.per_round("wait_ms")) if drafts else None,
+        score_ms=spread(lambda s: s.score_ms),
+        acceptance_length=1 + sum(s.total("accepted") for s in mine) / rounds if drafts else None,
+        hit_rate=sum(s.total("hits") for s in mine) / rounds if drafts else None,
+        bytes_per_token=per_token if drafts else None,
+        bytes_per_round=(num_bytes - prompt_tokens * per_token) / rounds if drafts else None,
+        prompt_bytes=prompt_tokens * per_token / requests if drafts else None,
+        sending_us=seconds * 1e6 / steps if drafts else None,
+        equal=sum(a == b for a, b in pairs) / len(pairs),
+    )
+
+
+def document(
+    rows: Sequence[Row], command: str, machine: Mapping[str, object], settings: Mapping[str, object]
+) -> list[str]:
+    """The report, by lines."""
+    facts = "; ".join(f"{name} {value}" for name, value in (*machine.items(), *settings.items()))
+    lines = ["# What hidden features cost a round", "", f"`{command}`", "", f"{facts}.", ""]
+    lines += [
+        "Medians over the repetitions, in brackets the lowest and the highest; ratios are taken "
+        "within a repetition. benchmarks/README.md says what each column is.",
+        "",
+    ]
+    for k, at_once in dict.fromkeys((each.k, each.at_once) for each in rows):
+        here = [each for each in rows if (each.k, each.at_once) == (k, at_once)]
+        lines += [f"## K = {k}, {at_once} at once", ""]
+        head = ["way", "tok/s", "speed-up", "round ms", "to in process"]
+        head += ["draft ms", "way ms", "both to in process", "wait ms", "score ms"]
+        body = [
+            [
+                each.way,
+                _spread(each.tokens_per_s, 1),
+                _spread(each.speed_up, 2),
+                _spread(each.round_ms, 2),
+                _spread(each.round_ratio, 2),
+                _spread(each.draft_ms, 2),
+                _spread(each.way_ms, 2),
+                _spread(each.drafting_ratio, 2),
+                _spread(each.wait_ms, 2),
+                _spread(each.score_ms, 2),
+            ]
+            for each in here
+        ]
+        lines += [*report.table(head, body), ""]
+        head = ["way", "acc. length", "hits", "B/token", "B/round", "prompt KiB"]
+        head += ["sending us/step", "equal"]
+        body = [
+            [
+                each.way,
+                report.number(each.acceptance_length),
+                report.share(each.hit_rate),
+                report.number(each.bytes_per_token, 0),
+                report.number(each.bytes_per_round, 0),
+                report.number(None if each.prompt_bytes is None else each.prompt_bytes / 1024, 1),
+                report.number(each.sending_us, 0),
+                f"{each.equal:.0%}",
+            ]
+            for each in here
+        ]
+        lines += [*report.table(head, body), ""]
+    return lines
+
+
+def _spread(value: Spread | None, digits: int) -> str:
+    if value is None:
+        return ""
+    low, high = (f"{each:.{digits}f}" for each in (value.lowest, value.highest))
+    return f"{value.median:.{digits}f} ({low}-{high})"
