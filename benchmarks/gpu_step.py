@@ -29,13 +29,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.inflate import SHAPES, Inflation
 from benchmarks.lib import report
 from benchmarks.lib.engine_step import EngineSteps, StepTimes
 from benchmarks.lib.gpu import copy_bandwidth, gpu_name
-from benchmarks.inflate import SHAPES, Inflation
-from benchmarks.peers import start_vllm
 from benchmarks.lib.processes import Child, ProcessError, stopping
 from benchmarks.lib.program import say
+from benchmarks.peers import start_vllm
 from benchmarks.token_cost import NEW_TOKENS, transformers_ms, vllm_ms
 from benchmarks.vllm_modes import VllmPlace
 from outrider.engine.model.loader import build_paged_model

@@ -1,16 +1,15 @@
-"""Drafting by copying, on editing and agentic work: tokens per round, tokens/s, cost per draft.
+"""Measure methods that copy on editing and agentic work, beside no speculation.
 
     python -m benchmarks.reference_drafting [--edits 60] [--tasks 8] [--real 3] [--out NAME]
 
-Outputs are given (edit_traces.py) and forced on the target (forced_target.py), so tokens per round
-are the proposer's merit; rounds include the first. tokens/s are those of the engine's whole loop
+Outputs are given (lib/edit_traces.py) and forced on the target (lib/forced_target.py), so tokens per
+round depend on the proposer alone; rounds include the first. tokens/s are those of the engine's loop
 around the embedded target in float32, policy and drafting included, from the first token to the
-last, per CPU second and on one thread: nothing is overlapped, and a busy machine disturbs little.
-The three modes take turns at each trace. Writes benchmarks/results/NAME.json and .md.
+last, per CPU second on one thread. All methods run each trace in turn. Writes
+benchmarks/results/NAME.json and .md.
 
 With `arctic-inference` in the environment (the reference implementation of SuffixDecoding; its
-sdist needs a C++ compiler), its `SuffixDecodingCache` replays the same traces as its own simulator
-does.
+sdist needs a C++ compiler), its `SuffixDecodingCache` replays the same traces.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-import json
 import statistics
 import sys
 import time
@@ -31,9 +29,11 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from benchmarks.lib import report
 from benchmarks.lib.edit_traces import Trace, agentic, edits
-from benchmarks.lib.forced_target import GREEDY, PAGE_SIZE, ForcedTarget, Replay, replay
-from benchmarks.reference_report import AGENTIC, EDITS, Row, report
+from benchmarks.lib.forced_target import GREEDY, PAGE_SIZE, ForcedTarget, replay, request_of
+from benchmarks.lib.loop import Outcome
+from benchmarks.lib.reference_report import AGENTIC, EDITS, Row, document
 from outrider.drafting.copying.deterministic import DeterministicProposer
 from outrider.drafting.copying.ngram import NgramProposer
 from outrider.drafting.copying.suffix import SuffixProposer
@@ -63,7 +63,7 @@ class Tokens:
 
     @property
     def changed(self) -> float:
-        """The share of the advice and the output that differs."""
+        """Return the share of the advice and the output that differs."""
         pair = difflib.SequenceMatcher(None, self.advice.token_ids, self.output, autojunk=False)
         return 1.0 - pair.ratio()
 
@@ -91,15 +91,15 @@ def tokenised(tokenizer: Tokenizer, workload: str, traces: Sequence[Trace]) -> l
     ]
 
 
-def rows_of(done: Sequence[tuple[Tokens, Replay]], method: str, *, timed: bool) -> list[Row]:
-    """A row per kind, and one for all of them."""
+def rows_of(done: Sequence[tuple[Tokens, Outcome]], method: str, *, timed: bool) -> list[Row]:
+    """Return a row for each kind, and one for all of them."""
     kinds = list(dict.fromkeys(trace.kind for trace, _ in done))
     rows = []
     for kind in (*kinds, *(("all",) if len(kinds) > 1 else ())):
         runs = [run for trace, run in done if kind in (trace.kind, "all")]
-        output = sum(run.output_tokens for run in runs)
+        output = sum(len(run.token_ids) for run in runs)
         rounds = sum(run.stats.rounds for run in runs)
-        seconds = sum(run.seconds for run in runs)
+        seconds = sum(run.decode_s for run in runs)
         rows.append(
             Row(
                 done[0][0].workload,
@@ -118,26 +118,24 @@ def rows_of(done: Sequence[tuple[Tokens, Replay]], method: str, *, timed: bool) 
 
 
 def merit(traces: Sequence[Tokens], vocab_size: int) -> list[Row]:
-    """Tokens per round of each method, drafts as long as it makes them."""
+    """Return each method's tokens per round, with drafts of any length."""
     longest = max(len(trace.prompt) + len(trace.output) for trace in traces) + 1
     rows: list[Row] = []
     for method, (build, k) in METHODS.items():
         if method == "deterministic" and not traces[0].advice.token_ids:
             continue
         target, proposer = ForcedTarget(vocab_size, longest), build()
-        done = [
-            (
-                trace,
-                replay(target, Policy(k), i, trace.prompt, trace.output, proposer, trace.advice, k),
-            )
-            for i, trace in enumerate(traces)
-        ]
+        done = []
+        for i, trace in enumerate(traces):
+            request = request_of(i, trace.prompt, trace.output, trace.advice, k)
+            run = replay(target, Policy(k), request, trace.output, proposer, k)
+            done.append((trace, run))
         rows += rows_of(done, method, timed=False)
     return rows
 
 
 def remember(proposer: Proposer, traces: Sequence[Tokens]) -> None:
-    """Lets a proposer see requests and their answers pass by."""
+    """Let a proposer follow requests and their answers."""
     for i, trace in enumerate(traces):
         end = trace.prompt[-16:]
         proposer.open(-1 - i, SessionStart(end, GREEDY, 1, len(end) + len(trace.output) + 1))
@@ -146,9 +144,9 @@ def remember(proposer: Proposer, traces: Sequence[Tokens]) -> None:
 
 
 def at_cost(traces: Sequence[Tokens], before: Sequence[Tokens], target: ForcedTarget) -> list[Row]:
-    """tokens/s of each method and of none, in turns, under the adaptive policy.
+    """Return tokens/s of each method and of no speculation, under the adaptive policy.
 
-    What came `before` is remembered by methods that remember.
+    Methods that remember have followed the traces `before`.
     """
     advised = bool(traces[0].advice.token_ids)
     modes = {name: mode for name, mode in METHODS.items() if advised or name != "deterministic"}
@@ -156,22 +154,23 @@ def at_cost(traces: Sequence[Tokens], before: Sequence[Tokens], target: ForcedTa
     for proposer in proposers.values():
         remember(proposer, before)
     policies = {name: AdaptivePolicy(4) for name in ("none", *modes)}
-    done: dict[str, list[tuple[Tokens, Replay]]] = {name: [] for name in policies}
+    done: dict[str, list[tuple[Tokens, Outcome]]] = {name: [] for name in policies}
     for i, trace in enumerate(traces):
         prompt = trace.prompt[-_REAL_PROMPT:]
         names = list(policies)
         for name in (*names[i % len(names) :], *names[: i % len(names)]):
             drafter, k = proposers.get(name), modes[name][1] if name in modes else 0
-            run = replay(target, policies[name], i, prompt, trace.output, drafter, trace.advice, k)
+            request = request_of(i, prompt, trace.output, trace.advice, k)
+            run = replay(target, policies[name], request, trace.output, drafter, k)
             done[name].append((trace, run))
     return [row for name, runs in done.items() for row in rows_of(runs, name, timed=True)]
 
 
 def costs(text_of: Sequence[Tokens], remembered: Sequence[Tokens]) -> dict[str, dict[str, float]]:
-    """CPU microseconds of one draft and of one commit at a context of 8k tokens and more.
+    """Return CPU microseconds of a draft and of a commit from 8k tokens of context on.
 
-    The text is the outputs of `text_of`, one after the other; the suffix method has also answered
-    `remembered`. Rounds are those of the text: what is accepted, and one token more.
+    The text is the outputs of `text_of`, one after the other. The methods have followed
+    `remembered`.
     """
     text = [token for trace in text_of for token in trace.output][: 2 * _CONTEXT]
     found = {}
@@ -203,7 +202,7 @@ def costs(text_of: Sequence[Tokens], remembered: Sequence[Tokens]) -> dict[str, 
 
 
 def arctic(traces: Sequence[Tokens]) -> Row | None:
-    """The reference implementation on the same traces, as its simulator runs it."""
+    """Run the reference implementation on the same traces, as its simulator does."""
     try:
         package: Any = importlib.import_module("arctic_inference.suffix_decoding")
     except ImportError:
@@ -232,15 +231,15 @@ def arctic(traces: Sequence[Tokens]) -> Row | None:
 def _write(
     name: str, rows: Sequence[Row], cost: dict[str, dict[str, float]], changed: float
 ) -> str:
-    """What there is so far; returns it as Markdown."""
+    """Write the results so far, and return them as Markdown."""
+    text = document(rows, cost, changed, report.command("benchmarks.reference_drafting"))
     result = {"rows": [asdict(row) for row in rows], "cost": cost, "edits_changed": changed}
-    _RESULTS.joinpath(f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    text = report(rows, cost, changed)
-    _RESULTS.joinpath(f"{name}.md").write_text(text)
+    report.write(result, text, _RESULTS / name)
     return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Measure both workloads, at first without a model and then with one."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--edits", type=int, default=60, help="edits to replay")
     parser.add_argument("--tasks", type=int, default=8, help="agentic tasks, three attempts each")

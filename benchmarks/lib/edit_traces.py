@@ -1,8 +1,7 @@
-"""Editing and agentic work as token traces: what a model would be asked, and what it would write.
+"""Prompts and outputs of editing and agentic work, made without a model.
 
-No model wrote these outputs. Edits are made from functions of Python's standard library by their
-syntax trees, agentic conversations from templates and the same functions; both are fixed by a seed.
-So what is measured is how much of such an output a proposer foresees, whoever writes it.
+Edits are made of functions of Python's standard library by their syntax trees, and agentic
+conversations of templates and the same functions. Both are fixed by a seed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MIN_LINES, MAX_LINES = 25, 120
 
 @dataclass(frozen=True)
 class Trace:
-    """One request: what it is about, its prompt, its output, and the advice that it could give."""
+    """One request with its kind, prompt, output, and the advice that it could give."""
 
     kind: str
     prompt: str
@@ -37,7 +36,7 @@ class Trace:
 
 @lru_cache(maxsize=1)
 def functions() -> tuple[str, ...]:
-    """Functions and methods of the standard library, dedented, of middling length."""
+    """Return dedented functions of middling length from the standard library."""
     return tuple(_functions())
 
 
@@ -58,7 +57,7 @@ def _functions() -> Iterator[str]:
 
 
 def edits(seed: int = 0, limit: int = 60) -> list[Trace]:
-    """One edit each of `limit` functions, the kinds in turn; those that do not apply are passed."""
+    """Return one edit each of `limit` functions, with the kinds in turn."""
     rng = random.Random(seed)
     texts = list(functions())
     rng.shuffle(texts)
@@ -171,7 +170,7 @@ _SYSTEM = (
 
 
 def agentic(seed: int = 0, tasks: int = 8, attempts: int = 3) -> list[Trace]:
-    """Conversations of a coding agent with its tools, every task tried `attempts` times.
+    """Return conversations of a coding agent with its tools, `attempts` for each task.
 
     A task is one edit of one function. A turn is a request whose prompt is the conversation so
     far, results of tools included. Attempts at a task differ as samples do: in the wording of
@@ -190,7 +189,7 @@ def agentic(seed: int = 0, tasks: int = 8, attempts: int = 3) -> list[Trace]:
 
 
 def _turns(rng: random.Random, task: int, trace: Trace) -> Iterator[tuple[str, str]]:
-    """What the agent writes, and what the tool answers."""
+    """Yield the agent's calls with the tools' answers."""
     path = f"src/module_{task}.py"
     name = _function(trace.advice).name
 
@@ -220,7 +219,7 @@ def _turns(rng: random.Random, task: int, trace: Trace) -> Iterator[tuple[str, s
 
 
 def _changed_lines(before: str, after: str) -> tuple[str, str]:
-    """What differs, with two lines around it."""
+    """Return the lines that differ, with two lines around them."""
     old, new = before.splitlines(), after.splitlines()
     first = next(i for i in range(len(old)) if i >= len(new) or old[i] != new[i])
     last = next(i for i in range(1, len(old) + 1) if i > len(new) or old[-i] != new[-i])
@@ -235,7 +234,7 @@ def _function(text: str) -> ast.FunctionDef:
 
 
 def _after_docstring(first: ast.stmt) -> int:
-    """The line, from 0, before which the first statement goes."""
+    """Return the line, from 0, before which the first statement goes."""
     is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
     assert first.end_lineno is not None
     return first.end_lineno if is_docstring else first.lineno - 1

@@ -1,4 +1,4 @@
-"""From the runs of feature_path.py to its tables: what a round spends on drafts, way by way."""
+"""Tables of feature_path.py: the time that a round spends on drafts, by way."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from benchmarks.lib import report
 from benchmarks.lib.records import Run, TokenIds
 
-NONE, IN_PROCESS = "no speculation", "in process"
+NONE, IN_SCORER = "no speculation", "in the scorer"
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Hidden states that a scorer handed to its proposer."""
+    """Hidden states that a scorer sent to its proposer."""
 
     num_bytes: float
     rows: float  # one per token
@@ -24,7 +24,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Sample:
-    """One way in one repetition."""
+    """A run of one repetition."""
 
     run: Run
     sent: Sent
@@ -38,27 +38,27 @@ class Sample:
         return self.total("rounds") - self.total("undrafted_rounds")
 
     def per_round(self, name: str) -> float:
-        """Mean over the rounds with a draft."""
+        """Return the mean over the rounds with a draft."""
         return self.total(name) / self.drafted_rounds
 
     @property
     def drafting_ms(self) -> float:
-        """From a commit to the draft that answers it, per round: drafting and the way."""
+        """Return the time per round from a commit to the draft that answers it."""
         return self.per_round("propose_ms") + self.per_round("network_ms")
 
     @property
     def round_ms(self) -> float:
-        """The median time between two messages of a request."""
+        """Return the median time between two messages of a request."""
         gaps = [gap for each in self.run.completions for gap in each.round_gaps_s]
         return statistics.median(gaps) * 1e3
 
     @property
     def score_ms(self) -> float:
-        """Of the steps that verified its rounds."""
+        """Return the time per round of the steps that verified."""
         return self.total("score_ms") / self.total("rounds")
 
     def line(self) -> str:
-        """What is known of it alone."""
+        """Return its speed and the parts of its rounds as text."""
         parts = {"round": self.round_ms, "score": self.score_ms}
         if self.drafted_rounds:
             names = {"draft": "propose_ms", "way": "network_ms", "wait": "wait_ms"}
@@ -72,8 +72,16 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Samples:
+    """A way and no speculation on its scorer, by repetition."""
+
+    drafting: list[Sample]
+    plain: list[Sample]
+
+
+@dataclass(frozen=True)
 class Spread:
-    """Over the repetitions."""
+    """Median and range over the repetitions."""
 
     median: float
     lowest: float
@@ -86,7 +94,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """One way at one K and number of requests at once. None: nothing is drafted that way."""
+    """One way at one K and number of requests at once. None: not measured."""
 
     k: int
     at_once: int
@@ -94,10 +102,10 @@ class Row:
     tokens_per_s: Spread
     speed_up: Spread  # over no speculation, by repetition
     round_ms: Spread
-    round_ratio: Spread | None  # to in process, by repetition
+    round_ratio: Spread | None  # to in the scorer, by repetition
     draft_ms: Spread | None
     way_ms: Spread | None
-    drafting_ratio: Spread | None  # of draft and way, to in process, by repetition
+    drafting_ratio: Spread | None  # of draft and way, to in the scorer, by repetition
     wait_ms: Spread | None
     score_ms: Spread
     acceptance_length: float | None  # 1 + accepted tokens per round with a draft
@@ -109,16 +117,24 @@ class Row:
     equal: float  # share of texts that are those of no speculation
 
 
-def row(k: int, at_once: int, way: str, samples: Mapping[str, Sequence[Sample]]) -> Row:
-    """Sum up one way; `samples` of all ways by repetition."""
-    mine, plain, close = samples[way], samples[NONE], samples[IN_PROCESS]
+def rows_of(k: int, at_once: int, samples: Mapping[str, Samples]) -> list[Row]:
+    """Sum up the ways, and no speculation over all of them."""
+    plain = [each for way in samples.values() for each in way.plain]
+    close = samples[IN_SCORER].drafting if IN_SCORER in samples else None
+    rows = [_row((k, at_once, way), each, close) for way, each in samples.items()]
+    return [*rows, _row((k, at_once, NONE), Samples(plain, plain), None)]
 
-    def spread(of: Callable[[Sample], float], to: Sequence[Sample] | None = None) -> Spread:
-        if to is None:
-            return Spread.of([of(each) for each in mine])
+
+def _row(what: tuple[int, int, str], samples: Samples, close: Sequence[Sample] | None) -> Row:
+    mine, plain = samples.drafting, samples.plain
+
+    def spread(of: Callable[[Sample], float]) -> Spread:
+        return Spread.of([of(each) for each in mine])
+
+    def ratio(of: Callable[[Sample], float], to: Sequence[Sample]) -> Spread:
         return Spread.of([of(a) / of(b) for a, b in zip(mine, to, strict=True)])
 
-    drafts = way != NONE
+    drafts = what[2] != NONE
     rounds = sum(each.drafted_rounds for each in mine)
     num_bytes, rows, seconds, steps = (
         sum(getattr(each.sent, name) for each in mine)
@@ -133,16 +149,14 @@ def row(k: int, at_once: int, way: str, samples: Mapping[str, Sequence[Sample]])
     ]
     per_token = num_bytes / rows if rows else 0.0
     return Row(
-        k=k,
-        at_once=at_once,
-        way=way,
+        *what,
         tokens_per_s=spread(lambda s: s.run.tokens_per_s),
-        speed_up=spread(lambda s: s.run.tokens_per_s, plain),
+        speed_up=ratio(lambda s: s.run.tokens_per_s, plain),
         round_ms=spread(lambda s: s.round_ms),
-        round_ratio=spread(lambda s: s.round_ms, close) if drafts else None,
+        round_ratio=ratio(lambda s: s.round_ms, close) if close else None,
         draft_ms=spread(lambda s: s.per_round("propose_ms")) if drafts else None,
         way_ms=spread(lambda s: s.per_round("network_ms")) if drafts else None,
-        drafting_ratio=spread(lambda s: s.drafting_ms, close) if drafts else None,
+        drafting_ratio=ratio(lambda s: s.drafting_ms, close) if close else None,
         wait_ms=spread(lambda s: s.per_round("wait_ms")) if drafts else None,
         score_ms=spread(lambda s: s.score_ms),
         acceptance_length=1 + sum(s.total("accepted") for s in mine) / rounds if drafts else None,
@@ -155,22 +169,19 @@ def row(k: int, at_once: int, way: str, samples: Mapping[str, Sequence[Sample]])
     )
 
 
-def document(
-    rows: Sequence[Row], command: str, machine: Mapping[str, object], settings: Mapping[str, object]
-) -> list[str]:
-    """The report, by lines."""
-    facts = "; ".join(f"{name} {value}" for name, value in (*machine.items(), *settings.items()))
-    lines = ["# What hidden features cost a round", "", f"`{command}`", "", f"{facts}.", ""]
+def document(rows: Sequence[Row], command: str, facts: Mapping[str, object]) -> list[str]:
+    """Return the report, by lines."""
+    lines = report.head("Rounds with hidden states", command, facts)
     lines += [
-        "Medians over the repetitions, in brackets the lowest and the highest; ratios are taken "
-        "within a repetition. benchmarks/README.md says what each column is.",
+        "Medians over the repetitions, in brackets the lowest and the highest. Ratios are taken "
+        "within a repetition. benchmarks/README.md defines the columns.",
         "",
     ]
     for k, at_once in dict.fromkeys((each.k, each.at_once) for each in rows):
         here = [each for each in rows if (each.k, each.at_once) == (k, at_once)]
         lines += [f"## K = {k}, {at_once} at once", ""]
-        head = ["way", "tok/s", "speed-up", "round ms", "to in process"]
-        head += ["draft ms", "way ms", "both to in process", "wait ms", "score ms"]
+        head = ["way", "tok/s", "speed-up", "round ms", "to in scorer"]
+        head += ["draft ms", "way ms", "both to in scorer", "wait ms", "score ms"]
         body = [
             [
                 each.way,

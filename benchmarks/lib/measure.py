@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.lib.stack import OutriderSystem
 from benchmarks.lib.processes import Child, ProcessError
 from benchmarks.lib.prompts import Prompts
 from benchmarks.lib.records import Run, System
+from benchmarks.lib.stack import OutriderSystem
 
 
 @dataclass
@@ -72,14 +71,6 @@ def measure(
         if speculates and plan.concurrency == 1 and not any(run.drafted for run in cell.runs):
             raise ProcessError(f"{system.name}: nothing was drafted; the proposer does not work")
     return cells
-
-
-def idle_cpu(children: Sequence[Child], seconds: float = 3.0) -> dict[str, float]:
-    """Return the share of a core that each child uses while it has no request."""
-    before = [child.cpu_seconds() for child in children]
-    time.sleep(seconds)
-    spent = [child.cpu_seconds() - b for child, b in zip(children, before, strict=True)]
-    return {child.name: s / seconds for child, s in zip(children, spent, strict=True)}
 
 
 class _CpuWatch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 TokenIds = tuple[int, ...]
 
@@ -47,6 +47,13 @@ class Run:
     @property
     def tokens_per_s(self) -> float:
         return self.num_tokens / self.wall_s
+
+
+def completions_of(answer: dict[str, Any]) -> tuple[Completion, ...]:
+    """Return the completions in a worker's answer."""
+    return tuple(
+        Completion(tuple(c["token_ids"]), c["total_s"], c["ttft_s"]) for c in answer["completions"]
+    )
 
 
 class System(Protocol):

@@ -1,8 +1,8 @@
-"""Which drafts of a text come true, without running the target again for every way to draft.
+"""Measure acceptance along texts that are written once for all drafting methods.
 
-The text of a request never depends on its drafts, so it is written once, with the target's hidden
-states, by an engine that serves all requests at once; then proposers draft along it. A round's
-tokens are the drafted ones that agree with the text, and the next one.
+The text of a request never depends on its drafts. An engine writes it once, with the target's
+hidden states, and proposers then draft along it. The tokens of a round are the drafted ones that
+agree with the text, and the next one.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from outrider.features import FeatureOrder, FeatureSpec, FeatureWindow
 from outrider.params import SamplingParams, StopParams, TokenIds
 from outrider.types import Request
 
-SPARE = 16
-"""Tokens that are recorded beyond those of interest, so that no round runs into the end."""
+SPARE = 16  # tokens recorded beyond those of interest, so that no round reaches the end
 
 
 @dataclass(frozen=True)
 class Capture:
-    """A request's text, and the states that it was drawn from."""
+    """A request's text, and the hidden states that it was sampled from."""
 
     prompt: TokenIds
     token_ids: TokenIds
@@ -40,7 +39,7 @@ class Capture:
     rows: Tensor  # bfloat16 [positions, spec.width]
 
     def states(self, start: int, end: int, spec: FeatureSpec) -> bytes:
-        """What the proposer is sent of positions `start` to `end` - 1."""
+        """Return the states of positions `start` to `end` - 1 as they go to a proposer."""
         assert self.spec is not None
         size, kept = self.spec.hidden_size, self.spec.states
         starts = [kept.index(state) * size for state in spec.states]
@@ -51,7 +50,7 @@ class Capture:
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of the drafts for some recordings."""
+    """Counts over the rounds of some recordings."""
 
     rounds: int
     drafted: int
@@ -59,12 +58,12 @@ class Replay:
 
     @property
     def length(self) -> float:
-        """Tokens per round."""
+        """Return the tokens per round."""
         return 1 + sum(self.reached) / self.rounds
 
     @property
     def positions(self) -> tuple[float, ...]:
-        """`reached` as shares of the rounds."""
+        """Return `reached` as shares of the rounds."""
         return tuple([count / self.rounds for count in self.reached])
 
 
@@ -116,7 +115,7 @@ def record(
 
 
 def replay(recordings: Sequence[Capture], proposer: Proposer, k: int) -> Replay:
-    """Drafts `k` tokens in every round that begins before a recording's last `SPARE` tokens."""
+    """Draft `k` tokens in every round that begins before a recording's last `SPARE` tokens."""
     texts = [each.prompt + each.token_ids for each in recordings]
     known = [len(each.prompt) + 1 for each in recordings]
     states = [0] * len(recordings)  # sent of each
@@ -165,7 +164,7 @@ def _drafts(proposer: Proposer, sessions: Sequence[int]) -> Mapping[int, DraftTr
 
 
 def _agreeing(tree: DraftTree, text: Sequence[int]) -> int:
-    """Nodes of the path along `text`."""
+    """Return the number of nodes on the path along `text`."""
     node, depth = -1, 0
     while depth < len(text):
         child = tree.descend(text[depth : depth + 1], node)

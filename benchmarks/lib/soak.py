@@ -1,4 +1,4 @@
-"""Many requests of mixed lengths for a while: no error, no page kept, no memory gained."""
+"""Find errors, kept pages and growing memory under many requests of mixed lengths."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from benchmarks.lib.client import Job
 from benchmarks.lib.gpu import memory_used_mib
-from benchmarks.lib.stack import Job, Stack
 from benchmarks.lib.processes import ProcessError
 from benchmarks.lib.prompts import Prompts
+from benchmarks.lib.stack import Stack
 
 _SAMPLE_S = 2.0
 _SETTLED = 0.25  # of the time; growth before is warm-up
@@ -25,7 +26,7 @@ _TEMPERATURES = (0.0, 0.8)
 
 @dataclass
 class _Memory:
-    """Used memory of the GPU, sampled in a thread of its own; empty where no tool tells it."""
+    """Used memory of the GPU over time, empty where no tool reports it."""
 
     samples: list[tuple[float, float]] = field(default_factory=list)
     done: threading.Event = field(default_factory=threading.Event)
@@ -48,7 +49,7 @@ def soak(
     timeout_s: float,
     say: Callable[[str], None],
 ) -> list[str]:
-    """Keep `in_flight` requests going for `seconds`; returns what was wrong, a line each."""
+    """Keep `in_flight` requests going for `seconds`; return the faults, a line each."""
     memory = _Memory()
     watcher = threading.Thread(target=memory.watch, daemon=True)
     watcher.start()
@@ -56,8 +57,8 @@ def soak(
     began = time.monotonic()
     faults: list[str] = []
     try:
-        requests, tokens = stack.generate_for(
-            _jobs(prompts), seconds, in_flight, method="draft_model", timeout_s=timeout_s
+        requests, tokens = stack.client.generate_for(
+            _jobs(prompts), seconds, in_flight, timeout_s=timeout_s
         )
     except* (grpc.RpcError, ProcessError) as failed:
         faults += [f"soak: a request failed: {error}" for error in failed.exceptions]
@@ -70,16 +71,16 @@ def soak(
 
 
 def _jobs(prompts: Prompts) -> Iterator[Job]:
-    """Each with its own prompt length, cut anywhere, its own number of tokens and temperature."""
+    """Yield requests of random prompt lengths, numbers of tokens and temperatures."""
     rng = random.Random(0)
     while True:
         prompt = rng.choice(prompts.token_ids)
         start = prompt[: rng.randint(1, len(prompt))]
-        yield Job(start, rng.choice(_OUTPUT_TOKENS), rng.choice(_TEMPERATURES))
+        yield Job(start, rng.choice(_OUTPUT_TOKENS), "draft_model", rng.choice(_TEMPERATURES))
 
 
 def _kept(stack: Stack) -> list[str]:
-    """What the scorer still holds a moment after the last request."""
+    """Return what the scorer still holds a moment after the last request."""
     wanted = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     deadline = time.monotonic() + 5.0
     while True:
@@ -96,7 +97,6 @@ def _grown(samples: list[tuple[float, float]], say: Callable[[str], None]) -> li
         return []
     settled = next(used for at, used in samples if at >= _SETTLED * samples[-1][0])
     growth = max(used for _, used in samples) - settled
-    # Whether it goes on growing, or came to an end.
     course = [max(used for _, used in part) for part in _eighths(samples)]
     say(f"soak: GPU memory {settled:.0f} MiB, then at most {growth:+.0f} MiB; the largest of each")
     say(f"  eighth of the time: {' '.join(f'{used:.0f}' for used in course)}")

@@ -1,9 +1,8 @@
-"""A given mean acceptance length, whatever was drafted. For benchmarks only: it spoils the text.
+"""A step runner with a given mean acceptance length, whatever was drafted.
 
-Weights of the right size that agree as much as one likes are not to be had for every shape. So a
-seeded hash decides for each drafted position whether it is "accepted" (vLLM's
-`rejection_sample_method: "synthetic"`); the drafted token then stands in the text although the
-target would have said another. Nothing under outrider/ knows of this.
+Random weights have no acceptance of their own. A seeded hash decides for each drafted position
+whether it is accepted, as vLLM's `rejection_sample_method: "synthetic"` does. The text means
+nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _MASK = 2**64 - 1
 
 
 class SyntheticRunner:
-    """A `StepRunner` around another: it runs the same steps and reports other acceptance.
+    """A `StepRunner` that runs another's steps and reports synthetic acceptance.
 
     `mean_length` is 1 + accepted tokens per round of a full draft of `num_draft_tokens`, so from
     1 to num_draft_tokens + 1; shorter drafts get the same chance per token. Raises `ValueError`.
@@ -52,10 +51,10 @@ class _Synthetic:
     step: Step
     accepted: Callable[[ScheduledRow], int]
 
-    verified = None  # the device has the true verdicts
+    verified = None  # the device has the true result
 
     def wait(self) -> StepResult:
-        # While the step runs, and after its launch was timed: of a real step this is no part.
+        # This is done while the step runs, because it is no part of a real step.
         accepted = tuple(self.accepted(row) for row in self.step.rows)
         result = self.pending.wait()
         choices = [
@@ -66,9 +65,9 @@ class _Synthetic:
 
 
 def _as_if(draft: TokenIds, accepted: int, chosen: Sequence[int]) -> tuple[int, ...]:
-    """What the target would have chosen, had it accepted so much of a draft.
+    """Return the choices of a target that accepts so much of a draft.
 
-    Where that ends it says another token than the draft: or what comes after would still be true.
+    The next choice differs from the draft.
     """
     choices = [*draft[:accepted], *chosen[accepted:]]
     if accepted < len(draft) and choices[accepted] == draft[accepted]:
@@ -77,7 +76,7 @@ def _as_if(draft: TokenIds, accepted: int, chosen: Sequence[int]) -> tuple[int, 
 
 
 def _uniform(seed: int, session_id: int, position: int) -> float:
-    """Of [0, 1), by splitmix64."""
+    """Return a number of [0, 1), by splitmix64."""
     x = (seed * 0x9E3779B97F4A7C15 + session_id * 0xD1B54A32D192ED03 + position) & _MASK
     x = (x * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -86,7 +85,10 @@ def _uniform(seed: int, session_id: int, position: int) -> float:
 
 
 def chance_per_token(mean_length: float, num_draft_tokens: int) -> float:
-    """The a for which 1 + a + a^2 + ... + a^num_draft_tokens is `mean_length`."""
+    """Return the a for which 1 + a + a^2 + ... + a^num_draft_tokens is `mean_length`.
+
+    Raises `ValueError`.
+    """
     if not 1 <= mean_length <= num_draft_tokens + 1:
         raise ValueError(
             f"A mean acceptance length of {mean_length:g} is out of reach with "

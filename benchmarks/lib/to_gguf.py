@@ -1,8 +1,8 @@
-"""A Llama checkpoint in Hugging Face format as GGUF, for llama.cpp. Needs the package `gguf`.
+"""Convert a Llama checkpoint in Hugging Face format to GGUF, for llama.cpp.
 
 llama.cpp's own converter knows tokenizers by a list of hashes. Here only token ids matter, so the
-vocabulary goes in as it is, under llama.cpp's GPT-2 byte-level BPE. Runs in any environment with
-`gguf`, `torch` and `safetensors`.
+vocabulary is written under llama.cpp's GPT-2 byte-level BPE. The module needs `gguf`, `torch` and
+`safetensors`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TOP = {
 
 
 def gguf_name(name: str) -> str:
-    """llama.cpp's name of a tensor. Raises `KeyError` for one that a Llama has not."""
+    """Return llama.cpp's name of a tensor. Raises `KeyError` for a tensor that no Llama has."""
     if name in _TOP:
         return _TOP[name]
     layer, _, rest = name.removeprefix("model.layers.").partition(".")

@@ -1,17 +1,119 @@
-"""`transformers` as a worker process: plain, assisted, prompt-lookup and batched `generate`."""
+"""`transformers` as a peer: plain, assisted, prompt-lookup and batched `generate`.
+
+The module is also the worker process that runs `generate`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
+import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.processes import Child, Worker, python_path
+from benchmarks.lib.records import Run, TokenIds, completions_of
 from benchmarks.lib.worker_loop import Handler, serve
+
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+_START_TIMEOUT_S = 120
+_TRIALS = 3
+_TRIAL_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class TransformersSystem:
+    """One mode of `generate`: plain, batched, assisted or lookup."""
+
+    name: str
+    worker: Worker
+    mode: str
+    dtype: str
+    concurrencies: frozenset[int]
+    timeout_s: float
+    num_assistant_tokens: int = 0
+
+    def run(
+        self,
+        prompts: Sequence[TokenIds],
+        max_tokens: int,
+        concurrency: int,  # noqa: ARG002
+    ) -> Run:
+        """See `System.run`. All modes but "batched" take one prompt after the other."""
+        answer = self.worker.ask(
+            {
+                "mode": self.mode,
+                "dtype": self.dtype,
+                "prompts": prompts,
+                "max_tokens": max_tokens,
+                "num_assistant_tokens": self.num_assistant_tokens,
+            },
+            self.timeout_s * len(prompts),
+        )
+        rounds = answer["forwards"] if self.mode in ("assisted", "lookup") else None
+        return Run(completions_of(answer), answer["wall_s"], rounds)
+
+
+def start_transformers(
+    target: Path, draft: Path, threads: int, log_dir: Path, children: list[Child]
+) -> Worker:
+    """Start a worker in this environment."""
+    command = [sys.executable, "-m", "benchmarks.lib.transformers_peer"]
+    command += ["--threads", str(threads), "--model", str(target), "--draft-model", str(draft)]
+    env = {"OMP_NUM_THREADS": str(threads), **python_path()}
+    child = Child(f"transformers-{threads}t", command, log_dir, env=env)
+    children.append(child)
+    return Worker(child, _START_TIMEOUT_S)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The fastest setting of a mode, and the tokens per second of all settings."""
+
+    threads: int
+    dtype: str  # a key of DTYPES
+    num_assistant_tokens: int
+    tried: dict[str, float]
+
+
+def choose(
+    workers: dict[int, Worker],
+    mode: str,
+    assistant_tokens: Sequence[int],
+    prompts: Sequence[TokenIds],
+    timeout_s: float,
+) -> Choice:
+    """Try `mode` with every worker (by its threads), dtype and number of assistant tokens."""
+    systems = {
+        (threads, dtype, k): TransformersSystem(
+            "", worker, mode, DTYPES[dtype], frozenset(), timeout_s, k
+        )
+        for threads, worker in workers.items()
+        for dtype in DTYPES
+        for k in assistant_tokens
+    }
+    rates: dict[tuple[int, str, int], list[float]] = {key: [] for key in systems}
+    for system in systems.values():
+        system.run(prompts[:1], 4, 1)  # loads, and warms up
+    for i in range(_TRIALS):
+        prompt = prompts[i % len(prompts)]
+        for key, system in systems.items():
+            rates[key].append(system.run([prompt], _TRIAL_TOKENS, 1).tokens_per_s)
+    medians = {key: statistics.median(values) for key, values in rates.items()}
+    best = max(medians, key=lambda key: medians[key])
+    tried = {
+        f"{mode} {dtype} {threads} threads" + (f" k={k}" if mode != "plain" else ""): rate
+        for (threads, dtype, k), rate in medians.items()
+    }
+    return Choice(*best, tried)
 
 
 def build(target: str, draft: str, threads: int) -> Handler:
-    """Load the models on demand, once per dtype, and answers `run` requests."""
+    """Return a handler that loads the models on demand, once per dtype."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     import torch
     from transformers import AutoModelForCausalLM
@@ -38,7 +140,7 @@ def build(target: str, draft: str, threads: int) -> Handler:
         return models[folder, dtype]
 
     class Clock(BaseStreamer):  # type: ignore[misc]
-        """When the first token came. `generate` puts the prompt first."""
+        """Clock of the first token. `generate` puts the prompt first."""
 
         def __init__(self) -> None:
             self.puts = 0

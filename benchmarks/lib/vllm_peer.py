@@ -1,24 +1,27 @@
-"""vLLM's two modes as they stand beside Outrider's on a GPU, and where vLLM is."""
+"""vLLM as a peer: with its `draft_model` method, and without speculation."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.peers import VllmSystem, start_vllm
-from benchmarks.lib.processes import REPO, Child, ProcessError
+from benchmarks.lib.processes import REPO, Child, ProcessError, Worker
 from benchmarks.lib.program import say
+from benchmarks.lib.records import Run, TokenIds, completions_of
 from outrider.models.resolve import resolve_model
 
 METHODS = ("none", "draft_model")
-_ROOM = 64  # tokens beside a request's own: a last draft
-# Each is for vLLM's sake: its own processes, no compiler at start, no network.
-_VLLM_ENV = {
+_ROOM = 64  # tokens beside a request's own, for its last draft
+_START_TIMEOUT_S = 600
+_THREADS = 2
+# vLLM's own processes, no compiler at start, no network.
+_GPU_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_USE_DEEP_GEMM": "0",
@@ -27,83 +30,99 @@ _VLLM_ENV = {
 
 
 @dataclass(frozen=True)
+class VllmSystem:
+    """An engine of vLLM in its worker."""
+
+    name: str
+    worker: Worker
+    concurrencies: frozenset[int]
+    timeout_s: float
+
+    def run(self, prompts: Sequence[TokenIds], max_tokens: int, concurrency: int) -> Run:
+        """See `System.run`."""
+        answer = self.worker.ask(
+            {"prompts": prompts, "max_tokens": max_tokens, "concurrency": concurrency},
+            self.timeout_s * len(prompts),
+        )
+        counts = (answer.get(name) for name in ("rounds", "drafted", "accepted"))
+        return Run(completions_of(answer), answer["wall_s"], *counts)
+
+
+@dataclass(frozen=True)
+class VllmEngine:
+    """Settings of an engine in bfloat16. It speculates if it has a draft model."""
+
+    python: str
+    target: Path
+    max_model_len: int
+    draft: Path | None = None
+    num_speculative_tokens: int = 0
+    max_num_seqs: int = 16
+    options: Mapping[str, object] = field(default_factory=dict)  # further arguments of `LLM`
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def start(self, log_dir: Path, children: list[Child]) -> Worker:
+        """Start the engine, which compiles for minutes. Raises `ProcessError`."""
+        name = "vllm-none" if self.draft is None else "vllm-draft-model"
+        say(f"starting {name}: it compiles first, which takes minutes")
+        command = [self.python, "-m", "benchmarks.lib.vllm_worker", "--model", str(self.target)]
+        command += ["--dtype", "bfloat16", "--threads", str(_THREADS)]
+        command += ["--max-num-seqs", str(self.max_num_seqs)]
+        command += ["--num-speculative-tokens", str(self.num_speculative_tokens)]
+        command += ["--max-model-len", str(self.max_model_len)]
+        command += ["--engine", json.dumps(dict(self.options))]
+        command += [] if self.draft is None else ["--draft-model", str(self.draft)]
+        env = {"OMP_NUM_THREADS": str(_THREADS), "PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1"}
+        child = Child(name, command, log_dir, env={**env, **self.env})
+        children.append(child)
+        return Worker(child, _START_TIMEOUT_S)
+
+
+@dataclass(frozen=True)
 class VllmPlace:
-    """A Python that has vLLM, and its environment."""
+    """A Python that has vLLM, and its environment on a GPU."""
 
     python: str
     env: dict[str, str]
 
     @classmethod
     def find(cls, path: str | None) -> VllmPlace | None:
-        """`path`: a folder of vLLM's wheels (for this Python), or another Python; None: none.
+        """Take a folder of vLLM's wheels for this Python, or another Python.
 
-        Raises `ProcessError` where it is neither.
+        Raises `ProcessError` if `path` is neither.
         """
         if not path:
             return None
         if os.path.isdir(path):
-            return cls(sys.executable, {**_VLLM_ENV, "PYTHONPATH": f"{path}:{REPO}"})
+            return cls(sys.executable, {**_GPU_ENV, "PYTHONPATH": f"{path}:{REPO}"})
         if shutil.which(path) is None:
             raise ProcessError(f"--vllm {path} is neither a folder of wheels nor a Python.")
-        return cls(path, dict(_VLLM_ENV))
+        return cls(path, dict(_GPU_ENV))
 
 
-@dataclass(frozen=True)
-class VllmModes:
-    """What an engine of either mode is started with."""
+def start_on_gpu(
+    method: str,
+    place: VllmPlace,
+    args: argparse.Namespace,
+    concurrencies: Sequence[int],
+    timeout_s: float,
+    log_dir: Path,
+    children: list[Child],
+    gpu: str | None = None,
+) -> VllmSystem:
+    """Start one of `METHODS` by the flags that GPU programs share. Raises `ProcessError`.
 
-    place: VllmPlace
-    target: Path
-    draft: Path
-    num_speculative_tokens: int
-    max_model_len: int
-    concurrencies: frozenset[int]
-    gpu_memory: float  # part of the GPU, of each engine
-    request_timeout_s: float
-    speculation: Mapping[str, object] = field(default_factory=dict)  # more of speculative_config
-
-    @staticmethod
-    def from_args(
-        args: argparse.Namespace,
-        place: VllmPlace,
-        concurrencies: list[int],
-        request_timeout_s: float,
-        speculation: Mapping[str, object] | None = None,
-    ) -> VllmModes:
-        """From the flags that gpu_serve.py and draft_ahead.py share."""
-        return VllmModes(
-            place=place,
-            target=resolve_model(args.model, "target"),
-            draft=resolve_model(args.draft_model, "draft"),
-            num_speculative_tokens=args.num_speculative_tokens,
-            max_model_len=args.max_prompt_tokens + args.max_tokens + _ROOM,
-            concurrencies=frozenset(concurrencies),
-            gpu_memory=args.vllm_memory,
-            request_timeout_s=request_timeout_s,
-            speculation=speculation or {},
-        )
-
-    def start(
-        self,
-        method: str,
-        log_dir: Path,
-        children: list[Child],
-        env: Mapping[str, str] | None = None,
-    ) -> VllmSystem:
-        """One of `METHODS`, loaded. Raises `ProcessError`."""
-        say(f"starting vLLM {method}: it compiles first, which takes minutes")
-        drafts = method == "draft_model"
-        worker = start_vllm(
-            self.place.python,
-            self.target,
-            self.draft if drafts else None,
-            num_speculative_tokens=self.num_speculative_tokens,
-            max_model_len=self.max_model_len,
-            log_dir=log_dir,
-            children=children,
-            max_num_seqs=max(self.concurrencies),
-            engine={"gpu_memory_utilization": self.gpu_memory, "skip_tokenizer_init": True},
-            speculation=self.speculation if drafts else {},
-            env={**self.place.env, **(env or {})},
-        )
-        return VllmSystem(f"vllm {method}", worker, self.concurrencies, self.request_timeout_s)
+    `gpu` is CUDA_VISIBLE_DEVICES.
+    """
+    engine = VllmEngine(
+        place.python,
+        resolve_model(args.model, "target"),
+        max_model_len=args.max_prompt_tokens + args.max_tokens + _ROOM,
+        draft=resolve_model(args.draft_model, "draft") if method == "draft_model" else None,
+        num_speculative_tokens=args.num_speculative_tokens,
+        max_num_seqs=max(concurrencies),
+        options={"gpu_memory_utilization": args.vllm_memory, "skip_tokenizer_init": True},
+        env=place.env | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
+    )
+    worker = engine.start(log_dir, children)
+    return VllmSystem(f"vllm {method}", worker, frozenset(concurrencies), timeout_s)

@@ -1,7 +1,4 @@
-"""vLLM as a worker process, in its own virtual environment, in process and without HTTP.
-
-That is its best case here: no server, no detokenisation, no engine process of its own.
-"""
+"""vLLM as a worker process in an environment of its own, without server and detokenisation."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ _COUNTERS = {
 
 
 def build(args: argparse.Namespace) -> Handler:
-    """Load the engine, with its `draft_model` method if there is a draft model."""
+    """Load the engine, with the `draft_model` method if there is a draft model."""
     for name, value in _ENV.items():
         os.environ.setdefault(name, value)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
@@ -40,7 +37,6 @@ def build(args: argparse.Namespace) -> Handler:
         "method": "draft_model",
         "model": args.draft_model,
         "num_speculative_tokens": args.num_speculative_tokens,
-        **args.speculation,
     }
     llm: Any = LLM(
         args.model,
@@ -66,7 +62,7 @@ def build(args: argparse.Namespace) -> Handler:
         ended: dict[int, tuple[Any, float]] = {}  # by vLLM's number of the request
         start = time.perf_counter()
         while waiting or len(ended) < len(began):
-            # The next request begins when one ends, as other systems are asked.
+            # The next request begins when one ends.
             while waiting and len(began) - len(ended) < request["concurrency"]:
                 began.append(time.perf_counter())
                 llm.enqueue(waiting.popleft(), sampling, use_tqdm=False)
@@ -98,7 +94,6 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--max-num-seqs", type=int, required=True)
     parser.add_argument("--engine", type=json.loads, default={}, help="JSON: more of LLM()")
-    parser.add_argument("--speculation", type=json.loads, default={}, help="JSON: likewise")
     args = parser.parse_args()
     serve(lambda: build(args))
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from benchmarks import draft_ahead
 from benchmarks.ahead_pair import Sample
 from benchmarks.ahead_rows import Cell, Row, against_vllm, markdown, row_of, vllm_row
+
+from benchmarks import draft_ahead
 from benchmarks.lib.processes import ProcessError
 from benchmarks.lib.records import Completion, Run
 

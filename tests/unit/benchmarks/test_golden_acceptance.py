@@ -13,8 +13,8 @@ from functools import cache
 import pytest
 import torch
 
-from benchmarks.lib import prompts
 from benchmarks.hidden_states import Bench, draft_model
+from benchmarks.lib import prompts
 from benchmarks.lib.replay import Capture, replay
 from outrider.drafting.building.config import HeadConfig
 from outrider.drafting.building.heads import build_head

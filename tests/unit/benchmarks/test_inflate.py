@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.lib import prompts
 from benchmarks.inflate import Inflation, ShapeError, divergences
+from benchmarks.lib import prompts
 from outrider.engine.sampling.coupled import SamplingBatch, sample
 from outrider.models.resolve import resolve_model
 from outrider.params import SamplingParams

@@ -6,10 +6,10 @@ import ast
 import re
 
 import pytest
+from benchmarks.reference_report import Row, bars
 
 from benchmarks.lib.edit_traces import EDITS, agentic, edits
 from benchmarks.lib.forced_target import ForcedTarget, replay
-from benchmarks.reference_report import Row, bars
 from outrider.drafting.copying.deterministic import DeterministicProposer
 from outrider.drafting.proposer import Proposer
 from outrider.engine.policy.base import Policy

@@ -1,9 +1,11 @@
-"""What reference_drafting.py found, as a table and against its bars."""
+"""The table of reference_drafting.py, and its results against the targets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from benchmarks.lib import report
 
 EDITS, AGENTIC = "edits", "agentic"
 
@@ -20,43 +22,35 @@ class Row:
     drafted: int
     accepted: int
     tokens_per_round: float
-    tokens_per_s: float | None = None
-    """Per CPU second; None where no model ran."""
+    tokens_per_s: float | None = None  # per CPU second; None: no model ran
 
 
-def report(rows: Sequence[Row], cost: dict[str, dict[str, float]], changed: float) -> str:
-    """The results as Markdown."""
-    lines = [
-        "# Drafting by copying",
-        "",
-        f"`python -m benchmarks.reference_drafting`. Edits change {changed:.1%} of the tokens on "
-        "average. Outputs are given and forced on the target; see the module for how.",
-        "",
-        "| workload | kind | method | tokens | rounds | drafted | accepted | tokens/round | "
-        "tokens/s (CPU) |",
-        "|---|---|---|---|---|---|---|---|---|",
+def document(
+    rows: Sequence[Row], cost: dict[str, dict[str, float]], changed: float, command: str
+) -> str:
+    """Return the results as Markdown."""
+    head = ["workload", "kind", "method", "tokens", "rounds", "drafted", "accepted"]
+    body = [
+        [
+            *(row.workload, row.kind, row.method),
+            *map(str, (row.output_tokens, row.rounds, row.drafted, row.accepted)),
+            report.number(row.tokens_per_round),
+            report.number(row.tokens_per_s, 0),
+        ]
+        for row in rows
     ]
-    for row in rows:
-        speed = "" if row.tokens_per_s is None else f"{row.tokens_per_s:.0f}"
-        lines.append(
-            f"| {row.workload} | {row.kind} | {row.method} | {row.output_tokens} | {row.rounds} | "
-            f"{row.drafted} | {row.accepted} | {row.tokens_per_round:.2f} | {speed} |"
-        )
-    lines += [
-        "",
-        "Per round and request from 8k tokens of context on, microseconds of CPU time:",
-        "",
-        "| method | draft | draft, 95th percentile | commit |",
-        "|---|---|---|---|",
-    ]
-    for method, each in cost.items():
-        p95 = each["draft_p95_us"]
-        lines.append(f"| {method} | {each['draft_us']:.0f} | {p95:.0f} | {each['commit_us']:.0f} |")
+    facts = {"edits change": f"{changed:.1%} of the tokens on average"}
+    lines = report.head("Drafting by copying", command, facts)
+    lines += report.table([*head, "tokens/round", "tokens/s (CPU)"], body)
+    lines += ["", "CPU microseconds per round and request from 8k tokens of context on:", ""]
+    names = ("draft_us", "draft_p95_us", "commit_us")
+    costs = [[method, *(report.number(each[n], 0) for n in names)] for method, each in cost.items()]
+    lines += report.table(["method", "draft", "draft, 95th percentile", "commit"], costs)
     return "\n".join((*lines, "", "## Bars", "", *bars(rows, cost), ""))
 
 
 def bars(rows: Sequence[Row], cost: dict[str, dict[str, float]]) -> list[str]:
-    """What was to be reached, and whether it was."""
+    """Return the targets, each reached or missed."""
     best = {
         (row.workload, row.method): row.tokens_per_round
         for row in rows
