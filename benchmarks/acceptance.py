@@ -23,13 +23,11 @@ import torch
 
 from benchmarks.lib import prompts, report
 from benchmarks.lib.loop import Loop, Outcome
-from outrider.config import EngineConfig
+from benchmarks.lib.program import arguments
 from outrider.draft_tree import DraftTree
 from outrider.drafting.cpu.llama_chains import LlamaChains
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.engine.engine import Engine
 from outrider.engine.model.loader import load_model
-from outrider.engine.policy.base import Policy
 from outrider.models.resolve import resolve_model
 from outrider.params import (
     SamplingParams,
@@ -69,15 +67,7 @@ class Pair:
     def __init__(self, target: Path, draft: Path, k: int) -> None:
         sizes = {"dtype": torch.float32, "page_size": PAGE_SIZE, "num_pages": NUM_PAGES}
         model = load_model(target, **sizes)  # type: ignore[arg-type]
-        config = EngineConfig(
-            page_size=PAGE_SIZE,
-            num_pages=NUM_PAGES,
-            max_model_len=min(model.max_model_len, PAGE_SIZE * NUM_PAGES),
-            num_speculative_tokens=k,
-            enable_prefix_caching=False,
-        )
-        policy = Policy(k, max_wait_s=60.0)  # it never waits: drafts come between steps
-        self._loop = Loop(Engine(model, config, policy=policy))
+        self._loop = Loop.of(model, k)
         drafter = load_model(draft, **sizes)  # type: ignore[arg-type]
         fast = LlamaChains.load(draft, drafter.pools, drafter.max_model_len)
         self._method = DraftModelProposer(drafter, name="draft", chain_drafter=fast)
@@ -108,9 +98,7 @@ def block_bytes(tree: DraftTree) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = arguments("benchmarks.acceptance", __doc__)
     p.add_argument("--model", default="embedded")
     p.add_argument("--draft-model", default="embedded")
     p.add_argument("--temperatures", type=float, nargs="+", default=[0.6, 0.8, 1.0])

@@ -27,7 +27,7 @@ from typing import Final
 from benchmarks.lib import prompts, report, stats
 from benchmarks.lib.measure import Cell, Plan, measure
 from benchmarks.lib.processes import Child, ProcessError, stopping
-from benchmarks.lib.program import guarded, say
+from benchmarks.lib.program import arguments, guarded, say
 from benchmarks.lib.stack import OutriderSystem, Route, Stack, StackConfig
 from benchmarks.lib.vllm_peer import METHODS, VllmPlace, VllmSystem, start_on_gpu
 from outrider.models.resolve import resolve_model
@@ -36,11 +36,7 @@ MODES: Final = ("colocated", "remote", "ahead")
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m benchmarks.draft_ahead",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = arguments("benchmarks.draft_ahead", __doc__)
     p.add_argument("--model", default="embedded")
     p.add_argument("--draft-model", default="embedded")
     p.add_argument("--device", default="cpu")

@@ -6,7 +6,7 @@
 
 The scorer drafts by itself (`in the scorer`), or a proposer drafts that dials the scorer's Unix
 socket (`colocated`), its port on loopback (`remote`), or the same through the delay proxy. Every
-round drafts K tokens and waits for them (`--speculation-policy fixed`), so that all ways do the same
+round drafts K tokens and waits for them (`--speculation-policy fixed`), so all ways do the same
 rounds. Each repetition runs the same prompts with a way and without speculation on one scorer.
 Clients ask the scorer itself, greedily. In float32 the exit code is 1 if a text differs from that
 of no speculation.
@@ -35,7 +35,7 @@ from benchmarks.lib import prompts, report
 from benchmarks.lib.feature_rows import IN_SCORER, NONE, Sample, Samples, Sent, document, rows_of
 from benchmarks.lib.gpu import gpu_name
 from benchmarks.lib.processes import ProcessError, python_path, stopping
-from benchmarks.lib.program import guarded, say
+from benchmarks.lib.program import arguments, guarded, say
 from benchmarks.lib.records import TokenIds
 from benchmarks.lib.stack import OutriderSystem, Route, Stack, StackConfig
 from outrider.aux_layers import aux_layers
@@ -199,11 +199,7 @@ def inflated(folder: Path, device: str) -> tuple[str, str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m benchmarks.feature_path",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = arguments("benchmarks.feature_path", __doc__)
     p.add_argument("--method", choices=HIDDEN_STATE_METHODS, default="eagle3")
     p.add_argument("--head", default="embedded", help="its module: a folder")
     p.add_argument("--model", default="embedded", help="the target: a folder")

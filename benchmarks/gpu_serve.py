@@ -23,7 +23,7 @@ from benchmarks.lib import prompts, report
 from benchmarks.lib.gpu import gpu_name
 from benchmarks.lib.measure import Cell, Plan, measure
 from benchmarks.lib.processes import Child, ProcessError, stopping
-from benchmarks.lib.program import guarded, say
+from benchmarks.lib.program import arguments, guarded, say
 from benchmarks.lib.records import System
 from benchmarks.lib.soak import soak
 from benchmarks.lib.stack import OutriderSystem, Stack, StackConfig
@@ -32,11 +32,7 @@ from outrider.models.resolve import resolve_model
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_serve",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = arguments("benchmarks.gpu_serve", __doc__)
     p.add_argument("--model", default="embedded", help="target: a folder or a Hugging Face id")
     p.add_argument("--draft-model", default="embedded", help="with the target's tokenizer")
     p.add_argument("--prompts", type=Path, help="JSON lines; default: the held-out prompts")

@@ -25,18 +25,15 @@ from pathlib import Path
 import torch
 
 from benchmarks.lib import prompts, report
-from benchmarks.lib.loop import Loop, Outcome
+from benchmarks.lib.loop import Loop, Outcome, engine_config
+from benchmarks.lib.program import arguments
 from benchmarks.lib.replay import Capture, Replay, record, replay
-from outrider.config import EngineConfig
 from outrider.drafting.building.config import HeadConfig
 from outrider.drafting.building.heads import build_head
 from outrider.drafting.cpu.llama_chains import LlamaChains
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import TREE_WIDTH, Proposer
-from outrider.engine.engine import Engine
-from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.model.loader import load_model
-from outrider.engine.policy.base import Policy
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
 from outrider.models.resolve import EMBEDDED, resolve_model
@@ -91,24 +88,16 @@ class Bench:
             num_pages=NUM_PAGES,
             features=captured,
         )
-        self._config = config = EngineConfig(
-            page_size=PAGE_SIZE,
-            num_pages=NUM_PAGES,
-            max_model_len=min(model.max_model_len, PAGE_SIZE * NUM_PAGES),
-            num_speculative_tokens=max_k,
-            enable_prefix_caching=False,
-        )
-        pool = model.pools.features
-        streams = None if pool is None else HiddenStateStreams(pool)
-        policy = Policy(max_k, max_wait_s=60.0)  # it never waits: drafts come between steps
-        self._loop = Loop(Engine(model, config, policy=policy, features=streams), streams)
+        self._loop = Loop.of(model, max_k)
+        self._max_k = max_k
         self._sessions = 0
 
     def record(
         self, requests: Sequence[tuple[TokenIds, SamplingParams]], num_tokens: int
     ) -> list[Capture]:
         """Return the texts of requests with their states."""
-        return record(self._model, self._config, requests, num_tokens)
+        config = engine_config(self._model, self._max_k)
+        return record(self._model, config, requests, num_tokens)
 
     def run(
         self, prompt: TokenIds, sampling: SamplingParams, max_tokens: int, one: Contender
@@ -206,9 +195,7 @@ def document(rows: Sequence[Row], command: str, facts: Mapping[str, object]) -> 
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = arguments("benchmarks.hidden_states", __doc__)
     p.add_argument("--model", default="embedded")
     p.add_argument(
         "--head",

@@ -2,10 +2,10 @@
 
     python -m benchmarks.reference_drafting [--edits 60] [--tasks 8] [--real 3] [--out NAME]
 
-Outputs are given (lib/edit_traces.py) and forced on the target (lib/forced_target.py), so tokens per
-round depend on the proposer alone; rounds include the first. tokens/s are those of the engine's loop
-around the embedded target in float32, policy and drafting included, from the first token to the
-last, per CPU second on one thread. All methods run each trace in turn. Writes
+Outputs are given (lib/edit_traces.py) and forced on the target (lib/forced_target.py), so tokens
+per round depend on the proposer alone; rounds include the first. tokens/s are those of the engine's
+loop around the embedded target in float32, policy and drafting included, from the first token to
+the last, per CPU second on one thread. All methods run each trace in turn. Writes
 benchmarks/results/NAME.json and .md.
 
 With `arctic-inference` in the environment (the reference implementation of SuffixDecoding; its
@@ -19,7 +19,6 @@ import difflib
 import importlib
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,7 +32,6 @@ from benchmarks.lib import report
 from benchmarks.lib.edit_traces import Trace, agentic, edits
 from benchmarks.lib.forced_target import GREEDY, PAGE_SIZE, ForcedTarget, replay, request_of
 from benchmarks.lib.loop import Outcome
-from benchmarks.lib.reference_report import AGENTIC, EDITS, Row, document
 from outrider.drafting.copying.deterministic import DeterministicProposer
 from outrider.drafting.copying.ngram import NgramProposer
 from outrider.drafting.copying.suffix import SuffixProposer
@@ -45,10 +43,10 @@ from outrider.models.resolve import resolve_model
 from outrider.params import NO_ADVICE, Advice, TokenIds
 from outrider.types import common_prefix_len
 
+EDITS, AGENTIC = "edits", "agentic"
 _RESULTS = Path(__file__).parent / "results"
 _REAL_PROMPT = 512  # tokens: the embedded target has room for 2048
 _REAL_OUTPUT = 320  # tokens at most
-_CONTEXT = 8192  # of a session whose drafts are timed
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,21 @@ class Tokens:
         """Return the share of the advice and the output that differs."""
         pair = difflib.SequenceMatcher(None, self.advice.token_ids, self.output, autojunk=False)
         return 1.0 - pair.ratio()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method on one kind of trace."""
+
+    workload: str
+    kind: str
+    method: str
+    output_tokens: int
+    rounds: int
+    drafted: int
+    accepted: int
+    tokens_per_round: float
+    tokens_per_s: float | None = None  # per CPU second; None: no model ran
 
 
 METHODS: dict[str, tuple[Callable[[], Proposer], int]] = {
@@ -166,41 +179,6 @@ def at_cost(traces: Sequence[Tokens], before: Sequence[Tokens], target: ForcedTa
     return [row for name, runs in done.items() for row in rows_of(runs, name, timed=True)]
 
 
-def costs(text_of: Sequence[Tokens], remembered: Sequence[Tokens]) -> dict[str, dict[str, float]]:
-    """Return CPU microseconds of a draft and of a commit from 8k tokens of context on.
-
-    The text is the outputs of `text_of`, one after the other. The methods have followed
-    `remembered`.
-    """
-    text = [token for trace in text_of for token in trace.output][: 2 * _CONTEXT]
-    found = {}
-    for method in ("ngram", "suffix"):
-        build, k = METHODS[method]
-        proposer = build()
-        remember(proposer, remembered)
-        known = min(_CONTEXT, len(text) // 2)
-        proposer.open(1, SessionStart(text[:known], GREEDY, k, 4 * _CONTEXT))
-        drafts, commits = [], []
-        while known < len(text):
-            began = time.thread_time()
-            round_ = proposer.draft([1])
-            drafts.append(time.thread_time() - began)
-            guess = round_.drafts[0][1].token_ids if round_.drafts else ()
-            accepted = common_prefix_len(guess, text[known : known + k])
-            fresh = text[known : known + accepted + 1]
-            began = time.thread_time()
-            proposer.commit(1, known, fresh, k)
-            commits.append(time.thread_time() - began)
-            known += len(fresh)
-        found[method] = {
-            "draft_us": 1e6 * statistics.median(drafts),
-            "draft_p95_us": 1e6 * statistics.quantiles(drafts, n=20)[-1],
-            "commit_us": 1e6 * statistics.median(commits),
-            "rounds": len(drafts),
-        }
-    return found
-
-
 def arctic(traces: Sequence[Tokens]) -> Row | None:
     """Run the reference implementation on the same traces, as its simulator does."""
     try:
@@ -228,12 +206,24 @@ def arctic(traces: Sequence[Tokens]) -> Row | None:
     return Row(workload, "all", "arctic", output, rounds, drafted, accepted, output / rounds)
 
 
-def _write(
-    name: str, rows: Sequence[Row], cost: dict[str, dict[str, float]], changed: float
-) -> str:
+def _write(name: str, rows: Sequence[Row], changed: float) -> str:
     """Write the results so far, and return them as Markdown."""
-    text = document(rows, cost, changed, report.command("benchmarks.reference_drafting"))
-    result = {"rows": [asdict(row) for row in rows], "cost": cost, "edits_changed": changed}
+    head = ["workload", "kind", "method", "tokens", "rounds", "drafted", "accepted"]
+    body = [
+        [
+            *(row.workload, row.kind, row.method),
+            *map(str, (row.output_tokens, row.rounds, row.drafted, row.accepted)),
+            report.number(row.tokens_per_round),
+            report.number(row.tokens_per_s, 0),
+        ]
+        for row in rows
+    ]
+    command = report.command("benchmarks.reference_drafting")
+    facts = {"edits change": f"{changed:.1%} of the tokens on average"}
+    lines = report.head("Drafting by copying", command, facts)
+    lines += report.table([*head, "tokens/round", "tokens/s (CPU)"], body)
+    text = "\n".join([*lines, ""])
+    result = {"rows": [asdict(row) for row in rows], "edits_changed": changed}
     report.write(result, text, _RESULTS / name)
     return text
 
@@ -258,9 +248,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{workload}: {len(traces)} traces", file=sys.stderr)
         rows += merit(traces, tokenizer.get_vocab_size())
         rows += [row for row in (arctic(traces),) if row is not None]
-    cost = costs(work[EDITS], work[AGENTIC])
     changed = statistics.mean(trace.changed for trace in work[EDITS])
-    _write(args.out, rows, cost, changed)
+    _write(args.out, rows, changed)
     max_len = 2048
     model = load_model(
         folder,
@@ -275,8 +264,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         short = [i for i, trace in enumerate(traces) if len(trace.output) <= _REAL_OUTPUT]
         chosen = short[-args.real :]
         rows += at_cost([traces[i] for i in chosen], traces[: chosen[0]], target)
-        _write(args.out, rows, cost, changed)
-    print(_write(args.out, rows, cost, changed))
+        _write(args.out, rows, changed)
+    print(_write(args.out, rows, changed))
     return 0
 
 

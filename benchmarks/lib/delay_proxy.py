@@ -1,12 +1,7 @@
-"""A TCP proxy that makes a network out of loopback: delay, jitter, stalls, broken connections.
+"""A TCP proxy on loopback that delays bytes and breaks connections, for benchmarks and tests.
 
-For benchmarks and tests. It listens on another loopback address at the ports of its targets:
-where a service names a second port of the host that was dialled, as Welcome does, that port is
-reached through the proxy, too. Bytes keep their order. Each direction of each connection holds at
-most `max_buffered` bytes on their way; then it stops reading, as a full link does.
-
-    async with DelayProxy("127.0.0.1:7001", "127.0.0.1:7002", delay_s=0.0005) as proxy:
-        ... dial proxy.address, which is 127.0.0.2:7001, instead ...
+async with DelayProxy("127.0.0.1:7001", "127.0.0.1:7002", delay_s=0.0005) as proxy:
+... dial proxy.address, which is 127.0.0.2:7001 ...
 """
 
 from __future__ import annotations
@@ -16,9 +11,7 @@ import asyncio
 import contextlib
 import functools
 import json
-import random
 import sys
-from collections import deque
 from types import TracebackType
 
 _CHUNK = 65536
@@ -29,11 +22,10 @@ _COARSE_S = 0.002
 class DelayProxy:
     """Forwards connections to `targets` ("host:port"), each byte at least `delay_s` later.
 
-    It listens at their ports on `host`, which must not be theirs; Linux has all of 127.0.0.0/8.
-
-    `delay_s` counts one way: a round trip takes twice as long. `jitter_s` is the largest extra
-    delay of a chunk; a chunk stalls by `stall_s` with `stall_chance`. The fields may be changed
-    while it runs.
+    It listens at the ports of the targets on `host`, another loopback address, so that a second
+    port that a target names (as Welcome does) is reached through the proxy, too. `delay_s` is one
+    way, and may be changed at any time. Bytes keep their order. Each direction of a connection
+    holds at most `max_chunks` reads, and then stops reading.
     """
 
     def __init__(
@@ -41,24 +33,14 @@ class DelayProxy:
         *targets: str,
         host: str = "127.0.0.2",
         delay_s: float = 0.0,
-        jitter_s: float = 0.0,
-        stall_chance: float = 0.0,
-        stall_s: float = 0.0,
-        seed: int = 0,
-        max_buffered: int = 1 << 20,
+        max_chunks: int = 1024,
     ) -> None:
         self.delay_s = delay_s
-        self.jitter_s = jitter_s
-        self.stall_chance = stall_chance
-        self.stall_s = stall_s
-        self.address = f"{host}:{_port(targets[0])}"
-        """Where the first target is reached."""
-        self.num_bytes = {"to": 0, "from": 0}
-        """Bytes forwarded to the targets, and from them."""
+        self.address = f"{host}:{_port(targets[0])}"  # of the first target
+        self.num_bytes = {"to": 0, "from": 0}  # forwarded to the targets and from them
         self._targets = targets
         self._host = host
-        self._rng = random.Random(seed)
-        self._max_buffered = max_buffered
+        self._max_chunks = max_chunks
         self._servers: list[asyncio.Server] = []
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -70,7 +52,7 @@ class DelayProxy:
             self._servers.append(server)
 
     async def stop(self) -> None:
-        """Stop listening and breaks what is open."""
+        """Stop listening and break open connections."""
         for server in self._servers:
             server.close()
         await self.disconnect()
@@ -78,7 +60,7 @@ class DelayProxy:
             await server.wait_closed()
 
     async def disconnect(self) -> None:
-        """Break every connection; what is on its way is lost. New ones are accepted."""
+        """Break every connection and drop its buffered bytes. New ones are accepted."""
         tasks = list(self._connections)
         for task in tasks:
             task.cancel()
@@ -129,54 +111,32 @@ class DelayProxy:
     async def _forward(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: str
     ) -> None:
-        """Until either end closes. A chunk leaves when its time has come, never before another."""
+        """Forward chunks in order, each when it is due, until either end closes."""
         loop = asyncio.get_running_loop()
-        on_their_way: deque[tuple[float, bytes]] = deque()
-        buffered = 0
-        changed = asyncio.Event()
+        chunks: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(self._max_chunks)
 
         async def deliver() -> None:
-            nonlocal buffered
             while True:
-                while not on_their_way:
-                    changed.clear()
-                    await changed.wait()
-                due, chunk = on_their_way[0]
-                # An event loop sleeps for whole milliseconds, rounded up: the last ones pass in
-                # looking at the clock.
+                due, chunk = await chunks.get()
+                # An event loop sleeps for whole milliseconds, rounded up, so it spins at the end.
                 while (left := due - loop.time()) > 0.0:  # noqa: ASYNC110
                     await asyncio.sleep(max(0.0, left - _COARSE_S))
                 if not chunk:
                     return
                 writer.write(chunk)
                 await writer.drain()
-                on_their_way.popleft()
                 self.num_bytes[way] += len(chunk)
-                buffered -= len(chunk)
-                changed.set()
 
         delivering = asyncio.create_task(deliver())
         try:
-            last = 0.0
-            while not delivering.done():
-                while buffered >= self._max_buffered:
-                    changed.clear()
-                    await changed.wait()
+            last, chunk = 0.0, b"first"
+            while chunk and not delivering.done():
                 chunk = await reader.read(_CHUNK)
-                last = max(last, loop.time() + self._delay())
-                on_their_way.append((last, chunk))
-                buffered += len(chunk)
-                changed.set()
-                if not chunk:
-                    await delivering
+                last = max(last, loop.time() + self.delay_s)
+                await chunks.put((last, chunk))
+            await delivering
         finally:
             delivering.cancel()
-
-    def _delay(self) -> float:
-        delay = self.delay_s + self._rng.random() * self.jitter_s
-        if self.stall_chance and self._rng.random() < self.stall_chance:
-            delay += self.stall_s
-        return delay
 
 
 def _port(address: str) -> int:
@@ -184,9 +144,10 @@ def _port(address: str) -> int:
 
 
 def main() -> None:
-    """A proxy as a process: prints `ready {"address": ...}`; its stdin's lines are commands.
+    """Serve a proxy, print `ready {"address": ...}`, and take commands on stdin.
 
-    A line is JSON: {"delay_s": 0.001} changes fields; the answer is the bytes so far.
+    A command is a line of JSON such as {"delay_s": 0.001}, which changes fields. Its answer is the
+    number of bytes so far.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", required=True, action="append", metavar="HOST:PORT")

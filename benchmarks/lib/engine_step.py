@@ -1,4 +1,4 @@
-"""The engine's step as the GPU benchmark times it: the recorded work alone, and with its host."""
+"""Times of the engine's step: its captured work alone, and with the host's work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.lib.gpu import time_ms
-from benchmarks.lib.synthetic import SyntheticRunner
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import RowSlice
@@ -25,7 +24,6 @@ from outrider.engine.step import ScheduledRow, Step
 from outrider.params import SamplingParams, StopParams
 from outrider.types import Request
 
-_MEAN_LENGTH = 3.0  # of the loop with drafts
 _WARM_UP_STEPS = 10
 
 
@@ -33,20 +31,18 @@ _WARM_UP_STEPS = 10
 class StepTimes:
     """Milliseconds of one step."""
 
-    device_ms: float  # the recorded work, replayed back to back
-    runner_ms: float  # the same from `launch` to the result on the host, inputs filled in
-    engine_ms: float | None  # a step of a loop that schedules and commits, too
+    device_ms: float  # the captured work, replayed back to back
+    runner_ms: float  # from `launch` to the result on the host
+    engine_ms: float | None  # with scheduling and committing
     gap_ms: float | None  # of that, between a result and the next launch
 
 
 class EngineSteps:
-    """Steps of one model, recorded for every size that is to be timed."""
+    """Steps of one model, captured for every size that is timed."""
 
     def __init__(self, model: PagedModel, sizes: Sequence[tuple[int, int]]) -> None:
-        """`sizes`: rows and query tokens."""
-        self._model = model
-        cuda = model.device.type == "cuda"
-        if cuda:
+        self._model = model  # `sizes` are rows and query tokens
+        if model.device.type == "cuda":
             from outrider.engine.cuda.sampling import choose_and_verify
             from outrider.engine.graphs.capture import CudaGraphs
 
@@ -54,7 +50,7 @@ class EngineSteps:
         else:
             from outrider.engine.sampling.verify import choose_and_verify
 
-            record = _run_again
+            record = _eager
         buckets = [Bucket(query_len, rows) for rows, query_len in sizes]
         self._runner = DecodeGraphs(
             model, buckets, record=record, choose_and_verify=choose_and_verify
@@ -64,7 +60,7 @@ class EngineSteps:
     def measure(
         self, rows: int, query_len: int, context: int, *, repeats: int, loop_steps: int
     ) -> StepTimes:
-        """Medians for `rows` rows of `query_len` tokens after `context` cached ones."""
+        """Return medians for `rows` rows of `query_len` tokens after `context` cached ones."""
         step = self._step(rows, query_len, context)
 
         def launch_and_wait() -> None:
@@ -103,7 +99,10 @@ class EngineSteps:
         return Step(tuple(scheduled), rows * query_len)
 
     def _loop(self, rows: int, k: int, context: int, steps: int) -> tuple[float, float | None]:
-        """The whole engine, prompts of `context` tokens; drafts are there when they are wanted."""
+        """Time the whole engine on prompts of `context` tokens.
+
+        Drafts are always at hand. They are arbitrary, so most are rejected.
+        """
         config = EngineConfig(
             page_size=self._model.page_size,
             num_pages=self._model.num_pages,
@@ -113,8 +112,7 @@ class EngineSteps:
             num_speculative_tokens=k,
             enable_prefix_caching=False,
         )
-        runner = SyntheticRunner(self._runner, _MEAN_LENGTH, k) if k else self._runner
-        engine = Engine(self._model, config, policy=Policy(k), runner=runner)
+        engine = Engine(self._model, config, policy=Policy(k), runner=self._runner)
         for i in range(rows):
             engine.submit(_request(i, context))
             engine.set_drafting(i, "proposer" if k else None, k)
@@ -137,15 +135,15 @@ class EngineSteps:
                     gaps.append(timings.gap_ms)
             if not launched:
                 continue
-            # Blocks are made by other threads than the engine's: here for every outcome, meanwhile.
+            # Other threads make blocks while a step runs: here for every number of new tokens.
             blocks = {
                 i: [DraftTree(length + n, draft, parents) for n in range(k + 2)]
                 for i, length in lengths.items()
                 if k
             }
             engine.collect()
-            for i, seq in engine._scheduler.by_session.items():
-                emitted = len(seq.token_ids) - lengths[i]
+            for i in range(rows):
+                emitted = len(engine.committed(i) or ()) - lengths[i]
                 lengths[i] += emitted
                 if k and emitted:
                     engine.post_block(i, blocks[i][emitted], "proposer", 0)
@@ -166,6 +164,5 @@ def _request(session_id: int, prompt_len: int) -> Request:
     )
 
 
-def _run_again(work: Work) -> Work:
-    """Recording where nothing is enqueued."""
+def _eager(work: Work) -> Work:
     return work

@@ -169,6 +169,14 @@ def _row(what: tuple[int, int, str], samples: Samples, close: Sequence[Sample] |
     )
 
 
+_TIMES = (
+    *(("tok/s", "tokens_per_s", 1), ("speed-up", "speed_up", 2), ("round ms", "round_ms", 2)),
+    *(("to in scorer", "round_ratio", 2), ("draft ms", "draft_ms", 2), ("way ms", "way_ms", 2)),
+    *(("both to in scorer", "drafting_ratio", 2), ("wait ms", "wait_ms", 2)),
+    ("score ms", "score_ms", 2),
+)
+
+
 def document(rows: Sequence[Row], command: str, facts: Mapping[str, object]) -> list[str]:
     """Return the report, by lines."""
     lines = report.head("Rounds with hidden states", command, facts)
@@ -180,38 +188,23 @@ def document(rows: Sequence[Row], command: str, facts: Mapping[str, object]) -> 
     for k, at_once in dict.fromkeys((each.k, each.at_once) for each in rows):
         here = [each for each in rows if (each.k, each.at_once) == (k, at_once)]
         lines += [f"## K = {k}, {at_once} at once", ""]
-        head = ["way", "tok/s", "speed-up", "round ms", "to in scorer"]
-        head += ["draft ms", "way ms", "both to in scorer", "wait ms", "score ms"]
-        body = [
-            [
-                each.way,
-                _spread(each.tokens_per_s, 1),
-                _spread(each.speed_up, 2),
-                _spread(each.round_ms, 2),
-                _spread(each.round_ratio, 2),
-                _spread(each.draft_ms, 2),
-                _spread(each.way_ms, 2),
-                _spread(each.drafting_ratio, 2),
-                _spread(each.wait_ms, 2),
-                _spread(each.score_ms, 2),
-            ]
-            for each in here
-        ]
+        head = ["way", *(name for name, _, _ in _TIMES)]
+        body = [[r.way, *(_spread(getattr(r, key), n) for _, key, n in _TIMES)] for r in here]
         lines += [*report.table(head, body), ""]
         head = ["way", "acc. length", "hits", "B/token", "B/round", "prompt KiB"]
         head += ["sending us/step", "equal"]
         body = [
             [
-                each.way,
-                report.number(each.acceptance_length),
-                report.share(each.hit_rate),
-                report.number(each.bytes_per_token, 0),
-                report.number(each.bytes_per_round, 0),
-                report.number(None if each.prompt_bytes is None else each.prompt_bytes / 1024, 1),
-                report.number(each.sending_us, 0),
-                f"{each.equal:.0%}",
+                r.way,
+                report.number(r.acceptance_length),
+                report.share(r.hit_rate),
+                report.number(r.bytes_per_token, 0),
+                report.number(r.bytes_per_round, 0),
+                report.number(None if r.prompt_bytes is None else r.prompt_bytes / 1024, 1),
+                report.number(r.sending_us, 0),
+                report.share(r.equal),
             ]
-            for each in here
+            for r in here
         ]
         lines += [*report.table(head, body), ""]
     return lines

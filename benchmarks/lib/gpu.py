@@ -7,9 +7,20 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def random_llama(shape: Mapping[str, Any], dtype: str, device: torch.device) -> Any:
+    """Return a Llama of random weights, made on the device."""
+    torch.set_default_dtype(getattr(torch, dtype))
+    with device:
+        model = LlamaForCausalLM(LlamaConfig(**shape, max_position_embeddings=8192))
+    torch.set_default_dtype(torch.float32)
+    return model.eval()
 
 
 def gpu_name() -> str:

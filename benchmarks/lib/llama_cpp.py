@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import subprocess
 import time
+import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.lib.processes import REPO, Child, ProcessError
 from benchmarks.lib.records import Completion, Run, TokenIds
@@ -49,17 +50,17 @@ class LlamaCppSystem:
         """Return once /health says ok. Raises `ProcessError`."""
         deadline = time.monotonic() + _START_TIMEOUT_S
         while time.monotonic() < deadline:
-            try:
-                connection = http.client.HTTPConnection(HOST, self.port, timeout=5)
-                connection.request("GET", "/health")
-                if connection.getresponse().status == http.HTTPStatus.OK:
-                    return
-            except OSError:
-                pass
-            finally:
-                connection.close()
+            with contextlib.suppress(OSError), self._open("/health"):
+                return
             time.sleep(0.2)
         raise ProcessError(f"{self.name} did not come up; see {self.child.log}")
+
+    def _open(self, path: str, body: object = None) -> http.client.HTTPResponse:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"http://{HOST}:{self.port}{path}", data, headers)
+        response: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=self.timeout_s)
+        return response
 
     def _complete(self, prompt: TokenIds, max_tokens: int) -> Completion:
         body = {
@@ -72,36 +73,25 @@ class LlamaCppSystem:
             "return_tokens": True,
             "stream": True,
         }
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=self.timeout_s)
         token_ids: list[int] = []
         ttft_s = None
-        timings: dict[str, Any] = {}
+        timings: dict[str, float] = {}
+        start = time.perf_counter()
         try:
-            start = time.perf_counter()
-            connection.request(
-                "POST", "/completion", json.dumps(body), {"Content-Type": "application/json"}
-            )
-            response = connection.getresponse()
-            if response.status != http.HTTPStatus.OK:
-                raise ProcessError(f"{self.name}: {response.status} {response.read()[:300]!r}")
-            for line in response:
-                if not line.startswith(b"data: "):
-                    continue
-                event = json.loads(line.removeprefix(b"data: "))
-                token_ids += event["tokens"]
-                if ttft_s is None and token_ids:
-                    ttft_s = time.perf_counter() - start
-                timings = event.get("timings", timings)
-            total_s = time.perf_counter() - start
+            with self._open("/completion", body) as response:
+                for line in response:
+                    if not line.startswith(b"data: "):
+                        continue
+                    event = json.loads(line.removeprefix(b"data: "))
+                    token_ids += event["tokens"]
+                    if ttft_s is None and token_ids:
+                        ttft_s = time.perf_counter() - start
+                    timings = event.get("timings", timings)
         except (OSError, http.client.HTTPException) as error:
             raise ProcessError(f"{self.name}: {error!r}") from error
-        finally:
-            connection.close()
-        stats = {
-            "drafted": float(timings.get("draft_n", 0)),
-            "accepted": float(timings.get("draft_n_accepted", 0)),
-        }
-        return Completion(tuple(token_ids), total_s, ttft_s, stats)
+        names = {"drafted": "draft_n", "accepted": "draft_n_accepted"}
+        counts = {name: float(timings.get(theirs, 0)) for name, theirs in names.items()}
+        return Completion(tuple(token_ids), time.perf_counter() - start, ttft_s, counts)
 
 
 def to_gguf(python: str, source: Path, destination: Path) -> None:

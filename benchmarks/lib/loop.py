@@ -10,10 +10,13 @@ import time
 from dataclasses import dataclass
 from typing import Final, cast
 
+from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.drafting.proposer import FeatureProposer, Proposer, SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.hidden_states.streams import HiddenStateStreams
+from outrider.engine.model.paged_model import PagedModel
+from outrider.engine.policy.base import Policy
 from outrider.features import FeatureBatch, FeatureOrder, FeatureWindow
 from outrider.params import TokenIds
 from outrider.types import Commit, Request, RequestStats
@@ -37,12 +40,34 @@ class Outcome:
         return (len(self.token_ids) - 1) / self.decode_s
 
 
+def engine_config(model: PagedModel, k: int) -> EngineConfig:
+    """Return the configuration of an engine with K draft tokens and no prefix cache."""
+    room = model.page_size * model.num_pages
+    return EngineConfig(
+        page_size=model.page_size,
+        num_pages=model.num_pages,
+        max_model_len=min(model.max_model_len, room),
+        num_speculative_tokens=k,
+        enable_prefix_caching=False,
+    )
+
+
 class Loop:
     """Runs requests one after the other."""
 
     def __init__(self, engine: Engine, streams: HiddenStateStreams | None = None) -> None:
         self._engine = engine
         self._streams = streams
+
+    @staticmethod
+    def of(model: PagedModel, k: int) -> Loop:
+        """Return a loop whose engine drafts `k` tokens in every round."""
+        pool = model.pools.features
+        streams = None if pool is None else HiddenStateStreams(pool)
+        policy = Policy(k, max_wait_s=60.0)  # it never waits: drafts come between steps
+        return Loop(
+            Engine(model, engine_config(model, k), policy=policy, features=streams), streams
+        )
 
     def run(
         self, request: Request, method: Proposer | None, k: int, *, draft_first: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
 from collections.abc import Callable
@@ -23,6 +24,15 @@ def guarded(measure: Callable[[], int]) -> int:
     except (ProcessError, OutriderError, PromptsError) as error:
         print(f"benchmark: {error}", file=sys.stderr)
         return 2
+
+
+def arguments(module: str, doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser for `python -m module` whose help shows the module's docstring."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def say(message: str) -> None:

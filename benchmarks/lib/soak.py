@@ -97,14 +97,7 @@ def _grown(samples: list[tuple[float, float]], say: Callable[[str], None]) -> li
         return []
     settled = next(used for at, used in samples if at >= _SETTLED * samples[-1][0])
     growth = max(used for _, used in samples) - settled
-    course = [max(used for _, used in part) for part in _eighths(samples)]
-    say(f"soak: GPU memory {settled:.0f} MiB, then at most {growth:+.0f} MiB; the largest of each")
-    say(f"  eighth of the time: {' '.join(f'{used:.0f}' for used in course)}")
+    say(f"soak: GPU memory {settled:.0f} MiB, then at most {growth:+.0f} MiB")
     if growth <= _GROWTH_MIB:
         return []
     return [f"soak: GPU memory grew by {growth:.0f} MiB"]
-
-
-def _eighths(samples: list[tuple[float, float]]) -> list[list[tuple[float, float]]]:
-    size = -(-len(samples) // 8)
-    return [samples[i : i + size] for i in range(0, len(samples), size)]

@@ -12,32 +12,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_TOP = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-
-
-def gguf_name(name: str) -> str:
-    """Return llama.cpp's name of a tensor. Raises `KeyError` for a tensor that no Llama has."""
-    if name in _TOP:
-        return _TOP[name]
-    layer, _, rest = name.removeprefix("model.layers.").partition(".")
-    part, _, suffix = rest.rpartition(".")
-    return f"blk.{int(layer)}.{_LAYER[part]}.{suffix}"
-
 
 def convert(source: Path, destination: Path) -> None:
     """Write `source`'s weights as bf16 (norms as fp32). Raises `ValueError` for non-Llamas."""
@@ -69,16 +43,18 @@ def convert(source: Path, destination: Path) -> None:
     out.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     _add_tokenizer(out, gguf, source, config["vocab_size"])
 
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     for name, tensor in sorted(_weights(source, load_file).items()):
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             # Hugging Face rotates halves, GGUF's Llama rotates neighbours.
             n = heads if "q_proj" in name else kv_heads
             tensor = tensor.view(n, 2, head_dim // 2, -1).transpose(1, 2).reshape(tensor.shape)
+        theirs = names.get_name(name, try_suffixes=(".weight",))
         if tensor.dim() == 1:
-            out.add_tensor(gguf_name(name), tensor.float().numpy())
+            out.add_tensor(theirs, tensor.float().numpy())
             continue
         bits = tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
-        out.add_tensor(gguf_name(name), bits, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        out.add_tensor(theirs, bits, raw_dtype=gguf.GGMLQuantizationType.BF16)
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()

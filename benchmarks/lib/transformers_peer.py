@@ -5,7 +5,6 @@ The module is also the worker process that runs `generate`.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -63,7 +62,7 @@ def start_transformers(
 ) -> Worker:
     """Start a worker in this environment."""
     command = [sys.executable, "-m", "benchmarks.lib.transformers_peer"]
-    command += ["--threads", str(threads), "--model", str(target), "--draft-model", str(draft)]
+    command += [str(target), str(draft), str(threads)]
     env = {"OMP_NUM_THREADS": str(threads), **python_path()}
     child = Child(f"transformers-{threads}t", command, log_dir, env=env)
     children.append(child)
@@ -211,14 +210,5 @@ def build(target: str, draft: str, threads: int) -> Handler:
     return handle
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--draft-model", required=True)
-    parser.add_argument("--threads", type=int, required=True)
-    args = parser.parse_args()
-    serve(lambda: build(args.model, args.draft_model, args.threads))
-
-
 if __name__ == "__main__":
-    main()
+    serve(lambda: build(sys.argv[1], sys.argv[2], int(sys.argv[3])))

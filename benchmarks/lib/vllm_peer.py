@@ -19,7 +19,7 @@ from outrider.models.resolve import resolve_model
 METHODS = ("none", "draft_model")
 _ROOM = 64  # tokens beside a request's own, for its last draft
 _START_TIMEOUT_S = 600
-_THREADS = 2
+_THREADS = "2"
 # vLLM's own processes, no compiler at start, no network.
 _GPU_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -65,14 +65,21 @@ class VllmEngine:
         """Start the engine, which compiles for minutes. Raises `ProcessError`."""
         name = "vllm-none" if self.draft is None else "vllm-draft-model"
         say(f"starting {name}: it compiles first, which takes minutes")
-        command = [self.python, "-m", "benchmarks.lib.vllm_worker", "--model", str(self.target)]
-        command += ["--dtype", "bfloat16", "--threads", str(_THREADS)]
-        command += ["--max-num-seqs", str(self.max_num_seqs)]
-        command += ["--num-speculative-tokens", str(self.num_speculative_tokens)]
-        command += ["--max-model-len", str(self.max_model_len)]
-        command += ["--engine", json.dumps(dict(self.options))]
-        command += [] if self.draft is None else ["--draft-model", str(self.draft)]
-        env = {"OMP_NUM_THREADS": str(_THREADS), "PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1"}
+        settings = {
+            "model": str(self.target),
+            "dtype": "bfloat16",
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            **self.options,
+        }
+        speculation = {
+            "method": "draft_model",
+            "model": str(self.draft),
+            "num_speculative_tokens": self.num_speculative_tokens,
+        }
+        parts = (settings, None if self.draft is None else speculation)
+        command = [self.python, "-m", "benchmarks.lib.vllm_worker", *map(json.dumps, parts)]
+        env = {"OMP_NUM_THREADS": _THREADS, "PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1"}
         child = Child(name, command, log_dir, env={**env, **self.env})
         children.append(child)
         return Worker(child, _START_TIMEOUT_S)

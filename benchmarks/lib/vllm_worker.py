@@ -1,10 +1,13 @@
-"""vLLM as a worker process in an environment of its own, without server and detokenisation."""
+"""vLLM as a worker process in an environment of its own, without server and detokenisation.
+
+python -m benchmarks.lib.vllm_worker SETTINGS SPECULATION    # both as JSON
+"""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import sys
 import time
 from collections import deque
 from typing import Any
@@ -26,28 +29,16 @@ _COUNTERS = {
 }
 
 
-def build(args: argparse.Namespace) -> Handler:
-    """Load the engine, with the `draft_model` method if there is a draft model."""
+def build(settings: dict[str, Any], speculation: dict[str, Any] | None) -> Handler:
+    """Load an engine of `LLM(**settings)`."""
     for name, value in _ENV.items():
         os.environ.setdefault(name, value)
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found, unused-ignore]
 
-    speculation = {
-        "method": "draft_model",
-        "model": args.draft_model,
-        "num_speculative_tokens": args.num_speculative_tokens,
-    }
-    llm: Any = LLM(
-        args.model,
-        dtype=args.dtype,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        enable_prefix_caching=False,  # the same prompts come again
-        disable_log_stats=False,  # its counters
-        **args.engine,
-        **({"speculative_config": speculation} if args.draft_model else {}),
-    )
+    if speculation is not None:
+        settings["speculative_config"] = speculation
+    # The same prompts come again, and `disable_log_stats` would take the counters away.
+    llm: Any = LLM(enable_prefix_caching=False, disable_log_stats=False, **settings)
 
     def counters() -> dict[str, int]:
         return {_COUNTERS[m.name]: int(m.value) for m in llm.get_metrics() if m.name in _COUNTERS}
@@ -84,19 +75,5 @@ def build(args: argparse.Namespace) -> Handler:
     return handle
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--draft-model", default="", help="none: no speculation")
-    parser.add_argument("--num-speculative-tokens", type=int, required=True)
-    parser.add_argument("--dtype", required=True)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--max-model-len", type=int, required=True)
-    parser.add_argument("--max-num-seqs", type=int, required=True)
-    parser.add_argument("--engine", type=json.loads, default={}, help="JSON: more of LLM()")
-    args = parser.parse_args()
-    serve(lambda: build(args))
-
-
 if __name__ == "__main__":
-    main()
+    serve(lambda: build(*map(json.loads, sys.argv[1:3])))

@@ -28,7 +28,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 @contextlib.contextmanager
 def collecting() -> Iterator[tuple[Collector, str]]:
-    """A receiver, served while the context lasts, and its address."""
+    """Serve a receiver within the context; yield it with its address."""
     collector = Collector()
     server = grpc.server(futures.ThreadPoolExecutor(1))  # one writer of the collector
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(  # type: ignore[no-untyped-call]
