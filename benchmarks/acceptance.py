@@ -5,9 +5,8 @@
 The engine and the draft model run in one process, a request at a time, K tokens a round, float32,
 on demand. Every prompt runs without speculation and under every rule, one right after the other in
 changing order. The speed-up is the median of the prompts' ratios of tokens per CPU second. `length`
-is 1 + accepted tokens per round with a draft, `bytes` the size of a round's block on the wire,
-`equal` the share of texts that are those of no speculation at the same seed. Under rejection texts
-follow the same law and differ.
+is 1 + accepted tokens per round with a draft, `equal` the share of texts that are those of no
+speculation at the same seed. Under rejection texts follow the same law and differ.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import torch
 from benchmarks.lib import prompts, report
 from benchmarks.lib.loop import Loop, Outcome
 from benchmarks.lib.program import arguments
-from outrider.draft_tree import DraftTree
 from outrider.drafting.cpu.llama_chains import LlamaChains
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.engine.model.loader import load_model
@@ -37,9 +35,7 @@ from outrider.params import (
     Verification,
     VerificationRule,
 )
-from outrider.rpc import codec
 from outrider.types import Request
-from outrider.v1 import draft_pb2
 
 PAGE_SIZE, NUM_PAGES = 16, 64
 NONE = "none"
@@ -57,7 +53,6 @@ class Row:
     tokens_per_round: float
     tokens_per_s: float  # median
     speed_up: float  # over no speculation
-    bytes_per_round: float | None
     equal: float
 
 
@@ -85,16 +80,6 @@ class Pair:
         stop = StopParams(max_tokens=max_tokens, ignore_eos=True)
         request = Request(self._sessions, prompt, sampling, stop, speculation)
         return self._loop.run(request, self._method if speculation.enabled else None, self._k)
-
-
-def block_bytes(tree: DraftTree) -> int:
-    """Return the size of a draft on the wire."""
-    block = draft_pb2.Block(
-        base_len=tree.base_len,
-        token_ids=tree.token_ids,
-        draft_probs=[codec.draft_probs_to_proto(probs) for probs in tree.probs],
-    )
-    return block.ByteSize()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -148,7 +133,6 @@ def row(temperature: float, rule: str, samples: Sequence[Outcome], plain: Sequen
     drafted, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)
     with_draft = sum(sum(s.k_histogram[1:]) for s in stats)
     pairs = list(zip(samples, plain, strict=True))
-    num_bytes = sum(block_bytes(tree) for sample in samples for tree in sample.drafts)
     return Row(
         temperature=temperature,
         rule=rule,
@@ -157,23 +141,13 @@ def row(temperature: float, rule: str, samples: Sequence[Outcome], plain: Sequen
         tokens_per_round=sum(s.output_tokens for s in stats) / sum(s.rounds for s in stats),
         tokens_per_s=statistics.median(sample.tokens_per_s for sample in samples),
         speed_up=statistics.median(a.tokens_per_s / b.tokens_per_s for a, b in pairs),
-        bytes_per_round=num_bytes / with_draft if with_draft else None,
         equal=sum(a.token_ids == b.token_ids for a, b in pairs) / len(pairs),
     )
 
 
 def document(rows: Sequence[Row], command: str, facts: Mapping[str, object]) -> list[str]:
     """Return the report, by lines."""
-    head = [
-        "T and rule",
-        "acceptance",
-        "length",
-        "tok/round",
-        "tok/s",
-        "speed-up",
-        "bytes",
-        "equal",
-    ]
+    head = ["T and rule", "acceptance", "length", "tok/round", "tok/s", "speed-up", "equal"]
     body = [
         [
             f"{r.temperature:g} {r.rule}",
@@ -182,7 +156,6 @@ def document(rows: Sequence[Row], command: str, facts: Mapping[str, object]) -> 
             f"{r.tokens_per_round:.2f}",
             f"{r.tokens_per_s:.1f}",
             f"{r.speed_up:.2f}",
-            report.number(r.bytes_per_round, 0),
             f"{r.equal:.0%}",
         ]
         for r in rows

@@ -18,12 +18,7 @@ from benchmarks.lib.processes import Child, Worker, stopping
 from benchmarks.lib.program import guarded, say
 from benchmarks.lib.records import System
 from benchmarks.lib.stack import OutriderSystem, Stack, StackConfig
-from benchmarks.lib.transformers_peer import (
-    DTYPES,
-    TransformersSystem,
-    choose,
-    start_transformers,
-)
+from benchmarks.lib.transformers_peer import DTYPES, TransformersSystem, choose, start_transformers
 from benchmarks.lib.vllm_peer import VllmEngine, VllmSystem
 from outrider.models.resolve import resolve_model
 
@@ -130,13 +125,9 @@ class Bench:
             **report.machine(),
             "command": report.command("benchmarks"),
             "prompts": f"{self._prompts.file} (sha256 {self._prompts.sha256[:12]})",
-            "max_tokens": args.max_tokens,
-            "max_prompt_tokens": args.max_prompt_tokens,
-            "num_speculative_tokens": args.num_speculative_tokens,
-            "model": args.model,
-            "draft_model": args.draft_model,
+            **{name: str(value) for name, value in vars(args).items() if name != "prompts"},
             "transformers_tried": self._tried,
-            "notes": self._notes + _load_notes(cells),
+            "notes": [*self._notes, _load_note(cells)],
         }
         found = report.document(cells, lambda _: fastest, setup)
         found["divergences_fp32"] = differences
@@ -281,12 +272,7 @@ class Bench:
         return found
 
 
-def _load_notes(cells: Sequence[Cell]) -> list[str]:
+def _load_note(cells: Sequence[Cell]) -> str:
     foreign = max((x for c in cells for x in c.foreign_cpu), default=0.0)
-    loops = prompts.repetition([c.token_ids for cell in cells[:1] for c in stats.completions(cell)])
-    quiet = foreign <= 0.1
-    warning = "" if quiet else " THE MACHINE WAS NOT QUIET: the figures say little."
-    return [
-        f"Other processes used up to {foreign:.2f} of a core during a run.{warning}",
-        f"Repeated 8-grams in the single-stream texts: {loops:.0%} (loops are easy to draft).",
-    ]
+    warning = "" if foreign <= 0.1 else " THE MACHINE WAS NOT QUIET: the figures say little."
+    return f"Other processes used up to {foreign:.2f} of a core during a run.{warning}"

@@ -28,8 +28,9 @@ from benchmarks.lib import prompts, report, stats
 from benchmarks.lib.measure import Cell, Plan, measure
 from benchmarks.lib.processes import Child, ProcessError, stopping
 from benchmarks.lib.program import arguments, guarded, say
+from benchmarks.lib.records import System
 from benchmarks.lib.stack import OutriderSystem, Route, Stack, StackConfig
-from benchmarks.lib.vllm_peer import METHODS, VllmPlace, VllmSystem, start_on_gpu
+from benchmarks.lib.vllm_peer import METHODS, VllmPlace, start_on_gpu
 from outrider.models.resolve import resolve_model
 
 MODES: Final = ("colocated", "remote", "ahead")
@@ -142,9 +143,7 @@ class Bench:
                     self._baselines[system.name] = baseline
                     for batch in args.batch:
                         self._prepared(system, batch)
-                        plan = Plan(batch, args.rounds, args.waves * batch)
-                        rest = (plan, self._prompts, args.max_tokens, children, say)
-                        self._cells += measure([system], *rest)
+                        self._cells += self._repeat([system], batch, children)
             except ProcessError as error:
                 say(f"*** vLLM {method} failed: {error} ***")
                 self._notes.append(f"vLLM {method} failed: {error}")
@@ -178,18 +177,22 @@ class Bench:
         for batch in args.batch:
             self._prepared(drafting, batch)
             before = stack.proxied_bytes()
-            plan = Plan(batch, args.rounds, args.waves * batch)
-            rest = (plan, self._prompts, args.max_tokens, children, say)
-            cells = measure([plain, drafting], *rest)
+            cells = self._repeat([plain, drafting], batch, children)
             spent = {way: n - before[way] for way, n in stack.proxied_bytes().items()}
             self._cells += cells
             self._note(batch, spent, *cells)
             self.write()
 
-    def _prepared(self, system: OutriderSystem | VllmSystem, batch: int) -> None:
+    def _prepared(self, system: System, batch: int) -> None:
         """Run an unmeasured sample: kernels are compiled, the policy learns."""
         group = self._prompts.group(self._args.rounds, self._args.waves * batch)
         system.run(group, self._args.max_tokens, batch)
+
+    def _repeat(
+        self, systems: Sequence[System], batch: int, children: Sequence[Child]
+    ) -> list[Cell]:
+        plan = Plan(batch, self._args.rounds, self._args.waves * batch)
+        return measure(systems, plan, self._prompts, self._args.max_tokens, children, say)
 
     def _note(self, batch: int, spent: dict[str, int], plain: Cell, drafting: Cell) -> None:
         differences = stats.divergences(drafting, plain)

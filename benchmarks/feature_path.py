@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -38,7 +37,7 @@ from benchmarks.lib.processes import ProcessError, python_path, stopping
 from benchmarks.lib.program import arguments, guarded, say
 from benchmarks.lib.records import TokenIds
 from benchmarks.lib.stack import OutriderSystem, Route, Stack, StackConfig
-from outrider.aux_layers import aux_layers
+from outrider.aux_layers import states_read
 from outrider.cli.stack import memory_folder
 from outrider.errors import ConfigError
 from outrider.methods import HIDDEN_STATE_METHODS
@@ -52,17 +51,6 @@ _SPARE_TOKENS: Final = 128  # behind a text: steps with trees near the end are n
 _SETTINGS: Final = ("method", "head", "model", "dtype", "device", "threads", "rounds", "max_tokens")
 
 
-def hidden_features(method: str, head: str) -> str:
-    """Return the `--hidden-features` that the module reads. Raises `ConfigError`."""
-    if method != "eagle3":
-        return "final"
-    try:
-        layers = aux_layers(json.loads((resolve_model(head, method) / "config.json").read_text()))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--head {head}: no config.json that can be read ({error}).") from error
-    return "eagle3" if layers is None else ",".join(map(str, layers))
-
-
 def config_of(args: argparse.Namespace) -> StackConfig:
     """Return the settings of the services. On a GPU, steps of the largest K and batch are captured.
 
@@ -70,7 +58,7 @@ def config_of(args: argparse.Namespace) -> StackConfig:
     """
     rows, k = max(args.at_once), max(args.k)
     on_gpu = args.device != "cpu"
-    scorer: list[object] = ["--hidden-features", hidden_features(args.method, args.head)]
+    scorer: list[object] = ["--hidden-features", states_read(args.method, args.head)]
     scorer += ["--speculation-policy", "fixed"]
     proposer: list[object] = []
     if on_gpu:
@@ -95,7 +83,7 @@ def config_of(args: argparse.Namespace) -> StackConfig:
     )
 
 
-def ways(args: argparse.Namespace) -> Iterator[tuple[str, Stack]]:
+def ways(args: argparse.Namespace) -> Generator[tuple[str, Stack], None, None]:
     """Yield each way while it is up: its name, and a scorer that is drafted for."""
     config = config_of(args)
     routes = [Route(name, unix=name == "colocated") for name in WAYS[1:] if name in args.ways]
@@ -129,12 +117,7 @@ def _stack(config: StackConfig) -> Iterator[Stack]:
 
 
 def measure(
-    args: argparse.Namespace,
-    name: str,
-    stack: Stack,
-    loaded: prompts.Prompts,
-    k: int,
-    at_once: int,
+    args: argparse.Namespace, name: str, stack: Stack, loaded: prompts.Prompts, k: int, at_once: int
 ) -> Samples:
     """Measure one way beside no speculation. Raises `ProcessError` if a request has no draft."""
     plain = OutriderSystem(
@@ -151,9 +134,8 @@ def measure(
         for system, samples in pair if r % 2 else reversed(pair):
             sample = _sample(system, group, args.max_tokens, at_once)
             samples.append(sample)
-            say(
-                f"K = {k}, {at_once} at once, {r + 1}/{args.rounds}: {system.name}: {sample.line()}"
-            )
+            rate = f"{system.name}: {sample.run.tokens_per_s:.1f} tok/s"
+            say(f"K = {k}, {at_once} at once, {r + 1}/{args.rounds}: {rate}")
         if not all(each.stats["drafted"] > 0 for each in found.drafting[-1].run.completions):
             raise ProcessError(f"{name}: a request without drafts; see the proposer")
     return found

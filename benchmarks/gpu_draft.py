@@ -108,12 +108,11 @@ class Bench:
             for i in range(sessions)
         ]
         ready = [ReadyRow(args.context, args.num_tokens, params) for params in sampling]
-        return self._row(
-            (sessions, 0, temperature),
-            args.num_tokens,
-            bandwidth,
-            lambda: self.graphs.draft(slices, ready),
-        )
+
+        def draft() -> None:
+            self.graphs.draft(slices, ready)
+
+        return self._row((sessions, 0, temperature), args.num_tokens, bandwidth, draft)
 
     def branches(self, sessions: int, each: int, temperature: float, bandwidth: float) -> Row:
         """Time branches that leave the chain at all of its places."""
@@ -129,23 +128,12 @@ class Bench:
         ]
 
         def draft() -> None:
-            drafted = draft_branches(
-                self.graphs,
-                self.pool,
-                trunks,
-                wanted,
-                num_tokens=args.num_tokens,
-                fanout=args.fanout,
-            )
+            sizes = {"num_tokens": args.num_tokens, "fanout": args.fanout}
+            drafted = draft_branches(self.graphs, self.pool, trunks, wanted, **sizes)
             assert len(drafted) == len(wanted)
             drop(self.pool, drafted)
 
-        return self._row(
-            (sessions, each, temperature),
-            args.num_tokens + 1,
-            bandwidth,
-            draft,
-        )
+        return self._row((sessions, each, temperature), args.num_tokens + 1, bandwidth, draft)
 
     def _row(
         self,
@@ -189,8 +177,8 @@ def main() -> int:
     for row in table:
         floor = row.floor_ms + row.kv_ms
         times = [row.floor_ms, row.kv_ms, row.wall_ms, row.wall_ms / floor]
-        cells = [report.number(x) for x in times]
-        lines.append([str(row.sessions), str(row.branches), f"{row.temperature:g}", *cells])
+        size = [str(row.sessions), str(row.branches), f"{row.temperature:g}"]
+        lines.append([*size, *map(report.number, times)])
     about = f"{setup['gpu']}; {bench.weights / 1e9:.2f} GB of weights; {bandwidth / 1e12:.2f} TB/s."
     title = f"# Drafting {args.num_tokens} tokens, context {args.context}"
     parts = [title, "", f"`{setup['command']}`", "", about, "", *report.table(head, lines), ""]

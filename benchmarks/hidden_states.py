@@ -82,11 +82,7 @@ class Bench:
                 any(spec.final_norm for spec in specs),
             )
         self._model = model = load_model(
-            target,
-            dtype=torch.float32,
-            page_size=PAGE_SIZE,
-            num_pages=NUM_PAGES,
-            features=captured,
+            target, dtype=torch.float32, page_size=PAGE_SIZE, num_pages=NUM_PAGES, features=captured
         )
         self._loop = Loop.of(model, max_k)
         self._max_k = max_k

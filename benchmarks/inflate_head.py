@@ -82,11 +82,7 @@ class HeadInflation(Inflation):
             weight[places, :d], weight[places, width : width + d] = token, state
             return weight
 
-        attention, inner, f = (
-            f"{_LAYER}self_attn.",
-            new.intermediate_size,
-            old.intermediate_size,
-        )
+        attention, inner, f = (f"{_LAYER}self_attn.", new.intermediate_size, old.intermediate_size)
         gate, up = (self._random(generator, inner, width) for _ in range(2))
         gate[:f, :d] = self._moved(stored(f"{_LAYER}mlp.gate_proj"))
         up[:f, :d] = self._moved(stored(f"{_LAYER}mlp.up_proj"))

@@ -15,9 +15,7 @@ sdist needs a C++ compiler), its `SuffixDecodingCache` replays the same traces.
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -58,12 +56,6 @@ class Tokens:
     prompt: TokenIds
     output: TokenIds
     advice: Advice
-
-    @property
-    def changed(self) -> float:
-        """Return the share of the advice and the output that differs."""
-        pair = difflib.SequenceMatcher(None, self.advice.token_ids, self.output, autojunk=False)
-        return 1.0 - pair.ratio()
 
 
 @dataclass(frozen=True)
@@ -206,7 +198,7 @@ def arctic(traces: Sequence[Tokens]) -> Row | None:
     return Row(workload, "all", "arctic", output, rounds, drafted, accepted, output / rounds)
 
 
-def _write(name: str, rows: Sequence[Row], changed: float) -> str:
+def _write(name: str, rows: Sequence[Row]) -> str:
     """Write the results so far, and return them as Markdown."""
     head = ["workload", "kind", "method", "tokens", "rounds", "drafted", "accepted"]
     body = [
@@ -219,12 +211,11 @@ def _write(name: str, rows: Sequence[Row], changed: float) -> str:
         for row in rows
     ]
     command = report.command("benchmarks.reference_drafting")
-    facts = {"edits change": f"{changed:.1%} of the tokens on average"}
-    lines = report.head("Drafting by copying", command, facts)
+    machine = report.machine()
+    lines = report.head("Drafting by copying", command, machine)
     lines += report.table([*head, "tokens/round", "tokens/s (CPU)"], body)
     text = "\n".join([*lines, ""])
-    result = {"rows": [asdict(row) for row in rows], "edits_changed": changed}
-    report.write(result, text, _RESULTS / name)
+    report.write({"setup": machine, "rows": [asdict(row) for row in rows]}, text, _RESULTS / name)
     return text
 
 
@@ -248,8 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{workload}: {len(traces)} traces", file=sys.stderr)
         rows += merit(traces, tokenizer.get_vocab_size())
         rows += [row for row in (arctic(traces),) if row is not None]
-    changed = statistics.mean(trace.changed for trace in work[EDITS])
-    _write(args.out, rows, changed)
+    _write(args.out, rows)
     max_len = 2048
     model = load_model(
         folder,
@@ -264,8 +254,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         short = [i for i, trace in enumerate(traces) if len(trace.output) <= _REAL_OUTPUT]
         chosen = short[-args.real :]
         rows += at_cost([traces[i] for i in chosen], traces[: chosen[0]], target)
-        _write(args.out, rows, changed)
-    print(_write(args.out, rows, changed))
+        _write(args.out, rows)
+    print(_write(args.out, rows))
     return 0
 
 

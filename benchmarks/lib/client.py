@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -95,7 +95,7 @@ class Client:
         self._runner.run(run())
         return len(done), sum(done)
 
-    def _call(self, job: Job, timeout_s: float, through_gateway: bool) -> AsyncIterator[Any]:
+    def _call(self, job: Job, timeout_s: float, through_gateway: bool) -> AsyncIterable[Any]:
         speculation = common_pb2.SpeculationParams(
             enabled=job.method != "none",
             method=job.method,
@@ -105,7 +105,7 @@ class Client:
         sampling = common_pb2.SamplingParams(
             temperature=job.temperature, top_p=job.top_p, seed=job.seed
         )
-        stream: AsyncIterator[Any]
+        stream: AsyncIterable[Any]
         if through_gateway:
             stream = self._gateway.Generate(
                 generation_pb2.GenerateRequest(
@@ -147,7 +147,7 @@ class Client:
         return info
 
 
-async def _consume(stream: AsyncIterator[Any]) -> Completion:
+async def _consume(stream: AsyncIterable[Any]) -> Completion:
     start = time.perf_counter()
     token_ids: list[int] = []
     arrivals: list[float] = []

@@ -29,11 +29,7 @@ class DelayProxy:
     """
 
     def __init__(
-        self,
-        *targets: str,
-        host: str = "127.0.0.2",
-        delay_s: float = 0.0,
-        max_chunks: int = 1024,
+        self, *targets: str, host: str = "127.0.0.2", delay_s: float = 0.0, max_chunks: int = 1024
     ) -> None:
         self.delay_s = delay_s
         self.address = f"{host}:{_port(targets[0])}"  # of the first target

@@ -14,7 +14,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 MODULES = (
     *("argparse", "configparser", "csv", "difflib", "filecmp", "fractions", "gzip", "heapq"),
@@ -34,13 +33,8 @@ class Trace:
     advice: str = ""
 
 
-@lru_cache(maxsize=1)
-def functions() -> tuple[str, ...]:
-    """Return dedented functions of middling length from the standard library."""
-    return tuple(_functions())
-
-
-def _functions() -> Iterator[str]:
+def functions() -> Iterator[str]:
+    """Yield dedented functions of middling length from the standard library."""
     for name in MODULES:
         source = inspect.getsource(importlib.import_module(name))
         lines = source.splitlines(keepends=True)

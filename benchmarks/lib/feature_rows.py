@@ -57,15 +57,6 @@ class Sample:
         """Return the time per round of the steps that verified."""
         return self.total("score_ms") / self.total("rounds")
 
-    def line(self) -> str:
-        """Return its speed and the parts of its rounds as text."""
-        parts = {"round": self.round_ms, "score": self.score_ms}
-        if self.drafted_rounds:
-            names = {"draft": "propose_ms", "way": "network_ms", "wait": "wait_ms"}
-            parts |= {part: self.per_round(name) for part, name in names.items()}
-        times = ", ".join(f"{part} {ms:.2f}" for part, ms in parts.items())
-        return f"{self.run.tokens_per_s:.1f} tok/s; ms: {times}"
-
     @property
     def texts(self) -> list[TokenIds]:
         return [each.token_ids for each in self.run.completions]

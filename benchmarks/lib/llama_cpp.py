@@ -18,7 +18,6 @@ from benchmarks.lib.records import Completion, Run, TokenIds
 from outrider.cli.specs import HOST
 from outrider.cli.stack import free_port
 
-_CONVERT_TIMEOUT_S = 300.0
 _START_TIMEOUT_S = 120.0
 _SLOTS = 16
 
@@ -97,20 +96,9 @@ class LlamaCppSystem:
 def to_gguf(python: str, source: Path, destination: Path) -> None:
     """Convert a checkpoint with `python`, which must have `gguf`. Raises `ProcessError`."""
     command = [python, "-m", "benchmarks.lib.to_gguf", str(source), str(destination)]
-    try:
-        subprocess.run(
-            command,
-            check=True,
-            capture_output=True,
-            text=True,
-            cwd=REPO,
-            timeout=_CONVERT_TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ProcessError(f"converting {source.name} to GGUF took too long") from error
-    except subprocess.CalledProcessError as error:
-        last = error.stderr.strip().splitlines()[-1:]
-        raise ProcessError(f"cannot convert {source.name} to GGUF: {last}") from error
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, check=False)
+    if done.returncode:
+        raise ProcessError(f"cannot convert {source.name} to GGUF: {done.stderr[-300:]}")
 
 
 def start_llama(

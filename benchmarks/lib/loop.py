@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Final, cast
 
 from outrider.config import EngineConfig
-from outrider.draft_tree import DraftTree
 from outrider.drafting.proposer import FeatureProposer, Proposer, SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.hidden_states.streams import HiddenStateStreams
@@ -32,7 +31,6 @@ class Outcome:
     stats: RequestStats
     decode_s: float  # after the first token, drafting included
     draft_s: tuple[float, ...]  # of each draft; the first one processes the prompt
-    drafts: tuple[DraftTree, ...]
 
     @property
     def tokens_per_s(self) -> float:
@@ -81,10 +79,10 @@ class Loop:
         if method is not None:
             self._open(request, method, k)
         tokens: list[int] = []
-        drafts: list[tuple[float, DraftTree | None]] = []
+        draft_s: list[float] = []
         began = 0.0
         if method is not None and draft_first:
-            drafts.append(self._draft(method, session))
+            draft_s.append(self._draft(method, session))
         while True:
             commit = self._step(method)
             began = began or time.process_time()
@@ -95,14 +93,12 @@ class Loop:
                 wanted = commit.num_draft_tokens
                 method.commit(session, commit.base_len, commit.token_ids, wanted)
                 if wanted:
-                    drafts.append(self._draft(method, session))
+                    draft_s.append(self._draft(method, session))
         decode_s = time.process_time() - began
         if method is not None:
             method.close(session)
         assert commit.stats is not None
-        trees = tuple([tree for _, tree in drafts if tree is not None])
-        draft_s = tuple([seconds for seconds, _ in drafts])
-        return Outcome(tuple(tokens), commit.stats, decode_s, draft_s, trees)
+        return Outcome(tuple(tokens), commit.stats, decode_s, tuple(draft_s))
 
     def _open(self, request: Request, method: Proposer, k: int) -> None:
         prompt, speculation = request.prompt_token_ids, request.speculation
@@ -129,8 +125,8 @@ class Loop:
             if events.commits:
                 return events.commits[0]
 
-    def _draft(self, method: Proposer, session: int) -> tuple[float, DraftTree | None]:
-        """Post a draft, and return it with the CPU seconds that it took."""
+    def _draft(self, method: Proposer, session: int) -> float:
+        """Post a draft, and return the CPU seconds that it took."""
         seconds = 0.0
         while True:
             began = time.process_time()
@@ -140,9 +136,8 @@ class Loop:
             for _, tree in round_.drafts:
                 name, micros = method.traits.method, round(seconds * 1e6)
                 self._engine.post_block(session, tree, _PROPOSER, micros, method=name)
-                return seconds, tree
             if not round_.unfinished:
-                return seconds, None
+                return seconds
             if self._engine.collect():  # a long prompt's hidden states come in parts
                 events = self._engine.take_events()
                 self._feed(method, None if events is None else events.features)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -57,16 +56,3 @@ def load(file: Path | None, model: Path, *, count: int, max_prompt_tokens: int) 
     if not chosen:
         raise PromptsError(f"{file} holds no prompt of {MIN_PROMPT_TOKENS} tokens or more.")
     return Prompts(tuple(chosen), file.name, hashlib.sha256(raw).hexdigest())
-
-
-def repetition(token_ids: Sequence[TokenIds]) -> float:
-    """Return the share of 8-grams that occurred earlier in the same output.
-
-    Greedy text of small models loops, and loops are easy to draft.
-    """
-    seen_before = total = 0
-    for ids in token_ids:
-        grams = [ids[i : i + 8] for i in range(len(ids) - 7)]
-        seen_before += len(grams) - len(set(grams))
-        total += len(grams)
-    return seen_before / total if total else 0.0

@@ -76,7 +76,7 @@ def accepted_per_position(cell: Cell) -> list[float]:
     done = completions(cell)
     rounds = sum(c.stats.get("rounds", 0.0) - c.stats.get("undrafted_rounds", 0.0) for c in done)
     width = max((len(c.accepted_per_pos) for c in done), default=0)
-    counts = [sum(_at(c.accepted_per_pos, i) for c in done) for i in range(width)]
+    counts = [sum(sum(c.accepted_per_pos[i : i + 1]) for c in done) for i in range(width)]
     return [n / rounds for n in counts] if rounds else []
 
 
@@ -136,7 +136,3 @@ def divergences(cell: Cell, reference: Cell) -> list[int | None]:
 def _sum(runs: Sequence[Run], name: str) -> int | None:
     values = [getattr(run, name) for run in runs]
     return None if None in values else sum(values)
-
-
-def _at(values: Sequence[int], i: int) -> int:
-    return values[i] if i < len(values) else 0

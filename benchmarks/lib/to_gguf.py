@@ -7,8 +7,8 @@ vocabulary is written under llama.cpp's GPT-2 byte-level BPE. The module needs `
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +91,5 @@ def _add_tokenizer(out: Any, gguf: Any, source: Path, vocab_size: int) -> None:
     out.add_eos_token_id(next(iter(sorted(special)), 0))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("source", type=Path)
-    parser.add_argument("destination", type=Path)
-    args = parser.parse_args()
-    convert(args.source, args.destination)
-
-
 if __name__ == "__main__":
-    main()
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))
