@@ -98,6 +98,7 @@ def main() -> int:
     p.add_argument("--out", type=Path, default=REPO, help="the parts' parent folder")
     args = p.parse_args()
     present = _names(args.present.read_text()) if args.present else frozenset()
+    args.cache.mkdir(parents=True, exist_ok=True)
     archives = []
     for name in args.bundle:
         archives.append(args.cache / f"{name}.tar.xz")
@@ -161,9 +162,7 @@ def _resolve(name: str, python: str) -> list[str]:
 
 
 def _run(command: Sequence[str], text: str) -> str:
-    return subprocess.run(
-        list(command), input=text, stdout=subprocess.PIPE, text=True, check=True
-    ).stdout
+    return subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 def _name(pin: str) -> str:

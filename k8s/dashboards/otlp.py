@@ -1,4 +1,4 @@
-"""An OTLP receiver in this process, for what must see the spans that services send."""
+"""An OTLP receiver in this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Counts the spans that it is sent, and remembers the ids of their traces."""
+    """Counts the spans that it receives, and keeps the ids of their traces."""
 
     def __init__(self) -> None:
         self.spans = 0
