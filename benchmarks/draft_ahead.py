@@ -178,7 +178,7 @@ class Bench:
             self._prepared(drafting, batch)
             before = stack.proxied_bytes()
             cells = self._repeat([plain, drafting], batch, children)
-            spent = {way: n - before[way] for way, n in stack.proxied_bytes().items()}
+            spent = {key: n - before[key] for key, n in stack.proxied_bytes().items()}
             self._cells += cells
             self._note(batch, spent, *cells)
             self.write()
@@ -201,7 +201,7 @@ class Bench:
         note += f"{differences.count(None)} of {len(differences)} texts equal"
         rounds = sum(run.rounds or 0 for run in drafting.runs)
         if spent["to"] and rounds:
-            to, back = (spent[way] / rounds for way in ("to", "from"))
+            to, back = (spent[key] / rounds for key in ("to", "from"))
             note += f", {to:.0f} bytes to the scorer and {back:.0f} from it per round"
         self._notes.append(f"{note}.")
 

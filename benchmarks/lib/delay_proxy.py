@@ -89,23 +89,23 @@ class DelayProxy:
                 host = target.rpartition(":")[0]
                 theirs, ours = await asyncio.open_connection(host, _port(target))
                 writers.append(ours)
-                ways = [
+                directions = [
                     asyncio.create_task(self._forward(reader, ours, "to")),
                     asyncio.create_task(self._forward(theirs, writer, "from")),
                 ]
                 try:
-                    await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    for way in ways:
-                        way.cancel()
-                    await asyncio.gather(*ways, return_exceptions=True)
+                    for each in directions:
+                        each.cancel()
+                    await asyncio.gather(*directions, return_exceptions=True)
         finally:
             self._connections.discard(task)
             for each in writers:
                 each.transport.abort()  # nothing that is still buffered may arrive
 
     async def _forward(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: str
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: str
     ) -> None:
         """Forward chunks in order, each when it is due, until either end closes."""
         loop = asyncio.get_running_loop()
@@ -121,7 +121,7 @@ class DelayProxy:
                     return
                 writer.write(chunk)
                 await writer.drain()
-                self.num_bytes[way] += len(chunk)
+                self.num_bytes[direction] += len(chunk)
 
         delivering = asyncio.create_task(deliver())
         try:
