@@ -25,7 +25,7 @@ from benchmarks.lib.loop import Loop, Outcome
 from benchmarks.lib.program import arguments
 from outrider.drafting.cpu.llama_chains import LlamaChains
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.engine.model.loader import load_model
+from outrider.engine.model.loader import ModelOptions, load_model
 from outrider.models.resolve import resolve_model
 from outrider.params import (
     SamplingParams,
@@ -60,10 +60,10 @@ class Pair:
     """A target and a draft model in one process."""
 
     def __init__(self, target: Path, draft: Path, k: int) -> None:
-        sizes = {"dtype": torch.float32, "page_size": PAGE_SIZE, "num_pages": NUM_PAGES}
-        model = load_model(target, **sizes)  # type: ignore[arg-type]
+        options = ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES)
+        model = load_model(target, options, dtype=torch.float32)
         self._loop = Loop.of(model, k)
-        drafter = load_model(draft, **sizes)  # type: ignore[arg-type]
+        drafter = load_model(draft, options, dtype=torch.float32)
         fast = LlamaChains.load(draft, drafter.pools, drafter.max_model_len)
         self._method = DraftModelProposer(drafter, name="draft", chain_drafter=fast)
         self._k = k

@@ -34,7 +34,7 @@ from outrider.drafting.graphs.loop_inputs import LoopShape
 from outrider.drafting.graphs.loops import Capture, make_shapes
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
-from outrider.engine.model.loader import build_paged_model
+from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.params import SamplingParams
 
 _PAGE_SIZE = 16
@@ -65,12 +65,14 @@ class Bench:
         own = -(-(2 * args.num_tokens + 2) // _PAGE_SIZE) + 1  # pages of a branch at most
         self.model = build_paged_model(
             model,
-            page_size=_PAGE_SIZE,
-            num_pages=sessions * (-(-tokens // _PAGE_SIZE) + branches * own),
-            max_model_len=args.max_model_len,
-            self_test=False,
-            attention_backend=args.attention_backend,
-            int8_weights=args.int8_weights,
+            ModelOptions(
+                page_size=_PAGE_SIZE,
+                num_pages=sessions * (-(-tokens // _PAGE_SIZE) + branches * own),
+                max_model_len=args.max_model_len,
+                self_test=False,
+                attention_backend=args.attention_backend,
+                int8_weights=args.int8_weights,
+            ),
         )
         self.kv_bytes = self.model.kv_bytes_per_page / _PAGE_SIZE
         shapes = make_shapes(rows=args.rows, query_lens=(2,), num_tokens=(args.num_tokens,))

@@ -36,7 +36,7 @@ from benchmarks.lib.gpu import copy_bandwidth, gpu_name, random_llama
 from benchmarks.lib.processes import Child, ProcessError, Worker, stopping
 from benchmarks.lib.program import arguments, say
 from benchmarks.lib.vllm_peer import VllmEngine, VllmPlace
-from outrider.engine.model.loader import build_paged_model
+from outrider.engine.model.loader import ModelOptions, build_paged_model
 
 _LOOP_ROOM = 1024  # tokens that a row of the engine's loop may grow by
 _NEW_TOKENS = (16, 144)  # of two runs of vLLM, whose difference is measured
@@ -133,11 +133,13 @@ def _engine(args: argparse.Namespace, model: Any, table: list[Row]) -> list[Row]
     began = time.perf_counter()
     paged = build_paged_model(
         model,
-        page_size=args.page_size,
-        num_pages=pages,
-        max_model_len=longest,
-        self_test=False,
-        attention_backend=args.attention_backend,
+        ModelOptions(
+            page_size=args.page_size,
+            num_pages=pages,
+            max_model_len=longest,
+            self_test=False,
+            attention_backend=args.attention_backend,
+        ),
     )
     steps = EngineSteps(paged, [(n, q) for n in args.rows for q in args.query_lens])
     say(f"engine ready after {time.perf_counter() - began:.1f} s")

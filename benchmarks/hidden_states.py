@@ -33,7 +33,7 @@ from outrider.drafting.building.heads import build_head
 from outrider.drafting.cpu.llama_chains import LlamaChains
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import TREE_WIDTH, Proposer
-from outrider.engine.model.loader import load_model
+from outrider.engine.model.loader import ModelOptions, load_model
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
 from outrider.models.resolve import EMBEDDED, resolve_model
@@ -82,7 +82,9 @@ class Bench:
                 any(spec.final_norm for spec in specs),
             )
         self._model = model = load_model(
-            target, dtype=torch.float32, page_size=PAGE_SIZE, num_pages=NUM_PAGES, features=captured
+            target,
+            ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES, features=captured),
+            dtype=torch.float32,
         )
         self._loop = Loop.of(model, max_k)
         self._max_k = max_k
@@ -132,7 +134,8 @@ def heads(
 
 def draft_model(folder: Path, chains: Sequence[int]) -> list[Contender]:
     """Return chains of a draft model on demand, without branches ahead."""
-    model = load_model(folder, dtype=torch.float32, page_size=PAGE_SIZE, num_pages=NUM_PAGES)
+    options = ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES)
+    model = load_model(folder, options, dtype=torch.float32)
     fast = LlamaChains.load(folder, model.pools, model.max_model_len)
     proposer = DraftModelProposer(model, name="draft", chain_drafter=fast)
     return [Contender("draft_model", "chain", k, proposer) for k in chains]

@@ -34,7 +34,7 @@ from outrider.drafting.copying.deterministic import DeterministicProposer
 from outrider.drafting.copying.ngram import NgramProposer
 from outrider.drafting.copying.suffix import SuffixProposer
 from outrider.drafting.proposer import Proposer, SessionStart
-from outrider.engine.model.loader import load_model
+from outrider.engine.model.loader import ModelOptions, load_model
 from outrider.engine.policy.adaptive import AdaptivePolicy
 from outrider.engine.policy.base import Policy
 from outrider.models.resolve import resolve_model
@@ -243,10 +243,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     max_len = 2048
     model = load_model(
         folder,
+        ModelOptions(page_size=PAGE_SIZE, num_pages=max_len // PAGE_SIZE, self_test=False),
         dtype=torch.float32,
-        page_size=PAGE_SIZE,
-        num_pages=max_len // PAGE_SIZE,
-        self_test=False,
     )
     target = ForcedTarget(model.vocab_size, max_len, model)
     for workload, traces in work.items():

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from outrider.train.data import read_tokens
 from outrider.train.evaluate import replay
-from outrider.train.generate import continue_rows, gumbel_noise
-from outrider.train.target import Target, load_target
+from outrider.train.target import Target, continue_rows, gumbel_noise, load_target
 from training.train_target import Logits, heldout_loss
 
 

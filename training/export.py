@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import save_torch_state_dict
 
-from outrider.train.export import rounded, share
+from outrider.train.files import rounded, share
 from training.config import END_ID, END_OF_TEXT_ID, PAD_ID, ModelConfig
 
 MANTISSA_BITS = 4

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.lib.gpu import time_ms
 from outrider.config import EngineConfig
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import RowSlice
 from outrider.engine.engine import Engine
@@ -115,7 +116,7 @@ class EngineSteps:
         engine = Engine(self._model, config, policy=Policy(k), runner=self._runner)
         for i in range(rows):
             engine.submit(_request(i, context))
-            engine.set_drafting(i, "proposer" if k else None, k)
+            engine.set_drafting(i, DraftOffer("proposer" if k else None, k))
         draft, parents = tuple(range(1, k + 1)), tuple(range(-1, k - 1))
         times: list[float] = []
         gaps: list[float] = []
@@ -146,7 +147,7 @@ class EngineSteps:
                 emitted = len(engine.committed(i) or ()) - lengths[i]
                 lengths[i] += emitted
                 if k and emitted:
-                    engine.post_block(i, blocks[i][emitted], "proposer", 0)
+                    engine.post_block(PostedBlock(i, blocks[i][emitted], "proposer", 0))
             if all_decode:
                 times.append((time.perf_counter() - began) * 1e3)
         for i in range(rows):

@@ -53,7 +53,7 @@ def time_ms(call: Callable[[], object], device: torch.device, repeats: int) -> f
     for _ in range(5):
         call()
     if device.type != "cuda":
-        return statistics.median(_host_ms(call) for _ in range(repeats))
+        return wall_ms(call, device, repeats)
     torch.cuda.synchronize(device)
     marks = [
         torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -83,9 +83,3 @@ def wall_ms(call: Callable[[], object], device: torch.device, repeats: int) -> f
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _host_ms(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return (time.perf_counter() - began) * 1e3

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final, cast
 
 from outrider.config import EngineConfig
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.drafting.proposer import FeatureProposer, Proposer, SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.hidden_states.streams import HiddenStateStreams
@@ -113,7 +114,7 @@ class Loop:
         method.open(request.session_id, start)
         spec = method.traits.features
         order = None if spec is None else FeatureOrder(0, spec, FeatureWindow())
-        self._engine.set_drafting(request.session_id, _PROPOSER, k, features=order)
+        self._engine.set_drafting(request.session_id, DraftOffer(_PROPOSER, k, features=order))
 
     def _step(self, method: Proposer | None) -> Commit:
         """Step until the request commits tokens."""
@@ -135,7 +136,8 @@ class Loop:
             assert not round_.lost
             for _, tree in round_.drafts:
                 name, micros = method.traits.method, round(seconds * 1e6)
-                self._engine.post_block(session, tree, _PROPOSER, micros, method=name)
+                block = PostedBlock(session, tree, _PROPOSER, micros, method=name)
+                self._engine.post_block(block)
             if not round_.unfinished:
                 return seconds
             if self._engine.collect():  # a long prompt's hidden states come in parts

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.config import EngineConfig
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.drafting.proposer import FeatureProposer, Proposer, SessionStart
 from outrider.engine.engine import Engine
@@ -81,7 +82,7 @@ def record(
     for session, (prompt, sampling) in enumerate(requests):
         engine.submit(Request(session, prompt, sampling, stop))
         order = None if pool is None else FeatureOrder(0, pool.spec, FeatureWindow())
-        engine.set_drafting(session, "reader", 1, features=order)
+        engine.set_drafting(session, DraftOffer("reader", 1, features=order))
     tokens: list[list[int]] = [[] for _ in requests]
     rows: list[list[Tensor]] = [[] for _ in requests]
     running = set(range(len(requests)))
@@ -97,7 +98,8 @@ def record(
         for commit in events.commits:
             tokens[commit.session_id] += commit.token_ids
             length = commit.base_len + len(commit.token_ids)
-            engine.post_block(commit.session_id, DraftTree.chain(length, ()), "reader", 0)
+            block = PostedBlock(commit.session_id, DraftTree.chain(length, ()), "reader", 0)
+            engine.post_block(block)
             if commit.finish_reason is not None:
                 running.remove(commit.session_id)
     spec = None if pool is None else pool.spec

@@ -11,11 +11,6 @@ from benchmarks.lib.records import Completion, Run, first_divergence, median
 Numbers = dict[str, float | None]
 
 
-def tokens_per_s(cell: Cell) -> float:
-    """Return the median over rounds."""
-    return statistics.median(run.tokens_per_s for run in cell.runs)
-
-
 def ratio(cell: Cell, reference: Cell) -> float:
     """Return the median of the rounds' ratios."""
     pairs = zip(cell.runs, reference.runs, strict=True)

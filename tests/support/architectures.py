@@ -1,4 +1,4 @@
-"""Small random models of every architecture that the engine claims to serve."""
+"""Small random models of every architecture that the engine serves or refuses."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
         sliding_window=7,
         layer_types=_HYBRID,
     ),
-    # Heads of 32, here and below: what the compiled attention of a CPU asks for.
+    # Heads of 32, here and below, because the compiled attention of a CPU needs them.
     "qwen3": _build("Qwen3Config", "Qwen3ForCausalLM", head_dim=32),
     "mistral": _build("MistralConfig", "MistralForCausalLM", sliding_window=9, head_dim=32),
     "gemma2": _build(
@@ -180,18 +180,18 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 def random_model(build: Callable[[], nn.Module], dtype: torch.dtype, seed: int = 1) -> nn.Module:
-    """The architecture with weights large enough that its attention decides the next token."""
+    """Build a model whose weights are large enough that attention decides the next token."""
     torch.manual_seed(seed)
     model = build()
     cast: Any = model
     if hasattr(cast, "set_experts_implementation"):
-        cast.set_experts_implementation("eager")  # the grouped product knows no float64
+        cast.set_experts_implementation("eager")  # the grouped product does not support float64
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "ln_" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             else:
-                # Small embeddings: the layers, not the last token alone, say what comes next.
+                # With small embeddings the layers decide the next token, not the last token alone.
                 embedding = "embed" in name or "wte" in name or "wpe" in name
                 parameter.copy_(torch.randn_like(parameter) * (0.1 if embedding else 0.3))
     return model.to(dtype).eval()

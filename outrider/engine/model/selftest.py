@@ -1,7 +1,7 @@
-"""A start-up check: the paged model must say what the model's own eager attention says.
+"""Check at start-up that the paged model agrees with the model's own eager attention.
 
-Three rows of random tokens go through chunked prefill mixed with verification of wrong guesses,
-which are then rolled back, over scattered pages; the logits of every position are compared.
+Three rows of random tokens go through chunked prefill over scattered pages, mixed with wrong drafts
+that are rolled back. The logits of every position are compared.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from outrider.errors import UnsupportedModelError
 
 _NUM_ROWS = 3
 _MAX_LEN = 40
-# Largest relative error of a position's logits, as the median over positions: a mistake in mask,
-# position or cache is of order 1 everywhere, while a mixture's router may flip at a near tie.
+# Bounds of the relative error of a position's logits, as the median over positions. A mistake in
+# mask, position or cache is of order 1 everywhere. A mixture's router may flip at a near tie.
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
@@ -29,7 +29,7 @@ class _Runnable(Model, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Random rows and the logits that the untouched model gives for them."""
+    """Random rows and the unchanged model's logits for them."""
 
     token_ids: Tensor  # int64 [rows, length]
     logits: Tensor  # [rows, length, vocab_size]
@@ -39,7 +39,7 @@ class Reference:
 def eager_reference(
     model: nn.Module, *, page_size: int, num_pages: int, max_model_len: int
 ) -> Reference:
-    """Run the model, not yet changed, with its own eager attention and no cache."""
+    """Run the unchanged model with its own eager attention and no cache."""
     parts: Any = model
     rows = min(_NUM_ROWS, num_pages)
     length = min(_MAX_LEN, max_model_len, num_pages // rows * page_size)
@@ -63,7 +63,7 @@ def check_against(model: _Runnable, reference: Reference) -> None:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        # Whatever an unknown architecture trips over, the answer is the same: do not serve it.
+        # An unknown architecture may fail in any way, and is then not served.
         raise UnsupportedModelError(f"The model cannot run over paged keys: {error}") from error
     expected = reference.logits.to(logits.dtype).reshape(rows * length, -1)
     difference = (logits - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-9)
@@ -77,22 +77,22 @@ def check_against(model: _Runnable, reference: Reference) -> None:
 
 
 def _run(model: _Runnable, token_ids: list[list[int]]) -> Tensor:
-    """Logits [rows * length, vocab_size] of all positions, by the way a server computes them."""
+    """Return logits [rows * length, vocab_size] of all positions, computed as a server does."""
     num_rows, length = len(token_ids), len(token_ids[0])
     pages = -(-length // model.page_size)
-    # Row i's pages descend in steps of num_rows: neither contiguous nor in order.
+    # The pages of a row are neither contiguous nor in order.
     tables = [[page * num_rows + i for page in reversed(range(pages))] for i in range(num_rows)]
     done = [0] * num_rows
     pieces: list[list[Tensor]] = [[] for _ in range(num_rows)]
     step = 0
     while any(n < length for n in done):
-        # Per row in turn: a long chunk, one token, a few tokens; a rolled-back guess in between.
+        # Each row has a long chunk, one token or a few tokens, and a wrong draft in between.
         sizes = [(max(length // 2, 1), 1, 3)[(step + i) % 3] for i in range(num_rows)]
         live = [i for i in range(num_rows) if done[i] < length]
         rows = [
-            _guess(token_ids[i], done[i], sizes[i], tables[i]) for i in live if step % 2 == 1
+            _draft(token_ids[i], done[i], sizes[i], tables[i]) for i in live if step % 2 == 1
         ] or [
-            _truth(token_ids[i], done[i], min(sizes[i], length - done[i]), tables[i]) for i in live
+            _known(token_ids[i], done[i], min(sizes[i], length - done[i]), tables[i]) for i in live
         ]
         logits = model.forward(pack(rows, model.page_size, model.device)).clone()
         if step % 2 == 0:
@@ -104,11 +104,11 @@ def _run(model: _Runnable, token_ids: list[list[int]]) -> Tensor:
     return torch.cat([torch.cat(row) for row in pieces])
 
 
-def _truth(token_ids: list[int], start: int, size: int, table: list[int]) -> RowSlice:
+def _known(token_ids: list[int], start: int, size: int, table: list[int]) -> RowSlice:
     return RowSlice(token_ids[start : start + size], start, table, size)
 
 
-def _guess(token_ids: list[int], start: int, size: int, table: list[int]) -> RowSlice:
-    """Wrong tokens in the places of the next ones; the next step overwrites them."""
+def _draft(token_ids: list[int], start: int, size: int, table: list[int]) -> RowSlice:
+    """Return wrong tokens in place of the next ones; the next step overwrites them."""
     size = min(size, len(token_ids) - start)
     return RowSlice([token_ids[0]] * size, start, table, size)

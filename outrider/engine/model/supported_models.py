@@ -1,8 +1,8 @@
-"""Which models this engine runs exactly, as far as a config and a class can tell.
+"""Refuse models that this engine would not run exactly, by their config and class.
 
-The self-test looks at the numbers; this looks for what a short test cannot see: state that is not
-in the KV cache, attention that lives only in a mask we do not build, and rotary embeddings that
-one long row would change for every row of the batch.
+The self-test compares numbers. These checks find what a short test cannot: state outside the KV
+cache, attention that depends on a mask we do not build, and rotary embeddings that one long row
+changes for the whole batch.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def _refusal(model: Any, config: Any) -> str | None:
 
 
 def max_exact_len(model: nn.Module) -> int:
-    """The longest row for which positions mean the same whatever else is in the batch, tokens.
+    """Return the longest row, in tokens, whose positions do not depend on the batch.
 
     Longrope switches its frequencies for the *whole* forward once any row is longer than the
-    original context, so such a model is served up to that length. (Dynamic rope grows only past
-    max_position_embeddings, which bounds every model.)
+    original context, so such a model is served up to that length. Dynamic rope changes only past
+    max_position_embeddings, which bounds every model.
     """
     config: Any = model.config
     text = config.get_text_config(decoder=True)
@@ -84,7 +84,7 @@ def max_exact_len(model: nn.Module) -> int:
 
 
 def _ropes(config: Any) -> Iterator[dict[str, Any]]:
-    """The rotary parameters, one set for the model or one per layer type."""
+    """Yield the rotary parameters, one set for the model or one per layer type."""
     rope = getattr(config, "rope_parameters", None) or {}
     if "rope_type" in rope:
         yield rope

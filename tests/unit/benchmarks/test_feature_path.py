@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
-from benchmarks.feature_path import hidden_features
 from benchmarks.lib.feature_rows import (
     IN_SCORER,
     NONE,
@@ -21,7 +19,6 @@ from benchmarks.lib.feature_rows import (
     rows_of,
 )
 from benchmarks.lib.records import Completion, Run
-from outrider.errors import ConfigError
 
 WAY = "colocated"
 TEXT = tuple(range(9))
@@ -122,18 +119,6 @@ def test_document_has_two_tables_for_each_k_and_number_of_requests() -> None:
     assert sum(line.startswith(f"| {WAY}") for line in lines) == 8
     assert "1.50 (1.50-1.50)" in "\n".join(lines)
     json.dumps([asdict(each) for each in rows])
-
-
-def test_hidden_features_are_those_that_the_module_reads(tmp_path: Path) -> None:
-    folder = tmp_path / "head"
-    folder.mkdir()
-    with pytest.raises(ConfigError, match="no config"):
-        hidden_features("eagle3", str(folder))
-    (folder / "config.json").write_text("{}")
-    assert hidden_features("mtp", "embedded") == "final"
-    assert hidden_features("eagle3", str(folder)) == "eagle3"
-    (folder / "config.json").write_text('{"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}')
-    assert hidden_features("eagle3", str(folder)) == "2,4,9"
 
 
 def test_rows_of_without_the_in_scorer_way_has_no_ratios_to_it() -> None:

@@ -14,9 +14,9 @@ from benchmarks.inflate import ShapeError
 from benchmarks.inflate_head import inflate
 from outrider.drafting.hidden_states.forward import HeadForward
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
-from outrider.engine.attention.backends import choose_backend
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.model.attention_backends import choose_backend
 from tests.support import eagle_checkpoints as made
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def logits(folder: Path, target: Path, features: Tensor) -> Tensor:
     """Of four greedy steps after made-up tokens: [4, vocab]."""
     head = load_eagle3(folder, target, torch.float64, CPU)
     head.bind(KVPools(8, 4, head.dtype, CPU))
-    backend = choose_backend("sdpa", head.attention_traits(4), CPU)
+    backend = choose_backend("sdpa", head.attention_traits(), CPU)
     found: list[Tensor] = []
     with torch.inference_mode():
         forward = HeadForward(head, backend, 4, features)

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from outrider.cli.stack import free_port
-from outrider.engine.attention.backends import attention_traits
 from outrider.engine.batch import RowSlice, pack
+from outrider.engine.model.attention_backends import attention_traits
 from outrider.engine.model.loader import kv_bytes_per_page
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.model.parallel.leading_model import LeadingModel
@@ -168,7 +168,7 @@ def test_a_rank_keeps_its_heads_or_all_latents(name: str, part: int, tmp_path: P
         kv_bytes_per_page(tmp_path, dtype=torch.float32, page_size=16, num_ranks=n) for n in (1, 2)
     )
     assert whole == part * shard
-    traits = attention_traits(model, 16)
+    traits = attention_traits(model)
     assert traits.shard(2).num_heads * 2 == traits.num_heads
     assert traits.shard(2).num_kv_heads * 2 == traits.num_kv_heads
 

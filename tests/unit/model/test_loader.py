@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.model.loader import (
+    ModelOptions,
     build_paged_model,
     kv_bytes_per_page,
     load_model,
@@ -55,7 +56,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _load(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> PagedModel:
-    return load_model(folder, dtype=dtype, page_size=PAGE_SIZE, num_pages=NUM_PAGES, **changes)
+    options = ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES, **changes)
+    return load_model(folder, options, dtype=dtype)
 
 
 def _logits(model: PagedModel) -> Tensor:
@@ -69,7 +71,7 @@ def _logits(model: PagedModel) -> Tensor:
 
 @pytest.mark.parametrize("in_config", [[2, 5], 3, None])
 @pytest.mark.parametrize("in_generation", [[2, 7], None, "no file"])
-def test_what_ends_a_text_is_known_without_the_weights(
+def test_read_eos_token_ids_without_weights_equals_loaded_model(
     folder: Path, tmp_path: Path, in_config: object, in_generation: object
 ) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
@@ -84,7 +86,7 @@ def test_what_ends_a_text_is_known_without_the_weights(
     assert read_eos_token_ids(tmp_path) == _load(tmp_path, self_test=False).eos_token_ids
 
 
-def test_settings_that_make_no_sense_are_named(folder: Path, tmp_path: Path) -> None:
+def test_load_model_with_invalid_setting_names_it(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     settings = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**settings, "hidden_size": "wide"}))
@@ -95,7 +97,7 @@ def test_settings_that_make_no_sense_are_named(folder: Path, tmp_path: Path) -> 
             read(tmp_path)
 
 
-def test_loads_a_folder(folder: Path) -> None:
+def test_load_model_of_folder_runs(folder: Path) -> None:
     model = _load(folder, max_model_len=64)
     assert (model.name, model.vocab_size, model.max_model_len) == ("tiny", 64, 64)
     assert model.eos_token_ids == {2, 5}
@@ -106,28 +108,30 @@ def test_loads_a_folder(folder: Path) -> None:
     torch.testing.assert_close(logits[36:], logits[25:30])
 
 
-def test_bfloat16_stays_close_to_float32(folder: Path) -> None:
+def test_load_model_in_bfloat16_stays_close_to_float32(folder: Path) -> None:
     exact, rounded = _logits(_load(folder)), _logits(_load(folder, torch.bfloat16))
     assert rounded.dtype is torch.float32
     assert float((exact - rounded).norm() / exact.norm()) < 0.02
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
-def test_fused_step_equals_the_modules(name: str) -> None:
+def test_fused_step_of_llama_family_equals_modules(name: str) -> None:
     def logits(fused: bool) -> Tensor:
         model = random_model(ARCHITECTURES[name], torch.float32)
         return _logits(
-            build_paged_model(model, page_size=PAGE_SIZE, num_pages=NUM_PAGES, fused=fused)
+            build_paged_model(
+                model, ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES, fused=fused)
+            )
         )
 
     torch.testing.assert_close(logits(True), logits(False), atol=2e-3, rtol=1e-4)
 
 
-def test_length_is_bounded_by_the_model(folder: Path) -> None:
+def test_load_model_with_longer_max_model_len_bounds_it(folder: Path) -> None:
     assert _load(folder, max_model_len=10_000).max_model_len == 96
 
 
-def test_longrope_is_served_up_to_its_original_context() -> None:
+def test_max_model_len_of_longrope_is_original_context() -> None:
     config = Phi3Config(
         vocab_size=64,
         hidden_size=32,
@@ -146,20 +150,24 @@ def test_longrope_is_served_up_to_its_original_context() -> None:
             "original_max_position_embeddings": 32,
         },
     )
-    model = build_paged_model(Phi3ForCausalLM(config), page_size=PAGE_SIZE, num_pages=NUM_PAGES)
+    model = build_paged_model(
+        Phi3ForCausalLM(config), ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES)
+    )
     assert model.max_model_len == 32
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_page_bytes_follow_from_the_config(name: str, tmp_path: Path) -> None:
+def test_kv_bytes_per_page_from_config_equals_loaded_model(name: str, tmp_path: Path) -> None:
     source = random_model(ARCHITECTURES[name], torch.float32)
     source.config.save_pretrained(tmp_path)
     told = kv_bytes_per_page(tmp_path, dtype=torch.float32, page_size=PAGE_SIZE)
-    model = build_paged_model(source, page_size=PAGE_SIZE, num_pages=NUM_PAGES)
+    model = build_paged_model(source, ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES))
     assert told == model.kv_bytes_per_page
 
 
-def test_missing_and_broken_files_are_config_errors(folder: Path, tmp_path: Path) -> None:
+def test_load_model_with_missing_or_broken_files_raises_config_error(
+    folder: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         _load(tmp_path)
     shutil.copy(folder / "config.json", tmp_path)
@@ -192,23 +200,27 @@ class _OnePlaceLate:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])  # gpt2's pools come with its first forward
-def test_pages_that_do_not_fit_into_a_cpu_s_memory_are_told_as_a_device_s(name: str) -> None:
+def test_build_paged_model_with_too_many_pages_on_cpu_raises_out_of_memory(name: str) -> None:
     model = random_model(ARCHITECTURES[name], torch.float32)
     with pytest.raises(torch.OutOfMemoryError):
-        build_paged_model(model, page_size=PAGE_SIZE, num_pages=10**10)
+        build_paged_model(model, ModelOptions(page_size=PAGE_SIZE, num_pages=10**10))
 
 
-def test_self_test_refuses_wrong_logits() -> None:
+def test_self_test_with_wrong_logits_refuses_model() -> None:
     sizes = {"page_size": PAGE_SIZE, "num_pages": NUM_PAGES, "max_model_len": 96}
     model = random_model(ARCHITECTURES["llama"], torch.float32)
     reference = eager_reference(model, **sizes)
-    paged = build_paged_model(model, page_size=PAGE_SIZE, num_pages=NUM_PAGES, self_test=False)
+    paged = build_paged_model(
+        model, ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES, self_test=False)
+    )
     check_against(paged, reference)
     with pytest.raises(UnsupportedModelError, match="self-test failed"):
         check_against(_OnePlaceLate(paged), reference)
 
 
-def test_resolves_folders_and_refuses_what_is_none(folder: Path, tmp_path: Path) -> None:
+def test_resolve_model_with_folder_or_wrong_path_resolves_or_raises(
+    folder: Path, tmp_path: Path
+) -> None:
     assert resolve_model(str(folder), "target") == folder
     with pytest.raises(ConfigError, match=r"no config\.json"):
         resolve_model(str(tmp_path), "target")
