@@ -1,8 +1,7 @@
-"""Write the target as a Hugging Face folder with sharded safetensors, as it is published.
+"""Write the target as a Hugging Face folder with sharded safetensors.
 
-Matrices are rounded to four mantissa bits within bf16. That is about 1 % of a weight's size and
-halves what the files take once compressed, in git and in images; drafts learn from the rounded
-weights, and everything is measured on them.
+Matrices are rounded to four mantissa bits within bf16, which halves the size of the compressed
+files in git and in images. Drafts learn from the rounded weights.
 """
 
 from __future__ import annotations

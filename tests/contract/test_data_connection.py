@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.delay_proxy import DelayProxy
+from benchmarks.lib.delay_proxy import DelayProxy
 from outrider.rpc import data_connection
 from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.frames import FrameSocket

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.engine_step import EngineSteps
+from benchmarks.lib.engine_step import EngineSteps
 from outrider.engine.model.loader import ModelOptions, build_paged_model
 
 
-def test_every_size_is_timed_and_the_loop_decodes() -> None:
+def test_engine_steps_times_every_size_and_the_loop_decodes() -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=1000,

@@ -66,7 +66,7 @@ def logits(folder: Path, target: Path, features: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("draft_vocab", "own_head"), [(40, True), (None, True), (None, False)])
-def test_logits_are_the_small_modules(
+def test_inflated_head_logits_equal_the_small_modules(
     tmp_path: Path, draft_vocab: int | None, own_head: bool
 ) -> None:
     root = folders(tmp_path, draft_vocab, own_head)
@@ -85,7 +85,7 @@ def test_logits_are_the_small_modules(
     assert extra.max() < -1e6
 
 
-def test_another_layout_is_refused(tmp_path: Path) -> None:
+def test_inflate_with_another_layout_raises(tmp_path: Path) -> None:
     target = made.save_target(tmp_path / "target")
     tensors = made.eagle3_tensors(layer="layers.0.")
     head = made.save_head(tmp_path / "head", tensors, made.LLAMA)
