@@ -9,9 +9,9 @@ import torch
 
 from outrider.drafting.building.config import ModelConfig, Say
 from outrider.drafting.draft_model.masks import DraftMasks
-from outrider.engine.model.loader import read_eos_token_ids
 from outrider.engine.sampling.constraint import ConstraintCompiler
 from outrider.errors import ConfigError
+from outrider.models.eos import read_eos_token_ids
 
 PAGE_SIZE: Final = 16
 

@@ -178,9 +178,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-            raise ConfigError(
-                f"{path} is no safetensors file, or it is cut off: download it again."
-            )
+            raise ConfigError(f"{path} is no safetensors file, or is cut off: download it again.")
         raw = file.read(length)
     try:
         fields = json.loads(raw)

@@ -6,7 +6,9 @@ fused operations (`LlamaOps`) lie between the products.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,8 +54,11 @@ def fits(model: nn.Module) -> bool:
 
 
 def _sliding_window(attention: Any) -> int | None:
-    """Return the layer's window, which Mistral keeps in the config and others on the layer."""
-    holder = attention if hasattr(attention, "sliding_window") else attention.config
+    """Return the layer's window: on the layer, or in the config for Mistral, or none.
+
+    Llama ignores a `sliding_window` in its config.
+    """
+    holder = attention.config if type(attention).__name__ == "MistralAttention" else attention
     window: int | None = getattr(holder, "sliding_window", None)
     return window
 
@@ -144,6 +149,21 @@ class FusedLlama:
         cos, sin = cos[0].view(-1, 2, half), sin[0].view(-1, 2, half)
         sin = torch.stack((-sin[:, 0], sin[:, 1]), dim=1)
         return torch.stack((cos, sin), dim=1).contiguous()
+
+    @contextmanager
+    def windows_at_most(self, length: int) -> Iterator[None]:
+        """Shorten sliding windows to `length` keys within the context."""
+        before = self._layers
+        self._layers = [
+            replace(layer, params=replace(layer.params, sliding_window=min(window, length)))
+            if (window := layer.params.sliding_window) is not None
+            else layer
+            for layer in before
+        ]
+        try:
+            yield
+        finally:
+            self._layers = before
 
     def forward(self, attention: StepAttention, out: Tensor | None = None) -> Tensor:
         """Return logits [num_logits, vocab_size] in the model's dtype, in `out` if given."""

@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.distributed import DistributedConfig
 
 from outrider.engine.attention.base import ATTENTION_NAME
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.layers.ops import LlamaOps, TorchOps
 from outrider.engine.model.attention_backends import attention_traits, choose_backend
+from outrider.engine.model.checkpoint import (
+    check_finite,
+    check_folder,
+    read_config,
+    read_model,
+)
 from outrider.engine.model.config_sizes import caches_latents, head_dim, layer_configs, num_kv_heads
 from outrider.engine.model.llama import FusedLlama, fits
 from outrider.engine.model.pack import prepack_linears
@@ -27,10 +29,16 @@ from outrider.engine.model.parallel.leading_model import LeadingModel
 from outrider.engine.model.parallel.ranks import RankGroup
 from outrider.engine.model.parallel.shards import WHOLE, Sharding
 from outrider.engine.model.selftest import check_against, eager_reference
-from outrider.engine.model.supported_models import check_shardable, check_supported, max_exact_len
+from outrider.engine.model.supported_models import (
+    check_shardable,
+    check_supported,
+    check_supported_config,
+    max_exact_len,
+)
 from outrider.engine.model.transformers_step import TransformersStep
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec, parse_features
+from outrider.models.eos import read_eos_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +80,11 @@ def load_model(
     Raises `ConfigError` for files that are missing or broken and for an attention backend that
     cannot be used, and `UnsupportedModelError` for a model that this engine would not run exactly.
     """
+    eos_token_ids = read_eos_token_ids(folder)
     model = _read(folder, dtype, device, group)
-    return build_paged_model(model, options, name=folder.name, group=group)
+    return build_paged_model(
+        model, options, name=folder.name, eos_token_ids=eos_token_ids, group=group
+    )
 
 
 def build_paged_model(
@@ -81,11 +92,12 @@ def build_paged_model(
     options: ModelOptions,
     *,
     name: str = "model",
+    eos_token_ids: frozenset[int] = frozenset(),
     group: RankGroup | None = None,
 ) -> PagedModel:
     """Take over a loaded `transformers` model; `model` must not be used afterwards.
 
-    `group` is the ranks among which `transformers` has sharded the model.
+    `eos_token_ids` end a text. `group` is the ranks among which `transformers` has sharded it.
     """
     parts: Any = model.eval()
     check_supported(model)
@@ -101,6 +113,7 @@ def build_paged_model(
             page_size=options.page_size,
             num_pages=options.num_pages,
             max_model_len=length,
+            sharded=group is not None,
         )
     fused = options.fused and fits(model)
     pools = KVPools(
@@ -125,7 +138,7 @@ def build_paged_model(
         name=name,
         vocab_size=int(parts.config.get_text_config(decoder=True).vocab_size),
         max_model_len=length,
-        eos_token_ids=_eos_token_ids(parts.config, getattr(parts, "generation_config", None)),
+        eos_token_ids=eos_token_ids,
         dtype=parts.dtype,
         device=parts.device,
     )
@@ -168,23 +181,15 @@ def choose_llama_ops(
 def _read(
     folder: Path, dtype: torch.dtype, device: torch.device, group: RankGroup | None
 ) -> nn.Module:
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} is not a model folder: it holds no config.json.")
-    if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"{folder} holds no weights (*.safetensors).")
-    # Progress bars would mix with the services' own lines of progress.
-    transformers.utils.logging.disable_progress_bar()
-    config = _config(folder)
+    check_folder(folder)
+    config = read_config(folder)
+    check_supported_config(config)
     shards: dict[str, Any] = {}
     if group is not None:
         check_shardable(config, group.ranks.size)
         shards["distributed_config"] = DistributedConfig(tp_plan="auto", tp_size=group.ranks.size)
-    try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, **shards
-        )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ConfigError(f"The model in {folder} cannot be read: {error}") from error
+    model = read_model(folder, config, dtype, **shards)
+    check_finite(model, folder)
     if group is None:
         return model.to(device)
     placed: Any = model
@@ -194,15 +199,6 @@ def _read(
             "CUDA_VISIBLE_DEVICES= a machine with GPUs cannot share a model out over CPUs."
         )
     return model
-
-
-def _eos_token_ids(*configs: Any) -> frozenset[int]:
-    found: set[int] = set()
-    for source in configs:
-        value = getattr(source, "eos_token_id", None)
-        if value is not None:
-            found.update([value] if isinstance(value, int) else value)
-    return frozenset(found)
 
 
 def kv_bytes_per_page(
@@ -223,7 +219,9 @@ def kv_bytes_per_page(
     else:
         width = sum(2 * num_kv_heads(layer) * head_dim(layer) for layer in layer_configs(config))
         width //= num_ranks
-    return page_size * (int(width) * dtype.itemsize + (0 if features is None else features.row_bytes))
+    return page_size * (
+        int(width) * dtype.itemsize + (0 if features is None else features.row_bytes)
+    )
 
 
 def count_pages(kv_cache_memory: int, page_bytes: int) -> int:
@@ -236,16 +234,6 @@ def count_pages(kv_cache_memory: int, page_bytes: int) -> int:
     return num_pages
 
 
-def read_eos_token_ids(folder: Path) -> frozenset[int]:
-    """Read the ids that end a text, as the loaded model has them. Raises `ConfigError`."""
-    path = folder / "generation_config.json"
-    try:
-        generation = GenerationConfig.from_pretrained(folder) if path.is_file() else None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    return _eos_token_ids(_config(folder), generation)
-
-
 def read_features(folder: Path, text: str) -> FeatureSpec:
     """Parse `--hidden-features` for the model in a folder. Raises `ConfigError`."""
     config = read_text_config(folder)
@@ -254,11 +242,4 @@ def read_features(folder: Path, text: str) -> FeatureSpec:
 
 def read_text_config(folder: Path) -> Any:
     """Read the decoder's config in a folder, completed by `transformers`. Raises `ConfigError`."""
-    return _config(folder).get_text_config(decoder=True)
-
-
-def _config(folder: Path) -> Any:
-    try:
-        return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise ConfigError(f"The config.json in {folder} cannot be read: {error}") from error
+    return read_config(folder).get_text_config(decoder=True)

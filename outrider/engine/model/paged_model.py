@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -19,6 +20,10 @@ class Step(Protocol):
 
     def forward(self, attention: StepAttention, out: Tensor | None = None) -> Tensor:
         """Return logits [num_logits, vocab_size] in the model's dtype, in `out` if given."""
+        ...
+
+    def windows_at_most(self, length: int) -> AbstractContextManager[None]:
+        """Shorten sliding windows to `length` keys within the context, for a self-test."""
         ...
 
 
@@ -104,6 +109,10 @@ class PagedModel:
     def move_slots(self, source: Tensor, target: Tensor) -> None:
         """Copy slots `source` int64 [n] to slots `target` [n], in every layer."""
         self.pools.move_slots(source, target)
+
+    def windows_at_most(self, length: int) -> AbstractContextManager[None]:
+        """Shorten sliding windows to `length` keys within the context, for a self-test."""
+        return self._step.windows_at_most(length)
 
     @torch.inference_mode()
     def logits(self, batch: PackedBatch, out: Tensor | None = None) -> Tensor:

@@ -17,14 +17,30 @@ from outrider.engine.model.config_sizes import num_kv_heads
 from outrider.errors import UnsupportedModelError
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Their classes for causal language modelling are decoders only where config.json says is_decoder.
+_ENCODERS = frozenset(
+    {
+        *("albert", "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra"),
+        *("ernie", "megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert"),
+        *("roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+    }
+)
 DEFAULT_MAX_MODEL_LEN = 2048  # for a config that names no limit
 
 
 def check_supported(model: nn.Module) -> None:
     """Raise `UnsupportedModelError` with the reason if the model cannot be served exactly."""
-    reason = _refusal(model, model.config)
+    reason = _class_refusal(model) or _refusal(model.config)
     if reason is not None:
         raise UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}.")
+
+
+def check_supported_config(config: Any) -> None:
+    """Raise `UnsupportedModelError` for what config.json alone says, before weights are read."""
+    reason = _refusal(config)
+    if reason is not None:
+        name = next(iter(getattr(config, "architectures", None) or ()), config.model_type)
+        raise UnsupportedModelError(f"{name} is not supported: {reason}.")
 
 
 def check_shardable(config: Any, num_ranks: int) -> None:
@@ -43,12 +59,20 @@ def check_shardable(config: Any, num_ranks: int) -> None:
         )
 
 
-def _refusal(model: Any, config: Any) -> str | None:
+def _class_refusal(model: Any) -> str | None:
+    if getattr(model, "_is_stateful", False):
+        return "it keeps recurrent state, which cannot be rolled back when a draft is rejected"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its modules do not go through transformers' AttentionInterface"
+    return None
+
+
+def _refusal(config: Any) -> str | None:
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder, and only decoders are served"
-    if getattr(model, "_is_stateful", False):
-        return "it keeps recurrent state, which cannot be rolled back when a draft is rejected"
+    if config.model_type in _ENCODERS and not getattr(text, "is_decoder", False):
+        return "it is an encoder: its attention looks at the tokens behind, too"
     if not getattr(text, "is_causal", True):
         return "its attention is not causal"
     kinds = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
@@ -61,8 +85,6 @@ def _refusal(model: Any, config: Any) -> str | None:
         return "some of its layers share the keys and values of others (num_kv_shared_layers)"
     if getattr(text, "index_topk", None) is not None:
         return "it picks keys with an indexer (index_topk), which is not implemented"
-    if not getattr(model, "_supports_attention_backend", False):
-        return "its modules do not go through transformers' AttentionInterface"
     return None
 
 

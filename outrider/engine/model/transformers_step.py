@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -64,6 +67,26 @@ class PagedCache(Cache):  # type: ignore[misc]
         return 0
 
 
+@contextlib.contextmanager
+def shortened_windows(model: nn.Module, length: int) -> Iterator[None]:
+    """Shorten the sliding windows of a `transformers` model, in its config and its modules."""
+    config: Any = model.config
+    holders: list[Any] = [config, config.get_text_config(decoder=True)]
+    holders += list(model.modules())
+    before = [
+        (holder, window)
+        for holder in {id(holder): holder for holder in holders}.values()
+        if isinstance(window := getattr(holder, "sliding_window", None), int) and window > length
+    ]
+    for holder, _ in before:
+        holder.sliding_window = length
+    try:
+        yield
+    finally:
+        for holder, window in before:
+            holder.sliding_window = window
+
+
 class TransformersStep:
     """A step through a model that uses the attention implementation `ATTENTION_NAME`."""
 
@@ -74,6 +97,10 @@ class TransformersStep:
         self._cache = PagedCache(pools, latent=latent)
         self._pool_of = None if latent else pools.layer
         self._hooks = None if pools.features is None else HiddenStateHooks(model, pools.features)
+
+    def windows_at_most(self, length: int) -> AbstractContextManager[None]:
+        """Shorten sliding windows to `length` keys within the context."""
+        return shortened_windows(self._model, length)
 
     def forward(self, attention: StepAttention, out: Tensor | None = None) -> Tensor:
         """Return logits [num_logits, vocab_size] in the model's dtype, in `out` if given."""

@@ -176,9 +176,10 @@ def test_a_rank_keeps_its_heads_or_all_latents(name: str, part: int, tmp_path: P
 def test_the_leader_makes_every_call_on_the_others_too() -> None:
     calls = {name for name, what in vars(PagedModel).items() if isfunction(what)}
     leading = {name for name, what in vars(LeadingModel).items() if isfunction(what)}
-    # `forward` is `logits` with another dtype; the others are for layers that run apart.
+    # `forward` is `logits` with another dtype. Two are for layers that run apart, and the self-test
+    # of several ranks leaves windows as they are.
     own = {name for name in calls if not name.startswith("_")} - leading
-    assert own == {"forward", "hidden", "head"}
+    assert own == {"forward", "hidden", "head", "windows_at_most"}
     assert not LeadingModel.layered.fget(None)  # type: ignore[attr-defined]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,19 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from outrider.engine.batch import PackedBatch, RowSlice, pack
+from outrider.engine.model import llama
 from outrider.engine.model.loader import (
     ModelOptions,
     build_paged_model,
     kv_bytes_per_page,
     load_model,
-    read_eos_token_ids,
 )
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.model.selftest import check_against, eager_reference
 from outrider.errors import ConfigError, UnsupportedModelError
+from outrider.models.eos import read_eos_token_ids
 from outrider.models.resolve import resolve_model
-from tests.support.architectures import ARCHITECTURES, random_model
+from tests.support.architectures import ARCHITECTURES, build_model, random_model
 
 PAGE_SIZE = 8
 NUM_PAGES = 16
@@ -90,11 +92,8 @@ def test_load_model_with_invalid_setting_names_it(folder: Path, tmp_path: Path) 
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     settings = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**settings, "hidden_size": "wide"}))
-    for read in (_load, read_eos_token_ids):
-        with pytest.raises(
-            ConfigError, match=r"config\.json in .* cannot be read: .*'hidden_size'"
-        ):
-            read(tmp_path)
+    with pytest.raises(ConfigError, match=r"config\.json in .* cannot be read: .*'hidden_size'"):
+        _load(tmp_path)
 
 
 def test_load_model_of_folder_runs(folder: Path) -> None:
@@ -174,7 +173,7 @@ def test_load_model_with_missing_or_broken_files_raises_config_error(
     with pytest.raises(ConfigError, match="no weights"):
         _load(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not a tensor")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="no safetensors file"):
         _load(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError):
@@ -194,6 +193,9 @@ class _OnePlaceLate:
         self.num_pages = model.num_pages
         self.vocab_size = model.vocab_size
         self.max_model_len = model.max_model_len
+
+    def windows_at_most(self, length: int) -> AbstractContextManager[None]:
+        return self._model.windows_at_most(length)
 
     def forward(self, batch: PackedBatch) -> Tensor:
         return self._model.forward(batch).roll(1, dims=0)
@@ -216,6 +218,36 @@ def test_self_test_with_wrong_logits_refuses_model() -> None:
     check_against(paged, reference)
     with pytest.raises(UnsupportedModelError, match="self-test failed"):
         check_against(_OnePlaceLate(paged), reference)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sliding_window_in_config_is_used_only_where_the_architecture_uses_it(
+    name: str, dtype: torch.dtype
+) -> None:
+    build = build_model(f"{name}Config", f"{name}ForCausalLM", sliding_window=12)
+    model: Any = random_model(build, dtype)
+    model.set_attn_implementation("eager")
+    tokens = torch.arange(40) * 7 % model.config.vocab_size
+    with torch.inference_mode():
+        expected = model(input_ids=tokens[None], use_cache=False).logits[0].float()
+    paged = build_paged_model(model, ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES))
+    row = RowSlice(tokens.tolist(), 0, [3, 9, 1, 4, 7], 40)
+    got = paged.forward(pack([row], PAGE_SIZE, paged.device))
+    bound = 1e-4 if dtype is torch.float32 else 0.05
+    assert float((got - expected).norm() / expected.norm()) < bound
+
+
+def test_self_test_with_a_window_that_the_model_ignores_refuses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The window is longer than the rows of the test."""
+    model = random_model(
+        build_model("LlamaConfig", "LlamaForCausalLM", sliding_window=64), torch.float32
+    )
+    monkeypatch.setattr(llama, "_sliding_window", lambda attention: attention.config.sliding_window)
+    with pytest.raises(UnsupportedModelError, match="self-test failed"):
+        build_paged_model(model, ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES))
 
 
 def test_resolve_model_with_folder_or_wrong_path_resolves_or_raises(
