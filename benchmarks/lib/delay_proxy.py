@@ -101,8 +101,8 @@ class DelayProxy:
                     await asyncio.gather(*directions, return_exceptions=True)
         finally:
             self._connections.discard(task)
-            for each in writers:
-                each.transport.abort()  # nothing that is still buffered may arrive
+            for open_writer in writers:
+                open_writer.transport.abort()  # nothing that is still buffered may arrive
 
     async def _forward(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: str
