@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 
 from outrider.errors import ConfigError
 from outrider.rpc.channel import LIMITS, send_pings, take_pings
+from outrider.rpc.decoding import DecodingInterceptor
 from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.tls import server_credentials
 
@@ -118,7 +119,7 @@ def _new_server(limits: ClientLimits | None = None) -> grpc.aio.Server:
     options = dict((*LIMITS, *take_pings(), *for_clients))
     # Refuse a second server on the port, which would share its connections by chance.
     options["grpc.so_reuseport"] = 0
-    return grpc.aio.server(options=tuple(options.items()))
+    return grpc.aio.server(interceptors=(DecodingInterceptor(),), options=tuple(options.items()))
 
 
 def _bind(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.errors import InvalidRequestError
 from outrider.rpc.channel import open_channel
+from outrider.rpc.status import from_rpc_error
 from outrider.v1 import generation_pb2
 from tests.contract.test_gateway_grpc import refusal
 from tests.support.fake_scorer import Script
@@ -91,3 +93,26 @@ async def test_text_parts_with_cache_hints_are_taken() -> None:
         body = {"messages": [{"role": "user", "content": [part]}]}
         answer = await client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200
+
+
+BROKEN = b"\xff" * 9
+BAD_UTF_8 = b"\x0a\x02\xff\xfe"
+
+
+@pytest.mark.parametrize(
+    ("method", "data"), [("Generate", BAD_UTF_8), ("Generate", BROKEN), ("ListModels", BROKEN)]
+)
+async def test_grpc_request_that_does_not_parse_is_an_invalid_argument(
+    method: str, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        running_gateway(Script(tokens("x"))) as gateway,
+        open_channel(gateway.grpc) as channel,
+    ):
+        call = channel.unary_stream if method == "Generate" else channel.unary_unary
+        answer = call(f"/outrider.v1.GenerationService/{method}")(data)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await (answer.read() if method == "Generate" else answer)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert isinstance(from_rpc_error(caught.value), InvalidRequestError)
+    assert not caplog.records
