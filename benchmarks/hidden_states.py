@@ -177,9 +177,9 @@ class Bench:
             if round_.drafts:
                 self._engine.post_block(PostedBlock(session, round_.drafts[0][1], "draft", 0))
                 return seconds
-            if self._engine.collect():  # a long prompt's states come in parts
-                events = self._engine.take_events()
-                self._feed(method, None if events is None else events.features)
+            self._engine.collect()  # a long prompt's states come in parts
+            events = self._engine.finalize_step()
+            self._feed(method, None if events is None else events.features)
 
     def _feed(self, method: Proposer | None, batch: FeatureBatch | None) -> None:
         if batch is None:

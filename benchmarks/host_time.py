@@ -202,7 +202,7 @@ class HostSteps:
         That is where rows wait that should not, or the other way round.
         """
         engine, runner, waiting = self._engine, self._runner, self._speculation == "demand"
-        assert engine.collect()
+        engine.collect()
         commit_s = time.thread_time() - runner.result_at
         session_ids = list(self._lengths)
         post_s = tell_s = 0.0
@@ -252,7 +252,7 @@ class HostSteps:
 
     def _tell(self) -> float:
         began = time.thread_time()
-        events = self._engine.take_events()
+        events = self._engine.finalize_step()
         seconds = time.thread_time() - began
         for commit in events.commits if events is not None else ():
             assert commit.finish_reason is None

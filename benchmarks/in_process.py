@@ -112,7 +112,7 @@ class InProcess:
                 wanting[session] = None
             self._engine.collect()
             came = time.perf_counter()
-            events = self._engine.take_events()
+            events = self._engine.finalize_step()
             began = time.perf_counter()
             if events is not None:
                 self._hand_over(events.features, running)

@@ -17,7 +17,7 @@ from typing import Final, Protocol, cast
 
 import torch
 
-from outrider.draft_port import ColocatedEngine, DeviceDrafts, DraftedBetweenSteps, PostedBlock
+from outrider.draft_port import ColocatedEngine, DeviceDrafts, PostedBlock
 from outrider.drafting.ahead.outcomes import NO_PACE
 from outrider.drafting.draft_model.async_drafts import AsyncProposer, AsyncRow
 from outrider.drafting.proposer import FeatureProposer, Proposer, SessionKey, SessionStart
@@ -137,18 +137,14 @@ class InProcessProposer:
     def busy(self) -> bool:
         return bool(self._wanting)
 
-    def draft_between_steps(self, engine: ColocatedEngine) -> DraftedBetweenSteps:
+    def draft_between_steps(self, engine: ColocatedEngine) -> None:
         began = time.perf_counter()
         self._late = False
-        features = None if engine.features is None else engine.features.take()
         mine: list[FeatureRows] = []
-        left: list[FeatureRows] = []
-        if engine.features is not None and features is not None:
-            for rows in features.rows:
-                (mine if self._is_mine(rows) else left).append(rows)
+        if engine.features is not None:
+            mine = engine.features.take_for(self._is_mine)
             for rows in mine:  # read by nobody else, whatever happens
                 engine.features.give_back(rows.window, len(rows.rows))
-            features = replace(features, rows=tuple(left))
         with self._careful():
             for rows in mine:
                 self._take(rows)
@@ -162,14 +158,14 @@ class InProcessProposer:
             if self._wanting and not self._late:
                 self._draft(engine, time.perf_counter())
         self._turn = began, time.perf_counter()
-        return DraftedBetweenSteps(self._turn[1] - began, features)
+        engine.count_drafting(self._turn[1] - began)
 
     def after_launch(self, engine: ColocatedEngine) -> None:
         if self._told is not None:
             with self._careful():
                 if self._late:
                     began, ended = self._turn
-                    engine.device_drafts_posted(self._draft(engine, began) - ended)
+                    engine.count_drafting(self._draft(engine, began) - ended)
                 self._draft_behind(engine)
                 self._proposer.ahead((), NO_PACE)
 
