@@ -8,7 +8,7 @@ from typing import Final
 from outrider.errors import ConfigError
 
 SPECULATION_POLICIES: Final = ("adaptive", "fixed")
-"""Who decides how many tokens are drafted: what is measured, or K in every round."""
+"""An adaptive policy drafts what measurements favour, a fixed one K tokens in every round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +20,15 @@ class EngineConfig:
     num_pages: int = 1024
     """Pages in the KV pool."""
     max_num_seqs: int = 128
-    """Rows in a step at most."""
+    """Maximum rows of a step."""
     max_num_batched_tokens: int = 512
-    """Query tokens in a step at most: known tokens plus drafts."""
+    """Maximum query tokens of a step: known tokens plus drafts."""
     max_model_len: int = 2048
     """Committed tokens a request can reach."""
     max_waiting: int = 1024
-    """Requests that may wait for admission; more are refused with CapacityError."""
+    """Maximum requests that wait for admission; others get a CapacityError."""
     num_speculative_tokens: int = 4
-    """K: draft tokens verified per row and step at most, unless a request asks otherwise."""
+    """K: maximum draft tokens per row and step, unless a request asks otherwise."""
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:

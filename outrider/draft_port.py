@@ -1,7 +1,7 @@
 """The contract between an engine and the side of a scorer that drafts for it.
 
-`DraftingEngine` is an engine seen from other threads. `ColocatedEngine` is the same engine seen by
-a proposer that drafts on the engine's own thread. This module imports no engine.
+`DraftingEngine` is an engine as other threads see it. `ColocatedEngine` is an engine as a proposer
+on its own thread sees it. This module imports no engine.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from outrider.draft_tree import DraftTree
-from outrider.features import FeatureBatch, FeatureOrder, FeatureSpec, FeatureWindow
+from outrider.features import FeatureOrder, FeatureRows, FeatureSpec, FeatureWindow
 from outrider.params import TokenIds
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_BLOCKS_AT_ONCE: Final = 4
-"""Blocks of one session that an engine takes between two steps; it drops the oldest beyond."""
+"""Blocks of one session that an engine keeps between two steps: the newest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class PostedBlock:
     proposer_id: str
     draft_us: int  # that the proposer spent on it
     arrived_at: float | None = None
-    """Arrival on `time.perf_counter`'s clock; None: now. Time that the block then waits for a step
-    to end is no delay of the proposer."""
+    """Arrival on `time.perf_counter`'s clock; None: now. The block then waits for a step to end,
+    which is no delay of the proposer."""
     method: str = ""
 
 
@@ -102,11 +102,8 @@ class DraftingEngine(Protocol):
         ...
 
 
-class ColocatingEngine(Protocol):
-    """An engine that can run a proposer on its own thread. Thread-safe."""
-
-    @property
-    def features(self) -> HiddenStateControl: ...
+class ColocatingEngine(DraftingEngine, Protocol):
+    """An engine that can run a proposer on its own thread."""
 
     def run_between_steps(
         self, work: Callable[[ColocatedEngine], None], session_id: int | None = None
@@ -156,8 +153,8 @@ class VerifyOutput(NamedTuple):
 class ThreadHiddenStates(Protocol):
     """Hidden states of the engine, used on its thread."""
 
-    def take(self) -> FeatureBatch | None:
-        """Return the rows that the last step has for proposers."""
+    def take_for(self, wants: Callable[[FeatureRows], bool]) -> list[FeatureRows]:
+        """Return those rows of the last step that `wants` accepts; others are sent as usual."""
         ...
 
     def give_back(self, window: FeatureWindow, size: int) -> None:
@@ -200,16 +197,9 @@ class ColocatedEngine(Protocol):
         """
         ...
 
-    def device_drafts_posted(self, seconds: float) -> None:
-        """Count device drafts that were posted, and the further seconds that they took."""
+    def count_drafting(self, seconds: float) -> None:
+        """Count time that the thread spent on drafts: of the step in flight, or of the next."""
         ...
-
-
-class DraftedBetweenSteps(NamedTuple):
-    """Result of drafting between two steps."""
-
-    seconds: float
-    features: FeatureBatch | None  # hidden states for other proposers
 
 
 class ColocatedProposer(Protocol):
@@ -220,8 +210,8 @@ class ColocatedProposer(Protocol):
         """Tell whether drafts are wanted though no step has ended."""
         ...
 
-    def draft_between_steps(self, engine: ColocatedEngine) -> DraftedBetweenSteps:
-        """Draft for the step to come. Takes the hidden states that the last step has."""
+    def draft_between_steps(self, engine: ColocatedEngine) -> None:
+        """Draft for the step to come."""
         ...
 
     def after_launch(self, engine: ColocatedEngine) -> None:

@@ -1,4 +1,4 @@
-"""The one structure between proposer and scorer: a tree of guesses after a committed length."""
+"""The structure between proposer and scorer: a tree of guesses after a committed length."""
 
 from __future__ import annotations
 
@@ -32,14 +32,13 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
     token_ids: TokenIds
     parents: tuple[int, ...]
     probs: tuple[DraftProbs | None, ...] = ()
-    """What each node's token was drawn from. None, and no entries at all: from nothing, a point
-    mass."""
+    """The distribution of each node's token. None, or no entries at all: a point mass."""
 
     @staticmethod
     def chain(
         base_len: int, token_ids: Sequence[int], probs: Sequence[DraftProbs | None] = ()
     ) -> DraftTree:
-        """A tree with one path."""
+        """Build a tree with one path."""
         parents = chain_parents(len(token_ids))
         return DraftTree(base_len, tuple(token_ids), parents, tuple(probs))
 
@@ -47,7 +46,7 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
     def branched(
         base_len: int, chain: Sequence[int], branches: Iterable[tuple[int, Sequence[int]]]
     ) -> DraftTree:
-        """`chain`, preferred, with side branches: (a, tokens) goes on after its first `a` tokens.
+        """Build `chain`, preferred, with branches: (a, tokens) goes on after its first `a` tokens.
 
         After all of the chain (a = len(chain)) the first branch makes the chain longer.
         """
@@ -70,17 +69,16 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
         max_nodes: int,
         probs: Sequence[DraftProbs] = (),
     ) -> DraftTree:
-        """A tree from untrusted parts; empty `parents` means a chain, empty `probs` point masses.
+        """Check untrusted parts; empty `parents` mean a chain, empty `probs` point masses.
 
-        An entry of `probs` without tokens is a point mass, too. `token_ids` are not negative: in a
-        message they cannot be. Raises `InvalidRequestError` for too many nodes, a token outside
-        the vocabulary, a parent that does not come before its child, or `probs` that are no
-        distribution from which the node's token can be drawn.
+        An entry of `probs` without tokens is a point mass, too. `token_ids` must not be negative.
+        Raises `InvalidRequestError` for too many nodes, a token outside the vocabulary, a parent
+        that does not come before its child, or `probs` that cannot have drawn the node's token.
         """
         num_nodes = len(token_ids)
         if num_nodes > max_nodes:
             raise InvalidRequestError(f"a block holds at most {max_nodes} nodes", param="token_ids")
-        token_ids = tuple(token_ids[:])  # of a message's field a slice is taken faster than items
+        token_ids = tuple(token_ids[:])  # a slice of a message's field is faster than its items
         if token_ids and max(token_ids) >= vocab_size:
             raise InvalidRequestError(f"token ids must be below {vocab_size}", param="token_ids")
         if not (parents or probs):  # most are; the constructor would take twice as long
@@ -106,10 +104,9 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
         return DraftTree(base_len, token_ids, tuple(parents), drawn_from)
 
     def walk(self, committed: Sequence[int]) -> DraftTree | None:
-        """What is left of the tree below `committed`, the tokens at base_len, base_len + 1, ...
+        """Return the rest of the tree below `committed`, the tokens from base_len on.
 
-        Returns None when the path falls off the tree (a miss); an empty tree when it ends on a
-        leaf. The result is rooted at base_len + len(committed).
+        None if the path falls off the tree (a miss); an empty tree if it ends on a leaf.
         """
         if self.is_chain:
             n = len(committed)
@@ -119,14 +116,17 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
         node = self.descend(committed)
         if node is None:
             return None
-        return self if node == -1 else self._below(node, self.base_len + len(committed))
+        size = len(self.token_ids)
+        return self.below(node, size, size)._replace(base_len=self.base_len + len(committed))
 
     def descend(self, tokens: Sequence[int], node: int = -1) -> int | None:
-        """The node that `tokens` lead to, starting below `node`; None if they fall off the tree."""
+        """Return the node that `tokens` lead to from `node`; None if they fall off the tree."""
         token_ids, parents = self.token_ids, self.parents
         if not tokens:
             return node
-        if parents == chain_parents(len(parents)):  # off which most fall: no exception for each
+        if parents == chain_parents(
+            len(parents)
+        ):  # most fall off one: an exception for each is slow
             end = node + 1 + len(tokens)
             return end - 1 if token_ids[node + 1 : end] == tuple(tokens) else None
         try:
@@ -140,7 +140,7 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
         return node
 
     def is_outrun(self, tokens: Sequence[int]) -> bool:
-        """Whether `tokens` go on behind a leaf: what the tree says of them was true."""
+        """Tell whether `tokens` pass a leaf: all that the tree says of them was true."""
         node = -1
         for token in tokens:
             if self.is_leaf(node):
@@ -151,48 +151,38 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
         return False
 
     def is_leaf(self, node: int) -> bool:
-        """Whether nothing follows `node`; -1 is the root."""
+        """Tell whether nothing follows `node`; -1 is the root."""
         return node not in self.parents[node + 1 :]
 
     @property
     def is_chain(self) -> bool:
-        """One path, in order."""
+        """Tell whether the tree is one path, in order."""
         return self.parents == chain_parents(len(self.parents))
 
     def at_most(self, max_nodes: int) -> DraftTree:
-        """Its first nodes, which are a tree too: a parent comes before its child."""
-        if len(self.token_ids) <= max_nodes:
-            return self
-        return DraftTree(
-            self.base_len,
-            self.token_ids[:max_nodes],
-            self.parents[:max_nodes],
-            self.probs[:max_nodes],
-        )
+        """Return the first nodes, which are a tree: a parent comes before its child."""
+        n = max_nodes
+        return DraftTree(self.base_len, self.token_ids[:n], self.parents[:n], self.probs[:n])
 
     def below(self, node: int, max_nodes: int, max_depth: int) -> DraftTree:
-        """What is left of it below `node` (-1: the root), its first nodes in their order.
-
-        At most `max_nodes` of them, and `max_depth` after one another.
-        """
-        tree = self if node == -1 else self._below(node, self.base_len)
-        depth = [0] * (len(tree.parents) + 1)  # of the nodes, and, last, of the root
-        for i, parent in enumerate(tree.parents):
-            depth[i] = depth[parent] + 1
-        if max(depth) <= max_depth:
-            return tree.at_most(max_nodes)
-        # What is too deep has only children that are too deep, too.
-        kept = [i for i in range(len(tree.parents)) if depth[i] <= max_depth][:max_nodes]
-        at = {i: n for n, i in enumerate(kept)} | {-1: -1}
+        """Return the first nodes below `node` (-1: the root), `max_depth` deep at most."""
+        depth = {node: 0}
+        kept: list[int] = []
+        for i in range(node + 1, len(self.parents)):
+            above = depth.get(self.parents[i], max_depth)
+            if above < max_depth and len(kept) < max_nodes:
+                depth[i] = above + 1
+                kept.append(i)
+        place = {node: -1} | {i: n for n, i in enumerate(kept)}
         return DraftTree(
             self.base_len,
-            tuple([tree.token_ids[i] for i in kept]),
-            tuple([at[tree.parents[i]] for i in kept]),
-            tuple([tree.probs[i] for i in kept]) if tree.probs else (),
+            tuple([self.token_ids[i] for i in kept]),
+            tuple([place[self.parents[i]] for i in kept]),
+            tuple([self.probs[i] for i in kept]) if self.probs else (),
         )
 
     def first_path(self, max_len: int, node: int = -1) -> TokenIds:
-        """The preferred path below `node`: always the first child, `max_len` tokens at most."""
+        """Return at most `max_len` tokens of the preferred path: always the first child."""
         first = node + 1
         parents = self.parents[first : first + max_len]
         end = first + len(parents)
@@ -201,7 +191,7 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
         return tuple([self.token_ids[i] for i in self._first_nodes(max_len, node)])
 
     def first_probs(self, max_len: int, node: int = -1) -> tuple[DraftProbs | None, ...]:
-        """What the tokens of `first_path` were drawn from; empty if all are point masses."""
+        """Return the distributions of `first_path`; empty if all are point masses."""
         if not self.probs:
             return ()
         return tuple([self.probs[i] for i in self._first_nodes(max_len, node)])
@@ -216,29 +206,15 @@ class DraftTree(NamedTuple):  # made for each row and round, in a third of a dat
             pass  # a leaf
         return path
 
-    def _below(self, root: int, base_len: int) -> DraftTree:
-        renumbered = {root: -1}
-        tokens: list[int] = []
-        parents: list[int] = []
-        probs: list[DraftProbs | None] = []
-        for i in range(root + 1, len(self.token_ids)):
-            parent = renumbered.get(self.parents[i])
-            if parent is not None:
-                renumbered[i] = len(tokens)
-                tokens.append(self.token_ids[i])
-                parents.append(parent)
-                probs += self.probs[i : i + 1]
-        return DraftTree(base_len, tuple(tokens), tuple(parents), tuple(probs))
-
 
 @lru_cache(maxsize=512)
 def chain_parents(num_nodes: int) -> tuple[int, ...]:
-    """The parents of a tree with one path."""
+    """Return the parents of a tree with one path."""
     return tuple(range(-1, num_nodes - 1))
 
 
 def _checked(drawn_from: DraftProbs, token: int, vocab_size: int) -> DraftProbs:
-    """`drawn_from`, if `token` can have been drawn from it; raises `InvalidRequestError`."""
+    """Return `drawn_from` if it can draw `token`; raises `InvalidRequestError`."""
     ids, probs = drawn_from
     if not 0 < len(ids) == len(probs) <= MAX_DRAFT_PROBS:
         what = f"one probability per token, and at most {MAX_DRAFT_PROBS} of them"

@@ -3,12 +3,12 @@
 OutriderError
 ├── InvalidRequestError        a field is wrong; `param` names it
 │   └── PromptTooLongError
-├── ModelNotFoundError         a name nobody serves
+├── ModelNotFoundError         nobody serves a model of this name
 ├── UnauthenticatedError
 ├── CapacityError              queues are full; `retry_after_s` says when to try again
 ├── UnavailableError           starting, draining or unreachable
 ├── DeadlineError
-├── ProposerRefusedError       Hello does not fit; `reason` says why
+├── ProposerRefusedError       a Hello does not fit; `reason` says why
 ├── UnsupportedModelError      the model cannot be served exactly
 ├── ConfigError                a flag, file or port is wrong
 └── InternalError              a bug
@@ -51,13 +51,13 @@ class PromptTooLongError(InvalidRequestError):
 
 
 class ModelNotFoundError(OutriderError):
-    """Nobody serves a model of that name."""
+    """Nobody serves a model of this name."""
 
     reason = "MODEL_NOT_FOUND"
 
 
 class UnauthenticatedError(OutriderError):
-    """No valid API key."""
+    """The API key is missing or wrong."""
 
     reason = "UNAUTHENTICATED"
 

@@ -1,4 +1,4 @@
-"""What a hidden-state method needs of the target's forward. No torch: it crosses the wire."""
+"""Hidden states that proposers may ask for. This module needs no torch."""
 
 from __future__ import annotations
 
@@ -12,57 +12,53 @@ BYTES_PER_VALUE: Final = 2
 """Features travel as bfloat16, little-endian."""
 
 MAX_ON_THE_WAY: Final = 8 * 2**20
-"""Bytes of rows that one proposer has not read yet: of rounds, and as many of prompts. With all
-else that may wait for it those of rounds fit into one message of gRPC."""
+"""Bytes of rows of rounds that one proposer has not read yet, and as many of prompts. Those of
+rounds fit into one message of gRPC."""
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureSpec:
-    """One feature row: the named states of one position, one after the other.
+    """The content of one feature row: states of one position, one after the other.
 
-    Row p comes from the forward of the tokens up to and including p: the target draws the token at
-    p + 1 from it. `layers` follow the convention of Hugging Face's `hidden_states`: i is the
-    residual stream that enters decoder layer i (0-based, no norm), and the number of layers is what
-    leaves the last one.
+    Row p comes from the forward of the tokens up to and including p. `layers` follow Hugging Face's
+    `hidden_states`: i is the residual stream that enters decoder layer i (0-based, no norm), and
+    the number of layers is the output of the last one.
     """
 
     hidden_size: int  # of the target
     layers: tuple[int, ...] = ()
-    final_norm: bool = False  # after them: the final norm's output, which the target's head reads
-    projection_dim: int = 0  # 0: rows are sent as they are
+    final_norm: bool = False  # then the final norm's output, which the target's head reads
+    projection_dim: int = 0  # 0: no projection
     projection_sha256: bytes = b""  # of the bfloat16 matrix [projection_dim, captured_width]
 
     @property
     def captured_width(self) -> int:
-        """Values of a row before the projection."""
+        """Return the values of a row before the projection."""
         return self.hidden_size * (len(self.layers) + self.final_norm)
 
     @property
     def width(self) -> int:
-        """Values of a row as it is sent."""
+        """Return the values of a row as it is sent."""
         return self.projection_dim or self.captured_width
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row as it is sent."""
+        """Return the bytes of a row as it is sent."""
         return self.width * BYTES_PER_VALUE
 
     @property
     def projection_bytes(self) -> int:
-        """Bytes of the projection's matrix."""
+        """Return the bytes of the projection's matrix."""
         return self.projection_dim * self.captured_width * BYTES_PER_VALUE
 
     @property
     def states(self) -> tuple[str, ...]:
-        """What a row holds, in order, as `--hidden-features` names it."""
+        """Return the states of a row, in order, as `--hidden-features` names them."""
         return (*map(str, self.layers), *(("final",) if self.final_norm else ()))
 
 
 class FeatureWindow:
-    """How many bytes are on their way to one proposer, of rounds or of prompts.
-
-    Only the engine's thread changes it.
-    """
+    """Bytes on their way to one proposer. Only the engine's thread changes the count."""
 
     __slots__ = ("on_the_way", "short")
 
@@ -72,49 +68,49 @@ class FeatureWindow:
         """Rows wait for room."""
 
     def room(self, row_bytes: int) -> int:
-        """Rows that may follow; a single one always may, if nothing else is on its way."""
+        """Return the rows that may follow: at least one if nothing is on its way."""
         rows = (MAX_ON_THE_WAY - self.on_the_way) // row_bytes
         return max(rows, 0 if self.on_the_way else 1)
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureOrder:
-    """What the proposer of a session is to be sent, from position 0."""
+    """Hidden states that the proposer of a session is to be sent, from position 0."""
 
     epoch: int  # of the session's Open
     spec: FeatureSpec
-    window: FeatureWindow  # of the proposer's, shared by its sessions: what rounds committed
-    prompts: FeatureWindow = field(default_factory=FeatureWindow)  # likewise, for what is more
+    window: FeatureWindow  # for rows of rounds, shared by the proposer's sessions
+    prompts: FeatureWindow = field(default_factory=FeatureWindow)  # for rows of prompts, likewise
 
 
 class FeatureRows(NamedTuple):
-    """Rows of one session, computed and committed."""
+    """Rows of one session."""
 
     session_id: int
     order: FeatureOrder
     start: int  # position of the first
     rows: bytes | memoryview  # bfloat16, little-endian [n, order.spec.width]
-    of_prompt: bool = False  # more than a round commits: others need not wait for them
+    of_prompt: bool = False  # more rows than a round commits
 
     @property
     def window(self) -> FeatureWindow:
-        """Where they count until they are read."""
+        """Return the window that counts the rows until they are read."""
         return self.order.prompts if self.of_prompt else self.order.window
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureBatch:
-    """What one engine step has for proposers that asked."""
+    """Hidden states that one engine step has for proposers."""
 
     rows: tuple[FeatureRows, ...]
-    seconds: float  # of the engine's thread
+    seconds: float  # that the engine's thread spent
 
 
 def parse_features(text: str, num_layers: int, hidden_size: int) -> FeatureSpec:
-    """What `--hidden-features` says of a model of that size: "final", "eagle3", "2,4,5", "8,final".
+    """Parse `--hidden-features`: "final", "eagle3", "2,4,5", "8,final".
 
-    "eagle3" is what EAGLE-3 modules read whose files name no layers, and what those read that are
-    trained here. Layers are sorted; each state is kept once. Raises `ConfigError`.
+    "eagle3" stands for the default layers of EAGLE-3 modules, and for those of modules that are
+    trained here. Layers are sorted, each once. Raises `ConfigError`.
     """
     layers: set[int] = set()
     final_norm = False

@@ -1,4 +1,4 @@
-"""What a request asks for beside its prompt. Frozen; built from the wire by `rpc.codec`.
+"""Parameters of a request; `rpc.codec` builds them from the wire.
 
 Every constructor raises `InvalidRequestError`, naming the field, for a value out of range.
 """
@@ -20,24 +20,24 @@ MAX_CONSTRAINT_CHARS = 2**18
 
 
 def require(condition: bool, param: str, allowed: str) -> None:
-    """Raise `InvalidRequestError`: `param` must be `allowed`."""
+    """Raise `InvalidRequestError` unless the condition holds: `param` must be `allowed`."""
     if not condition:
         raise InvalidRequestError(f"{param} must be {allowed}.", param=param)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the target's next token is chosen; `temperature` 0 is greedy."""
+    """Sampling of the target's next token; `temperature` 0 is greedy."""
 
     temperature: float = 1.0
     top_k: int = 0  # 0: all tokens
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0  # uint64
-    presence_penalty: float = 0.0  # per token that the output holds
-    frequency_penalty: float = 0.0  # as often as the output holds it
-    repetition_penalty: float = 1.0  # for tokens that prompt or output hold
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added), each token once
+    presence_penalty: float = 0.0  # once per token in the output
+    frequency_penalty: float = 0.0  # per occurrence in the output
+    repetition_penalty: float = 1.0  # for tokens in prompt or output
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, bias), each token once
 
     def __post_init__(self) -> None:
         require(0.0 <= self.temperature <= 2.0, "temperature", "between 0 and 2")
@@ -67,18 +67,18 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether what was written changes what comes next, by more than the model."""
+        """Tell whether earlier tokens change the logits of later ones."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class StopParams:
-    """When a request ends. A stop token is not part of the output."""
+    """The conditions that end a request. A stop token is not part of the output."""
 
     max_tokens: int = 256
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
-    min_tokens: int = 0  # before so many no end-of-sequence or stop token is chosen
+    min_tokens: int = 0  # end-of-sequence and stop tokens are masked before
 
     def __post_init__(self) -> None:
         require(1 <= self.max_tokens < 2**31, "max_tokens", "at least 1")
@@ -91,7 +91,7 @@ class StopParams:
 
 
 class ConstraintKind(enum.Enum):
-    """The languages that a constraint can be written in."""
+    """Languages that constraints are written in."""
 
     JSON_OBJECT = "json_object"  # any object; `source` is empty
     JSON_SCHEMA = "json_schema"
@@ -101,7 +101,7 @@ class ConstraintKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """The language that the output must lie in."""
+    """A language that the output must belong to."""
 
     kind: ConstraintKind
     source: str = ""
@@ -117,7 +117,7 @@ class Constraint:
 
 
 class VerificationRule(enum.Enum):
-    """Which drafted tokens are accepted; common.proto says what each does."""
+    """A rule that accepts drafted tokens; common.proto describes each."""
 
     COUPLED = "coupled"
     REJECTION = "rejection"
@@ -126,13 +126,13 @@ class VerificationRule(enum.Enum):
 
     @property
     def exact(self) -> bool:
-        """Whether the output follows the target's law."""
+        """Tell whether the output has the target's distribution."""
         return self in (VerificationRule.COUPLED, VerificationRule.REJECTION)
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """A rule and its settings; those of other rules are not looked at."""
+    """A rule and the settings of all rules; those of other rules are ignored."""
 
     rule: VerificationRule = VerificationRule.COUPLED
     epsilon: float = 0.09
@@ -149,10 +149,10 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Text that the output is likely to repeat; a hint for methods that copy."""
+    """Text that the output is likely to repeat, for methods that copy."""
 
-    token_ids: TokenIds = ()  # what the output is expected to be
-    edit: bool = False  # follow it through insertions, deletions and replacements
+    token_ids: TokenIds = ()  # the expected output
+    edit: bool = False  # follow the text through insertions, deletions and replacements
     min_token_match: int = 2
     max_token_match: int = 2
     references: tuple[TokenIds, ...] = ()  # documents besides the prompt
@@ -171,7 +171,7 @@ NO_ADVICE = Advice()
 
 @dataclass(frozen=True, slots=True)
 class SpeculationParams:
-    """Per-request control of speculation. No method leaves the choice to the scorer."""
+    """Per-request control of speculation. Without methods the scorer chooses."""
 
     enabled: bool = True
     methods: tuple[str, ...] = ()  # the preferred one first

@@ -33,10 +33,10 @@ class Request:
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
     running_stats: bool = False  # stats with every Commit, not only the last
     constraint: Constraint | None = None
-    top_logprobs: int | None = None  # likeliest tokens to tell with each token's; None: no logprobs
-    num_resumed_tokens: int = 0  # the prompt's last tokens that are output of an earlier run
+    top_logprobs: int | None = None  # likeliest tokens to report; None: no logprobs
+    num_resumed_tokens: int = 0  # last tokens of the prompt that an earlier run generated
     tenant: str = ""
-    stream_interval: int = 0  # tokens that the client is sent at a time, but for the first
+    stream_interval: int = 0  # tokens per message to the client, after the first
 
     def __post_init__(self) -> None:
         require(len(self.prompt_token_ids) > 0, "prompt", "at least one token long")
@@ -52,16 +52,23 @@ class Request:
                 f"between 0 and {MAX_TOP_LOGPROBS}",
             )
 
+    @property
+    def verification_rule(self) -> VerificationRule:
+        """Return the rule in effect: without randomness every rule is coupled."""
+        if self.sampling.greedy:
+            return VerificationRule.COUPLED
+        return self.speculation.verification.rule
+
 
 class FinishReason(enum.Enum):
-    """Why a request ended."""
+    """The reason why a request ended."""
 
     STOP = "stop"
     LENGTH = "length"
 
 
 class TokenKind(enum.Enum):
-    """Where an output token came from; see the proto enum of the same name."""
+    """The origin of an output token; see the proto enum of the same name."""
 
     PLAIN = "plain"
     ACCEPTED = "accepted"
@@ -70,7 +77,7 @@ class TokenKind(enum.Enum):
 
 
 class MethodCounts(NamedTuple):
-    """What one drafting method contributed to a request."""
+    """Draft tokens that one method contributed to a request."""
 
     method: str
     drafted: int
@@ -79,7 +86,7 @@ class MethodCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """What happened to one request in the engine; becomes `AuxInfo`. Times in milliseconds."""
+    """The account of one request; becomes `AuxInfo`. Times in milliseconds."""
 
     prompt_tokens: int
     output_tokens: int
@@ -103,7 +110,7 @@ class RequestStats:
     cached_prompt_tokens: int
     proposer_ids: tuple[str, ...]
     preemptions: int
-    # Rounds for which a draft was wanted, by whether the one before was a hit; hits among them.
+    # Rounds that wanted a draft, after a hit and after a miss, and the hits among them.
     rounds_after_hit: int = 0
     hits_after_hit: int = 0
     rounds_after_miss: int = 0
@@ -120,18 +127,13 @@ class TokenLogprobs(NamedTuple):
 
 
 class Commit(NamedTuple):  # one per row and step: a frozen dataclass takes three times as long
-    """What one engine step made true for one session.
-
-    `token_ids` is trimmed at a stop: it is empty only when the stop token came first.
-    `base_len` counts committed tokens (prompt included) before `token_ids`.
-    `num_draft_tokens` is what the policy wants drafted for the next round.
-    """
+    """Tokens that one engine step committed to one session."""
 
     session_id: int
-    base_len: int
-    token_ids: TokenIds
+    base_len: int  # committed tokens before these, with the prompt
+    token_ids: TokenIds  # trimmed at a stop: empty only if the stop token came first
     kinds: tuple[TokenKind, ...]
-    num_draft_tokens: int
+    num_draft_tokens: int  # that the policy asks for in the next round
     finish_reason: FinishReason | None = None
     stats: RequestStats | None = None  # with finish_reason, or always if the request asks
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token if the request asks
@@ -139,7 +141,7 @@ class Commit(NamedTuple):  # one per row and step: a frozen dataclass takes thre
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A request that the engine could not go on with."""
+    """A request that the engine had to end."""
 
     session_id: int
     error: Exception
@@ -147,7 +149,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class StepTimings:
-    """Where one engine step's time went, milliseconds, and how large it was."""
+    """The size of one engine step, and its time in milliseconds."""
 
     schedule_ms: float
     forward_ms: float
@@ -157,30 +159,30 @@ class StepTimings:
     num_rows: int
     num_tokens: int
     gap_ms: float | None = None
-    """Host time from the previous step's result to this one's launch, in which the device has no
-    work; None if the step did not follow directly: it waited for drafts or work."""
+    """From the previous step's result to this one's launch, while the device has no work; None if
+    the step waited for drafts or work in between."""
     draft_ms: float = 0.0
-    """Before this step, for drafts on the engine's own thread; no part of the others."""
+    """Drafting on the engine's own thread before this step; not part of the other times."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepEvents:
-    """All that one engine step brought about; one message to the RPC side per step."""
+    """The results of one engine step; one message to the RPC side per step."""
 
     commits: tuple[Commit, ...]
     failures: tuple[Failure, ...]
     timings: StepTimings | None  # None: no forward was completed
     set_aside: tuple[int, ...] = ()
-    """Sessions whose proposer missed several deadlines in a row and is not waited for any more,
-    for a while. Its blocks are still welcome: the next useful one brings it back."""
+    """Sessions whose proposer missed several deadlines in a row, and is not waited for until its
+    next useful block."""
     counts: StepCounts | None = None  # with timings
-    on_demand: bool = False  # with timings: proposers that can run ahead are not to
+    on_demand: bool = False  # with timings: proposers are not to run ahead
     features: FeatureBatch | None = None  # hidden states for proposers that asked
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine serves and its limits; constant once it has started."""
+    """The constant limits of an engine."""
 
     vocab_size: int
     max_model_len: int
@@ -193,11 +195,7 @@ class EngineInfo:
     features: FeatureSpec | None = None  # hidden states that are captured
 
     def check(self, request: Request) -> None:
-        """Raise unless the request can be served at all.
-
-        `InvalidRequestError` for a token outside the vocabulary; `PromptTooLongError` for a
-        prompt that leaves no room for a token.
-        """
+        """Raise `InvalidRequestError` or `PromptTooLongError` if the request cannot be served."""
         prompt = request.prompt_token_ids
         if min(prompt) < 0 or max(prompt) >= self.vocab_size:
             raise InvalidRequestError(f"Token ids must be below {self.vocab_size}.", param="prompt")
@@ -221,18 +219,18 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """How full an engine is, as of its last step."""
+    """The load of an engine after its last step."""
 
     running: int
     waiting: int
     free_pages: int
     total_pages: int
     undrafted_sizes: frozenset[int] = frozenset()
-    """Where nothing is drafted at present: numbers of rows, by their bit length."""
+    """Bit lengths of the numbers of rows at which nothing is drafted at present."""
 
 
 def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix of two token sequences."""
+    """Return the length of the longest common prefix of two token sequences."""
     for i, (left, right) in enumerate(zip(a, b, strict=False)):
         if left != right:
             return i

@@ -1,4 +1,4 @@
-"""Notices that a thread hangs: in a call to a device that never returns, say, or a deadlock."""
+"""Notices that a thread hangs, in a device call that never returns or a deadlock."""
 
 from __future__ import annotations
 
@@ -10,36 +10,35 @@ import traceback
 from typing import Final
 
 PATIENCE_S: Final = 300.0
-"""How long one piece of work, such as a step, may take. Unless told otherwise, half of what a
-gateway gives a request, which so has as long elsewhere, and half of what a start may take, in which
-the largest pieces are done twice."""
+"""Seconds that one piece of work, such as a step, may take: half of a gateway's default time for a
+request, so that the request can still be served elsewhere."""
 
-_LOOKS: Final = 100  # within that
+_LOOKS: Final = 100  # within these seconds
 _log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """`thread` tells when it works; the event loop looks whether it gets on."""
+    """`thread` says when it works; the event loop looks whether its work ends."""
 
     def __init__(self, thread: threading.Thread) -> None:
         self._thread = thread
         # Written by the thread alone:
-        self._begun = 0  # pieces of work
+        self._begun = 0  # pieces of work so far
         self._working = False
 
     def work(self) -> None:
-        """Another piece of work begins."""
+        """Note that another piece of work begins."""
         self._begun += 1
         self._working = True
 
-    def rest(self) -> None:
-        """The thread waits for work, however long."""
+    def idle(self) -> None:
+        """Note that the thread waits for work, however long."""
         self._working = False
 
     async def until_hung(self) -> None:
-        """Return when a piece of work has taken `PATIENCE_S`; the log tells where the thread is.
+        """Return when a piece of work has taken `PATIENCE_S`; the log shows the thread's stack.
 
-        Looks are counted, not seconds: while the whole process is paused there are none.
+        Looks are counted, not seconds, since a process that is paused has none.
         """
         looks = begun = 0
         while looks < _LOOKS:
@@ -49,8 +48,8 @@ class Watchdog:
             begun = self._begun
         frame = sys._current_frames().get(self._thread.ident or 0)
         _log.error(
-            "the %s thread hangs: it has been at one piece of work for %g s. This process ends, so "
-            "that others take over; if the next one hangs, too, look at the device (dmesg, "
-            "nvidia-smi). The thread is here:\n%s",
+            "the %s thread hangs: one piece of work has taken %g s. This process ends, so that "
+            "others take over; if the next one hangs, too, look at the device (dmesg, nvidia-smi). "
+            "The thread is here:\n%s",
             *(self._thread.name, PATIENCE_S, "".join(traceback.format_stack(frame))),
         )

@@ -140,7 +140,7 @@ class DraftWorker:
         failures = 0
         try:
             while failures < _MAX_FAILURES:
-                self._watchdog.rest()
+                self._watchdog.idle()
                 items = self._inbox.take(wait=not cycle.has_work)
                 self._watchdog.work()
                 if not cycle.apply(items):

@@ -126,7 +126,7 @@ class EngineSteps:
             all_decode = len(decoding) == rows
             began = time.perf_counter()
             launched = engine.launch()
-            events = engine.take_events()  # of the step before
+            events = engine.finalize_step()  # of the step before
             if events is not None:
                 if events.failures:
                     raise events.failures[0].error

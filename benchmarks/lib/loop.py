@@ -140,9 +140,9 @@ class Loop:
                 self._engine.post_block(block)
             if not round_.unfinished:
                 return seconds
-            if self._engine.collect():  # a long prompt's hidden states come in parts
-                events = self._engine.take_events()
-                self._feed(method, None if events is None else events.features)
+            self._engine.collect()  # a long prompt's hidden states come in parts
+            events = self._engine.finalize_step()
+            self._feed(method, None if events is None else events.features)
 
     def _feed(self, method: Proposer | None, batch: FeatureBatch | None) -> None:
         for each in batch.rows if batch is not None else ():

@@ -1,10 +1,10 @@
-"""The packed input of one forward: rows of different lengths side by side, no padding."""
+"""The packed input of one forward: rows of different lengths, without padding."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -14,8 +14,10 @@ from torch import Tensor
 from outrider.engine.shared_prefix import SharedPrefix
 from outrider.engine.tree_mask import TreeMask, depths, lineages
 
-_PROMPT = 256
-"""Tokens whose queries no attention holds in one tile."""
+T = TypeVar("T")
+
+_PROMPT_LEN = 256
+"""A number of queries that no attention holds in one tile."""
 
 
 class RowSlice(NamedTuple):
@@ -51,16 +53,17 @@ class PackedBatch:
     query_lens: tuple[int, ...]  # per row, on the host
     context_lens: tuple[int, ...]  # per row, seq_lens on the host
     page_size: int
-    recorded: bool = False  # of a recorded step: its context_lens are only upper bounds
+    recorded: bool = False  # in a CUDA graph: its context_lens are only upper bounds
     trees: TreeMask | None = None  # if some row holds a tree
-    shared: SharedPrefix | None = None  # if it is known; all rows have as many tokens then
+    shared: SharedPrefix | None = None  # if it is known; then all rows have the same length
 
     @property
     def max_query_len(self) -> int:
-        """At least the longest row's. Attention on a device chooses its kernels by it: all batches
-        that are not recorded take those of prompts, so that none is compiled while serving.
+        """Return an upper bound of the rows' lengths, by which attention chooses its kernels.
+
+        Eager batches take those of prompts, so that no kernel is compiled while serving.
         """
-        return max(self.query_lens) if self.recorded else max(*self.query_lens, _PROMPT)
+        return max(self.query_lens) if self.recorded else max(*self.query_lens, _PROMPT_LEN)
 
     @property
     def max_context_len(self) -> int:
@@ -86,14 +89,14 @@ class Model(Protocol):
     def device(self) -> torch.device: ...
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """Write the new keys and values and returns float32 logits [num_logits, vocab_size].
+        """Write the new keys and values, and return float32 logits [num_logits, vocab_size].
 
         The tensor may be reused by the next call.
         """
         ...
 
     def move_slots(self, source: Tensor, target: Tensor) -> None:
-        """Make slots `target` int64 [n] hold what `source` [n] held before, in every layer.
+        """Copy slots `source` int64 [n] to slots `target` [n], in every layer.
 
         Where two targets are the same, so are their sources.
         """
@@ -101,7 +104,7 @@ class Model(Protocol):
 
 
 def pack(rows: Sequence[RowSlice], page_size: int, device: torch.device) -> PackedBatch:
-    """Packs rows into one batch; host work is vectorised over tokens."""
+    """Pack rows into one batch; host work is vectorised over tokens."""
     query_lens = np.fromiter((len(row.token_ids) for row in rows), np.int64, len(rows))
     starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
     num_logits = np.fromiter((row.num_logits for row in rows), np.int64, len(rows))
@@ -124,7 +127,7 @@ def pack(rows: Sequence[RowSlice], page_size: int, device: torch.device) -> Pack
 
     positions, trees = places, None
     if any(row.parents for row in rows):
-        positions, first_nodes, visible = _planted(rows, places, context_lens)
+        positions, first_nodes, visible = _tree_positions(rows, places, context_lens)
         trees = TreeMask(to_device(first_nodes.astype(np.int32)), to_device(visible))
     return PackedBatch(
         input_ids=to_device(input_ids),
@@ -141,10 +144,10 @@ def pack(rows: Sequence[RowSlice], page_size: int, device: torch.device) -> Pack
     )
 
 
-def _planted(
+def _tree_positions(
     rows: Sequence[RowSlice], places: NDArray[np.int64], context_lens: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Positions [tokens], and of the `TreeMask` starts [rows] and visible [tokens].
+    """Return positions [tokens], and the starts [rows] and visible [tokens] of a `TreeMask`.
 
     `places` [tokens] are the tokens' slots, counted from their rows' first.
     """
@@ -158,3 +161,17 @@ def _planted(
             positions[end - new : end] = starts[i] + np.array(depths(row.parents)[-new:])
             visible[end - new : end] = lineages(row.parents)[-new:]
     return positions, starts, visible
+
+
+def grouped(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Yield the items in order, in groups of at most `most` in total, or of one item."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        if group and total + size(item) > most:
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += size(item)
+    if group:
+        yield group

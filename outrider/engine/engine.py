@@ -26,10 +26,10 @@ from outrider.engine.policy.adaptive import AdaptivePolicy
 from outrider.engine.policy.base import Policy
 from outrider.engine.policy.mode import DraftMode
 from outrider.engine.rounds import USEFUL, BlockFate
-from outrider.engine.runner import Pending, Runner, StepRunner
+from outrider.engine.runner import FailedLaunch, Pending, Runner, StepRunner
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.step import Step, StepResult
+from outrider.engine.step import Step
 from outrider.errors import ConfigError, InternalError
 from outrider.params import TokenIds
 from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEvents, StepTimings
@@ -37,30 +37,24 @@ from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEve
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _InFlight:
     """A step between its launch and its result."""
 
     step: Step
     pending: Pending
-    launched_at: float
+    began: float  # its scheduling
+    scheduled: float
     timings: StepTimings  # as far as they are known
-
-
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    """A step that could not be launched: its requests fail where any other's result comes."""
-
-    error: Exception
-
-    verified = None
-
-    def wait(self) -> StepResult:
-        raise self.error
+    set_aside: tuple[int, ...] | None = None  # None: the policy does not know of the launch
 
 
 class Engine:
-    """Decodes requests over one model. Lives in one thread; `EngineWorker` is its outside."""
+    """Decodes requests over one model, on one thread; `EngineWorker` is its outside.
+
+    A step is launched, collected (its tokens are committed) and finalized (it is counted, and the
+    policy learns from it). A step is best finalized when the next one has been launched.
+    """
 
     def __init__(
         self,
@@ -87,81 +81,80 @@ class Engine:
             features=None if features is None else features.spec,
         )
         self.features = features
-        """Of a model that captures hidden states; used on the engine's thread."""
+        """Streams of a model that captures hidden states."""
         self._policy = policy or AdaptivePolicy(config.num_speculative_tokens)
         self._pool = BlockPool(config.num_pages, enable_prefix_caching=config.enable_prefix_caching)
         self._scheduler = Scheduler(config, self._policy, self._pool)
-        self._set_aside: tuple[int, ...] = ()  # by the step that was launched last
         self._runner = runner or Runner(model)
         self._clock = clock
-        self._idle_since = clock()
-        self._result_at: float | None = None  # of the step before, if nothing was waited for since
+        self._committed_at = clock()  # by the last step
+        self._result_at: float | None = None  # of the last step, if the next one follows directly
+        self._draft_seconds = 0.0  # on this thread, for the next step
+        self._device_drafts: DeviceDrafts | None = None  # for the next step
         self._in_flight: _InFlight | None = None
-        self._late: DeviceDrafts | None = None  # of the step to come
-        self._arrived: list[Arrived] = []  # useful blocks, and not yet noted
-        # True, and not yet told; with the seconds that it took to make it true.
-        self._unsettled: tuple[Committed, StepTimings, StepResult, float] | None = None
-        self._events: StepEvents | None = None  # until they are taken
+        self._collected: tuple[Committed, StepEvents] | None = None  # not finalized yet
+        self._failed: StepEvents | None = None  # a step that failed, not reported yet
+        self._uncounted: list[Arrived] = []  # useful blocks
 
     def step(self) -> StepEvents | None:
-        """One round of all ready rows; None if none is ready before `wake_at`."""
-        return self.take_events() if self.launch() and self.collect() else None
+        """Run one step from its schedule to its events; None if no row is ready."""
+        if not self.launch():
+            return None
+        self.collect()
+        return self.finalize_step()
 
-    def launch(self, drafted_s: float = 0.0) -> bool:
-        """Hands the ready rows to the runner; False if none is ready before `wake_at`.
+    def launch(self) -> bool:
+        """Hand the ready rows to the runner; False if none is ready before `wake_at`.
 
-        Since the last step so many seconds were spent on drafts, on this thread.
-        `collect` comes next. In between, `abort` must not be called. What the step before taught
-        is taken in here, while the device works.
+        Until `collect` ends, no session may be aborted.
         """
         assert self._in_flight is None
         began = self._clock()
-        if self._arrived and any(
+        if self._uncounted and any(
             seq.draft is None and not seq.drafting.runs_ahead for seq in self._scheduler.running
         ):
-            self._note_blocks()  # how long drafts on demand take says who waits for the others
-        late, self._late = self._late, None
+            self._count_blocks()  # the delay of drafts on demand decides who waits for the others
+        drafts, self._device_drafts = self._device_drafts, None
         step = self._scheduler.schedule(began)
         if step is None:
             self._result_at = None
             return False
-        if late is not None:
-            step = replace(step, late=late)
+        if drafts is not None:
+            step = replace(step, device_drafts=drafts)
         scheduled = self._clock()
         try:
             pending = self._runner.launch(step)
         except Exception as error:
-            pending = _Failed(error)
-        launched = self._clock()
+            pending = FailedLaunch(error)
+        draft_s, self._draft_seconds = self._draft_seconds, 0.0
+        gap_ms = None  # with device drafts the device is still busy with these
+        if self._result_at is not None and drafts is None:
+            gap_ms = (self._clock() - self._result_at - draft_s) * 1e3
         timings = StepTimings(
             schedule_ms=(scheduled - began) * 1e3,
             forward_ms=0.0,
             verify_ms=0.0,
             commit_ms=0.0,
-            idle_ms=(began - self._idle_since - drafted_s) * 1e3,
+            idle_ms=(began - self._committed_at - draft_s) * 1e3,
             num_rows=len(step.rows),
             num_tokens=step.num_tokens,
-            gap_ms=None  # with late drafts the device is still busy with them
-            if self._result_at is None or step.late is not None
-            else (launched - self._result_at - drafted_s) * 1e3,
-            draft_ms=drafted_s * 1e3,
+            gap_ms=gap_ms,
+            draft_ms=draft_s * 1e3,
         )
-        self._in_flight = _InFlight(step, pending, scheduled, timings)
-        self._settle()
-        self._set_aside = self._scheduler.launched(step, began)
+        self._in_flight = _InFlight(step, pending, began, scheduled, timings)
         return True
 
-    def collect(self) -> bool:
-        """Wait for the step in flight and makes its result true.
+    def collect(self) -> None:
+        """Wait for the step in flight and commit its tokens; `finalize_step` comes next.
 
-        Without one it begins to send hidden states that can be sent without a step. True if
-        there is something to tell: `take_events`, when the next step is on its way.
+        Without a step in flight, hidden states that waited for room are sent.
         """
-        assert self._unsettled is None, "take_events() comes first"
+        assert self._collected is None, "finalize_step() comes first"
         if self._in_flight is None:
-            sends = self.features is not None and self.features.due and self._gather()
-            self._events = StepEvents((), (), None) if sends else None
-            return sends
+            if self.features is not None and self.features.due:
+                self.features.gather(self._scheduler.by_session)
+            return
+        self._note_launch()
         flight, self._in_flight = self._in_flight, None
         if self.features is not None:
             self.features.read_ahead(flight.step)
@@ -170,40 +163,60 @@ class Engine:
         except Exception as error:
             log.exception("a forward failed")
             failure = InternalError(f"The model's forward failed: {type(error).__name__}.")
-            self._events = self._fail([row.seq.session_id for row in flight.step.rows], failure)
-            return True
+            self._failed = self._fail([row.seq.session_id for row in flight.step.rows], failure)
+            return
         self._result_at = now = self._clock()
-        # A step with late drafts was launched before the device had come to it.
-        took_s = (
-            result.forward_s + result.verify_s if flight.step.late else now - flight.launched_at
-        )
+        took_s = now - flight.scheduled
+        if flight.step.device_drafts is not None:  # the device came to the step after its launch
+            took_s = result.forward_s + result.verify_s
         committed = self._scheduler.commit(flight.step, result, took_s, now)
-        self._gather()
-        self._idle_since = self._clock()
-        self._unsettled = committed, flight.timings, result, self._idle_since - now
-        return True
+        if self.features is not None:
+            self.features.gather(self._scheduler.by_session)
+        self._committed_at = self._clock()
+        timings = replace(
+            flight.timings,
+            forward_ms=result.forward_s * 1e3,
+            verify_ms=result.verify_s * 1e3,
+            commit_ms=(self._committed_at - now) * 1e3,
+        )
+        self._collected = committed, StepEvents((), (), timings, flight.set_aside or ())
 
-    def take_events(self) -> StepEvents | None:
-        """What the last `collect` brought about; None if nothing.
+    def finalize_step(self) -> StepEvents | None:
+        """Count the step that was collected last, and return its events; None if there are none.
 
-        Best when the next step is on its way: then the device waits neither for this nor for the
-        copy of hidden states.
+        When the next step has been launched, the device waits neither for this nor for the copy
+        of hidden states.
         """
-        self._settle()
-        events, self._events = self._events, None
-        if events is None or self.features is None:
+        self._count_blocks()
+        events, self._failed = self._failed, None
+        if self._collected is not None:
+            (committed, events), self._collected = self._collected, None
+            on_demand = self._policy.way is DraftMode.ON_DEMAND
+            commits = settle(self._policy, committed)
+            events = replace(
+                events,
+                commits=commits,
+                failures=committed.failures,
+                counts=self._policy.take_counts(),
+                on_demand=on_demand,
+            )
+        self._note_launch()
+        features = None if self.features is None else self.features.take()
+        if features is None:
             return events
-        return replace(events, features=self.features.take())
+        return replace(events or StepEvents((), (), None), features=features)
 
     @property
     def wake_at(self) -> float:
-        """On the engine's clock: when `step` should be asked again if nothing happens before."""
-        if self.features is not None and self.features.due:
+        """Time on the engine's clock at which there is more to do if nothing arrives before."""
+        if self._collected is not None or self._failed is not None:
+            return 0.0
+        if self.features is not None and (self.features.due or self.features.copied):
             return 0.0
         return self._scheduler.wake_at
 
     def submit(self, request: Request, constraint: ConstraintEditor | None = None) -> None:
-        """Queues a request that `EngineInfo.check` accepted, with what came of its constraint."""
+        """Queue a request that `EngineInfo.check` accepted; `constraint` is its compiled one."""
         assert (constraint is None) == (request.constraint is None)
         stop = request.stop
         prompt_len = len(request.prompt_token_ids)
@@ -216,53 +229,27 @@ class Engine:
             constraint=constraint,
         )
 
-    @property
-    def verify_output(self) -> VerifyOutput | None:
-        """Of the step in flight, where the device will have them; None: only the host will."""
-        flight = self._in_flight
-        if flight is None or flight.pending.verified is None:
-            return None
-        rows: list[VerifyingRow] = []
-        with_logits = (row for row in flight.step.rows if row.slice.num_logits)
-        for place, (seq, piece, draft, _) in enumerate(with_logits):
-            wanted = seq.drafting.num_draft_tokens
-            # A constraint may cut what is accepted.
-            if wanted and not piece.parents and seq.constraint is None:
-                rows.append(VerifyingRow(seq.session_id, place, len(draft), wanted))
-        return VerifyOutput(rows, flight.pending.verified)
-
-    @property
-    def new_tokens(self) -> list[NewTokens]:
-        """Return what the last `collect` committed, until `launch` or `take_events` counts it."""
-        emitted = () if self._unsettled is None else self._unsettled[0].emitted
-        return [
-            NewTokens(
-                seq.session_id,
-                base_len,
-                output,
-                seq.drafting.num_draft_tokens,
-                finish_reason is not None,
-            )
-            for seq, base_len, output, *_, finish_reason, _ in emitted
-        ]
-
-    def committed(self, session_id: int) -> TokenIds | None:
-        """A session's text as of the last `collect`; None if it is unknown."""
-        seq = self._scheduler.by_session.get(session_id)
-        return None if seq is None else tuple(seq.token_ids)
-
     def abort(self, session_id: int) -> None:
-        """Forgets a session; unknown ones too. No event follows."""
+        """Forget a session, known or not. No event follows."""
         assert self._in_flight is None
         if session_id in self._scheduler.by_session:
             self._scheduler.remove(session_id)
+
+    def fail_all(self, error: Exception) -> StepEvents:
+        """End every session with `error`; the engine can go on afterwards."""
+        self._device_drafts = None
+        if self._in_flight is not None:
+            flight, self._in_flight = self._in_flight, None
+            with contextlib.suppress(Exception):
+                flight.pending.wait()  # before its pages go to others
+        return self._fail(list(self._scheduler.by_session), error)
 
     def set_drafting(self, session_id: int, offer: DraftOffer) -> None:
         """Replace the proposer of a session."""
         seq = self._scheduler.by_session.get(session_id)
         if seq is None:
             return
-        self._note_blocks()  # of the proposer before
+        self._count_blocks()  # of the proposer before
         if self.features is not None:
             self.features.follow(seq, offer.features)
         seq.drafting.can_run_ahead = offer.runs_ahead
@@ -280,11 +267,51 @@ class Engine:
         fate = seq.take_block(block.tree, block.method)
         at = self._clock() if block.arrived_at is None else block.arrived_at
         arrived = seq, block.tree, fate, block.proposer_id, block.method, block.draft_us * 1e-6, at
-        if fate is USEFUL:  # the row has what it needs
-            self._arrived.append(arrived)
+        if fate is USEFUL:  # the row can run, and counting can wait
+            self._uncounted.append(arrived)
         elif fate is not BlockFate.INVALID:
             count_block(self._policy, *arrived)
         return fate
+
+    # For a proposer on the engine's thread.
+
+    @property
+    def new_tokens(self) -> list[NewTokens]:
+        """Return what the last `collect` committed, until `finalize_step` counts it."""
+        emitted = () if self._collected is None else self._collected[0].emitted
+        return [
+            NewTokens(
+                seq.session_id,
+                base_len,
+                output,
+                seq.drafting.num_draft_tokens,
+                finish_reason is not None,
+            )
+            for seq, base_len, output, *_, finish_reason, _ in emitted
+        ]
+
+    @property
+    def verify_output(self) -> VerifyOutput | None:
+        """Return where the device will have the result of the step in flight.
+
+        None if only the host will have it. Rows are left out that draft no more, that verify
+        trees, or whose constraint may cut what is accepted.
+        """
+        flight = self._in_flight
+        if flight is None or flight.pending.verified is None:
+            return None
+        rows: list[VerifyingRow] = []
+        with_logits = (row for row in flight.step.rows if row.slice.num_logits)
+        for place, (seq, row_slice, draft, _) in enumerate(with_logits):
+            wanted = seq.drafting.num_draft_tokens
+            if wanted and not row_slice.parents and seq.constraint is None:
+                rows.append(VerifyingRow(seq.session_id, place, len(draft), wanted))
+        return VerifyOutput(rows, flight.pending.verified)
+
+    def committed(self, session_id: int) -> TokenIds | None:
+        """Return the prompt and output of a session; None if it is unknown."""
+        seq = self._scheduler.by_session.get(session_id)
+        return None if seq is None else tuple(seq.token_ids)
 
     def schedule_with_device_drafts(self, drafts: DeviceDrafts) -> bool:
         """Let the next step verify drafts that the device will have by then.
@@ -307,30 +334,22 @@ class Engine:
         for session, num_tokens in drafts.lengths.items():
             seq = sequences[session]
             seq.take_block(DraftTree.chain(len(seq.token_ids), (0,) * num_tokens))
-        self._late = drafts
+        self._device_drafts = drafts
         return True
 
-    def device_drafts_posted(self, seconds: float) -> None:
-        """The late drafts of the step in flight were posted. They took so much longer than
-        `launch` was told.
-        """
-        self._note_blocks()
-        if (flight := self._in_flight) is not None:
-            draft_ms = flight.timings.draft_ms + seconds * 1e3
-            timings = replace(flight.timings, draft_ms=draft_ms)
-            self._in_flight = replace(flight, timings=timings)
+    def count_drafting(self, seconds: float) -> None:
+        """Count time that this thread spent on drafts: of the step in flight, or of the next."""
+        if self._in_flight is None:
+            self._draft_seconds += seconds
+            return
+        self._count_blocks()
+        timings = self._in_flight.timings
+        self._in_flight.timings = replace(timings, draft_ms=timings.draft_ms + seconds * 1e3)
 
-    def fail_all(self, error: Exception) -> StepEvents:
-        """End every session with `error`; the engine can go on afterwards."""
-        self._late = None
-        if self._in_flight is not None:
-            flight, self._in_flight = self._in_flight, None
-            with contextlib.suppress(Exception):
-                flight.pending.wait()  # before its pages go to others
-        return self._fail(list(self._scheduler.by_session), error)
+    # For observers.
 
     def snapshot(self) -> EngineSnapshot:
-        """How full the engine is."""
+        """Return how full the engine is."""
         return EngineSnapshot(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
@@ -343,31 +362,16 @@ class Engine:
         """Raise `AssertionError` if the books do not agree. For tests."""
         self._scheduler.check_invariants()
 
-    def _settle(self) -> None:
-        """Count what the last step made true and the blocks since, and makes events of it."""
-        self._note_blocks()
-        if self._unsettled is not None:
-            (committed, timings, result, commit_s), self._unsettled = self._unsettled, None
-            timings = replace(
-                timings,
-                forward_ms=result.forward_s * 1e3,
-                verify_ms=result.verify_s * 1e3,
-                commit_ms=commit_s * 1e3,
-            )
-            on_demand = self._policy.way is DraftMode.ON_DEMAND
-            commits, failures = settle(self._policy, committed), committed.failures
-            counts = self._policy.take_counts()
-            self._events = StepEvents(
-                commits, failures, timings, self._set_aside, counts, on_demand=on_demand
-            )
+    def _note_launch(self) -> None:
+        """Tell the policy of the step in flight, once the step before has been counted."""
+        flight = self._in_flight
+        if flight is not None and flight.set_aside is None:
+            flight.set_aside = self._scheduler.launched(flight.step, flight.began)
 
-    def _note_blocks(self) -> None:
-        arrived, self._arrived = self._arrived, []
+    def _count_blocks(self) -> None:
+        arrived, self._uncounted = self._uncounted, []
         for each in arrived:
             count_block(self._policy, *each)
-
-    def _gather(self) -> bool:
-        return self.features is not None and self.features.gather(self._scheduler.by_session)
 
     def _fail(self, session_ids: list[int], error: Exception) -> StepEvents:
         failures = []

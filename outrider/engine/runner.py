@@ -3,76 +3,84 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from outrider.engine.batch import Model, RowSlice, pack
+from outrider.engine.batch import Model, RowSlice, grouped, pack
 from outrider.engine.sampling.coupled import Lane, Sample, SamplingBatch, sample
 from outrider.engine.sampling.logits import Adjustments, adjust
-from outrider.engine.sampling.logprobs import Asked, drawn_logprobs, to_token_logprobs
+from outrider.engine.sampling.logprobs import RowLogprobs, drawn_logprobs, to_token_logprobs
 from outrider.engine.sampling.tree_walk import padded, path_order, per_row, walk_trees
-from outrider.engine.sampling.verification_rules import RuledRow, apply_rules, is_coupled, lane_of
+from outrider.engine.sampling.verification_rules import DraftedRow, apply_rules
 from outrider.engine.sampling.verify import verify_rows
 from outrider.engine.step import ScheduledRow, Step, StepResult
 from outrider.engine.tree_mask import depths
-from outrider.params import SamplingParams
+from outrider.params import SamplingParams, VerificationRule
 from outrider.types import TokenLogprobs
 
 MAX_EDITED = 2**25
-"""Logits edited at once, of which there is a copy of 4 bytes each."""
+"""Logits that are edited at once, each in a copy of 4 bytes."""
 
 
 class Pending(Protocol):
-    """A step that is in flight."""
+    """A step in flight."""
 
     @property
     def verified(self) -> Tensor | None:
-        """As `Verdicts.tokens`, for work that is enqueued behind it; None: it is nowhere."""
+        """`Verified.tokens` for work that is enqueued behind the step; None without a device."""
         ...
 
     def wait(self) -> StepResult:
-        """Blocks until the step's one small copy has reached the host.
+        """Block until the step's one small copy has reached the host. Called once.
 
-        Raises what the forward raised. Called once.
+        Raises what the forward raises.
         """
         ...
 
 
 class StepRunner(Protocol):
-    """The model's side of a step. One step is in flight at most."""
+    """Runs steps, of which one at most is in flight."""
 
     def launch(self, step: Step) -> Pending:
-        """Enqueues the step's work and returns. May raise what the forward raises."""
+        """Enqueue the step's work and return. May raise what the forward raises."""
         ...
 
     def takes_device_drafts(self, num_rows: int, num_drafted: int) -> bool:
-        """Whether it verifies `Step.late` of so many rows, of so many tokens at the most."""
+        """Tell whether `Step.device_drafts` may have so many rows of at most so many tokens."""
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class FailedLaunch:
+    """A step that could not be launched; its requests fail when its result is waited for."""
+
+    error: Exception
+
+    @property
+    def verified(self) -> None:
+        return None
+
+    def wait(self) -> StepResult:
+        raise self.error
+
+
 class Verified(NamedTuple):
-    """What came of a step's rows that have logits."""
+    """The result of a step, for those of its rows that have logits."""
 
     tokens: Tensor
-    """int64 [rows, 1 + width]: per row, drafts accepted, then what the target chose, padded."""
+    """int64 [rows, 1 + width]: per row, drafts accepted, then the target's choices, padded."""
     logprobs: Tensor | None = None  # `drawn_logprobs`, if any row asks for them
-
-    def on_host(self) -> Verified:
-        """The same on the host, once the device has come so far."""
-        tokens = self.tokens.to("cpu", non_blocking=True)  # pinned
-        if self.logprobs is None:
-            return Verified(tokens)
-        return Verified(tokens, self.logprobs.to("cpu", non_blocking=True))
 
 
 class Forwards(Protocol):
     """A faster way to do some of a model's forwards."""
 
     def logits(self, rows: Sequence[RowSlice]) -> Tensor | None:
-        """What the model's `forward` returns for these rows; None: not this way."""
+        """Return what the model's `forward` returns; None if these rows do not fit."""
         ...
 
 
@@ -87,16 +95,16 @@ class Runner:
         self._forwards = forwards
 
     def launch(self, step: Step) -> Pending:
-        """On a CPU nothing can be enqueued: there `wait` does the work."""
+        """Enqueue the step; on a CPU, `wait` does the work."""
         return _Lazy(self, step) if self.model.device.type == "cpu" else _Enqueued(self, step)
 
     def takes_device_drafts(self, num_rows: int, num_drafted: int) -> bool:  # noqa: ARG002
-        """It needs the drafts when it packs the step."""
+        """Return False: drafts are packed on the host."""
         return False
 
     @torch.inference_mode()
     def forward(self, step: Step) -> Tensor:
-        """The step's logits [num_logits, vocab_size]. What the model raises passes through."""
+        """Return the step's logits [num_logits, vocab_size]. May raise what the model raises."""
         slices = [row.slice for row in step.rows]
         logits = None if self._forwards is None else self._forwards.logits(slices)
         if logits is not None:
@@ -105,98 +113,78 @@ class Runner:
 
     @torch.inference_mode()
     def verify(self, step: Step, logits: Tensor) -> Verified:
-        """Draws from `logits`, and compares with the drafts.
+        """Sample from `logits`, and compare with the drafts.
 
-        What is accepted of a tree moves to the slots that it has in the text.
+        The accepted path of a tree moves to the slots that follow the text.
         """
         rows = [row for row in step.rows if row.slice.num_logits]
         if not rows:
             return Verified(torch.empty((0, 1), dtype=torch.int64))
         drawn = self._draw(logits, rows)
-        tell = any(row.seq.request.top_logprobs is not None for row in rows)
+        counts = [row.slice.num_logits for row in rows]
         order = None
         if any(row.slice.parents for row in rows):
             walk = walk_trees(drawn, rows, self.model.page_size)
             self.model.move_slots(walk.source, walk.target)
-            tokens = walk.tokens
-            if tell:
-                order = path_order(walk.at, [row.slice.num_logits for row in rows])
+            tokens, order = walk.tokens, path_order(walk.at, counts)
         else:
-            tokens = self._compared(drawn, rows)
-        logprobs = drawn_logprobs(logits, drawn, asked(rows), order) if tell else None
-        return Verified(tokens, logprobs)
-
-    def _compared(self, drawn: Tensor, rows: list[ScheduledRow]) -> Tensor:
-        """`Verified.tokens` of what was drawn, int64 [num_logits]."""
-        counts = [row.slice.num_logits for row in rows]
-        width = max(counts)
-        if width == 1:
-            return torch.stack((torch.zeros_like(drawn), drawn), dim=1)
-        choices = per_row(drawn, counts)
-        drafts = padded([row.draft for row in rows], width - 1, -1)
-        accepted = verify_rows(drafts.to(drawn.device, non_blocking=True), choices)
-        return torch.cat((accepted[:, None], choices), dim=1)
+            choices = per_row(drawn, counts)
+            drafts = padded([row.draft for row in rows], max(counts) - 1, -1)
+            accepted = verify_rows(drafts.to(drawn.device, non_blocking=True), choices)
+            tokens = torch.cat((accepted[:, None], choices), dim=1)
+        if all(row.seq.request.top_logprobs is None for row in rows):
+            return Verified(tokens)
+        return Verified(tokens, drawn_logprobs(logits, drawn, _logprobs_of(rows), order))
 
     def _draw(self, logits: Tensor, rows: list[ScheduledRow]) -> Tensor:
-        """What the target chooses from each row of logits: int64 [num_logits]."""
+        """Return what the target chooses from each row of logits: int64 [num_logits]."""
         if not any(row.seq.edits_logits for row in rows):
-            return self._draw_from(logits, rows)
-        groups = list(_groups(rows, MAX_EDITED // logits.shape[1]))
-        sizes = [sum(row.slice.num_logits for row in group) for group in groups]
-        parts = zip(torch.split(logits, sizes), groups, strict=True)
-        return torch.cat([self._draw_from(_edited(part, group), group) for part, group in parts])
+            return self._draw_unedited(logits, rows)
+        drawn: list[Tensor] = []
+        start, most = 0, MAX_EDITED // logits.shape[1]
+        for group in grouped(rows, lambda row: row.slice.num_logits, most):
+            end = start + sum(row.slice.num_logits for row in group)
+            drawn.append(self._draw_unedited(_edited(logits[start:end], group), group))
+            start = end
+        return torch.cat(drawn)
 
-    def _draw_from(self, logits: Tensor, rows: list[ScheduledRow]) -> Tensor:
-        """`_draw` from logits as they are."""
+    def _draw_unedited(self, logits: Tensor, rows: list[ScheduledRow]) -> Tensor:
         if all(row.seq.request.sampling.greedy for row in rows):
             return logits.argmax(dim=-1)
-        drawn = self._sample(logits, self._sampling(rows))
-        ruled = _ruled(rows)
-        if ruled:
-            apply_rules(logits, ruled, drawn)
-        return drawn
-
-    def _sampling(self, rows: list[ScheduledRow]) -> SamplingBatch:
-        """The token after each of a row's last `num_logits` tokens is drawn."""
         params: list[SamplingParams] = []
-        positions: list[int] = []
+        positions: list[int] = []  # of the tokens that are drawn
         lanes: list[Lane] = []
+        drafted: list[DraftedRow] = []
         for row in rows:
-            count = row.slice.num_logits
+            request, count = row.seq.request, row.slice.num_logits
+            rejection = request.verification_rule is VerificationRule.REJECTION
             end = row.slice.start + len(row.slice.token_ids) + 1
-            params += [row.seq.request.sampling] * count
+            if row.draft and request.verification_rule is not VerificationRule.COUPLED:
+                drafted.append(
+                    DraftedRow(
+                        first=len(params),
+                        draft=row.draft,
+                        draft_probs=row.draft_probs,
+                        position=end - 1 - len(row.draft),
+                        sampling=request.sampling,
+                        verification=request.speculation.verification,
+                    )
+                )
+            params += [request.sampling] * count
             if row.slice.parents:
-                first = end - count  # position of the first token that is drawn
+                first = end - count
                 positions += [first, *(first + 1 + depth for depth in depths(row.slice.parents))]
             else:
                 positions += range(end - count, end)
-            lanes += [lane_of(row.seq.request)] * count
-        return SamplingBatch.build(params, positions, self.model.device, lanes)
-
-
-def _ruled(rows: list[ScheduledRow]) -> list[RuledRow]:
-    """The rows whose drafts are not verified by the coupled rule."""
-    ruled: list[RuledRow] = []
-    first = 0
-    for row in rows:
-        request = row.seq.request
-        if row.draft and not is_coupled(request):
-            ruled.append(
-                RuledRow(
-                    first=first,
-                    draft=row.draft,
-                    draft_probs=row.draft_probs,
-                    position=row.slice.start + len(row.slice.token_ids) - len(row.draft),
-                    sampling=request.sampling,
-                    verification=request.speculation.verification,
-                )
-            )
-        first += row.slice.num_logits
-    return ruled
+            lanes += [Lane.RECOVER if rejection else Lane.SHARED] * count
+        batch = SamplingBatch.build(params, positions, self.model.device, lanes)
+        drawn = self._sample(logits, batch)
+        apply_rules(logits, drafted, drawn)
+        return drawn
 
 
 def _edited(logits: Tensor, rows: list[ScheduledRow]) -> Tensor:
-    """A float32 copy of the rows' logits, as they want them edited."""
+    """Return a float32 copy of the rows' logits with all edits applied."""
     logits = logits.to(torch.float32, copy=True)
     adjustments: list[Adjustments] = []
     start = 0
@@ -211,24 +199,6 @@ def _edited(logits: Tensor, rows: list[ScheduledRow]) -> Tensor:
     if adjustments:
         adjust(logits, adjustments)
     return logits
-
-
-def _groups(rows: list[ScheduledRow], max_logits: int) -> Iterator[list[ScheduledRow]]:
-    """The rows in order, in groups of as many as have at most `max_logits`, or of one."""
-    group: list[ScheduledRow] = []
-    size = 0
-    for row in rows:
-        if group and size + row.slice.num_logits > max_logits:
-            yield group
-            group, size = [], 0
-        group.append(row)
-        size += row.slice.num_logits
-    yield group
-
-
-def asked(rows: Iterable[ScheduledRow]) -> list[Asked]:
-    """What each row asks of `drawn_logprobs`."""
-    return [(row.slice.num_logits, row.seq.request.top_logprobs) for row in rows]
 
 
 class _Lazy:
@@ -246,8 +216,8 @@ class _Lazy:
         forwarded = time.perf_counter()
         verified = self._runner.verify(self._step, logits)
         tokens = verified.tokens.tolist()
-        done = time.perf_counter()
-        return to_result(self._step, tokens, verified.logprobs, forwarded - began, done - forwarded)
+        verify_s = time.perf_counter() - forwarded
+        return _to_result(self._step, tokens, verified.logprobs, forwarded - began, verify_s)
 
 
 class _Enqueued:
@@ -263,9 +233,10 @@ class _Enqueued:
         began.record()
         logits = runner.forward(step)
         forwarded.record()
-        verified = runner.verify(step, logits)
-        self.verified: Tensor | None = verified.tokens
-        self._verified = verified.on_host()
+        self.verified: Tensor | None
+        self.verified, logprobs = runner.verify(step, logits)
+        self._tokens = self.verified.to("cpu", non_blocking=True)  # pinned
+        self._logprobs = None if logprobs is None else logprobs.to("cpu", non_blocking=True)
         done.record()
 
     def wait(self) -> StepResult:
@@ -273,18 +244,17 @@ class _Enqueued:
         done.synchronize()
         forward_s = began.elapsed_time(forwarded) * 1e-3
         verify_s = forwarded.elapsed_time(done) * 1e-3
-        tokens, logprobs = self._verified
-        return to_result(self._step, tokens.tolist(), logprobs, forward_s, verify_s)
+        return _to_result(self._step, self._tokens.tolist(), self._logprobs, forward_s, verify_s)
 
 
-def to_result(
+def _to_result(
     step: Step,
     tokens: Sequence[Sequence[int]],
     logprobs: Tensor | None,
     forward_s: float,
     verify_s: float,
 ) -> StepResult:
-    """From `Verified.tokens` and, on the host, `Verified.logprobs`."""
+    """Build the result from `Verified.tokens` and `Verified.logprobs` on the host."""
     with_logits = iter(tokens)
     choices: list[Sequence[int]] = []
     accepted: list[int] = []
@@ -292,14 +262,18 @@ def to_result(
         count, *chosen = next(with_logits) if row.slice.num_logits else (0,)
         choices.append(chosen)
         accepted.append(count)
-    told = to_logprobs(step, logprobs, accepted)
-    return StepResult(choices, accepted, forward_s, verify_s, told)
+    logprobs_by_row = to_logprobs(step, logprobs, accepted)
+    return StepResult(choices, accepted, forward_s, verify_s, logprobs_by_row)
 
 
 def to_logprobs(
     step: Step, logprobs: Tensor | None, accepted: Sequence[int]
 ) -> Sequence[tuple[TokenLogprobs, ...]]:
-    """`StepResult.logprobs` from `Verified.logprobs` on the host."""
+    """Build `StepResult.logprobs` from `Verified.logprobs` on the host."""
     if logprobs is None:
         return ()
-    return to_token_logprobs(logprobs.tolist(), asked(step.rows), [n + 1 for n in accepted])
+    return to_token_logprobs(logprobs.tolist(), _logprobs_of(step.rows), [n + 1 for n in accepted])
+
+
+def _logprobs_of(rows: Iterable[ScheduledRow]) -> list[RowLogprobs]:
+    return [(row.slice.num_logits, row.seq.request.top_logprobs) for row in rows]

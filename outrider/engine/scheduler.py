@@ -13,12 +13,11 @@ from outrider.config import EngineConfig
 from outrider.counts import Admission
 from outrider.engine.accounting import Committed, Emitted
 from outrider.engine.batch import RowSlice
-from outrider.engine.draft_choice import NO_DRAFT, choose_draft
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.policy.base import Policy, Ready
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.sequence import Sequence
-from outrider.engine.step import ScheduledRow, Step, StepResult
+from outrider.engine.step import NO_DRAFT, ScheduledRow, Step, StepResult, choose_draft
 from outrider.types import Failure, Request
 
 

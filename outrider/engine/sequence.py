@@ -7,17 +7,16 @@ from outrider.engine.kv_cache.block_pool import PageHash, extend_hashes
 from outrider.engine.rounds import USEFUL, BlockFate, Counters, Drafting
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.sampling.logits import LogitsEditor, make_adjuster, make_editors
-from outrider.engine.sampling.verification_rules import is_coupled
-from outrider.params import TokenIds
+from outrider.params import TokenIds, VerificationRule
 from outrider.types import FinishReason, MethodCounts, Request, RequestStats
 
 
 class Sequence:
-    """Committed tokens, how many of them are computed, and the pages that hold their KV.
+    """Committed tokens of a request, and the pages that hold their keys and values.
 
-    `token_ids` is the truth: prompt plus committed output. Positions below `num_computed` have
-    keys and values in the pages of `block_table`. A sequence that has caught up lacks exactly
-    one: its last token, whose forward yields the next.
+    `token_ids` is prompt plus committed output. Positions below `num_computed` have keys and
+    values in the pages of `block_table`. A sequence that has caught up lacks exactly one: its last
+    token, whose forward yields the next.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class Sequence:
         self.max_len = max_len  # committed tokens it can reach
         self.stop_ids = stop_ids
         self.constraint = constraint
-        # Of its logits, in this order, and then the adjuster; plain requests have neither.
+        # Editors of the logits run in this order, and then the adjuster.
         masks: tuple[LogitsEditor, ...] = () if constraint is None else (constraint,)
         self.editors = (*masks, *make_editors(request, stop_ids))
         self.adjuster = make_adjuster(request)
@@ -46,7 +45,7 @@ class Sequence:
         self.block_table: list[int] = []
         self.page_hashes: list[PageHash] = []  # of full pages of token_ids, as far as needed
         self.num_published = 0
-        self.draft: DraftTree | None = None  # None if nothing of it is left
+        self.draft: DraftTree | None = None  # None if nothing is left below the node
         self.draft_node = -1  # the node of `draft` that the last committed token reached
         self.draft_base = -1  # base_len of the last block that was kept
         self.draft_method = ""  # what drafted that block
@@ -65,15 +64,15 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     def hashes(self, num_pages: int, page_size: int) -> list[PageHash]:
-        """Chained hashes of the first `num_pages` pages of `token_ids`."""
+        """Return chained hashes of the first `num_pages` pages of `token_ids`."""
         extend_hashes(self.page_hashes, self.token_ids, num_pages, page_size)
         return self.page_hashes[:num_pages]
 
     def take_block(self, block: DraftTree, method: str = "") -> BlockFate:
-        """Walk a block by what was committed since, and keeps it if something is left below.
+        """Walk a block by what was committed since, and keep it if something is left below.
 
         A block from an older base than the present draft's does not replace it, nor does a smaller
-        one from the same: branches follow the chain that they belong to.
+        one from the same: branches arrive after the chain that they belong to.
         """
         if not 0 <= block.base_len <= len(self.token_ids):
             return BlockFate.INVALID
@@ -93,16 +92,15 @@ class Sequence:
 
     @property
     def needs_eager_sampling(self) -> bool:
-        """Whether drawing its tokens takes more than is recorded: edits, another rule, to tell."""
-        request = self.request
-        return self.edits_logits or not is_coupled(request) or request.top_logprobs is not None
+        """Tell whether sampling takes more than is captured: edits, another rule or logprobs."""
+        coupled = self.request.verification_rule is VerificationRule.COUPLED
+        return self.edits_logits or not coupled or self.request.top_logprobs is not None
 
     def commit(self, emitted: TokenIds, drafted: int) -> bool:
-        """Append tokens and walks the draft by them. True if they fell off: a wrong guess.
+        """Append tokens and walk the draft by them; True if a guess for the next round was wrong.
 
-        Of what a proposer guessed ahead, that is: where nothing past the draft of this round
-        (`drafted` tokens were verified) had come yet, or none is asked for before this commit,
-        there was no guess to be wrong. If the next draft is missed, it is late.
+        A guess is what a proposer that runs ahead drafted past this round, in which `drafted`
+        tokens were verified. Without one the next draft can only be late, not wrong.
         """
         base_len = len(self.token_ids)
         self.token_ids += emitted
@@ -126,10 +124,10 @@ class Sequence:
         return has_branches and self.draft_base >= base_len
 
     def trim(self, choices: TokenIds) -> tuple[TokenIds, FinishReason | None]:
-        """What of `choices` is output, and whether the request ends with it.
+        """Return the part of `choices` that is output, and the reason to end with it, if any.
 
-        Stop tokens first (the stop token itself is not output), then the length. What comes after
-        the end of a constrained text is no choice.
+        Stop tokens come before the length; the stop token itself is not output. Choices after the
+        end of a constrained text do not count.
         """
         if self.constraint is not None:
             choices = choices[: self.constraint.end]
@@ -142,7 +140,7 @@ class Sequence:
         return choices, None
 
     def stats(self) -> RequestStats:
-        """The request's account so far."""
+        """Return the request's account so far."""
         c = self.counters
         return RequestStats(
             prompt_tokens=self.num_prompt_tokens,

@@ -1,4 +1,4 @@
-"""What goes into one forward, and what comes out of it. Frozen."""
+"""The input of one forward, and its result. Frozen."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.engine.batch import RowSlice
 from outrider.engine.rounds import Round, chain_round
 from outrider.engine.sequence import Sequence
-from outrider.engine.tree_mask import depths
-from outrider.params import TokenIds
+from outrider.engine.tree_mask import MAX_TREE_NODES, depths
+from outrider.params import TokenIds, VerificationRule
 from outrider.types import TokenLogprobs
+
+ChosenDraft = tuple[TokenIds, tuple[int, ...], tuple[DraftProbs | None, ...]]
+"""Tokens to verify after the last known one, their parents as in a `DraftTree` (empty: a chain),
+and the distributions that they were drawn from (empty: point masses)."""
+
+NO_DRAFT: ChosenDraft = ((), (), ())
 
 
 class ScheduledRow(NamedTuple):  # made in a third of a frozen dataclass's time
@@ -25,10 +31,10 @@ class ScheduledRow(NamedTuple):  # made in a third of a frozen dataclass's time
     seq: Sequence
     slice: RowSlice
     draft: TokenIds
-    draft_probs: tuple[DraftProbs | None, ...] = ()  # what it was drawn from; empty: point masses
+    draft_probs: tuple[DraftProbs | None, ...] = ()  # empty: point masses
 
     def round(self, output: TokenIds) -> Round:
-        """What became of the draft when verification gave `output`, the last one never drafted."""
+        """Return the round in which verification gave `output`, whose last token is not a draft."""
         drafted, accepted, parents = len(self.draft), len(output) - 1, self.slice.parents
         if not parents:
             return chain_round(drafted, accepted)
@@ -44,22 +50,53 @@ class Step:
 
     rows: tuple[ScheduledRow, ...]
     num_tokens: int
-    prompts_only: bool = False  # while all rows that decode wait for drafts
-    late: DeviceDrafts | None = None
-    """The drafts of all rows, for which the rows' own stand in. Who ignores it verifies these: some
-    tokens, so most are refused."""
+    prompts_only: bool = False  # all rows that decode wait for drafts
+    device_drafts: DeviceDrafts | None = None
+    """Drafts that replace those of all rows. A runner that ignores them stays correct: it verifies
+    the rows' own drafts, which are placeholders."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Per row of the step: what the target chose (empty in mid-prompt), and drafts accepted.
+    """The target's choices per row of the step (none within a prompt), and accepted drafts.
 
-    Of a row's choices the first `accepted` + 1 count; what follows them may be anything.
+    The first `accepted` + 1 choices of a row count; those after them may be anything.
     """
 
     choices: Rows[Rows[int]]
     accepted: Rows[int]
-    forward_s: float  # packing and the model; of a recorded step all that is recorded
-    verify_s: float = 0.0  # what follows: drawing and verification, or only the way to the host
+    forward_s: float  # packing and the model; of a captured step the whole graph
+    verify_s: float = 0.0  # what follows: sampling and verification, or only the copy to the host
     logprobs: Rows[tuple[TokenLogprobs, ...]] = ()
-    """Per row of the step: of its first choices, if it asks for them. Empty if no row does."""
+    """Per row of the step, those of its first choices if it asks; empty if no row does."""
+
+
+def choose_draft(seq: Sequence, max_nodes: int) -> ChosenDraft:
+    """Choose at most `max_nodes` tokens of the draft at hand for verification.
+
+    A tree from a proposer that drafts on demand is verified as a whole. One from a proposer that
+    runs ahead is not, since its side branches are for later rounds. Constraints, penalties and
+    rules that look at the draft need one text, which is the preferred path.
+    """
+    draft, node = seq.draft, seq.draft_node
+    if draft is None:
+        return NO_DRAFT
+    # The last token that a request can commit needs no draft, and no KV.
+    max_depth = seq.max_len - len(seq.token_ids) - 1
+    if max_nodes <= 0 or max_depth <= 0:
+        return NO_DRAFT
+    max_len = max_nodes if max_nodes < max_depth else max_depth
+    if draft.is_chain:
+        path = draft.token_ids[node + 1 : node + 1 + max_len]
+    else:
+        one_path = seq.drafting.can_run_ahead or seq.edits_logits
+        if not one_path and seq.request.verification_rule is VerificationRule.COUPLED:
+            tree = draft.below(node, min(max_nodes, MAX_TREE_NODES), max_depth)
+            if not tree.is_chain:
+                return tree.token_ids, tree.parents, ()
+        path = draft.first_path(max_len, node)
+    if seq.constraint is not None:
+        # A token that was drawn is rejected, not left out: the next one depends on it.
+        drawn = bool(draft.probs)
+        path = path[: seq.constraint.num_allowed(path) + drawn]
+    return path, (), draft.first_probs(len(path), node) if draft.probs else ()

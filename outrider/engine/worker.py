@@ -1,4 +1,4 @@
-"""The engine's thread: all torch work of the process happens here, and nothing else waits here."""
+"""The engine's thread, which does all torch work of the process."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from outrider.draft_port import (
     MAX_BLOCKS_AT_ONCE,
+    ColocatedEngine,
     ColocatedProposer,
     DraftOffer,
     PostedBlock,
@@ -28,27 +29,35 @@ from outrider.errors import (
     OutriderError,
     UnavailableError,
 )
-from outrider.features import FeatureBatch
 from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEvents
 from outrider.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
-MAX_SLEEP_S = 60.0
+_MAX_SLEEP_S = 60.0
 _Work = Callable[[Engine], None]
 
 
 class _Command(NamedTuple):
-    session_id: int | None  # None: it is no session's, and holds when all of them have failed
-    carry_out: _Work
+    session_id: int | None  # None: the command outlives the failure of all sessions
+    work: _Work
+
+
+class _NoProposer:
+    """Implements `ColocatedProposer` where nothing is drafted on the engine's thread."""
+
+    busy = False
+
+    def draft_between_steps(self, engine: ColocatedEngine) -> None: ...
+
+    def after_launch(self, engine: ColocatedEngine) -> None: ...
 
 
 class EngineWorker:
-    """Thread-safe outside of an `Engine`; its methods never wait for a step.
+    """Runs an `Engine` on a thread of its own; implements `DraftingEngine`.
 
-    Commands queue up and are carried out between steps, as late as possible: a block that
-    arrives while a step runs is used by the next one. What a step brought about is published
-    once the next one is on its way.
+    The public methods are thread-safe and never wait for a step. They queue commands, which the
+    thread carries out between two steps.
     """
 
     def __init__(
@@ -59,7 +68,7 @@ class EngineWorker:
     ) -> None:
         self._build = build
         self._on_events = on_events
-        self._colocated = colocated
+        self._colocated = colocated or _NoProposer()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._watchdog = Watchdog(self._thread)
         self._wakeup = threading.Condition()
@@ -78,7 +87,7 @@ class EngineWorker:
     # Any thread.
 
     def start(self, timeout_s: float) -> EngineInfo:
-        """Build the engine on its thread. Raises what `build` raised, or `DeadlineError`."""
+        """Build the engine on its thread. Raises what `build` raises, or `DeadlineError`."""
         self._thread.start()
         if not self._started.wait(timeout_s):
             raise DeadlineError(f"The engine was not ready within {timeout_s:.0f} s.")
@@ -88,7 +97,7 @@ class EngineWorker:
         return self._info
 
     def submit(self, request: Request, constraint: ConstraintEditor | None = None) -> None:
-        """Queues a request; `constraint` is what came of the request's.
+        """Queue a request; `constraint` is its compiled one.
 
         Raises `InvalidRequestError`, `PromptTooLongError`, `CapacityError` when the queue is
         full, or `UnavailableError` before `start` and after `stop`.
@@ -136,13 +145,13 @@ class EngineWorker:
 
     @property
     def drafting(self) -> bool:
-        """Whether anything is drafted at present, with as many requests as there are now."""
+        """Tell whether drafts are of use at present, with as many requests as there are now."""
         assert self._info is not None
         rows = min(len(self._sessions), self._info.max_num_seqs)
         return rows.bit_length() not in self._snapshot.undrafted_sizes
 
     def post_blocks(self, blocks: Iterable[PostedBlock]) -> None:
-        """Hands over what came together; wakes a step that waits for it, which takes all of it."""
+        """Hand over drafts that arrived together; a step that waits for them takes all of them."""
         with self._wakeup:
             waiting = self._blocks
             for block in blocks:
@@ -158,20 +167,20 @@ class EngineWorker:
 
     @property
     def running(self) -> bool:
-        """False once it is to stop, or has broken down."""
+        """False once the engine is to stop, or has broken down."""
         return not self._stopping
 
     async def until_hung(self) -> None:
-        """Return when a step hangs: the engine has broken down then."""
+        """Return when a step hangs; the engine counts as broken down then."""
         await self._watchdog.until_hung()
         self._break_down()
 
     def snapshot(self) -> EngineSnapshot:
-        """How full the engine is; requests not yet taken over count as waiting."""
+        """Return how full the engine was after its last step."""
         return self._snapshot
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread after the step it is in; open sessions fail with `UnavailableError`.
+        """End the thread after the present step; open sessions fail with `UnavailableError`.
 
         Raises `DeadlineError` if the step takes longer than `timeout_s`.
         """
@@ -207,57 +216,43 @@ class EngineWorker:
             self._break_down()
 
     def _serve(self, engine: Engine) -> None:
-        """Until it is stopped. What a step raises ends its sessions, and not this."""
-        stop, colocated = False, self._colocated
-        drafted_s = 0.0  # since the last step began
-        while not stop:
-            failure: OutriderError | None = None
-            left: FeatureBatch | None = None
-            try:
-                # States that are sent without a step must not wait for one.
-                may_sleep = not (engine.collect() or (colocated is not None and colocated.busy))
-                stop = self._carry_out_commands(engine, may_sleep=may_sleep)
-                if stop:
-                    failure = UnavailableError("The engine stops.")
-                else:
-                    if colocated is not None:
-                        turn = colocated.draft_between_steps(engine)
-                        drafted_s, left = drafted_s + turn.seconds, turn.features
-                    if engine.launch(drafted_s):
-                        drafted_s = 0.0
-            except Exception as error:
-                failure = _logged(error)
-            # From here on the device works on the next step, if there is one.
-            try:
-                events = engine.take_events()
-            except Exception as error:
-                events, failure = None, _logged(error)
-            if left is not None:
-                events = replace(events or StepEvents((), (), None), features=left)
-            if events is not None:
-                self._publish(engine, events)
-            if failure is not None:
-                self._publish(engine, self._fail_all(engine, failure))
-            elif colocated is not None:
-                colocated.after_launch(engine)
+        """Run steps until `stop` is called, the host's work beside the device's.
 
-    def _carry_out_commands(self, engine: Engine, *, may_sleep: bool) -> bool:
-        """Carries out what was queued, sleeping first if nothing was and no step could run.
+        A step is finalized and published while the device works on the next one. What arrives
+        during a step is carried out before the next one is scheduled. An error ends all sessions,
+        and not this loop.
+        """
+        while True:
+            try:
+                if not self._carry_out_commands(engine):
+                    break
+                self._colocated.draft_between_steps(engine)
+                engine.launch()
+                self._publish(engine, engine.finalize_step())  # of the step before
+                self._colocated.after_launch(engine)
+                engine.collect()
+            except Exception as error:
+                log.exception("a step failed")
+                failure = InternalError(f"The engine failed: {type(error).__name__}.")
+                self._fail_all(engine, failure)
+        self._fail_all(engine, UnavailableError("The engine stops."))
 
-        True if the engine is to stop: nothing can be queued any more.
+    def _carry_out_commands(self, engine: Engine) -> bool:
+        """Carry out what was queued; sleep first if nothing was, and no step could run.
+
+        False if the engine is to stop: then nothing can be queued any more.
         """
         with self._wakeup:
-            delay = engine.wake_at - time.perf_counter()
-            idle = not (self._commands or self._blocks or self._stopping)
-            if may_sleep and idle and delay > 0:
-                self._watchdog.rest()
-                self._wakeup.wait(min(delay, MAX_SLEEP_S))
+            delay = 0.0 if self._colocated.busy else engine.wake_at - time.perf_counter()
+            if delay > 0 and not (self._commands or self._blocks or self._stopping):
+                self._watchdog.idle()
+                self._wakeup.wait(min(delay, _MAX_SLEEP_S))
             self._watchdog.work()
             commands, self._commands = self._commands, deque()
             blocks, self._blocks = self._blocks, {}
-            submitted, stop = self._submitted, self._stopping
+            submitted, stopping = self._submitted, self._stopping
         for command in commands:
-            command.carry_out(engine)
+            command.work(engine)
         for queue in blocks.values():
             for block in queue:
                 engine.post_block(block)
@@ -265,17 +260,21 @@ class EngineWorker:
             with self._wakeup:
                 self._submitted -= submitted
                 self._snapshot = engine.snapshot()
-        return stop
+        return not stopping
 
-    def _fail_all(self, engine: Engine, error: Exception) -> StepEvents:
-        """Also the sessions of which the engine knows nothing any more, or not yet."""
+    def _fail_all(self, engine: Engine, error: OutriderError) -> None:
+        """End all sessions, also those of which the engine knows nothing any more, or not yet."""
+        try:
+            self._publish(engine, engine.finalize_step())
+        except Exception:
+            log.exception("a step could not be finalized")
         engine.fail_all(error)
         with self._wakeup:
             kept = [command for command in self._commands if command.session_id is None]
             self._commands = deque(kept)
             self._submitted = 0
             failures = tuple(Failure(session_id, error) for session_id in self._sessions)
-        return StepEvents((), failures, None)
+        self._publish(engine, StepEvents((), failures, None))
 
     def _break_down(self) -> None:
         error = UnavailableError("The engine broke down.")  # another one may go on
@@ -285,7 +284,9 @@ class EngineWorker:
             self._sessions.clear()  # a step that hangs may come back
         self._on_events(StepEvents((), failures, None))
 
-    def _publish(self, engine: Engine, events: StepEvents) -> None:
+    def _publish(self, engine: Engine, events: StepEvents | None) -> None:
+        if events is None:
+            return
         ended = [c.session_id for c in events.commits if c.finish_reason is not None]
         ended += [failure.session_id for failure in events.failures]
         with self._wakeup:
@@ -301,8 +302,3 @@ class EngineWorker:
             self._on_events(events)
         except Exception:
             log.exception("the receiver of events failed")
-
-
-def _logged(error: Exception) -> InternalError:
-    log.error("a step failed", exc_info=error)
-    return InternalError(f"The engine failed: {type(error).__name__}.")

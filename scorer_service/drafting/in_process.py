@@ -16,17 +16,12 @@ from typing import Final, Protocol, cast
 
 import torch
 
-from outrider.draft_port import (
-    ColocatedEngine,
-    DeviceDrafts,
-    DraftedBetweenSteps,
-    PostedBlock,
-)
+from outrider.draft_port import ColocatedEngine, DeviceDrafts, PostedBlock
 from outrider.drafting.ahead.outcomes import NO_PACE
 from outrider.drafting.draft_model.async_drafts import AsyncProposer, AsyncRow
 from outrider.drafting.draft_queue import DraftQueue
 from outrider.drafting.proposer import FeatureProposer, Proposer, SessionKey, SessionStart
-from outrider.features import FeatureBatch, FeatureRows
+from outrider.features import FeatureRows
 from outrider.hello import make_hello
 from outrider.v1 import draft_pb2
 from scorer_service.config import ServedModel
@@ -131,12 +126,16 @@ class InProcessProposer:
     def busy(self) -> bool:
         return bool(self._queue.wanting)
 
-    def draft_between_steps(self, engine: ColocatedEngine) -> DraftedBetweenSteps:
+    def draft_between_steps(self, engine: ColocatedEngine) -> None:
         began = time.perf_counter()
         self._on_device = False
-        own_rows, others = self._take_features(engine)
+        own: list[FeatureRows] = []
+        if engine.features is not None:
+            own = engine.features.take_for(self._is_own)
+            for rows in own:  # read by nobody else, whatever happens
+                engine.features.give_back(rows.window, len(rows.rows))
         with self._containing_failures():
-            for rows in own_rows:
+            for rows in own:
                 self._queue.features(self._keys[rows.session_id], rows.start, rows.rows)
             for new in engine.new_tokens:
                 key = self._keys.get(new.session_id)
@@ -148,14 +147,14 @@ class InProcessProposer:
             if self._queue.wanting and not self._on_device:
                 self._draft(engine, time.perf_counter())
         self._drafting = began, time.perf_counter()
-        return DraftedBetweenSteps(self._drafting[1] - began, others)
+        engine.count_drafting(self._drafting[1] - began)
 
     def after_launch(self, engine: ColocatedEngine) -> None:
         if self._listener is not None:
             with self._containing_failures():
                 if self._on_device:
                     began, ended = self._drafting
-                    engine.device_drafts_posted(self._draft(engine, began) - ended)
+                    engine.count_drafting(self._draft(engine, began) - ended)
                 self._launch_after_verify(engine)
                 self._proposer.ahead((), NO_PACE)
 
@@ -176,23 +175,10 @@ class InProcessProposer:
                 self._listener.failed()
                 self._listener = None
 
-    def _take_features(
-        self, engine: ColocatedEngine
-    ) -> tuple[list[FeatureRows], FeatureBatch | None]:
-        """Return the hidden states of own sessions, and those for other proposers."""
-        batch = None if engine.features is None else engine.features.take()
-        if engine.features is None or batch is None:
-            return [], batch
-        own: list[FeatureRows] = []
-        others: list[FeatureRows] = []
-        for rows in batch.rows:
-            key = self._keys.get(rows.session_id)
-            if key is not None and self._sessions[key].epoch == rows.order.epoch:
-                own.append(rows)
-                engine.features.give_back(rows.window, len(rows.rows))
-            else:
-                others.append(rows)
-        return own, replace(batch, rows=tuple(others))
+    def _is_own(self, rows: FeatureRows) -> bool:
+        """Tell whether hidden states are those of a session of this proposer."""
+        key = self._keys.get(rows.session_id)
+        return key is not None and self._sessions[key].epoch == rows.order.epoch
 
     def _draft(self, engine: ColocatedEngine, began: float) -> float:
         """Post the wanted drafts, made since `began`, and return when they were made."""

@@ -95,7 +95,7 @@ class Loop:
             while waiting and len(self._running) < at_once:
                 self._begin(waiting.popleft())
             self._engine.collect()
-            events = self._engine.take_events()
+            events = self._engine.finalize_step()
             if events is not None:
                 self._apply(events)
             done = self._method.draft(list(self._wanting))

@@ -400,8 +400,8 @@ def test_a_lexer_that_is_full_in_the_middle_of_a_draft_is_replaced() -> None:
     )
     expected, rng = truth(request), random.Random(0)
     assert expected[1] is FinishReason.LENGTH
-    first = COMPILER._compiled(constraint)
-    while COMPILER._compiled(constraint) is first:
+    first = COMPILER.compiled(constraint)
+    while COMPILER.compiled(constraint) is first:
         other = COMPILER.editor(constraint, request.stop)
         for _ in range(200):
             other.edit(torch.zeros(9, VOCAB), tuple(rng.choices(tokens, k=8)))
@@ -409,7 +409,7 @@ def test_a_lexer_that_is_full_in_the_middle_of_a_draft_is_replaced() -> None:
     for k in range(1, 7):
         COMPILER._cached[constraint] = first
         assert run([request], k, rng, [expected[0]]) == [expected]
-        assert COMPILER._compiled(constraint) is not first
+        assert COMPILER.compiled(constraint) is not first
 
 
 def test_a_grammar_that_leads_nowhere_fails_its_request_only() -> None:

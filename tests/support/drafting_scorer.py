@@ -59,7 +59,7 @@ class DraftingScorer:
         if self._colocated is not None:
             self._colocated.draft_between_steps(self.engine)
         going = self.engine.launch()
-        events = self.engine.take_events()
+        events = self.engine.finalize_step()
         for commit in () if events is None else events.commits:
             self.texts[commit.session_id] += commit.token_ids
         if self._colocated is not None:

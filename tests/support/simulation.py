@@ -240,9 +240,10 @@ class World:
             self._in_flight = True
             self.rows_per_step.append(len(flight.step.rows))
             self.at(self.now + self.step_s(flight.step.num_tokens), self._collect)
-        elif self.engine.wake_at < float("inf"):
+        events = self.engine.finalize_step()
+        if not self._in_flight and self.engine.wake_at < float("inf"):
             self.at(max(self.now, self.engine.wake_at), self._work)
-        if (events := self.engine.take_events()) is not None:
+        if events is not None:
             assert not events.failures
             self._publish_features(events)
             if events.timings is not None:

@@ -109,8 +109,8 @@ class DecodeGraphs:
         any_apart = self._inputs.fill(step.rows, bucket)
         self._marks.mark(0)
         self._inputs.copy(bucket)
-        if step.late is not None:
-            self._inputs.take_device_drafts(step.late, step.rows, bucket)
+        if step.device_drafts is not None:
+            self._inputs.take_device_drafts(step.device_drafts, step.rows, bucket)
         recorded.work()
         if recorded.walk is not None and not any_apart:
             recorded.walk()

@@ -1,4 +1,4 @@
-"""What is asked of an engine's `HiddenStateStreams` from outside of its thread."""
+"""Calls from other threads to an engine's `HiddenStateStreams`."""
 
 from __future__ import annotations
 
@@ -8,62 +8,58 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from outrider.engine.engine import Engine
+from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.features import FeatureSpec, FeatureWindow
 
 
 class Push(Protocol):
-    """Queues a command for the engine's thread; under its lock."""
+    """Queues a command for the engine's thread; called under its lock."""
 
     def __call__(self, work: Callable[[Engine], None], *, wakes: bool = True) -> None: ...
 
 
 class HiddenStateCommands:
-    """Thread-safe; its methods never wait for a step. No session's failure undoes them."""
+    """Implements `HiddenStateControl`. A session's failure undoes none of the commands."""
 
     def __init__(self, lock: threading.Condition, push: Push) -> None:
         self._lock = lock
         self._push = push
 
     def give_back(self, window: FeatureWindow, size: int) -> None:
-        """So many bytes of features were read, or are of no use any more: others may follow.
+        """Return `size` bytes to a window.
 
-        Wakes the thread only if others wait for that: it would run Python while the event loop
-        writes what a proposer waits for.
+        Wakes the engine's thread only if rows wait for them, since it would run Python while the
+        event loop writes to proposers. The thread sets `short` before it takes the lock to sleep.
         """
-
-        def command(engine: Engine) -> None:
-            if engine.features is not None:
-                engine.features.give_back(window, size)
-
         with self._lock:
-            # The thread notes that something waits before it takes this lock to sleep.
-            self._push(command, wakes=window.short)
+            self._queue(lambda streams: streams.give_back(window, size), wakes=window.short)
 
     def put_projection(self, spec: FeatureSpec, matrix: bytearray) -> Future[None]:
-        """Keep a projection on the device; done when it is there, or with what was raised."""
+        """Keep a projection on the device; the future ends when it is there."""
         done: Future[None] = Future()
 
-        def command(engine: Engine) -> None:
+        def put(streams: HiddenStateStreams) -> None:
             if not done.set_running_or_notify_cancel():
                 return
             try:
-                assert engine.features is not None, "checked with Hello"
-                engine.features.put_projection(spec, matrix)
+                streams.put_projection(spec, matrix)
             except Exception as error:
                 done.set_exception(error)
             else:
                 done.set_result(None)
 
         with self._lock:
-            self._push(command)
+            self._queue(put)
         return done
 
     def drop_projection(self, sha256: bytes) -> None:
-        """Forgets a projection that no proposer uses."""
+        """Forget a projection that no proposer uses."""
+        with self._lock:
+            self._queue(lambda streams: streams.drop_projection(sha256))
 
+    def _queue(self, work: Callable[[HiddenStateStreams], None], *, wakes: bool = True) -> None:
         def command(engine: Engine) -> None:
             if engine.features is not None:
-                engine.features.drop_projection(sha256)
+                work(engine.features)
 
-        with self._lock:
-            self._push(command)
+        self._push(command, wakes=wakes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +14,9 @@ from outrider.errors import UnsupportedModelError
 
 
 class HiddenStateHooks:
-    """Hooks on the decoder layers that were asked for, and on what the head reads.
+    """Hooks on decoder layers, and on the input of the head.
 
-    Raises `UnsupportedModelError` for a model whose layers it cannot tell.
+    Raises `UnsupportedModelError` for a model whose layers are not found.
     """
 
     def __init__(self, model: nn.Module, pool: HiddenStatePool) -> None:
@@ -34,41 +36,33 @@ class HiddenStateHooks:
         [layers] = lists
         self._pool = pool
         self.slots: Tensor | None = None
-        """int64 [num_tokens]: where the forward that is about to run writes; None: nowhere."""
+        """int64 [num_tokens]: where the next forward writes its states; None: nowhere."""
         for layer in pool.spec.layers:
+            keep = partial(self._keep, partial(pool.enter, layer))
             if layer < count:
-                layers[layer].register_forward_pre_hook(self._before(layer), with_kwargs=True)
+                layers[layer].register_forward_pre_hook(partial(_input, keep), with_kwargs=True)
             else:
-                layers[-1].register_forward_hook(self._after(layer))
+                layers[-1].register_forward_hook(partial(_output, keep))
         if pool.spec.final_norm:
-            decoder.register_forward_hook(self._at_the_end)
+            decoder.register_forward_hook(partial(_output, partial(self._keep, pool.final)))
 
-    def _before(self, layer: int) -> Any:
-        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._keep(layer, args[0] if args else kwargs["hidden_states"])
-
-        return hook
-
-    def _after(self, layer: int) -> Any:
-        def hook(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-            self._keep(layer, output if isinstance(output, Tensor) else output[0])
-
-        return hook
-
-    def _at_the_end(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        if self.slots is not None:
-            self._pool.final(self.slots, self._rows(output[0]))
-
-    def _keep(self, layer: int, hidden: Tensor) -> None:
-        if self.slots is not None:
-            self._pool.enter(layer, self.slots, self._rows(hidden))
-
-    def _rows(self, hidden: Tensor) -> Tensor:
-        assert self.slots is not None
+    def _keep(self, write: Callable[[Tensor, Tensor], None], hidden: Tensor) -> None:
+        if self.slots is None:
+            return
         shape = (1, len(self.slots), self._pool.spec.hidden_size)
         if hidden.shape != torch.Size(shape):
             raise UnsupportedModelError(
                 f"A layer hands on states of shape {tuple(hidden.shape)}, not {shape}: they cannot "
                 "be captured. Serve this model without --hidden-features."
             )
-        return hidden[0]
+        write(self.slots, hidden[0])
+
+
+def _input(
+    keep: Callable[[Tensor], None], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    keep(args[0] if args else kwargs["hidden_states"])
+
+
+def _output(keep: Callable[[Tensor], None], _: nn.Module, _args: Any, output: Any) -> None:
+    keep(output if isinstance(output, Tensor) else output[0])

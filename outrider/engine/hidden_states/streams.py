@@ -1,15 +1,14 @@
 """Sends hidden states to the proposers that asked for them, in order of position.
 
-What is sent of a session are the rows of positions that are computed and committed, from 0 on. A
-prompt whose pages were found in the prefix cache is therefore sent like any other, in parts: after
-each step as much as the proposer has room for.
+The rows of a session are those of computed and committed positions, from 0 on, whether or not its
+prompt was found in the prefix cache. After each step as much is sent as the proposer has room for.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import itemgetter
@@ -24,10 +23,10 @@ from outrider.features import FeatureBatch, FeatureOrder, FeatureRows, FeatureSp
 
 log = logging.getLogger(__name__)
 
-MAX_ROWS = 1024  # of one session at once, so that no other waits long
-MAX_READ_BYTES = 64 * 2**20  # before projections, which may leave a few bytes of a row, per step
-MAX_ROUND_ROWS = 64  # what a session has more was not committed by a round
-MAX_AHEAD_BYTES = 16 * 2**20  # before projections, of rows that may be rejected, per step
+MAX_ROWS = 1024  # of one session at once
+MAX_READ_BYTES = 64 * 2**20  # per step, before projections
+MAX_ROUND_ROWS = 64  # more rows of a session are those of a prompt
+MAX_AHEAD_BYTES = 16 * 2**20  # per step, before projections, of rows that may be rejected
 
 
 @dataclass(slots=True, eq=False)
@@ -39,10 +38,9 @@ class _Stream:
 
     @property
     def num_due(self) -> int:
-        """Rows to send. After a preemption none until the sequence is where it was.
+        """Return the number of rows to send.
 
-        Of one that wants no draft they stay in the pool, where they cost nothing: a proposer that
-        is not asked for drafts would have to hold them.
+        Rows of a sequence that wants no draft stay in the pool, where they cost nothing.
         """
         if not self.seq.drafting.num_draft_tokens:
             return 0
@@ -68,61 +66,59 @@ class _Part:
 class _Copy:
     """Rows of one `FeatureSpec`, on their way from the device."""
 
-    parts: list[tuple[_Part, int]]  # and which row of `rows` is a part's first
+    parts: list[tuple[_Part, int]]  # and the place of their first row in `rows`
     rows: Tensor  # bfloat16 [n, width] on the host
     done: torch.cuda.Event | None
 
 
 class HiddenStateStreams:
-    """Which rows each session's proposer has been sent. Used on the engine's thread."""
+    """Keeps the rows that each session's proposer was sent. Used on the engine's thread."""
 
     def __init__(self, pool: HiddenStatePool, *, max_ahead_bytes: int = 0) -> None:
-        """`max_ahead_bytes` may be read of a step before it is known what of it is accepted.
-
-        0 where a step does nothing before it is waited for.
-        """
+        """Read up to `max_ahead_bytes` of a step before its result; 0 where steps run lazily."""
         self._pool = pool
         self._max_ahead_bytes = max_ahead_bytes
         self._ahead: dict[FeatureSpec, _Copy] = {}  # of the step in flight, or the last one
         self._streams: dict[int, _Stream] = {}  # by session
         self._projections: dict[bytes, Tensor] = {}  # by SHA-256
         self._copies: list[_Copy] = []
+        self._on_host: list[FeatureRows] | None = None  # that `take` gets; None: nothing came
         self._seconds = 0.0  # spent on them
         self.due = False
-        """There may be rows that could be sent at once, without another step."""
+        """Rows may be due that need no further step."""
 
     @property
     def spec(self) -> FeatureSpec:
-        """What is captured."""
+        """Return the spec of the captured states."""
         return self._pool.spec
 
     def follow(self, seq: Sequence, order: FeatureOrder | None) -> None:
-        """From now on a session's rows are sent, from the first on; None: not any more."""
+        """Send a session's rows from the first on; None: no longer."""
         self._streams.pop(seq.session_id, None)
         if order is not None:
             self._streams[seq.session_id] = _Stream(seq, order, order.spec.row_bytes)
             self.due = True
 
     def give_back(self, window: FeatureWindow, size: int) -> None:
-        """So many bytes were read."""
+        """Return `size` bytes to a window, whose rows were read."""
         window.on_the_way -= size
         self.due = self.due or window.short
         window.short = False
 
     def put_projection(self, spec: FeatureSpec, matrix: bytearray) -> None:
-        """Keep a matrix on the device. Raises what the device raises if it has no room."""
+        """Keep a matrix on the device. May raise what the device raises."""
         tensor = torch.frombuffer(matrix, dtype=torch.bfloat16)
         shape = (spec.projection_dim, spec.captured_width)
         self._projections[spec.projection_sha256] = tensor.view(shape).to(self._pool.rows.device)
 
     def drop_projection(self, sha256: bytes) -> None:
-        """Nobody uses that matrix any more."""
+        """Forget a matrix that nobody uses."""
         self._projections.pop(sha256, None)
 
     def read_ahead(self, step: Step) -> None:
-        """Begins to copy the rows that the step in flight writes, accepted or not.
+        """Begin to copy the rows that the step in flight writes, accepted or not.
 
-        They are there with its verdict. Only of rounds, which have few; `gather` reads all others.
+        Only rows of rounds are copied, which are few; `gather` copies all others.
         """
         self._ahead = {}
         if not self._max_ahead_bytes or not self._streams:
@@ -133,7 +129,7 @@ class HiddenStateStreams:
             stream = self._streams.get(seq.session_id)
             if stream is None or stream.seq is not seq or not seq.drafting.num_draft_tokens:
                 continue
-            # What is accepted of a tree moves to its place in the text before this is read.
+            # The accepted nodes of a tree move to their place before this is read.
             count = tokens.start + len(tokens.token_ids) - stream.sent
             if 0 < count <= MAX_ROUND_ROWS:
                 part = _Part(stream, stream.sent, count)
@@ -142,19 +138,19 @@ class HiddenStateStreams:
             if sum([part.count for part in parts]) * row_bytes <= self._max_ahead_bytes:
                 try:
                     self._ahead[spec] = self._copy(spec, parts)
-                except Exception:  # if it was not for want of memory, `gather` will say so
+                except Exception:  # `gather` reports what lasts
                     log.debug("rows of a step could not be read ahead", exc_info=True)
         self._seconds += time.perf_counter() - began
 
-    def gather(self, sessions: Mapping[int, Sequence]) -> bool:
-        """Begins to copy the rows that are due; whether there were any. `take` comes next.
+    def gather(self, sessions: Mapping[int, Sequence]) -> None:
+        """Begin to copy the rows that are due of living `sessions`; `take` comes next.
 
-        `sessions` are those that live. What fails here costs drafts, never a request.
+        A fault here costs drafts, never a request.
         """
         self.due = False
         ahead, self._ahead = self._ahead, {}
         if not self._streams:
-            return False
+            return
         began = time.perf_counter()
         for spec, parts in self._choose(sessions).items():
             missing = self._take_ahead(ahead[spec], parts) if spec in ahead else parts
@@ -164,22 +160,42 @@ class HiddenStateStreams:
             except Exception:
                 self._give_up(missing)
         self._seconds += time.perf_counter() - began
-        return bool(self._copies)
+
+    @property
+    def copied(self) -> bool:
+        """Tell whether `take` has something."""
+        return bool(self._copies) or self._on_host is not None
 
     def take(self) -> FeatureBatch | None:
-        """What `gather` began to copy, once it is there."""
-        if not self._copies:
+        """Wait for what `gather` began to copy, and return it; None if there was nothing."""
+        self._finish_copies()
+        rows, self._on_host = self._on_host, None
+        if rows is None:
             return None
+        seconds, self._seconds = self._seconds, 0.0
+        return FeatureBatch(tuple(rows), seconds)
+
+    def take_for(self, wants: Callable[[FeatureRows], bool]) -> list[FeatureRows]:
+        """Wait as `take`, and return those rows that `wants` accepts; `take` gets the others."""
+        self._finish_copies()
+        taken: list[FeatureRows] = []
+        if self._on_host is not None:
+            taken = [rows for rows in self._on_host if wants(rows)]
+            self._on_host = [rows for rows in self._on_host if not wants(rows)]
+        return taken
+
+    def _finish_copies(self) -> None:
+        if not self._copies:
+            return
         began = time.perf_counter()
-        rows: list[FeatureRows] = []
         copies, self._copies = self._copies, []
+        rows = self._on_host = self._on_host or []
         for copy in copies:
             try:
                 rows += _on_host(copy)
             except Exception:
                 self._give_up([part for part, _ in copy.parts])
-        seconds, self._seconds = self._seconds + time.perf_counter() - began, 0.0
-        return FeatureBatch(tuple(rows), seconds)
+        self._seconds += time.perf_counter() - began
 
     def _choose(self, sessions: Mapping[int, Sequence]) -> dict[FeatureSpec, list[_Part]]:
         waiting: list[tuple[int, _Stream]] = []
@@ -188,12 +204,11 @@ class HiddenStateStreams:
                 del self._streams[session_id]
             elif due := stream.num_due:
                 waiting.append((due, stream))
-        waiting.sort(key=itemgetter(0))  # those that go on with their text before prompts
+        waiting.sort(key=itemgetter(0))  # rounds before prompts
         parts: dict[FeatureSpec, list[_Part]] = {}
         left = max(1, MAX_READ_BYTES // self._pool.spec.row_bytes)
         for due, stream in waiting:
             order, row_bytes = stream.order, stream.row_bytes
-            # Prompts have a window of their own: they leave the rows of rounds their room.
             of_prompt = due > MAX_ROUND_ROWS
             window = order.prompts if of_prompt else order.window
             wanted = min(due, window.room(row_bytes))
@@ -209,7 +224,7 @@ class HiddenStateStreams:
         return parts
 
     def _take_ahead(self, ahead: _Copy, parts: list[_Part]) -> list[_Part]:
-        """Take of `parts` what was read ahead, which begins where they do; the others."""
+        """Take the parts that were read ahead, and return the others."""
         read = {part.stream: at for part, at in ahead.parts}
         taken = [(part, read[part.stream]) for part in parts if part.stream in read]
         if taken:
@@ -217,7 +232,7 @@ class HiddenStateStreams:
         return [part for part in parts if part.stream not in read]
 
     def _give_up(self, parts: Iterable[_Part]) -> None:
-        """Nothing more is sent of these sessions: a gap would be of no use."""
+        """Send nothing more of these sessions, since a gap would be of no use."""
         log.exception("features cannot be sent any more to sessions that run")
         for part in parts:
             session_id = part.stream.seq.session_id
@@ -247,13 +262,12 @@ class HiddenStateStreams:
 
     def _slots(self, part: _Part) -> list[int]:
         size, table = self._pool.page_size, part.stream.seq.block_table
-        # Most are a few rows, for which NumPy takes longer.
         positions = range(part.start, part.start + part.count)
         return [table[p // size] * size + p % size for p in positions]
 
 
 def _on_host(copy: _Copy) -> list[FeatureRows]:
-    """Wait for a copy."""
+    """Wait for a copy, and return its rows."""
     if copy.done is not None:
         copy.done.synchronize()
     data = copy.rows.view(torch.uint8).flatten().numpy().data  # it keeps the copy alive

@@ -1,4 +1,4 @@
-"""Coupled sampling: the token drawn at a position is a function of logits, seed and position only.
+"""Coupled sampling: a drawn token is a function of logits, seed and position only.
 
     y = argmax(processed_logits / T + g(seed, position, token))
 
@@ -29,12 +29,12 @@ _FEW = 256  # of the likeliest tokens; they usually decide top_k and top_p witho
 
 
 class Lane(enum.IntEnum):
-    """Independent noise at one position of one request; docs/sampling.md says why."""
+    """Independent streams of noise at one position of one request; see docs/sampling.md."""
 
     SHARED = 0  # g: the target's coupled draw, and a proposer's guess of it
-    DRAFT = 1  # what a proposer draws under rejection
-    ACCEPT = 2  # whether that is accepted
-    RECOVER = 3  # what the target draws under rejection where nothing was accepted
+    DRAFT = 1  # a proposer's draw under rejection
+    ACCEPT = 2  # the acceptance of that draw
+    RECOVER = 3  # the target's draw under rejection where nothing was accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class SamplingBatch:
     position: Tensor  # int64 [n]: absolute position of the token being drawn
     all_greedy: bool
     any_greedy: bool
-    any_sorted: bool  # some row cuts by top_k or top_p, which takes a sort
+    any_sorted: bool  # some row has top_k or top_p, which takes a sort
     any_min_p: bool
 
     @staticmethod
@@ -59,9 +59,9 @@ class SamplingBatch:
         device: torch.device | str = "cpu",
         lanes: Sequence[Lane] | None = None,
     ) -> SamplingBatch:
-        """One entry per row of logits; the token at absolute position `positions[i]` is drawn.
+        """Build one entry per row of logits, which draws the token at `positions[i]`.
 
-        `lanes`: the noise that each draws with; None: the shared one.
+        `lanes` are the streams of noise to draw with; None: the shared one.
         """
         assert len(params) == len(positions)
 
@@ -83,26 +83,21 @@ class SamplingBatch:
         )
 
     def __getitem__(self, rows: slice) -> SamplingBatch:
-        """The parameters of some of the rows."""
-        return replace(
-            self,
-            temperature=self.temperature[rows],
-            top_k=self.top_k[rows],
-            top_p=self.top_p[rows],
-            min_p=self.min_p[rows],
-            seed=self.seed[rows],
-            position=self.position[rows],
-        )
+        """Return the parameters of some of the rows."""
+        return self._mapped(lambda column: column[rows], self.position[rows])
 
     def repeated(self, times: int, position: Tensor) -> SamplingBatch:
-        """Every row's parameters so many times, for draws at `position` int64 [n * times]."""
+        """Repeat every row's parameters, for draws at `position` int64 [n * times]."""
+        return self._mapped(lambda column: column.repeat_interleave(times, dim=0), position)
+
+    def _mapped(self, change: Callable[[Tensor], Tensor], position: Tensor) -> SamplingBatch:
         return replace(
             self,
-            temperature=self.temperature.repeat_interleave(times),
-            top_k=self.top_k.repeat_interleave(times),
-            top_p=self.top_p.repeat_interleave(times),
-            min_p=self.min_p.repeat_interleave(times),
-            seed=self.seed.repeat_interleave(times, dim=0),
+            temperature=change(self.temperature),
+            top_k=change(self.top_k),
+            top_p=change(self.top_p),
+            min_p=change(self.min_p),
+            seed=change(self.seed),
             position=position,
         )
 
@@ -112,7 +107,7 @@ Sample = Callable[[Tensor, SamplingBatch], Tensor]
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """The token each row of `logits` [n, vocab] draws: int64 [n]. Rows do not affect each other."""
+    """Draw a token from each row of `logits` [n, vocab]: int64 [n], independent of other rows."""
     if batch.all_greedy:
         return logits.argmax(dim=-1)
     at_once = max(1, _MAX_SCORES // logits.shape[-1])
@@ -128,9 +123,9 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def process_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Logits over temperature, with the tokens cut by top_k, top_p and min_p at -inf.
+    """Divide logits by temperature, and set tokens outside of top_k, top_p and min_p to -inf.
 
-    [n, vocab] to float32 [n, vocab]. The cuts apply in that order, each to what the one before
+    [n, vocab] to float32 [n, vocab]. The filters apply in that order, each to what the one before
     left, at temperature T. Greedy rows (T = 0) are treated as T = 1; `sample` does not use them.
     top_k keeps ties with the k-th token; top_p keeps the fewest likeliest tokens whose
     probabilities reach top_p, and ties with the last of them. At least one token is always kept.
@@ -148,46 +143,43 @@ def process_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _sorted_threshold(scaled: Tensor, batch: SamplingBatch) -> Tensor:
-    """The smallest logit that top_k and top_p keep: [n, vocab] to [n].
+    """Return the smallest logit that top_k and top_p keep: [n, vocab] to [n].
 
-    Looks at the likeliest tokens first, and sorts all only where they do not decide. Both ways
-    give the same bits, so that a row does not depend on its neighbours.
+    The likeliest tokens are looked at first, and all are sorted only where these do not decide.
+    Both give the same bits, so that a row does not depend on its neighbours.
     """
     vocab_size = scaled.shape[-1]
     top_k = torch.where(batch.top_k == 0, vocab_size, batch.top_k).clamp(max=vocab_size)
     for count in (min(_FEW, vocab_size), vocab_size):
         descending = scaled.topk(count, dim=-1).values
-        cut_by_k = top_k <= count
+        has_kth = top_k <= count
         kth = descending.gather(1, top_k.clamp(max=count)[:, None] - 1)
-        kth = torch.where(cut_by_k[:, None], kth, -torch.inf)  # [n, 1]
-        # Ties with the k-th token stay, so that the cut does not depend on the order of a sort.
+        kth = torch.where(has_kth[:, None], kth, -torch.inf)  # [n, 1]
+        # Ties with the k-th token stay, so that the result does not depend on the order of a sort.
         weights = (scaled - descending[:, :1]).exp().masked_fill(scaled < kth, 0.0)
         mass = weights.sum(dim=-1, dtype=torch.float64)  # [n]
         reach = (descending - descending[:, :1]).exp().masked_fill(descending < kth, 0.0)
         reach = reach.cumsum(dim=-1, dtype=torch.float64)
         wanted = batch.top_p.double() * mass
         num_kept = 1 + (reach < wanted[:, None]).sum(dim=-1)
-        cut_by_p = num_kept <= count
+        has_pth = num_kept <= count
         last = descending.gather(1, num_kept.clamp(max=count)[:, None] - 1)
-        pth = torch.where((cut_by_p & (batch.top_p < 1.0))[:, None], last, -torch.inf)
-        decided = (cut_by_k | (batch.top_k == 0)) & (cut_by_p | (batch.top_p == 1.0))
+        pth = torch.where((has_pth & (batch.top_p < 1.0))[:, None], last, -torch.inf)
+        decided = (has_kth | (batch.top_k == 0)) & (has_pth | (batch.top_p == 1.0))
         if count == vocab_size or bool(decided.all()):
             break
     return torch.maximum(kth, pth)[:, 0]
 
 
 def seed_keys(seeds: Sequence[int], lanes: Sequence[Lane] | None = None) -> Tensor:
-    """The keys of uint64 seeds, as `SamplingBatch.seed` holds them: int64 [n, 2], on the host.
-
-    `lanes`: one per seed; None: the shared one.
-    """
+    """Return the keys of uint64 seeds for `SamplingBatch.seed`: int64 [n, 2], on the host."""
     lanes = (Lane.SHARED,) * len(seeds) if lanes is None else lanes
     keys = [_seed_keys(seed, lane) for seed, lane in zip(seeds, lanes, strict=True)]
     return torch.tensor(keys, dtype=torch.int64).view(-1, 2)
 
 
 def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise g(seed, position, token): int64 [n, 2], [n] to float64 [n, vocab].
+    """Return Gumbel noise g(seed, position, token): int64 [n, 2], [n] to float64 [n, vocab].
 
     g = -log(-log(u)) with u = (h + 0.5) / 2^32 and h the 32-bit hash of docs/sampling.md. The
     hash is integer arithmetic, so h and u have the same bits on every device.
@@ -196,12 +188,12 @@ def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
 
 
 def token_noise(seed: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
-    """`gumbel_noise` of some tokens only: int64 [n, 2], [n], [n, m] to float64 [n, m]."""
+    """Return `gumbel_noise` of some tokens: int64 [n, 2], [n], [n, m] to float64 [n, m]."""
     return _gumbel(_uniforms(seed, position, _mix(tokens)))
 
 
 def uniforms(seed: Tensor, position: Tensor) -> Tensor:
-    """One number u(seed, position) in (0, 1) each: int64 [n, 2], [n] to float64 [n]."""
+    """Return a number u(seed, position) in (0, 1) each: int64 [n, 2], [n] to float64 [n]."""
     return _uniforms(seed, position, _mixed_tokens(1, seed.device))[:, 0]
 
 
@@ -220,10 +212,9 @@ def _gumbel(u: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit integers with full avalanche, from Ellis and Wellons' hash-prospector.
+    """Apply a bijection of 32-bit integers with full avalanche, from Wellons' hash-prospector.
 
-    Both factors are below 2^31: products of 32-bit values stay below 2^63, so int64 arithmetic
-    never overflows.
+    Both factors are below 2^31, so products of 32-bit values never overflow int64.
     """
     x = x ^ (x >> 16)
     x.mul_(_FACTOR_1).bitwise_and_(_MASK)
@@ -233,7 +224,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _mix_int(x: int) -> int:
-    """`_mix` of one number."""
+    """Apply `_mix` to one number."""
     x ^= x >> 16
     x = x * _FACTOR_1 & _MASK
     x ^= x >> 15

@@ -1,4 +1,4 @@
-"""What llguidance is given: tokenizers, grammars in its own format, and limits."""
+"""The inputs of llguidance: tokenizers, grammars in its own format, and limits."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from outrider.errors import ConfigError
 from outrider.params import Constraint, ConstraintKind
 
 _WHITESPACE = r" |\r?\n[ \t]{0,32}"
-"""Between JSON's tokens, beside none. A model that prefers blanks would never come to an end."""
+"""White space that JSON may have between tokens; without a bound some models never end."""
 _LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/')
 _INTERSECTION = re.compile(r"&|~(?!\s*\d)")
-"""Of terminals, by `&` or of what `~` excludes. (`x ~ 3` repeats x.)"""
+"""Intersection of terminals by `&`, or exclusion by `~`. (`x ~ 3` repeats x.)"""
 
 
 def load_tokenizer(tokenizer_json: str, vocab_size: int) -> LLTokenizer:
-    """For a model of so many tokens. Raises `ConfigError`."""
+    """Return the tokenizer for a model of `vocab_size` tokens. Raises `ConfigError`."""
     try:
         return LLTokenizer(tokenizer_json, n_vocab=vocab_size)
     except ValueError:
-        pass  # it has more tokens than the model, or something else is wrong with it
+        pass  # the tokenizer has more tokens than the model, or another fault
     try:
         return LLTokenizer(tokenizer_json)
     except ValueError as error:
@@ -29,12 +29,12 @@ def load_tokenizer(tokenizer_json: str, vocab_size: int) -> LLTokenizer:
 
 
 def grammar_of(constraint: Constraint) -> str:
-    """In llguidance's own format. Raises `ValueError`."""
+    """Translate a constraint to llguidance's own format. Raises `ValueError`."""
     source = constraint.source
     if constraint.kind is ConstraintKind.REGEX:
         return LLMatcher.grammar_from_regex(source)
     if constraint.kind is ConstraintKind.GRAMMAR:
-        # Whether anything is in an intersection may take for ever to find out: no limit bounds it.
+        # No limit bounds the search for a text in an intersection.
         if _INTERSECTION.search(_LITERAL.sub("", source)):
             raise ValueError("terminals with & or ~ are not supported, write what they may be")
         return LLMatcher.grammar_from_lark(source)
@@ -43,16 +43,14 @@ def grammar_of(constraint: Constraint) -> str:
 
 
 def limits(kind: ConstraintKind) -> LLParserLimits:
-    """What bounds a compilation to seconds, a mask to milliseconds and a cache to some 100 MB.
+    """Bound a compilation to seconds, a mask to milliseconds and a cache to some 100 MB.
 
-    Items are the ways to read the text so far. A grammar can have ever more of them, and is refused
-    where they are many; a schema of 400 optional fields has 1,600, and no more later.
+    Items are the ways to read the text so far. Only those of a grammar can grow without end.
     """
-    if kind is ConstraintKind.GRAMMAR:
-        return LLParserLimits(
-            max_lexer_states=50_000,
-            step_max_items=5_000,
-            max_items_in_row=500,
-            verbose_errors=False,
-        )
-    return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+    grammar = kind is ConstraintKind.GRAMMAR
+    return LLParserLimits(
+        max_lexer_states=50_000,
+        step_max_items=5_000 if grammar else None,
+        max_items_in_row=500 if grammar else None,
+        verbose_errors=False,
+    )

@@ -1,11 +1,11 @@
-"""What changes a row's logits before its token is chosen: masks, then biases and penalties.
+"""Edits of logits before a token is chosen: masks, then biases and penalties.
 
 One row of logits is processed in vLLM's order: constraint mask, min_tokens mask, logit_bias,
 repetition, frequency and presence penalties; then the greedy argmax, or temperature, top_k, top_p,
-min_p and noise (`sampling`). Masks are a sequence's `LogitsEditor`s and run one by one. Biases and
+min_p and noise (`coupled`). Masks are a sequence's `LogitsEditor`s and run one by one. Biases and
 penalties touch few tokens, and run for all rows at once (`adjust`).
 
-What they keep follows from the committed tokens alone: rejected drafts and preemption need no
+Their state follows from the committed tokens alone, so rejected drafts and preemption need no
 undoing.
 """
 
@@ -27,20 +27,20 @@ class LogitsEditor(Protocol):
     """Edits the logits of one sequence. Only the scheduler commits to it."""
 
     def edit(self, logits: Tensor, draft: TokenIds, /) -> None:
-        """In place. logits float32 [len(draft) + 1, vocab_size].
+        """Edit logits float32 [len(draft) + 1, vocab_size] in place.
 
-        Row j is what comes after the output so far and draft[:j]: it must become what `edit` with
-        no draft would make of it once draft[:j] were committed.
+        Row j follows the output so far and draft[:j]: the result must be what `edit` without a
+        draft gives once draft[:j] is committed.
         """
         ...
 
     def commit(self, tokens: TokenIds, /) -> None:
-        """Output tokens became true; trimmed at a stop."""
+        """Take in output tokens, trimmed at a stop."""
         ...
 
 
 class MinTokens:
-    """Ends no output before `min_tokens` tokens, unless a mask before left nothing but ends."""
+    """Masks stop tokens before `min_tokens` tokens, unless an earlier mask left nothing else."""
 
     def __init__(self, stop_ids: frozenset[int], min_tokens: int) -> None:
         self._stop_ids = sorted(stop_ids)
@@ -65,7 +65,7 @@ class MinTokens:
 
 
 class Adjustments(NamedTuple):
-    """What to do with single logits; e of them.
+    """Changes of e single logits.
 
     x becomes y / divisor - penalty if y = x + bias is positive, else y * divisor - penalty.
     """
@@ -78,7 +78,7 @@ class Adjustments(NamedTuple):
 
 
 class Adjuster:
-    """logit_bias and the penalties of one sequence. Only the scheduler commits to it.
+    """Applies logit_bias and the penalties of one sequence. Only the scheduler commits to it.
 
     With c the number of times that the output holds a token: the repetition penalty divides a
     positive and multiplies a negative logit where c > 0 or the prompt holds the token (Keskar et
@@ -88,52 +88,48 @@ class Adjuster:
 
     def __init__(self, params: SamplingParams, prompt: TokenIds, output: TokenIds) -> None:
         self._params = params
-        self._places: dict[int, int] = {}  # of the tokens that were met, in the arrays
+        self._places: dict[int, int] = {}  # of tokens, in the arrays
         self._token_ids = np.zeros(0, np.int64)
         self._bias = np.zeros(0, np.float32)
         self._in_prompt = np.zeros(0, np.bool_)
         self._counts = np.zeros(0, np.float32)  # in the output
-        biased = self._meet([token for token, _ in params.logit_bias])
+        biased = self._places_of([token for token, _ in params.logit_bias])
         self._bias[biased] = [bias for _, bias in params.logit_bias]
         if params.repetition_penalty != 1.0:
-            held = self._meet(prompt)
+            held = self._places_of(prompt)
             self._in_prompt[held] = True
         self.commit(output)
 
     def commit(self, tokens: TokenIds) -> None:
-        """Output tokens became true; trimmed at a stop."""
+        """Take in output tokens, trimmed at a stop."""
         if self._params.has_penalties:
-            places = self._meet(tokens)
+            places = self._places_of(tokens)
             np.add.at(self._counts, places, 1)
 
     def adjustments(self, draft: TokenIds) -> Adjustments:
-        """Of the rows after the output so far and draft[:j], j = 0 .. len(draft)."""
+        """Return the changes of the rows after the output so far and draft[:j], for every j."""
         num_rows = len(draft) + 1
-        # A draft that is rejected leaves tokens in the arrays for which there is nothing to do.
-        drafted = self._meet(draft) if self._params.has_penalties else ()
-        counts = np.tile(self._counts, (num_rows, 1))  # [rows, tokens met]
+        drafted = self._places_of(draft) if self._params.has_penalties else ()
+        counts = np.tile(self._counts, (num_rows, 1))  # [rows, tokens]
         for j, place in enumerate(drafted, start=1):
             counts[j:, place] += 1
         present = counts > 0
         repeated = present | self._in_prompt
-        frequency, presence, repetition = (
-            np.float32(penalty)
-            for penalty in (
-                self._params.frequency_penalty,
-                self._params.presence_penalty,
-                self._params.repetition_penalty,
-            )
-        )
+        params = self._params
+        frequency = np.float32(params.frequency_penalty) * counts
+        presence = np.float32(params.presence_penalty) * present.astype(np.float32)
         return Adjustments(
             rows=np.repeat(np.arange(num_rows), len(self._places)),
             token_ids=np.tile(self._token_ids, num_rows),
             bias=np.tile(self._bias, num_rows),
-            divisor=np.where(repeated, repetition, np.float32(1)).ravel(),
-            penalty=(frequency * counts + presence * present.astype(np.float32)).ravel(),
+            divisor=np.where(
+                repeated, np.float32(params.repetition_penalty), np.float32(1)
+            ).ravel(),
+            penalty=(frequency + presence).ravel(),
         )
 
-    def _meet(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens' places, which they get when they are met first."""
+    def _places_of(self, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens' places in the arrays; new tokens get one."""
         new = [token for token in dict.fromkeys(tokens) if token not in self._places]
         if new:
             self._places |= {token: i for i, token in enumerate(new, start=len(self._places))}
@@ -157,14 +153,14 @@ def adjust(logits: Tensor, adjustments: Sequence[Adjustments]) -> None:
 
 
 def make_editors(request: Request, stop_ids: frozenset[int]) -> tuple[LogitsEditor, ...]:
-    """What the request's stop parameters mask."""
+    """Return the masks of the request's stop parameters."""
     if not stop_ids or request.stop.min_tokens == 0:
         return ()
     return (MinTokens(stop_ids, request.stop.min_tokens),)
 
 
 def make_adjuster(request: Request) -> Adjuster | None:
-    """The request's biases and penalties; None if it has none."""
+    """Return the request's biases and penalties; None if it has none."""
     params = request.sampling
     if not params.logit_bias and not params.has_penalties:
         return None

@@ -1,7 +1,6 @@
 """Log probabilities of drawn tokens, for the requests that ask for them.
 
-They are of the model's own distribution: log_softmax of the raw logits, before anything edits
-them, as vLLM's default.
+They are the log_softmax of the raw logits, before any edit, which is vLLM's default.
 """
 
 from __future__ import annotations
@@ -17,20 +16,19 @@ from outrider.types import TokenLogprobs
 
 MAX_VALUES = 2**23  # log probabilities held at once; 4 bytes each
 
-Asked = tuple[int, int | None]
-"""Of a row: its number of logits, and of likeliest tokens to tell; None: it does not ask."""
+RowLogprobs = tuple[int, int | None]
+"""A row's number of logits, and of likeliest tokens to report; None: the row does not ask."""
 
 
 def drawn_logprobs(
-    logits: Tensor, drawn: Tensor, rows: Sequence[Asked], order: Tensor | None = None
+    logits: Tensor, drawn: Tensor, rows: Sequence[RowLogprobs], order: Tensor | None = None
 ) -> Tensor:
-    """For each row of `logits` that is asked for, in order: float64 [m, 1 + 2 * top].
+    """Return float64 [m, 1 + 2 * top] for the m rows of `logits` that are asked for, in order.
 
-    `order`, int64 [n]: which rows of `logits` to take for them; None: each its own.
-    logits [n, vocab_size] unedited; drawn int64 [n]. The columns are the log probability of the
-    drawn token, those of the `top` likeliest in falling order, and these tokens: numbers of one
-    type for one copy. `top` does not depend on how many are asked for, so that the order of equal
-    ones does not either.
+    logits [n, vocab_size] unedited; drawn int64 [n]. `order` int64 [n] replaces rows of `logits` by
+    others. The columns are the log probability of the drawn token, those of the `top` likeliest in
+    falling order, and these tokens: numbers of one type for one copy. `top` does not depend on the
+    request, and so neither does the order of equal ones.
     """
     index: list[int] = []
     start = 0
@@ -53,9 +51,9 @@ def drawn_logprobs(
 
 
 def to_token_logprobs(
-    values: Sequence[Sequence[float]], rows: Sequence[Asked], counts: Sequence[int]
+    values: Sequence[Sequence[float]], rows: Sequence[RowLogprobs], counts: Sequence[int]
 ) -> list[tuple[TokenLogprobs, ...]]:
-    """`drawn_logprobs` per row: of its first `counts[i]` tokens; none if it does not ask."""
+    """Return `drawn_logprobs` of each row's first `counts[i]` tokens; () if it does not ask."""
     remaining = iter(values)
     result: list[tuple[TokenLogprobs, ...]] = []
     for (num_logits, top_logprobs), count in zip(rows, counts, strict=True):

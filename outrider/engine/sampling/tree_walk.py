@@ -1,4 +1,4 @@
-"""Rows of one step side by side, and the walk along their trees by what the target chose."""
+"""Walk along the drafted trees of a step by the target's choices."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ class Walk(NamedTuple):
     """Paths along n trees, on the device of what was drawn."""
 
     tokens: Tensor
-    """int64 [n, 2 + depth]: nodes accepted, then what the target chose along them and after the
-    last, padded."""
-    at: Tensor  # int64 [n, 1 + depth]: of these choices, the place in the tree's; then anything
-    source: Tensor  # int64 [n * depth]: the slots of the path's nodes,
-    target: Tensor  # and those that they have in the text; all others are their own source
+    """int64 [n, 2 + depth]: nodes accepted, then the target's choices along the path, padded."""
+    at: Tensor  # int64 [n, 1 + depth]: the index of these choices among the tree's, padded
+    source: Tensor  # int64 [n * depth]: slots of the path's nodes
+    target: Tensor  # int64 [n * depth]: their slots in the text; other nodes stay where they are
 
 
 def walk(drafts: Tensor, parents: Tensor, choices: Tensor, slots: Tensor, depth: int) -> Walk:
-    """`verify_trees`, and what follows from it. `slots` int64 [n, k] are the nodes'.
+    """Walk along n trees whose nodes have `slots` int64 [n, k].
 
-    Of smaller trees they are padded with slots that may be written what they hold.
+    The slots of smaller trees are padded with slots that may be written what they hold.
     """
     path = verify_trees(drafts, parents, choices, depth)
     at = torch.nn.functional.pad(path + 1, (1, 0))
@@ -40,7 +39,7 @@ def walk(drafts: Tensor, parents: Tensor, choices: Tensor, slots: Tensor, depth:
 
 
 def walk_trees(drawn: Tensor, rows: Sequence[ScheduledRow], page_size: int) -> Walk:
-    """Walk along every row's tree, or chain. `drawn` int64 [num_logits], of these rows."""
+    """Walk along every row's tree, or chain; `drawn` int64 [num_logits]."""
     device = drawn.device
     parents = [row.slice.parents or chain_parents(len(row.draft)) for row in rows]
     counts = [row.slice.num_logits for row in rows]
@@ -56,9 +55,9 @@ def walk_trees(drawn: Tensor, rows: Sequence[ScheduledRow], page_size: int) -> W
 
 
 def path_order(at: Tensor, counts: Sequence[int]) -> Tensor:
-    """Which logits to tell of, in the place of each: int64 [sum of counts].
+    """Return the order of logits in which each row begins with its path: int64 [sum of counts].
 
-    Of a row's those along its path, `Walk.at`, come first.
+    `at` is `Walk.at`.
     """
     lens = torch.tensor(counts)
     starts = lens.cumsum(0) - lens
@@ -71,7 +70,7 @@ def path_order(at: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def per_row(values: Tensor, counts: Sequence[int]) -> Tensor:
-    """Values [sum of counts] as [rows, most of them]; a shorter row is filled up with anything."""
+    """Return values [sum of counts] as [rows, max(counts)], padded with anything."""
     width = max(counts)
     if min(counts) < width:
         starts = torch.tensor(counts).cumsum(0) - torch.tensor(counts)
@@ -81,13 +80,13 @@ def per_row(values: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def padded(rows: Iterable[Sequence[int]], width: int, value: int | None) -> Tensor:
-    """int64 [rows, width], shorter rows filled up with `value`; None: with their last value."""
+    """Return int64 [rows, width], padded with `value`, or if None with each row's last value."""
     filled = [(*row, *(row[-1] if value is None else value,) * (width - len(row))) for row in rows]
     return torch.tensor(filled, dtype=torch.int64)
 
 
 def _slots(row: ScheduledRow, page_size: int) -> list[int]:
-    """The slots of the row's nodes; of a row without any, that of its last token."""
+    """Return the slots of the row's nodes, or of its last token if it has none."""
     table = row.slice.block_table
     end = row.slice.start + len(row.slice.token_ids)
     places = range(end - max(1, len(row.draft)), end)

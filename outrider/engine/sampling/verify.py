@@ -1,4 +1,4 @@
-"""Verification: which drafted tokens are what the target chose."""
+"""Verification: a drafted token is accepted where the target chose the same one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.engine.sampling.coupled import SamplingBatch, sample
 
 
 def verify(draft_tokens: Sequence[int], target_choices: Sequence[int]) -> int:
-    """How many drafted tokens are accepted: the readable definition.
+    """Return how many drafted tokens are accepted: the readable definition.
 
     `target_choices[i]` is what the target chooses after draft_tokens[:i], so there is one choice
     more than there are drafts. A drafted token is accepted exactly when it equals the target's
@@ -20,7 +20,7 @@ def verify(draft_tokens: Sequence[int], target_choices: Sequence[int]) -> int:
     the accepted tokens, which are the target's choices too, and one more, chosen where the draft
     was rejected (recovered) or after all of it (bonus). Under the coupled rule a choice is the
     target's own draw, whatever was drafted, so the draft cannot change the text; under the others
-    (`rules`) it may follow the draft.
+    (`verification_rules`) it may follow the draft.
     """
     assert len(target_choices) == len(draft_tokens) + 1
     accepted = 0
@@ -30,7 +30,7 @@ def verify(draft_tokens: Sequence[int], target_choices: Sequence[int]) -> int:
 
 
 def verify_rows(drafts: Tensor, choices: Tensor) -> Tensor:
-    """`verify` for many rows at once, where the tensors are.
+    """Apply `verify` to many rows at once, where the tensors are.
 
     drafts int64 [n, k], rows shorter than k padded with -1, which no token equals; choices int64
     [n, k + 1], padded with anything. Returns int64 [n].
@@ -41,7 +41,7 @@ def verify_rows(drafts: Tensor, choices: Tensor) -> Tensor:
 def verify_tree(
     draft_tokens: Sequence[int], parents: Sequence[int], target_choices: Sequence[int]
 ) -> tuple[int, ...]:
-    """The nodes of a drafted tree that are accepted, from the root down: the readable definition.
+    """Return the accepted nodes of a tree, from the root down: the readable definition.
 
     `target_choices[0]` is what the target chooses before all nodes (parent -1), and
     `target_choices[1 + i]` what it chooses after node i and its ancestors. The walk goes to the
@@ -59,7 +59,7 @@ def verify_tree(
 
 
 def verify_trees(drafts: Tensor, parents: Tensor, choices: Tensor, max_depth: int) -> Tensor:
-    """`verify_tree` for many rows at once, where the tensors are: int64 [n, max_depth].
+    """Apply `verify_tree` to many rows at once, where the tensors are: int64 [n, max_depth].
 
     drafts int64 [n, k] and parents int64 [n, k], smaller trees padded with tokens of -1, which none
     equals; choices int64 [n, k + 1], padded with anything. No tree is deeper than `max_depth`. What
@@ -82,10 +82,10 @@ def verify_trees(drafts: Tensor, parents: Tensor, choices: Tensor, max_depth: in
 
 @dataclass(frozen=True, slots=True)
 class VerifyBatch:
-    """What drawing and verifying take besides logits: n rows of k + 1 tokens."""
+    """The inputs of sampling and verification besides logits: n rows of k + 1 tokens."""
 
     input_ids: Tensor  # int64 [n, k + 1]: the token before the drafts, then these
-    draft_lens: Tensor  # int32 [n]: what follows so many drafts is not looked at
+    draft_lens: Tensor  # int32 [n]: tokens after so many drafts are padding
     sampling: SamplingBatch  # one entry a row, but for its positions int64 [n * (k + 1)]: those of
     # `input_ids`; the token after each is drawn
 
@@ -95,14 +95,14 @@ ChooseAndVerify = Callable[[Tensor, VerifyBatch, Tensor], None]
 
 
 def choose_and_verify(logits: Tensor, batch: VerifyBatch, out: Tensor) -> None:
-    """Draws a token from each row of logits [n * (k + 1), vocab] and verifies the drafts.
+    """Draw a token from each row of logits [n * (k + 1), vocab], and verify the drafts.
 
-    `out`, int32 [n, k + 2], gets per row how many drafts are accepted, and then what was drawn.
+    `out`, int32 [n, k + 2], gets per row the number of accepted drafts, then the drawn tokens.
     """
     width = batch.input_ids.shape[1]
     by_token = batch.sampling.repeated(width, batch.sampling.position + 1)
     choices = sample(logits, by_token).view(-1, width)
-    # What fills a draft up may be equal to a choice by chance.
+    # Padding may be equal to a choice by chance.
     agreeing = verify_rows(batch.input_ids[:, 1:], choices)
     out[:, 0] = torch.minimum(agreeing, batch.draft_lens)
     out[:, 1:] = choices

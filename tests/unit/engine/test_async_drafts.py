@@ -138,14 +138,14 @@ def texts(seed: int, *, behind: bool) -> tuple[list[dict[SessionKey, tuple[int, 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32))
-def test_what_is_drafted_behind_a_step_is_what_is_drafted_after_it(seed: int) -> None:
+def test_async_drafts_launched_after_verify_equal_later_drafts(seed: int) -> None:
     after, _ = texts(seed, behind=False)
     behind, trails = texts(seed, behind=True)
     assert behind == after
     assert trails > 0
 
 
-def test_nothing_is_drafted_anew_that_was_drafted_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_drafts_once_launched_are_not_drafted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     world = Drafting(3)
     for key in range(4):
         world.open(key)
@@ -158,7 +158,7 @@ def test_nothing_is_drafted_anew_that_was_drafted_behind(monkeypatch: pytest.Mon
     assert sorted(drafts) == sorted(world.lengths)
 
 
-def test_without_free_pages_it_is_drafted_after_the_step() -> None:
+def test_async_drafts_without_free_pages_wait_for_the_step() -> None:
     world = Drafting(5, num_pages=32)
     for key in range(4):
         world.open(key)
@@ -197,7 +197,7 @@ def run(
     return DraftingScorer(engine, draft_model() if drafts else None).run(requests)
 
 
-def test_a_scorer_that_drafts_behind_its_steps_says_what_the_target_says(
+def test_engine_with_device_drafts_emits_the_plain_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counts: Counter[str] = Counter()
@@ -224,7 +224,7 @@ def test_a_scorer_that_drafts_behind_its_steps_says_what_the_target_says(
     monkeypatch.setattr(Engine, "schedule_with_device_drafts", lambda *_: False)
     assert run(requests, drafts=True) == (num_late, plain)
     assert counts["take_device_drafts"] == 0 < counts["draft"]
-    monkeypatch.setattr(Engine, "verdicts", None)
+    monkeypatch.setattr(Engine, "verify_output", None)
     assert run(requests, drafts=True) == (num_late, plain)
     assert counts["draft"] > 0.9 * num_late
 
@@ -243,7 +243,7 @@ class Event:
 
 
 @pytest.mark.parametrize("samplings", [SAMPLINGS, (*SAMPLINGS, EDITED)], ids=["", "edited"])
-def test_it_drafts_behind_prompts_too(
+def test_async_drafts_behind_prompts_are_launched(
     samplings: tuple[SamplingParams, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a device, where steps that are not recorded are enqueued as well."""
@@ -271,7 +271,7 @@ def test_it_drafts_behind_prompts_too(
     assert counts["late"] > num_late / (2 if samplings is SAMPLINGS else 5)
 
 
-def test_a_step_that_is_not_recorded_waits_for_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_with_eager_step_waits_for_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is packed with them: what stands for them would be refused."""
     requests = draw_requests(97)
     recorded = run(requests, drafts=True)
@@ -280,7 +280,7 @@ def test_a_step_that_is_not_recorded_waits_for_its_drafts(monkeypatch: pytest.Mo
     assert run(requests, drafts=True, runner=Runner) == recorded
 
 
-def test_only_a_recorded_step_takes_late_drafts() -> None:
+def test_runner_takes_device_drafts_only_if_captured() -> None:
     model = recordable_llama()
     runner = recorded_runner(model)
     assert runner.takes_device_drafts(4, K)
@@ -289,7 +289,7 @@ def test_only_a_recorded_step_takes_late_drafts() -> None:
     assert not Runner(model).takes_device_drafts(1, 1)
 
 
-def test_drafts_that_the_host_never_gets_cost_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_drafts_that_are_never_posted_cost_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step verifies what the device has; nobody can say any more what that was."""
     requests = draw_requests(97)
     _, plain = run(requests, drafts=False)

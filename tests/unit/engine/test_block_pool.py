@@ -14,12 +14,12 @@ def chain(*pages: tuple[int, ...]) -> list[bytes]:
     return hashes[1:]
 
 
-def test_a_hash_depends_on_all_tokens_before() -> None:
+def test_page_hash_depends_on_all_tokens_before() -> None:
     assert chain((1, 2), (3, 4))[1] != chain((1, 9), (3, 4))[1]
     assert chain((1, 2), (3, 4)) == chain((1, 2), (3, 4))
 
 
-def test_shared_pages_stay_until_the_last_user_lets_go() -> None:
+def test_block_pool_keeps_shared_pages_until_the_last_release() -> None:
     pool = BlockPool(4)
     table = [pool.allocate(), pool.allocate()]
     for page, key in zip(table, chain((1,), (2,)), strict=True):
@@ -37,7 +37,7 @@ def test_shared_pages_stay_until_the_last_user_lets_go() -> None:
     pool.check_invariants([])
 
 
-def test_the_least_recently_used_page_goes_first_and_prefixes_last() -> None:
+def test_block_pool_when_full_evicts_least_recently_used() -> None:
     pool = BlockPool(3)
     old, new = chain((1,), (2,)), chain((9,))
     table = [pool.allocate(), pool.allocate()]
@@ -55,7 +55,7 @@ def test_the_least_recently_used_page_goes_first_and_prefixes_last() -> None:
     assert pool.match(new) == other
 
 
-def test_equal_contents_are_published_once() -> None:
+def test_block_pool_with_equal_contents_publishes_once() -> None:
     pool = BlockPool(2)
     first, second = pool.allocate(), pool.allocate()
     key = chain((5,))[0]
@@ -66,14 +66,14 @@ def test_equal_contents_are_published_once() -> None:
     pool.check_invariants([[first]])
 
 
-def test_without_caching_nothing_is_found() -> None:
+def test_block_pool_without_caching_matches_nothing() -> None:
     pool = BlockPool(2, enable_prefix_caching=False)
     page = pool.allocate()
     pool.publish(page, chain((5,))[0])
     assert pool.match(chain((5,))) == []
 
 
-def test_the_check_notices_a_leak() -> None:
+def test_block_pool_check_with_a_leak_fails() -> None:
     pool = BlockPool(2)
     page = pool.allocate()
     pool.check_invariants([[page]])

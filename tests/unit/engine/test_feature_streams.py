@@ -67,7 +67,7 @@ def running(
         worker.stop(20)
 
 
-def test_rows_that_could_not_be_read_leave_the_proposers_window() -> None:
+def test_streams_after_failed_copy_free_the_window() -> None:
     engine, window = make(), FeatureWindow()
     follow(engine, 1, window)
     with pytest.MonkeyPatch.context() as patch:
@@ -85,7 +85,7 @@ def test_rows_that_could_not_be_read_leave_the_proposers_window() -> None:
     assert (rows.session_id, window.on_the_way) == (2, len(rows.rows))
 
 
-def test_a_copy_that_fails_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_with_failed_copy_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     with running() as (worker, events, _):
         monkeypatch.setattr(streams, "FeatureRows", _broken)
         window = FeatureWindow()
@@ -99,7 +99,7 @@ def test_a_copy_that_fails_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("num_bytes", "most"), [(7 * CAPTURED.row_bytes, 7), (1, 1)])
-def test_one_step_reads_a_bounded_number_of_rows(
+def test_streams_in_one_step_read_bounded_rows(
     num_bytes: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "MAX_READ_BYTES", num_bytes)
@@ -111,8 +111,8 @@ def test_one_step_reads_a_bounded_number_of_rows(
     sent = {1: 0, 2: 0}
     while sent[1] + sent[2] < 2 * len(PROMPT):
         if (events := engine.step()) is None:
-            assert engine.collect()
-            events = engine.take_events()
+            engine.collect()
+            events = engine.finalize_step()
         assert events is not None
         features = events.features
         assert features is not None
@@ -123,7 +123,7 @@ def test_one_step_reads_a_bounded_number_of_rows(
             sent[part.session_id] += count
 
 
-def test_rows_wait_in_the_pool_until_a_draft_is_asked_for() -> None:
+def test_streams_without_wanted_draft_keep_rows_in_the_pool() -> None:
     class Switched(Policy):
         on = False
 
@@ -155,21 +155,21 @@ def test_rows_wait_in_the_pool_until_a_draft_is_asked_for() -> None:
     assert [start for start, _ in parts[1:]] == ends[:-1]
 
 
-def test_rows_are_sent_without_another_step_to_a_proposer_that_comes_later() -> None:
+def test_streams_for_late_proposer_send_without_a_step() -> None:
     """The row may wait for its draft, and its draft for them."""
     engine, window = make(), FeatureWindow()
     engine.submit(request(1))
     assert engine.step() is not None
     engine.set_drafting(1, DraftOffer("p", 3, features=FeatureOrder(1, CAPTURED, window)))
-    assert engine.collect()
-    events = engine.take_events()
+    engine.collect()
+    events = engine.finalize_step()
     assert events is not None
     assert events.features is not None
     [rows] = events.features.rows
     assert (rows.start, len(rows.rows)) == (0, len(PROMPT) * CAPTURED.row_bytes)
 
 
-def test_rows_that_wait_for_room_wake_a_thread_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_with_rows_waiting_for_room_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The only row waits for its draft, and its draft for what is read meanwhile."""
     monkeypatch.setattr("outrider.features.MAX_ON_THE_WAY", 3 * CAPTURED.row_bytes)
     with running(max_wait_s=60.0) as (worker, events, _):
@@ -184,12 +184,12 @@ def test_rows_that_wait_for_room_wake_a_thread_that_sleeps(monkeypatch: pytest.M
                 worker.features.give_back(window, size)
 
 
-def test_a_failing_step_forgets_no_command_that_is_not_its_sessions() -> None:
+def test_worker_after_failed_step_keeps_commands_of_no_session() -> None:
     with running() as (worker, events, engine):
         assert engine.features is not None
         entered, go_on = queue.SimpleQueue[None](), queue.SimpleQueue[None]()
 
-        def failing(_drafted_s: float) -> None:
+        def failing() -> None:
             entered.put(None)
             go_on.get(timeout=20)
             raise RuntimeError("a bug")
@@ -213,7 +213,7 @@ def _broken(*_: Any) -> None:
     raise RuntimeError("the device fell over")
 
 
-def test_a_prompt_leaves_rows_of_rounds_their_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_with_prompt_leave_room_for_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "MAX_ROUND_ROWS", 8)
     monkeypatch.setattr("outrider.features.MAX_ON_THE_WAY", 9 * CAPTURED.row_bytes)
     engine = make()
@@ -233,7 +233,7 @@ def test_a_prompt_leaves_rows_of_rounds_their_room(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_rows_of_a_round_are_read_before_its_verdict(right: bool) -> None:
+def test_streams_read_rows_of_a_round_ahead(right: bool) -> None:
     """Where steps run once they are launched: with the verdict there is nothing left to read."""
     model = FeatureModel(32, CONFIG.page_size, CONFIG.num_pages, CONFIG.max_model_len)
     streams = HiddenStateStreams(model.capture(), max_ahead_bytes=3 * CAPTURED.row_bytes)

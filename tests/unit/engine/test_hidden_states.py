@@ -89,7 +89,7 @@ def check(rows: Tensor, states: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("name", "fused"), WAYS)
-def test_states_are_those_of_transformers(name: str, fused: bool) -> None:
+def test_hidden_states_equal_those_of_transformers(name: str, fused: bool) -> None:
     """In chunks, with a rejected draft after each, which the next chunk writes over."""
     source = random_model(ARCHITECTURES[name], torch.float32)
     spec = spec_of(source)
@@ -109,7 +109,7 @@ def test_states_are_those_of_transformers(name: str, fused: bool) -> None:
     check(rows, states)
 
 
-def test_only_what_is_asked_is_read_in_its_order() -> None:
+def test_hidden_states_read_only_the_spec_in_order() -> None:
     spec = FeatureSpec(2, (1, 4), final_norm=True)
     pool = HiddenStatePool(spec, 2, PAGE_SIZE, torch.device("cpu"))
     slots = torch.tensor([6, 3])
@@ -155,7 +155,7 @@ def make_step(vocab_size: int) -> Step:
     return Step(tuple(rows), 7)
 
 
-def test_a_recorded_step_captures_what_an_eager_one_does() -> None:
+def test_hidden_states_of_captured_step_equal_eager_ones() -> None:
     """What fills its rows up is captured on the scratch page, which belongs to nobody."""
     source = random_model(ARCHITECTURES["llama"], torch.float64)
     model = build_paged_model(
@@ -174,7 +174,7 @@ def test_a_recorded_step_captures_what_an_eager_one_does() -> None:
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_what_an_engine_sends_are_the_models_states(recorded: bool) -> None:
+def test_engine_sends_the_hidden_states_of_the_model(recorded: bool) -> None:
     """Chunked prompts, shared pages, accepted and rejected drafts, projected."""
     source = random_model(ARCHITECTURES["llama"], torch.float64)
     spec = spec_of(source)
@@ -199,7 +199,7 @@ def test_what_an_engine_sends_are_the_models_states(recorded: bool) -> None:
         torch.testing.assert_close(got, wanted, rtol=2**-6, atol=0.05)
 
 
-def test_memory_counts_them() -> None:
+def test_memory_counts_hidden_states() -> None:
     source = random_model(ARCHITECTURES["llama"], torch.float32)
     spec = spec_of(source)
     plain = build_paged_model(
@@ -216,7 +216,7 @@ def test_memory_counts_them() -> None:
     assert len(pool_of(model).rows) == 6 * PAGE_SIZE  # one page is for scratch
 
 
-def test_the_folder_says_what_a_page_takes(tmp_path: Path) -> None:
+def test_page_bytes_follow_from_the_model_folder(tmp_path: Path) -> None:
     source: Any = random_model(ARCHITECTURES["llama"], torch.float32)
     source.save_pretrained(tmp_path)
     spec = read_features(tmp_path, "1,final")
@@ -239,12 +239,14 @@ def test_the_folder_says_what_a_page_takes(tmp_path: Path) -> None:
         ("eagle3,final,0", (0, 2, 16, 29), True),
     ],
 )
-def test_what_the_flag_may_say(text: str, layers: tuple[int, ...], final: bool) -> None:
+def test_parse_features_accepts_valid_values(
+    text: str, layers: tuple[int, ...], final: bool
+) -> None:
     assert parse_features(text, 32, 8) == FeatureSpec(8, layers, final)
 
 
 @pytest.mark.parametrize(("num_layers", "layers"), [(8, (2, 4, 5, 7)), (24, (2, 12, 21))])
-def test_eagle3_keeps_what_modules_read_that_were_trained_here(
+def test_parse_features_eagle3_includes_trained_layers(
     num_layers: int, layers: tuple[int, ...]
 ) -> None:
     assert parse_features("eagle3", num_layers, 8).layers == layers
@@ -262,12 +264,12 @@ def test_eagle3_keeps_what_modules_read_that_were_trained_here(
         ("eagle3", 5, "6 layers"),
     ],
 )
-def test_what_the_flag_may_not_say(text: str, num_layers: int, word: str) -> None:
+def test_parse_features_rejects_invalid_values(text: str, num_layers: int, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         parse_features(text, num_layers, 8)
 
 
-def test_a_model_without_a_list_of_layers_is_refused() -> None:
+def test_hooks_on_model_without_layer_list_refuse() -> None:
     source: Any = random_model(ARCHITECTURES["gemma2"], torch.float32)
     spec = spec_of(source)
     source.model.more = nn.ModuleList(nn.Identity() for _ in source.model.layers)

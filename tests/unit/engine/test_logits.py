@@ -56,7 +56,7 @@ def adjusted(logits: Tensor, adjuster: Adjuster, draft: TokenIds = ()) -> Tensor
     return result
 
 
-def test_the_formulas_on_numbers_worked_by_hand() -> None:
+def test_adjuster_equals_numbers_worked_by_hand() -> None:
     params = SamplingParams(
         repetition_penalty=2.0,
         frequency_penalty=0.5,
@@ -72,7 +72,7 @@ def test_the_formulas_on_numbers_worked_by_hand() -> None:
 
 
 @given(params=penalised, prompt=TOKENS, output=TOKENS, draft=TOKENS, seed=st.integers(0, 99))
-def test_each_row_of_a_draft_is_adjusted_as_the_formulas_say(
+def test_adjuster_with_draft_follows_the_formulas(
     params: SamplingParams, prompt: TokenIds, output: TokenIds, draft: TokenIds, seed: int
 ) -> None:
     logits = random_logits(len(draft) + 1, seed)
@@ -84,7 +84,7 @@ def test_each_row_of_a_draft_is_adjusted_as_the_formulas_say(
 
 
 @given(params=penalised, prompt=TOKENS, output=TOKENS, draft=TOKENS, wrong=TOKENS)
-def test_a_row_of_a_draft_has_the_bits_of_one_decoded_alone(
+def test_adjuster_with_draft_equals_rows_decoded_alone(
     params: SamplingParams, prompt: TokenIds, output: TokenIds, draft: TokenIds, wrong: TokenIds
 ) -> None:
     logits = random_logits(len(draft) + 1, seed=len(output))
@@ -99,7 +99,7 @@ def test_a_row_of_a_draft_has_the_bits_of_one_decoded_alone(
 
 
 @given(params=penalised, prompt=TOKENS.filter(len), output=TOKENS)
-def test_a_resumed_request_is_penalised_as_if_it_had_never_moved(
+def test_adjuster_of_resumed_request_equals_uninterrupted(
     params: SamplingParams, prompt: TokenIds, output: TokenIds
 ) -> None:
     moved = Request(
@@ -115,7 +115,7 @@ def test_a_resumed_request_is_penalised_as_if_it_had_never_moved(
     assert torch.equal(adjusted(logits, stayed), adjusted(logits, resumed))
 
 
-def test_plain_requests_have_nothing_to_edit() -> None:
+def test_editors_of_plain_request_are_none() -> None:
     plain = Request(1, (5, 6), stop=StopParams(stop_token_ids=frozenset({1})))
     assert make_adjuster(plain) is None
     assert make_editors(plain, frozenset({1})) == ()
@@ -132,7 +132,7 @@ def test_plain_requests_have_nothing_to_edit() -> None:
         SamplingParams(presence_penalty=1.5),
     ],
 )
-def test_each_of_the_parameters_is_heeded_without_the_others(params: SamplingParams) -> None:
+def test_adjuster_heeds_each_parameter_alone(params: SamplingParams) -> None:
     """Token 5 is of the prompt and of the output."""
     adjuster = make_adjuster(Request(1, (5, 6, 5), params, num_resumed_tokens=1))
     assert adjuster is not None
@@ -140,7 +140,7 @@ def test_each_of_the_parameters_is_heeded_without_the_others(params: SamplingPar
     assert adjusted(logits, adjuster)[0, 5] != logits[0, 5]
 
 
-def test_stops_are_masked_in_the_rows_before_min_tokens() -> None:
+def test_min_tokens_masks_stops_in_early_rows() -> None:
     mask = MinTokens(frozenset({2, 5, VOCAB, VOCAB + 40}), 4)
     logits = random_logits(3, seed=1)
     for committed, masked_rows in ((0, 3), (2, 2), (1, 1), (1, 0), (1, 0), (7, 0)):
@@ -152,7 +152,7 @@ def test_stops_are_masked_in_the_rows_before_min_tokens() -> None:
         assert torch.equal(result, expected)
 
 
-def test_no_mask_leaves_nothing() -> None:
+def test_min_tokens_never_masks_everything() -> None:
     """A grammar that is complete allows only the end: then that comes, however early."""
     logits = torch.full((2, VOCAB), -torch.inf)
     logits[0, [2, 5]] = 1.0
@@ -162,7 +162,7 @@ def test_no_mask_leaves_nothing() -> None:
     assert (logits[1] > -torch.inf).nonzero().flatten().tolist() == [7]
 
 
-def test_no_bias_brings_back_what_is_masked() -> None:
+def test_logit_bias_does_not_unmask() -> None:
     params = SamplingParams(logit_bias=((2, 100.0),), repetition_penalty=0.1, presence_penalty=-2)
     logits = random_logits(1, seed=2)
     MinTokens(frozenset({2}), 1).edit(logits, ())
@@ -219,7 +219,7 @@ def run(rows: list[ScheduledRow]) -> StepResult:
 
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32), at_once=st.sampled_from((1, 3 * VOCAB, 2**25)))
-def test_what_a_row_chooses_does_not_depend_on_its_neighbours(seed: int, at_once: int) -> None:
+def test_runner_rows_are_independent(seed: int, at_once: int) -> None:
     rng = random.Random(seed)
     rows = [random_row(rng, i) for i in range(rng.randint(2, 6))]
     with pytest.MonkeyPatch.context() as patch:
@@ -236,7 +236,7 @@ def test_what_a_row_chooses_does_not_depend_on_its_neighbours(seed: int, at_once
         assert told == (alone.logprobs[0] if alone.logprobs else ())
 
 
-def test_log_probabilities_are_of_the_raw_logits() -> None:
+def test_logprobs_are_of_the_raw_logits() -> None:
     logits = random_logits(5, seed=9)
     drawn = torch.tensor([3, 0, 7, 18, 7])
     rows = [(2, 2), (1, None), (2, 0)]

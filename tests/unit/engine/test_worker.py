@@ -168,7 +168,7 @@ def submit_until_refused(worker: EngineWorker, session_ids: range) -> int:
     raise AssertionError("never refused")
 
 
-def test_200_requests_at_once() -> None:
+def test_worker_with_200_requests_answers_all() -> None:
     model = Gate()
     truth = Sequential(model)
     with running(model) as (worker, inbox, _):
@@ -181,7 +181,7 @@ def test_200_requests_at_once() -> None:
             assert inbox.tokens[r.session_id] == truth.output(r, 64, frozenset())[0]
 
 
-def test_a_failing_forward_fails_its_requests_and_no_others() -> None:
+def test_worker_with_failing_forward_fails_only_its_requests() -> None:
     model = Gate()
     with running(model) as (worker, inbox, _):
         model.failures = 1
@@ -193,7 +193,7 @@ def test_a_failing_forward_fails_its_requests_and_no_others() -> None:
         assert inbox.tokens[24] == Sequential(model).output(again, 64, frozenset())[0]
 
 
-def test_a_failing_launch_fails_its_requests_and_no_others() -> None:
+def test_worker_with_failing_launch_fails_only_its_requests() -> None:
     model = Gate()
     runner = Recorder(model, [])
     runner.failures = 1
@@ -234,7 +234,7 @@ class Breaking(Policy):
             raise RuntimeError("a bug")
 
 
-def test_a_bug_answers_also_what_the_engine_has_just_forgotten() -> None:
+def test_worker_with_bug_answers_forgotten_sessions() -> None:
     policy = Breaking()
     policy.at_result = 1
     with running(Gate(), policy=policy) as (worker, inbox, _):
@@ -246,7 +246,7 @@ def test_a_bug_answers_also_what_the_engine_has_just_forgotten() -> None:
         assert inbox.ended[2] is FinishReason.LENGTH
 
 
-def test_a_step_that_cannot_follow_takes_nothing_from_the_one_before() -> None:
+def test_worker_with_failing_schedule_publishes_the_step_before() -> None:
     model, policy = Gate(), Breaking()
     policy.at_schedule = 1
     with running(model, policy=policy) as (worker, inbox, _):
@@ -260,7 +260,7 @@ def test_a_step_that_cannot_follow_takes_nothing_from_the_one_before() -> None:
         assert all(isinstance(inbox.ended[i], InternalError) for i in (0, 1))
 
 
-def test_two_bugs_at_once_end_their_requests_and_not_the_thread() -> None:
+def test_worker_with_two_bugs_goes_on() -> None:
     policy = Breaking()
     policy.at_schedule = policy.at_result = 1  # of the second step, and of the first
     with running(Gate(), policy=policy) as (worker, inbox, _):
@@ -272,7 +272,7 @@ def test_two_bugs_at_once_end_their_requests_and_not_the_thread() -> None:
         assert inbox.ended[2] is FinishReason.LENGTH
 
 
-def test_a_bug_answers_also_what_was_to_be_taken_in_after() -> None:
+def test_worker_with_bug_answers_queued_submissions() -> None:
     model, policy = Gate(), Breaking()
     policy.at_submit = {2}
     with running(model, policy=policy) as (worker, inbox, _):
@@ -297,7 +297,7 @@ class Torn(Policy):
         raise RuntimeError("a bug")
 
 
-def test_an_engine_whose_books_are_broken_ends_what_runs_and_takes_no_more() -> None:
+def test_worker_with_broken_books_breaks_down() -> None:
     config = replace(CONFIG, num_pages=16, max_model_len=64)
     model, inbox = Gate(config), Inbox()
     worker = EngineWorker(lambda: Engine(model, config, policy=Torn(4)), inbox)
@@ -314,7 +314,7 @@ def test_an_engine_whose_books_are_broken_ends_what_runs_and_takes_no_more() -> 
     worker.stop(BOUND_S)
 
 
-def test_a_step_is_published_while_the_next_is_in_flight() -> None:
+def test_worker_publishes_a_step_while_the_next_is_in_flight() -> None:
     diary: list[str] = []
 
     class Reader(Inbox):
@@ -334,7 +334,7 @@ def test_a_step_is_published_while_the_next_is_in_flight() -> None:
     assert all(gap is not None and gap > 0 for gap in gaps[1:])
 
 
-def test_events_without_a_step_are_published_though_no_step_follows(
+def test_worker_without_next_step_publishes_events(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Hidden states that waited for room: the draft that the next step waits for needs them."""
@@ -342,11 +342,11 @@ def test_events_without_a_step_are_published_though_no_step_follows(
         due = threading.Event()
         collect = engine.collect
 
-        def with_states() -> bool:
-            if not collect() and due.is_set():
+        def with_states() -> None:
+            collect()
+            if due.is_set():
                 due.clear()
-                engine._events = StepEvents((), (), None)
-            return engine._events is not None or engine._unsettled is not None
+                engine._failed = StepEvents((), (), None)
 
         monkeypatch.setattr(engine, "collect", with_states)
         due.set()
@@ -356,7 +356,7 @@ def test_events_without_a_step_are_published_though_no_step_follows(
         inbox.wait(lambda inbox: any(events.timings is None for events in inbox.steps))
 
 
-def test_build_errors_reach_the_caller() -> None:
+def test_worker_start_raises_build_errors() -> None:
     def build() -> Engine:
         raise ConfigError("no such model")
 
@@ -368,7 +368,7 @@ def test_build_errors_reach_the_caller() -> None:
         worker.submit(request(1))
 
 
-def test_a_build_that_takes_too_long() -> None:
+def test_worker_start_with_slow_build_times_out() -> None:
     release = threading.Event()
 
     def build() -> Engine:
@@ -382,7 +382,7 @@ def test_a_build_that_takes_too_long() -> None:
     worker.stop(BOUND_S)
 
 
-def test_stop_while_a_row_waits_for_its_draft() -> None:
+def test_worker_stop_does_not_wait_for_drafts() -> None:
     with running(Gate(), policy=Policy(4, max_wait_s=3600)) as (worker, inbox, _):
         worker.submit(request(1))
         worker.set_drafting(1, DraftOffer("a", 4))
@@ -403,7 +403,7 @@ class AloneOnly(Policy):
         return frozenset(range(2, 10))
 
 
-def test_whether_drafts_are_wanted_depends_on_how_many_requests_there_are() -> None:
+def test_worker_drafting_depends_on_the_number_of_requests() -> None:
     model = Gate()
     with running(model, policy=AloneOnly(4)) as (worker, inbox, _):
         model.open.clear()
@@ -417,7 +417,7 @@ def test_whether_drafts_are_wanted_depends_on_how_many_requests_there_are() -> N
         assert worker.drafting
 
 
-def test_stop_gives_up_on_a_forward_that_hangs() -> None:
+def test_worker_stop_with_hung_forward_times_out() -> None:
     model = Gate()
     with running(model) as (worker, _, _):
         model.open.clear()
@@ -432,7 +432,7 @@ def until_hung(worker: EngineWorker, timeout_s: float) -> None:
     asyncio.run(asyncio.wait_for(worker.until_hung(), timeout_s))
 
 
-def test_a_forward_that_hangs_ends_what_runs_and_takes_no_more(
+def test_worker_with_hung_forward_breaks_down(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(watchdog, "PATIENCE_S", 0.2)
@@ -451,7 +451,7 @@ def test_a_forward_that_hangs_ends_what_runs_and_takes_no_more(
     assert "the receiver of events failed" not in caplog.text
 
 
-def test_an_engine_without_work_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_without_work_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "PATIENCE_S", 0.1)
     with running(Gate()) as (worker, inbox, _):
         worker.submit(request(1))
@@ -461,7 +461,7 @@ def test_an_engine_without_work_does_not_hang(monkeypatch: pytest.MonkeyPatch) -
         assert worker.running
 
 
-def test_an_engine_worker_is_a_drafting_engine() -> None:
+def test_worker_is_a_drafting_engine() -> None:
     with running(Gate()) as (worker, _, engine):
         outside: DraftingEngine = worker  # mypy checks these assignments
         colocating: ColocatingEngine = worker
@@ -477,7 +477,7 @@ def draft(session_id: int, base_len: int, token_ids: TokenIds) -> PostedBlock:
     return PostedBlock(session_id, tree, "a", 100, time.perf_counter(), "ngram")
 
 
-def test_a_block_wakes_the_row_that_waits_for_it() -> None:
+def test_worker_with_posted_block_wakes_the_waiting_row() -> None:
     model = Gate()
     with running(model, policy=Policy(4, max_wait_s=3600)) as (worker, inbox, _):
         r = request(5, max_tokens=4)
@@ -496,7 +496,7 @@ def test_a_block_wakes_the_row_that_waits_for_it() -> None:
         assert stats.proposer_ids == ("a",)
 
 
-def test_blocks_that_come_together_are_used_by_one_step() -> None:
+def test_worker_with_blocks_posted_together_uses_one_step() -> None:
     model = Gate()
     with running(model, policy=Policy(4, max_wait_s=3600)) as (worker, inbox, _):
         blocks = []
@@ -512,7 +512,7 @@ def test_blocks_that_come_together_are_used_by_one_step() -> None:
         assert len(inbox.steps[-1].commits) == 8
 
 
-def test_a_proposer_that_leaves_releases_the_row() -> None:
+def test_worker_when_proposer_leaves_releases_the_row() -> None:
     with running(Gate(), policy=Policy(4, max_wait_s=3600)) as (worker, inbox, _):
         worker.submit(request(5))
         worker.set_drafting(5, DraftOffer("a", 4))
@@ -522,7 +522,7 @@ def test_a_proposer_that_leaves_releases_the_row() -> None:
         assert inbox.ended[5] is FinishReason.LENGTH
 
 
-def test_a_full_queue_refuses_and_frees_up_again() -> None:
+def test_worker_with_full_queue_refuses_until_it_empties() -> None:
     config = EngineConfig(
         page_size=4, num_pages=64, max_model_len=64, max_num_seqs=2, max_waiting=3
     )
@@ -539,7 +539,7 @@ def test_a_full_queue_refuses_and_frees_up_again() -> None:
         inbox.wait(lambda box: 99 in box.ended)
 
 
-def test_an_abort_storm_leaves_nothing_behind() -> None:
+def test_worker_after_many_aborts_holds_nothing() -> None:
     with running(Gate()) as (worker, inbox, _):
         for i in range(300):
             worker.submit(request(i, max_tokens=40))
@@ -552,7 +552,7 @@ def test_an_abort_storm_leaves_nothing_behind() -> None:
         assert all(inbox.ended[i] is FinishReason.LENGTH for i in kept)
 
 
-def test_requests_that_can_never_work_are_refused() -> None:
+def test_worker_refuses_impossible_requests() -> None:
     with running(Gate()) as (worker, _, _):
         with pytest.raises(InvalidRequestError, match="below 32"):
             worker.submit(Request(1, (5, 32), GREEDY))
@@ -565,7 +565,7 @@ def test_requests_that_can_never_work_are_refused() -> None:
             worker.submit(request(2))
 
 
-def test_a_receiver_that_raises_does_not_stop_the_engine() -> None:
+def test_worker_with_raising_receiver_goes_on() -> None:
     ended = threading.Event()
 
     def receive(events: StepEvents) -> None:

@@ -25,7 +25,6 @@ from outrider.engine.policy.base import Policy
 from outrider.engine.rounds import Drafting
 from outrider.engine.runner import Pending, Runner
 from outrider.engine.sampling.coupled import SamplingBatch
-from outrider.engine.sampling.verification_rules import is_coupled
 from outrider.engine.sampling.verify import choose_and_verify
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import ScheduledRow, Step, StepResult
@@ -121,7 +120,7 @@ def make_row(
     seq.block_table = [pages.pop() for _ in range(min(needed, len(pages)))]
     while len(seq.block_table) * PAGE_SIZE < start + len(tokens):
         start -= 1
-    plain = is_coupled(seq.request) and not seq.edits_logits
+    plain = seq.request.verification_rule is VerificationRule.COUPLED and not seq.edits_logits
     parents: tuple[int, ...] = ()
     if trees and plain and num_drafts and rng.random() < 0.7:
         parents = tuple(rng.randint(-1, i - 1) for i in range(num_drafts))

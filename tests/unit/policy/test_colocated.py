@@ -45,7 +45,7 @@ def test_their_time_counts_though_they_are_hits(colocated: bool) -> None:
             time.sleep(DRAFT_S)
             draft = DraftTree.chain(length, text[length : length + 4])
             engine.post_block(PostedBlock(1, draft, "here", round(DRAFT_S * 1e6)))
-        engine.take_events()
+        engine.finalize_step()
     assert drafting.hit, "it was there"
     assert (drafting.hit_share > 0.5) != colocated
     assert (drafting.free_tokens > 1) != colocated

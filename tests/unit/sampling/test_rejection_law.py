@@ -245,13 +245,13 @@ CASES: dict[str, tuple[Drafts, int, SamplingParams]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rejection_emits_the_targets_law(case: str) -> None:
+def test_rejection_emits_the_target_distribution(case: str) -> None:
     drafts, k, params = CASES[case]
     statistic, limit = chi_square(run(requests_with(params, REJECTION), drafts, k), params)
     assert statistic < limit
 
 
-def test_rejection_trusts_what_the_proposer_says_of_its_draws() -> None:
+def test_rejection_with_wrong_draft_probs_is_biased() -> None:
     """And coupled does not: docs/sampling.md warns of it. The test above can fail."""
     params = SamplingParams(1.0)
 
@@ -268,7 +268,7 @@ def test_rejection_trusts_what_the_proposer_says_of_its_draws() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 3])
-def test_rows_of_different_rules_do_not_affect_each_other(k: int) -> None:
+def test_rules_in_one_batch_are_independent(k: int) -> None:
     samplings = (SamplingParams(0.0), SamplingParams(1.0), SamplingParams(0.7, top_p=0.7))
     requests = [
         Request(
@@ -295,7 +295,7 @@ def test_rows_of_different_rules_do_not_affect_each_other(k: int) -> None:
     assert lossy, "the lossy rules never took a draft that the target did not choose"
 
 
-def test_a_constraint_rejects_what_was_drawn_and_does_not_leave_it_out() -> None:
+def test_rejection_with_constraint_rejects_forbidden_draws() -> None:
     """Half of what is drafted is forbidden; were it left out, its place would be drawn anew."""
     tokenizer = byte_tokenizer()
     zero, one, other = (tokenizer.token_to_id(text) for text in "01x")

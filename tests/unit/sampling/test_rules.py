@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.draft_tree import DraftProbs
+from outrider.engine.batch import grouped
 from outrider.engine.sampling import verification_rules as rules
 from outrider.engine.sampling.coupled import (
     Lane,
@@ -23,7 +24,7 @@ from outrider.engine.sampling.coupled import (
     token_noise,
     uniforms,
 )
-from outrider.engine.sampling.verification_rules import RuledRow
+from outrider.engine.sampling.verification_rules import DraftedRow
 from outrider.params import SamplingParams, SpeculationParams, Verification, VerificationRule
 from outrider.types import Request
 from tests.unit.sampling.test_sampling import chi_square_limit
@@ -31,7 +32,7 @@ from tests.unit.sampling.test_sampling import chi_square_limit
 REJECTION = Verification(VerificationRule.REJECTION)
 
 
-def draws(logits: Tensor, rows: Sequence[RuledRow]) -> Tensor:
+def draws(logits: Tensor, rows: Sequence[DraftedRow]) -> Tensor:
     """What the target draws where it does not look at the drafts, as the runner does it."""
     places = [(row, row.position + i) for row in rows for i in range(len(row.draft) + 1)]
     lanes = [
@@ -44,7 +45,7 @@ def draws(logits: Tensor, rows: Sequence[RuledRow]) -> Tensor:
     return sample(logits, batch)
 
 
-def defined(logits: Tensor, row: RuledRow, drawn: list[int]) -> list[int]:
+def defined(logits: Tensor, row: DraftedRow, drawn: list[int]) -> list[int]:
     """A row's choices by the definitions; logits [len(draft) + 1, vocab]."""
     count, seed = len(row.draft), row.sampling.seed
     batch = SamplingBatch.build([row.sampling] * (count + 1), range(count + 1))
@@ -93,7 +94,7 @@ verifications = st.builds(
 
 
 @st.composite
-def ruled_rows(draw: st.DrawFn) -> RuledRow:
+def drafted_rows(draw: st.DrawFn) -> DraftedRow:
     draft = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6).map(tuple))
     probs: list[DraftProbs | None] = []
     for token in draft:
@@ -101,7 +102,7 @@ def ruled_rows(draw: st.DrawFn) -> RuledRow:
         weights = [draw(st.integers(1, 9)) for _ in others]
         sparse = DraftProbs(tuple(others), tuple(w / sum(weights) for w in weights))
         probs.append(draw(st.sampled_from((sparse, sparse, None))))
-    return RuledRow(
+    return DraftedRow(
         first=0,
         draft=draft,
         draft_probs=draw(st.sampled_from(((), tuple(probs)))),
@@ -113,17 +114,17 @@ def ruled_rows(draw: st.DrawFn) -> RuledRow:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
-    rows=st.lists(ruled_rows(), min_size=1, max_size=5),
+    rows=st.lists(drafted_rows(), min_size=1, max_size=5),
     seed=st.integers(0, 10**6),
     at_once=st.sampled_from((VOCAB, 4 * VOCAB, 10**6)),
 )
-def test_the_batched_rules_equal_their_definitions(
-    rows: list[RuledRow], seed: int, at_once: int
+def test_apply_rules_equals_the_definitions(
+    rows: list[DraftedRow], seed: int, at_once: int
 ) -> None:
     first, placed = 0, []
     for row in rows:
         placed.append(
-            RuledRow(
+            DraftedRow(
                 first, row.draft, row.draft_probs, row.position, row.sampling, row.verification
             )
         )
@@ -141,12 +142,13 @@ def test_the_batched_rules_equal_their_definitions(
     assert drawn.tolist() == expected
 
 
-def test_as_many_places_are_held_at_once_as_are_allowed() -> None:
+def test_grouped_by_draft_length_fills_each_group() -> None:
     """A place holds a vocabulary of probabilities: memory must not grow with the batch."""
     sizes = (2, 3, 1, 7, 2, 2, 1)
-    rows = [RuledRow(0, (1,) * size, (), 1, SamplingParams(), REJECTION) for size in sizes]
+    rows = [DraftedRow(0, (1,) * size, (), 1, SamplingParams(), REJECTION) for size in sizes]
     for most in range(1, 20):
-        parts = [[len(row.draft) for row in part] for part in rules._parts(rows, most)]
+        groups = grouped(rows, lambda row: len(row.draft), most)
+        parts = [[len(row.draft) for row in part] for part in groups]
         assert [size for part in parts for size in part] == [*sizes]
         assert all(sum(part) <= most or len(part) == 1 for part in parts)
         assert all(sum(part) + after[0] > most for part, after in pairwise(parts)), "and no fewer"
@@ -172,7 +174,7 @@ def emitted_first(params: SamplingParams, width: int, n: int, lane: Lane = Lane.
     drafted = top.indices[(probs.double().log() + noise).argmax(dim=1)].tolist()
     drawn_from = DraftProbs(tuple(top.indices.tolist()), tuple(probs.tolist()))
     rows = [
-        RuledRow(
+        DraftedRow(
             2 * i,
             (token,),
             (drawn_from,) if width else (),
@@ -202,20 +204,20 @@ def chi_square(tokens: Tensor, params: SamplingParams) -> tuple[float, float]:
 
 @pytest.mark.parametrize("width", [0, 3, 16], ids="{} tokens".format)
 @pytest.mark.parametrize("params", CUTS.values(), ids=CUTS)
-def test_rejection_keeps_the_targets_law(params: SamplingParams, width: int) -> None:
+def test_rejection_keeps_the_target_distribution(params: SamplingParams, width: int) -> None:
     statistic, limit = chi_square(emitted_first(params, width, 10_000), params)
     assert statistic < limit
 
 
 @pytest.mark.parametrize("lane", list(Lane))
-def test_only_the_scorers_own_noise_would_break_the_law(lane: Lane) -> None:
+def test_rejection_with_shared_noise_is_biased(lane: Lane) -> None:
     """Why lanes are apart; and the test above can fail."""
     params = CUTS["all"]
     statistic, limit = chi_square(emitted_first(params, 16, 10_000, lane), params)
     assert (statistic > limit) == (lane in (Lane.ACCEPT, Lane.RECOVER))
 
 
-def test_lanes_are_independent() -> None:
+def test_uniforms_of_lanes_are_independent() -> None:
     n, cells = 40_000, 8
     positions = torch.arange(n)
     columns = [
@@ -229,22 +231,23 @@ def test_lanes_are_independent() -> None:
             assert statistic < chi_square_limit(cells**2 - 1)
 
 
-def test_a_residual_without_mass_falls_back_to_the_target() -> None:
+def test_rejection_without_residual_draws_from_the_target() -> None:
     """The draft claims more than there is, everywhere that the target can go."""
     params = SamplingParams(seed=3, top_k=1)
     logits = torch.tensor([[0.0, 5.0, 1.0]]).repeat(2, 1)
-    row = RuledRow(0, (2,), (DraftProbs((1, 2), (0.999999, 1e-6)),), 7, params, REJECTION)
+    row = DraftedRow(0, (2,), (DraftProbs((1, 2), (0.999999, 1e-6)),), 7, params, REJECTION)
     drawn = draws(logits, [row])
     rules.apply_rules(logits, [row], drawn)
     assert drawn.tolist() == [1, 1]
     assert rules.rejection(2, row.draft_probs[0], [0.0, 0.999, 0.0], 0.5, [0.0] * 3) == 1
 
 
-def test_what_is_recovered_is_what_the_draft_lacks_however_little() -> None:
+def test_rejection_with_tiny_residual_recovers_from_it() -> None:
     """The draft has a hundredth too much of token 0, and too little of token 3."""
     n, drawn_from = 1000, DraftProbs((0, 1, 2, 3), (0.26, 0.25, 0.25, 0.24))
     rows = [
-        RuledRow(2 * i, (0,), (drawn_from,), 7, SamplingParams(seed=i), REJECTION) for i in range(n)
+        DraftedRow(2 * i, (0,), (drawn_from,), 7, SamplingParams(seed=i), REJECTION)
+        for i in range(n)
     ]
     logits = torch.zeros(2 * n, 4)
     drawn = draws(logits, rows)
@@ -254,23 +257,21 @@ def test_what_is_recovered_is_what_the_draft_lacks_however_little() -> None:
     assert 15 < counts[3] < 70, "one in 26 is rejected"
 
 
-def test_the_same_drafts_give_the_same_tokens() -> None:
+def test_rejection_with_same_drafts_is_deterministic() -> None:
     once, again = (emitted_first(CUTS["all"], 3, 100) for _ in range(2))
     assert torch.equal(once, again)
 
 
-def test_without_randomness_every_rule_is_coupled() -> None:
+def test_verification_rule_when_greedy_is_coupled() -> None:
     for rule in VerificationRule:
         speculation = SpeculationParams(verification=Verification(rule))
         for temperature in (0.0, 0.7):
             request = Request(1, (1,), SamplingParams(temperature), speculation=speculation)
             coupled = temperature == 0.0 or rule is VerificationRule.COUPLED
-            assert (rules.rule_of(request) is VerificationRule.COUPLED) == coupled
-            lane = Lane.RECOVER if rules.rule_of(request).value == "rejection" else Lane.SHARED
-            assert rules.lane_of(request) is lane
+            assert request.verification_rule is (VerificationRule.COUPLED if coupled else rule)
 
 
-def test_typical_by_hand() -> None:
+def test_typical_equals_numbers_worked_by_hand() -> None:
     flat, sharp = [0.25] * 4, [0.97, 0.01, 0.01, 0.01]
     # exp(-H): 0.25, and about 0.85.
     assert rules.typical(3, flat, 0, epsilon=0.09, alpha=0.3) == 3, "0.25 > 0.075"
@@ -279,7 +280,7 @@ def test_typical_by_hand() -> None:
     assert rules.typical(0, sharp, 2, epsilon=0.09, alpha=0.3) == 0
 
 
-def test_top_p_window_by_hand() -> None:
+def test_top_p_window_equals_numbers_worked_by_hand() -> None:
     best = [0.0, 0.5, 0.3, 0.2]  # candidates 1 and 2
     probs = [best] * 4
 

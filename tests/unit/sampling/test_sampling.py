@@ -47,7 +47,7 @@ def noise(seed: int, position: int, vocab_size: int) -> Tensor:
     return gumbel_noise(seed_keys([seed]), torch.tensor([position]), vocab_size)[0]
 
 
-def test_the_documents_vectors_hold() -> None:
+def test_gumbel_noise_equals_the_documented_vectors() -> None:
     rows = re.findall(
         r"^\| (\d+) \| (\d+) \| (\d+) \| (0x\w+) \| (\S+) \|$", DOCUMENT.read_text(), re.MULTILINE
     )
@@ -58,7 +58,7 @@ def test_the_documents_vectors_hold() -> None:
         assert drawn == pytest.approx(float(g), abs=1e-11)
 
 
-def test_the_documents_lanes_hold() -> None:
+def test_seed_keys_of_lanes_equal_the_documented_vectors() -> None:
     rows = re.findall(
         r"^\| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (0x\w+) \| (\S+) \| (\S+) \|$",
         DOCUMENT.read_text(),
@@ -76,7 +76,7 @@ def test_the_documents_lanes_hold() -> None:
 
 
 @given(seed=st.integers(0, 2**64 - 1), position=st.integers(0, 2**31 - 1))
-def test_noise_is_the_documented_function(seed: int, position: int) -> None:
+def test_gumbel_noise_equals_the_documented_function(seed: int, position: int) -> None:
     drawn = noise(seed, position, 50)
     for token in (0, 1, 49):
         u = (documented_hash(seed, position, token) + 0.5) / 2**32
@@ -102,9 +102,7 @@ def chi_square_limit(degrees: int) -> float:
     ids=str,
 )
 @pytest.mark.parametrize("over", ["seeds", "positions"])
-def test_draws_follow_the_softmax_of_the_processed_logits(
-    params: SamplingParams, over: str
-) -> None:
+def test_sample_follows_the_softmax_of_processed_logits(params: SamplingParams, over: str) -> None:
     n, vocab = 40_000, 20
     logits = torch.linspace(2.0, -2.5, vocab).roll(7)[None]
     settings_of = [
@@ -129,7 +127,7 @@ def test_draws_follow_the_softmax_of_the_processed_logits(
     assert statistic < chi_square_limit(int(possible.sum()) - 1)
 
 
-def test_consecutive_draws_are_independent() -> None:
+def test_sample_at_consecutive_positions_is_independent() -> None:
     n, vocab = 50_000, 4
     batch = SamplingBatch.build([SamplingParams(seed=7)] * n, range(n))
     drawn = sample(torch.zeros(n, vocab), batch)
@@ -166,7 +164,7 @@ def naive_keep(logits: list[float], params: SamplingParams) -> set[int]:
     top_p=st.sampled_from((0.01, 0.5, 0.95, 1.0)),
     min_p=st.sampled_from((0.0, 0.03, 1.0)),
 )
-def test_cuts_match_their_definition(
+def test_process_logits_equals_the_definition(
     seed: int, vocab: int, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     params = SamplingParams(temperature, top_k, top_p, min_p)
@@ -201,13 +199,15 @@ def test_cuts_match_their_definition(
     ids=str,
 )
 @pytest.mark.parametrize("others", [0, 1000], ids="{} tokens that hardly are".format)
-def test_cuts_by_hand(params: SamplingParams, kept: int, others: int) -> None:
+def test_process_logits_equals_numbers_worked_by_hand(
+    params: SamplingParams, kept: int, others: int
+) -> None:
     logits = torch.tensor([0.5, 0.3, 0.08, 0.08, 0.04, *[1e-9] * others]).log()
     processed = process_logits(logits[None], SamplingBatch.build([params], [0]))[0]
     assert (processed > -torch.inf).nonzero().flatten().tolist() == [*range(kept)]
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
+def test_sample_rows_are_independent() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(64, 700, generator=generator) * 2
     choices = (
@@ -226,13 +226,13 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     assert together.tolist() == alone
 
 
-def test_greedy_is_plain_argmax() -> None:
+def test_sample_when_greedy_is_argmax() -> None:
     logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(1))
     batch = SamplingBatch.build([SamplingParams(temperature=0.0, seed=5, top_k=2)] * 8, range(8))
     assert torch.equal(sample(logits, batch), logits.argmax(-1))
 
 
-def test_two_models_agree_more_often_than_independent_draws_would() -> None:
+def test_sample_of_two_models_agrees_by_coupling() -> None:
     n, vocab = 20_000, 16
     generator = torch.Generator().manual_seed(2)
     target = torch.randn(1, vocab, generator=generator)

@@ -19,7 +19,7 @@ from outrider.engine.tree_mask import depths
 from outrider.types import Request, TokenKind
 
 
-def test_the_longest_common_prefix_is_accepted() -> None:
+def test_verify_accepts_the_longest_common_prefix() -> None:
     for length in range(4):
         for draft in product(range(3), repeat=length):
             for choices in product(range(3), repeat=length + 1):
@@ -42,7 +42,7 @@ rows = st.lists(
 
 @settings(max_examples=1000, deadline=None, derandomize=True)
 @given(rows=rows)
-def test_the_fast_one_equals_the_readable_one(rows: list[tuple[list[int], list[int]]]) -> None:
+def test_verify_rows_equals_verify(rows: list[tuple[list[int], list[int]]]) -> None:
     width = max(len(choices) for _, choices in rows)
     drafts = torch.tensor([(draft + [-1] * width)[: width - 1] for draft, _ in rows])
     choices = torch.tensor([(chosen + [0] * width)[:width] for _, chosen in rows])
@@ -58,7 +58,7 @@ def _paths(parents: tuple[int, ...]) -> list[tuple[int, ...]]:
     return paths
 
 
-def test_the_longest_path_of_a_tree_that_the_target_chooses_is_accepted() -> None:
+def test_verify_tree_accepts_the_chosen_path() -> None:
     """By all trees of up to three nodes over two tokens, and all choices."""
     for size in range(4):
         for parents in product(*(range(-1, i) for i in range(size))):
@@ -76,7 +76,7 @@ def test_the_longest_path_of_a_tree_that_the_target_chooses_is_accepted() -> Non
                         assert accepted == max(right, key=len)
 
 
-def test_a_chain_is_a_tree() -> None:
+def test_verify_tree_of_a_chain_equals_verify() -> None:
     for size in range(4):
         for drafts in product(range(2), repeat=size):
             for choices in product(range(2), repeat=size + 1):
@@ -99,7 +99,7 @@ trees = st.lists(
 
 @settings(max_examples=1000, deadline=None, derandomize=True)
 @given(rows=trees)
-def test_the_fast_walk_equals_the_readable_one(
+def test_verify_trees_equals_verify_tree(
     rows: list[tuple[list[int], tuple[int, ...], list[int]]],
 ) -> None:
     width = max(len(drafts) for drafts, _, _ in rows)
@@ -121,7 +121,7 @@ def test_the_fast_walk_equals_the_readable_one(
     committed=st.lists(st.integers(1, 9), min_size=6, max_size=6),
     pages=st.randoms(use_true_random=False).map(lambda rng: rng.sample(range(36), 36)),
 )
-def test_what_is_accepted_of_every_row_moves_to_its_place_in_the_text(
+def test_walk_trees_moves_accepted_nodes_to_the_text(
     rows: list[tuple[list[int], tuple[int, ...], list[int]]],
     committed: list[int],
     pages: list[int],
@@ -159,7 +159,7 @@ def test_what_is_accepted_of_every_row_moves_to_its_place_in_the_text(
         first += count
 
 
-def test_kinds() -> None:
+def test_token_kinds_by_round() -> None:
     accepted, plain = TokenKind.ACCEPTED, TokenKind.PLAIN
     assert token_kinds(0, 0, 1) == (plain,)
     assert token_kinds(2, 2, 3) == (accepted, accepted, TokenKind.BONUS)

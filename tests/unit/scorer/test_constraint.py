@@ -226,7 +226,7 @@ def test_constraint_seen_by_other_requests_ends_no_request() -> None:
 
     bystander = compiler.editor(constraint, StopParams())
     bystander.commit(some(40))
-    first = compiler._compiled(constraint)
+    first = compiler.compiled(constraint)
     for _ in range(40):
         edited = compiler.editor(constraint, StopParams())
         for _ in range(200):
@@ -234,7 +234,7 @@ def test_constraint_seen_by_other_requests_ends_no_request() -> None:
             edited.commit(some(1))
             assert edited.finish(None) is None
             assert edited.error is None
-    assert compiler._compiled(constraint) is not first, "it was full"
+    assert compiler.compiled(constraint) is not first, "it was full"
     for _ in range(40):
         assert masked(bystander, some(8)).isfinite().sum(dim=1).min() >= 2
         bystander.commit(some(1))

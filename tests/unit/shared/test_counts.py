@@ -29,7 +29,7 @@ class CountingWorld(World):
 
 @pytest.mark.parametrize("kind", [Policy, AdaptivePolicy])
 @pytest.mark.parametrize("max_branches", [0, 8])
-def test_sums_over_steps_are_sums_over_requests(kind: type[Policy], max_branches: int) -> None:
+def test_step_counts_sum_to_request_stats(kind: type[Policy], max_branches: int) -> None:
     policy = kind(4)
     config = EngineConfig(
         page_size=4,

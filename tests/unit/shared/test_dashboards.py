@@ -14,13 +14,13 @@ from tests.support.promql import DASHBOARDS, ROOT, dashboard_queries, rule_queri
 ALERTS = [rule for rule in rules() if "alert" in rule]
 
 
-def test_the_committed_dashboards_are_the_generated_ones() -> None:
+def test_dashboards_equal_the_generated_ones() -> None:
     committed = {path.name: path.read_text() for path in DASHBOARDS.glob("*.json")}
     assert committed == rendered(), "run `make dashboards`"
 
 
 @pytest.mark.parametrize("name", rendered())
-def test_panels_lie_side_by_side(name: str) -> None:
+def test_dashboard_panels_do_not_overlap(name: str) -> None:
     cells: Counter[tuple[int, int]] = Counter()
     for panel in json.loads(rendered()[name])["panels"]:
         at = panel["gridPos"]
@@ -30,7 +30,7 @@ def test_panels_lie_side_by_side(name: str) -> None:
     assert max(cells.values()) == 1
 
 
-def test_every_query_is_promql_over_our_metrics() -> None:
+def test_dashboard_queries_are_valid_promql() -> None:
     queries = dashboard_queries() + rule_queries()
     assert len(queries) > 70
     for query in queries:
@@ -40,7 +40,7 @@ def test_every_query_is_promql_over_our_metrics() -> None:
             assert selector.metric.startswith(("outrider:", "gen_ai_server_")), query
 
 
-def test_every_metric_is_shown() -> None:
+def test_dashboards_show_every_metric() -> None:
     text = (ROOT / "docs/operations.md").read_text()  # it has them all: tests/e2e/test_metrics.py
     metrics = re.findall(r"`((?:outrider:|gen_ai_)\w+)`", text)
     shown = {selector.metric for query in dashboard_queries() for selector in selectors(query.expr)}
@@ -49,7 +49,7 @@ def test_every_metric_is_shown() -> None:
     assert [m for m in metrics if not shown & {m + suffix for suffix in suffixes}] == []
 
 
-def test_every_panel_says_what_it_shows() -> None:
+def test_dashboard_panels_have_descriptions() -> None:
     for path in DASHBOARDS.glob("*.json"):
         for panel in json.loads(path.read_text())["panels"]:
             if panel["type"] != "row":
@@ -57,7 +57,7 @@ def test_every_panel_says_what_it_shows() -> None:
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
-def test_every_alert_has_a_runbook_and_a_test(alert: dict[str, object]) -> None:
+def test_alerts_have_a_runbook_and_a_test(alert: dict[str, object]) -> None:
     name, annotations = alert["alert"], alert["annotations"]
     assert isinstance(name, str)
     assert isinstance(annotations, dict)
@@ -68,6 +68,6 @@ def test_every_alert_has_a_runbook_and_a_test(alert: dict[str, object]) -> None:
     assert alert["labels"] in ({"severity": "ticket"}, {"severity": "page"})
 
 
-def test_no_runbook_is_left_over() -> None:
+def test_runbooks_all_belong_to_an_alert() -> None:
     headings = re.findall(r"^## (.*)$", (ROOT / "docs/runbooks.md").read_text(), re.MULTILINE)
     assert headings == [alert["alert"] for alert in ALERTS]

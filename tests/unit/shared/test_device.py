@@ -17,7 +17,7 @@ from proposer_service.config import ProposerConfig
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="others say no boot id")
-def test_all_processes_on_a_cpu_have_one_name_for_it() -> None:
+def test_device_name_on_cpu_is_the_same_for_all_processes() -> None:
     there = subprocess.check_output(
         [sys.executable, "-c", "from outrider.device import device_id; print(device_id('cpu'))"],
         text=True,
@@ -26,7 +26,7 @@ def test_all_processes_on_a_cpu_have_one_name_for_it() -> None:
     assert there.strip() == device_id("cpu") != ""
 
 
-def test_a_gpu_is_named_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_name_of_gpu_is_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     uuids = {"cuda": "GPU-0", "cuda:1": "GPU-1"}
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda name: SimpleNamespace(uuid=uuids[name])
@@ -34,14 +34,14 @@ def test_a_gpu_is_named_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [device_id(name) for name in uuids] == ["GPU-0", "GPU-1"]
 
 
-def test_a_machine_without_a_boot_id_is_unknown(
+def test_device_name_without_boot_id_is_unknown(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(device, "_BOOT_ID", tmp_path / "none")
     assert device_id("cpu") == ""
 
 
-def test_a_proposer_is_where_its_model_is() -> None:
+def test_device_name_of_proposer_is_its_models() -> None:
     on_gpu = DraftModelConfig(device="cuda")
     for methods, expected in (
         ((NgramConfig(),), "cpu"),

@@ -34,18 +34,18 @@ INFO = EngineInfo(
         ),
     ],
 )
-def test_tokens_that_do_not_exist(request_: Request, param: str) -> None:
+def test_engine_info_check_refuses_unknown_tokens(request_: Request, param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         INFO.check(request_)
     assert caught.value.param == param
 
 
-def test_a_prompt_without_room_for_a_token() -> None:
+def test_engine_info_check_refuses_a_full_context() -> None:
     with pytest.raises(PromptTooLongError):
         INFO.check(Request(1, (3,) * 8))
 
 
-def test_what_fits_is_taken() -> None:
+def test_engine_info_check_accepts_what_fits() -> None:
     advice = Advice((9, 0), references=((), (9,)))
     sampling = SamplingParams(logit_bias=((9, 1.0),))
     INFO.check(Request(1, (9,) * 7, sampling, speculation=SpeculationParams(advice=advice)))

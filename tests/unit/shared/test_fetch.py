@@ -107,7 +107,7 @@ def fetch(cache: Path, *args: str, **variables: str) -> subprocess.CompletedProc
     )
 
 
-def test_a_service_finds_offline_what_was_fetched(tmp_path: Path) -> None:
+def test_fetch_then_service_finds_it_offline(tmp_path: Path) -> None:
     with hub() as endpoint:
         fetched = fetch(tmp_path, "org/model", HF_ENDPOINT=endpoint)
     assert fetched.returncode == 0, fetched.stderr
@@ -120,7 +120,7 @@ def test_a_service_finds_offline_what_was_fetched(tmp_path: Path) -> None:
     assert offline.stdout == fetched.stdout, offline.stderr
 
 
-def test_a_tokenizer_comes_without_weights(tmp_path: Path) -> None:
+def test_fetch_tokenizer_comes_without_weights(tmp_path: Path) -> None:
     with hub() as endpoint:
         fetched = fetch(tmp_path, "org/model", "--tokenizer-only", HF_ENDPOINT=endpoint)
     assert fetched.returncode == 0, fetched.stderr
@@ -128,7 +128,7 @@ def test_a_tokenizer_comes_without_weights(tmp_path: Path) -> None:
     assert names == {"config.json", "tokenizer.json"}
 
 
-def test_a_module_comes_with_what_it_shares_with_its_target(tmp_path: Path) -> None:
+def test_fetch_module_comes_with_shared_weights(tmp_path: Path) -> None:
     wanted = ("org/module", "--module-of", "org/parts")
     with hub() as endpoint:
         fetched = fetch(tmp_path, *wanted, HF_ENDPOINT=endpoint)
@@ -143,7 +143,7 @@ def test_a_module_comes_with_what_it_shares_with_its_target(tmp_path: Path) -> N
     assert offline.stdout == fetched.stdout, offline.stderr
 
 
-def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
+def test_fetch_missing_model_prints_one_line(tmp_path: Path) -> None:
     with hub() as endpoint:
         done = fetch(tmp_path, "org/other", HF_ENDPOINT=endpoint)
     assert done.returncode == 2
@@ -182,13 +182,13 @@ def downloading(cache: Path, *args: str) -> Iterator[subprocess.Popen[str]]:
         (["gateway", "--model=org/model", "--scorer=127.0.0.1:1"], 0),
     ],
 )
-def test_what_downloads_ends_at_sigterm(args: list[str], code: int, tmp_path: Path) -> None:
+def test_fetch_on_sigterm_ends(args: list[str], code: int, tmp_path: Path) -> None:
     with downloading(tmp_path, *args) as process:
         process.terminate()
         assert process.wait(10) == code
 
 
-def test_a_download_counts_as_a_part_of_the_start(tmp_path: Path) -> None:
+def test_download_counts_as_part_of_the_start(tmp_path: Path) -> None:
     with downloading(
         tmp_path, "scorer_service", "--model=org/model", "--start-timeout=0.5"
     ) as process:

@@ -30,7 +30,7 @@ async def hangs(dog: Watchdog) -> bool:
     return True
 
 
-async def test_a_piece_of_work_without_end_hangs(caplog: pytest.LogCaptureFixture) -> None:
+async def test_watchdog_with_endless_work_reports_a_hang(caplog: pytest.LogCaptureFixture) -> None:
     end = threading.Event()
 
     def wait_in_vain() -> None:
@@ -48,7 +48,7 @@ async def test_a_piece_of_work_without_end_hangs(caplog: pytest.LogCaptureFixtur
     assert "in wait_in_vain" in caplog.text, "where"
 
 
-async def test_work_that_goes_on_does_not_hang() -> None:
+async def test_watchdog_with_ending_work_reports_nothing() -> None:
     dog = new()
 
     async def work() -> None:
@@ -61,9 +61,9 @@ async def test_work_that_goes_on_does_not_hang() -> None:
     working.cancel()
 
 
-async def test_a_thread_that_has_nothing_to_do_does_not_hang() -> None:
+async def test_watchdog_while_idle_reports_nothing() -> None:
     dog = new()
     assert not await hangs(dog)
     dog.work()
-    dog.rest()
+    dog.idle()
     assert not await hangs(dog)
