@@ -25,6 +25,7 @@ from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, HiddenStateSt
 from outrider.engine.model.parallel.ranks import RankGroup, Ranks
 from outrider.engine.policy.adaptive import AdaptivePolicy
 from outrider.engine.policy.base import Policy
+from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.worker import EngineWorker
 from outrider.errors import ConfigError, DeadlineError, InternalError
 from outrider.models.resolve import resolve_model
@@ -54,7 +55,8 @@ _STOP_TIMEOUT_S = 1.0
 _POLICIES: dict[str, Callable[[int], Policy]] = {
     "adaptive": AdaptivePolicy,
     # Longer than a draft takes on a busy machine: what is to be compared is not to come late.
-    "fixed": partial(Policy, max_wait_s=1.0),
+    "fixed": partial(FixedPolicy, max_wait_s=1.0),
+    "off": lambda _: FixedPolicy(0),
 }
 
 
@@ -247,7 +249,7 @@ def build_engine(
     )
     policy = _POLICIES[options.speculation_policy](options.num_speculative_tokens)
     for rows, tokens, seconds in step_times:
-        policy.observe_step(rows, tokens, seconds)
+        policy.measured.costs.observe_step(rows, tokens, seconds)
     pool = model.pools.features
     ahead = 0 if options.device == "cpu" else MAX_AHEAD_BYTES
     engine = Engine(

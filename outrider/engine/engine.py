@@ -10,13 +10,15 @@ from dataclasses import dataclass, replace
 
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
-from outrider.engine.accounting import Arrived, Committed, Emitted, count_block, settle
+from outrider.engine.accounting import Committed, Emitted, finalize_step
 from outrider.engine.batch import Model
 from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.policy.adaptive import AdaptivePolicy
 from outrider.engine.policy.base import Policy
-from outrider.engine.policy.mode import DraftMode
+from outrider.engine.policy.draft_mode import DraftMode
+from outrider.engine.policy.row import AttachedProposer
+from outrider.engine.policy.tracker import ArrivedBlock
 from outrider.engine.rounds import USEFUL, BlockFate
 from outrider.engine.runner import Pending, Runner, StepRunner
 from outrider.engine.sampling.constraint import ConstraintEditor
@@ -84,6 +86,7 @@ class Engine:
         self._policy = policy or AdaptivePolicy(config.num_speculative_tokens)
         self._pool = BlockPool(config.num_pages, enable_prefix_caching=config.enable_prefix_caching)
         self._scheduler = Scheduler(config, self._policy, self._pool)
+        self._tracker = self._scheduler.tracker
         self._set_aside: tuple[int, ...] = ()  # by the step that was launched last
         self._runner = runner or Runner(model)
         self._clock = clock
@@ -91,7 +94,7 @@ class Engine:
         self._result_at: float | None = None  # of the step before, if nothing was waited for since
         self._in_flight: _InFlight | None = None
         self._late: DeviceDrafts | None = None  # of the step to come
-        self._arrived: list[Arrived] = []  # useful blocks, and not yet noted
+        self._arrived: list[ArrivedBlock] = []  # useful blocks, and not yet noted
         # True, and not yet told; with the seconds that it took to make it true.
         self._unsettled: tuple[Committed, StepTimings, StepResult, float] | None = None
         self._events: StepEvents | None = None  # until they are taken
@@ -258,9 +261,10 @@ class Engine:
             self._note_blocks()  # of the proposer before
             if self.features is not None:
                 self.features.follow(seq, features)
-            seq.drafting.can_run_ahead, seq.drafting.own_device = runs_ahead, own_device
-            seq.drafting.colocated = colocated
-            self._policy.attach(seq, proposer_id, max_draft_tokens, self._clock(), asked=asked)
+            proposer = AttachedProposer(
+                proposer_id, max_draft_tokens, runs_ahead, own_device, colocated
+            )
+            self._tracker.attach(seq, proposer, self._clock(), asked=asked)
 
     def post_block(
         self,
@@ -282,11 +286,11 @@ class Engine:
             return None
         fate = seq.take_block(block, method)
         at = self._clock() if arrived_at is None else arrived_at
-        arrived = seq, block, fate, proposer_id, method, draft_us * 1e-6, at
+        arrived = ArrivedBlock(seq, block, fate, proposer_id, method, draft_us * 1e-6, at)
         if fate is USEFUL:  # the row has what it needs
             self._arrived.append(arrived)
         elif fate is not BlockFate.INVALID:
-            count_block(self._policy, *arrived)
+            self._tracker.block_arrived(arrived)
         return fate
 
     def expect(self, late: DeviceDrafts) -> bool:
@@ -357,9 +361,9 @@ class Engine:
                 verify_ms=result.verify_s * 1e3,
                 commit_ms=commit_s * 1e3,
             )
-            on_demand = self._policy.way is DraftMode.ON_DEMAND
-            commits, failures = settle(self._policy, committed), committed.failures
-            counts = self._policy.take_counts()
+            on_demand = self._policy.mode is DraftMode.ON_DEMAND
+            commits, failures = finalize_step(self._tracker, committed), committed.failures
+            counts = self._tracker.take_counts()
             self._events = StepEvents(
                 commits, failures, timings, self._set_aside, counts, on_demand=on_demand
             )
@@ -367,7 +371,7 @@ class Engine:
     def _note_blocks(self) -> None:
         arrived, self._arrived = self._arrived, []
         for each in arrived:
-            count_block(self._policy, *each)
+            self._tracker.block_arrived(each)
 
     def _gather(self) -> bool:
         return self.features is not None and self.features.gather(self._scheduler.by_session)

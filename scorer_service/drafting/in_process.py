@@ -154,11 +154,12 @@ class InProcessProposer:
         with self._careful():
             for rows in mine:
                 self._take(rows)
-            for seq, base_len, output, *_, finish_reason, _logprobs in engine.emitted:
+            for row in engine.emitted:
+                seq = row.seq
                 key = self._keys.get(seq.session_id)
                 if key is not None:
-                    self._follow(key, base_len, output, seq.drafting.num_draft_tokens)
-                    if finish_reason is not None:
+                    self._follow(key, row.base_len, row.output, seq.drafting.num_draft_tokens)
+                    if row.finish_reason is not None:
                         self.close(seq.session_id)
             self._late = self._expects(engine)
             if self._wanting and not self._late:

@@ -1,0 +1,99 @@
+"""The drafting state of one row: its proposer, its current round, and how its drafts fare."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from outrider.engine.policy.acceptance import AnswerRate, RowAcceptance
+from outrider.engine.policy.circuit_breaker import CircuitBreaker
+from outrider.engine.rounds import Round
+
+
+@dataclass(frozen=True, slots=True)
+class AttachedProposer:
+    """The proposer that drafts for a row, if it has an id."""
+
+    id: str | None = None
+    max_draft_tokens: int = 0
+    can_run_ahead: bool = False
+    own_device: bool = False  # steps do not slow its drafts down
+    colocated: bool = False  # it drafts between steps, on the engine's thread
+
+
+NO_PROPOSER = AttachedProposer()
+
+
+class PastCommit(NamedTuple):
+    """A commit that a block may answer."""
+
+    length: int  # tokens after it; a block's base_len names it
+    at: float
+    awaited: bool  # no draft was left
+
+
+@dataclass(slots=True)
+class CurrentRound:
+    """A row's way from its last commit into its next step."""
+
+    committed_at: float = 0.0
+    looked_at: float | None = None  # when the scheduler considered the row first
+    at_hand: bool = False  # a draft was there at that moment
+    deadline: float = 0.0  # the row waits no longer than this
+    wrong: bool = False  # a guess for this round did not lie on the committed path
+
+
+@dataclass(slots=True)
+class HitRate:
+    """Moving averages over the rounds that wanted a draft."""
+
+    last: bool | None = None  # whether the last one had its draft at once
+    share: float = 0.0  # of rounds that had, and whose draft cost the step nothing
+    wait_s: float = 0.0  # mean wait of a round
+
+
+@dataclass(slots=True)
+class Drafting:
+    """What is known of one row's drafts. Only the `DraftTracker` and what it measures change it."""
+
+    limit: int
+    """K at most, as the request and the configuration allow."""
+    sampled: bool = False
+    """The row's temperature makes drafts meet clearly less."""
+    proposer: AttachedProposer = NO_PROPOSER
+    drafter: str = ""
+    """The proposer with its method that drafted last: what takes its own time."""
+    runs_ahead: bool = False
+    """Drafts are made ahead now."""
+    num_draft_tokens: int = 0
+    """K of the next round."""
+    asked: bool = False
+    """The proposer knows that the next round is to have a draft."""
+    blocks: int = 0
+    """Blocks that came from the present proposer."""
+    awaited_since: float = 0.0
+    """When the first of them could be used, if it had come."""
+    no_guess_at: int = -1
+    """Committed length for which the proposer said that it has no guess."""
+    waited_in_vain: tuple[float, float] = (0.0, 0.0)
+    """(start, end) of the last wait that ended without a draft."""
+    unlearned: Round | None = None
+    """The last round, until the policy has learned from it."""
+    commits: deque[PastCommit] = field(default_factory=lambda: deque(maxlen=8))
+    round: CurrentRound = field(default_factory=CurrentRound)
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    acceptance: RowAcceptance = field(default_factory=RowAcceptance)
+    answers: AnswerRate = field(default_factory=AnswerRate)
+    hits: HitRate = field(default_factory=HitRate)
+
+    @property
+    def proposer_id(self) -> str | None:
+        return self.proposer.id
+
+    @property
+    def waits(self) -> bool:
+        """Whether the row waits for drafts at all."""
+        if self.proposer.id is None or self.breaker.is_open:
+            return False
+        return self.num_draft_tokens > 0 and self.answers.worth_waiting
