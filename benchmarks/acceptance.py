@@ -29,7 +29,7 @@ from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.model.loader import load_model
-from outrider.engine.policy.base import Policy
+from outrider.engine.policy.fixed import FixedPolicy
 from outrider.models.resolve import resolve_model
 from outrider.params import (
     SamplingParams,
@@ -91,7 +91,7 @@ class Pair:
             enable_prefix_caching=False,
         )
         # Its drafts are always there: it never waits.
-        self._engine = Engine(model, config, policy=Policy(k, max_wait_s=60.0))
+        self._engine = Engine(model, config, policy=FixedPolicy(k, max_wait_s=60.0))
         drafter = load_model(draft, **sizes)  # type: ignore[arg-type]
         fast = LlamaChains.load(draft, drafter.pools, drafter.max_model_len)
         self._method = DraftModelProposer(drafter, name="draft", chain_drafter=fast)

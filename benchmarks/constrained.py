@@ -28,7 +28,7 @@ from outrider.drafting.proposer import SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.model.loader import load_model
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.policy.base import Policy
+from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.sampling.constraint import ConstraintCompiler
 from outrider.models.resolve import resolve_model
 from outrider.models.tokenizer import Tokenizer
@@ -106,7 +106,7 @@ def decode(pair: Pair, request: Request, k: int, masks: DraftMasks | None) -> tu
         page_size=PAGE_SIZE, num_pages=NUM_PAGES, max_model_len=1024, num_speculative_tokens=k
     )
     eos = pair.target.eos_token_ids
-    engine = Engine(pair.target, config, eos_token_ids=eos, policy=Policy(k, max_wait_s=0.0))
+    engine = Engine(pair.target, config, eos_token_ids=eos, policy=FixedPolicy(k, max_wait_s=0.0))
     assert request.constraint is not None
     prompt, constraint = request.prompt_token_ids, request.constraint
     engine.submit(request, pair.compiler.editor(request.constraint, request.stop))

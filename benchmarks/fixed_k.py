@@ -18,15 +18,13 @@ _PATIENCE_S: Final = 60.0
 def fix() -> None:
     """From now on every policy of this process does so. Imports torch."""
     from outrider.engine.policy.adaptive import AdaptivePolicy
-    from outrider.engine.policy.base import Policy
-    from outrider.engine.policy.mode import DraftMode
-    from outrider.engine.policy.mode_trials import ModeTrials
+    from outrider.engine.policy.draft_mode import DraftMode
+    from outrider.engine.policy.fixed import FixedPolicy
 
-    mock.patch.object(ModeTrials, "drafting", new=True).start()
     mock.patch.object(AdaptivePolicy, "may_wait", new=True).start()
-    mock.patch.object(AdaptivePolicy, "way", new=DraftMode.AHEAD).start()
-    mock.patch.object(AdaptivePolicy, "choose_k", new=Policy.choose_k).start()
-    mock.patch.object(AdaptivePolicy, "patience", new=_patience).start()
+    mock.patch.object(AdaptivePolicy, "mode", new=DraftMode.AHEAD).start()
+    mock.patch.object(AdaptivePolicy, "choose_k", new=FixedPolicy.choose_k).start()
+    mock.patch.object(AdaptivePolicy, "patience_s", new=_patience).start()
 
 
 def _patience(*_: object) -> float:

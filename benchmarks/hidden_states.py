@@ -39,7 +39,7 @@ from outrider.drafting.proposer import TREE_WIDTH, FeatureProposer, Proposer, Se
 from outrider.engine.engine import Engine
 from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.model.loader import load_model
-from outrider.engine.policy.base import Policy
+from outrider.engine.policy.fixed import FixedPolicy
 from outrider.errors import ConfigError
 from outrider.features import FeatureBatch, FeatureOrder, FeatureSpec, FeatureWindow
 from outrider.models.resolve import EMBEDDED, resolve_model
@@ -118,7 +118,7 @@ class Bench:
         pool = model.pools.features
         self._streams = None if pool is None else HiddenStateStreams(pool)
         # Its drafts are always there: it never waits.
-        policy = Policy(max_k, max_wait_s=60.0)
+        policy = FixedPolicy(max_k, max_wait_s=60.0)
         self._engine = Engine(model, config, policy=policy, features=self._streams)
         self._sessions = 0
 

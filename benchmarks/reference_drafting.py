@@ -40,7 +40,7 @@ from outrider.drafting.copying.suffix import SuffixProposer
 from outrider.drafting.proposer import Proposer, SessionStart
 from outrider.engine.model.loader import load_model
 from outrider.engine.policy.adaptive import AdaptivePolicy
-from outrider.engine.policy.base import Policy
+from outrider.engine.policy.fixed import FixedPolicy
 from outrider.models.resolve import resolve_model
 from outrider.params import NO_ADVICE, Advice, TokenIds
 from outrider.types import common_prefix_len
@@ -128,7 +128,7 @@ def merit(traces: Sequence[Tokens], vocab_size: int) -> list[Row]:
         done = [
             (
                 trace,
-                replay(target, Policy(k), i, trace.prompt, trace.output, proposer, trace.advice, k),
+                replay(target, FixedPolicy(k), i, trace.prompt, trace.output, proposer, trace.advice, k),
             )
             for i, trace in enumerate(traces)
         ]

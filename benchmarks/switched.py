@@ -78,11 +78,11 @@ class Switch:
     def steady_scorer(self) -> None:
         """Has the scorer do the same steps in every mode, and count them. Imports torch."""
         from benchmarks.fixed_k import fix
-        from outrider.engine.policy.adaptive import AdaptivePolicy
+        from outrider.engine.policy.waiting import Waiting
         from scorer_service.metrics import ScorerMetrics
 
         fix()
-        mock.patch.object(AdaptivePolicy, "hold", return_value=math.inf).start()
+        mock.patch.object(Waiting, "start_at", return_value=math.inf).start()
         observe, steps = ScorerMetrics.observe_step, 0
 
         def only_steps(metrics: ScorerMetrics, *_: Any) -> None:

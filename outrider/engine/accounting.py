@@ -54,8 +54,9 @@ def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[Commit, 
         plain_s = policy.measured.costs.step_s(len(rows))
         counts.plain_s += plain_s * counts.output_tokens / len(rows)
     counts.way = policy.mode.value
-    prompts = [len(r.slice.token_ids) for r in rows if r.slice.start < r.seq.num_prompt_tokens]
     drafting = [row.seq.drafting for row in rows]
+    proposer_ids = frozenset([d.proposer_id for d in drafting if d.proposer_id is not None])
+    prompts = [len(r.slice.token_ids) for r in rows if r.slice.start < r.seq.num_prompt_tokens]
     policy.step_done(
         StepDone(
             num_running=committed.num_running,
@@ -64,8 +65,8 @@ def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[Commit, 
             at=committed.now,
             drafted=sum([bool(row.draft) for row in rows]),
             # Rows' first steps, however short, may follow on any time without work.
-            comparable=len(prompts) < len(rows)
-            and any(d.proposer_id is not None for d in drafting),
+            comparable=len(prompts) < len(rows) and bool(proposer_ids),
+            proposer_ids=proposer_ids,
             answered=sum([d.blocks > 0 for d in drafting]),
             prompt_tokens=sum(prompts),
             prompts_only=committed.step.prompts_only,

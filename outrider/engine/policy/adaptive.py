@@ -64,9 +64,6 @@ class AdaptivePolicy:
         start_at = self._waiting.start_at(ready, waiting, num_prefilling, now, step_s)
         return Ready(ready, now) if start_at <= now else Ready([], min(start_at, wake_at))
 
-    def proposer_joined(self, proposer_id: str, *, can_run_ahead: bool) -> None:
-        self._modes.proposer_joined(proposer_id, can_run_ahead=can_run_ahead)
-
     def step_done(self, step: StepDone) -> None:
         self._num_running = max(1, step.num_running)
         self._modes.step_done(step)

@@ -31,6 +31,7 @@ class StepDone:
     at: float  # when it ended
     drafted: int  # rows that verified a draft
     comparable: bool  # a row goes on from the step before, and a proposer is there
+    proposer_ids: frozenset[str]
     answered: int  # rows whose proposer has sent a block
     prompt_tokens: int = 0  # processed
     prompts_only: bool = False  # all rows that decode waited for drafts
@@ -79,8 +80,5 @@ class Policy(Protocol):
         `num_prefilling` rows run in any case.
         """
 
-    def proposer_joined(self, proposer_id: str, *, can_run_ahead: bool) -> None:
-        """A proposer begins to draft for a row."""
-
     def step_done(self, step: StepDone) -> None:
-        """A step ended."""
+        """Learn from a step that ended."""

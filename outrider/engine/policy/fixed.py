@@ -43,8 +43,5 @@ class FixedPolicy:
             return Ready(ready, now)
         return Ready([], min([seq.drafting.round.deadline for seq in waiting]))
 
-    def proposer_joined(self, proposer_id: str, *, can_run_ahead: bool) -> None:
-        pass
-
     def step_done(self, step: StepDone) -> None:
         pass

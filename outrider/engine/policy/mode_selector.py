@@ -24,18 +24,17 @@ class ModeSelector:
     left: it is a cost of drafting.
     """
 
-    def __init__(self, *, ahead: bool = False) -> None:
-        self._ahead = ahead  # a proposer can run ahead
-        self._known_proposers: dict[str, None] = {}
-        self._steps_since_ahead = 0
+    def __init__(self) -> None:
+        self._proposers: dict[str, None] = {}  # that are known
+        self._steps_since_ahead = 0  # of rows whose proposers all cannot run ahead
         self._last_step_at: float | None = None
         self._prompts = PromptTimes()  # without drafts
         self._prompts_before = 0  # tokens, in steps of prompts only since the last other step
-        self._restart(ahead=ahead)
+        self._restart(ahead=True)
 
     def _restart(self, *, ahead: bool) -> None:
         """Forget every trial: there are other proposers, or other modes."""
-        self._ahead, self._modes = ahead, MODES if ahead else MODES[:2]
+        self._modes = MODES if ahead else MODES[:2]
         self._size, self._sampled = 1, False
         self.current = self._trials(1, self._modes[-1])
         self._known = {(1, False): self.current}
@@ -50,16 +49,9 @@ class ModeSelector:
         """Numbers of rows, by their bit length, at which rows are not to draft now."""
         return frozenset([size for size in ALL_SIZES if not self._mode_at(size).drafts])
 
-    def proposer_joined(self, proposer_id: str, *, can_run_ahead: bool) -> None:
-        """Begin anew with a proposer that is new: what drafts cost was measured with others."""
-        if proposer_id not in self._known_proposers:
-            remember(self._known_proposers, proposer_id, None)
-            self._restart(ahead=self._ahead or can_run_ahead)
-
     def step_done(self, step: StepDone) -> None:
         """Take in a step."""
-        if step.comparable:
-            self._note_ahead(possible=step.may_run_ahead)
+        self._note_proposers(step)
         if step.prompts_only:  # its time is that of the round which the others wait for
             self._prompts_before += step.prompt_tokens
             return
@@ -81,11 +73,16 @@ class ModeSelector:
             answered=step.answered / step.num_running,
         )
 
-    def _note_ahead(self, *, possible: bool) -> None:
-        """Add the mode for a proposer that can run ahead; drop it when all of these have gone."""
-        self._steps_since_ahead = 0 if possible else self._steps_since_ahead + 1
-        if possible > self._ahead or (self._ahead and self._steps_since_ahead == INTERVAL):
-            self._restart(ahead=possible)
+    def _note_proposers(self, step: StepDone) -> None:
+        """Begin anew with a new proposer, as drafts' costs were others', or with other modes."""
+        was_ahead = bool(self._proposers) and DraftMode.AHEAD in self._modes
+        self._steps_since_ahead = 0 if step.may_run_ahead else self._steps_since_ahead + 1
+        ahead = step.may_run_ahead or (was_ahead and self._steps_since_ahead < INTERVAL)
+        unknown = step.proposer_ids - self._proposers.keys()
+        for proposer_id in unknown:
+            remember(self._proposers, proposer_id, None)
+        if unknown or (step.proposer_ids and ahead != was_ahead):
+            self._restart(ahead=ahead)
 
     def _price(self, num_tokens: int, seconds: float) -> float:
         """Return what prompts take where nothing is drafted; until that is known, `seconds`."""

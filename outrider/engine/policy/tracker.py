@@ -15,7 +15,6 @@ from outrider.engine.policy.base import Policy, Ready
 from outrider.engine.policy.circuit_breaker import CircuitBreaker
 from outrider.engine.policy.draft_mode import SAMPLED_TEMPERATURE, DraftMode
 from outrider.engine.policy.row import (
-    NO_PROPOSER,
     AttachedProposer,
     CurrentRound,
     Drafting,
@@ -72,14 +71,11 @@ class DraftTracker:
         return Drafting(limit, sampled=request.sampling.temperature >= SAMPLED_TEMPERATURE)
 
     def attach(
-        self, seq: Sequence, proposer: AttachedProposer | None, now: float, *, asked: bool
+        self, seq: Sequence, proposer: AttachedProposer, now: float, *, asked: bool
     ) -> None:
-        """Give a row to a proposer, or (None) to nobody.
-
-        The proposer was `asked` for a draft, or only follows until a commit asks for one.
-        """
+        """Give a row to a proposer, which was `asked` for a draft, or only follows for now."""
         self.learn(seq)  # from the proposer before
-        d, proposer = seq.drafting, proposer or NO_PROPOSER
+        d = seq.drafting
         if proposer.id != d.proposer.id:
             d.breaker, d.hits, d.blocks = CircuitBreaker(), HitRate(wait_s=d.hits.wait_s), 0
             d.awaited_since = now
@@ -87,7 +83,6 @@ class DraftTracker:
             d.commits.append(PastCommit(len(seq.token_ids), now, asked))
             if proposer.id is not None:
                 d.drafter = self._drafters.get(proposer.id, proposer.id)
-                self.policy.proposer_joined(proposer.id, can_run_ahead=proposer.can_run_ahead)
                 measured = self.policy.measured
                 measured.acceptance.join(d.acceptance, proposer.id, sampled=d.sampled)
                 measured.availability.join(d.answers, proposer.id)

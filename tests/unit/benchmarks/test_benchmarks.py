@@ -14,9 +14,9 @@ from benchmarks.records import Completion, Run, first_divergence
 from benchmarks.report import Bar, Equality
 from benchmarks.to_gguf import gguf_name
 from outrider.engine.policy.adaptive import AdaptivePolicy
-from outrider.engine.policy.mode import DraftMode
+from outrider.engine.policy.draft_mode import DraftMode
 from outrider.engine.policy.mode_trials import ModeTrials
-from outrider.engine.rounds import Drafting
+from outrider.engine.policy.row import Drafting
 
 
 def run(num_tokens: int, wall_s: float) -> Run:
@@ -115,11 +115,11 @@ def test_missing_prompts_are_a_readable_error(tmp_path: Path) -> None:
 
 def test_whatever_the_trials_find_a_fixed_k_is_drafted_in_every_round() -> None:
     policy, drafting = AdaptivePolicy(4), Drafting(limit=4)
-    with mock.patch.object(ModeTrials, "way", DraftMode.NONE):
+    with mock.patch.object(ModeTrials, "mode", DraftMode.OFF):
         assert (policy.may_wait, policy.choose_k(drafting, 4)) == (False, 0)
         try:
             fixed_k.fix()
             assert (policy.may_wait, policy.choose_k(drafting, 4)) == (True, 4)
-            assert policy.way is DraftMode.AHEAD
+            assert policy.mode is DraftMode.AHEAD
         finally:
             mock.patch.stopall()

@@ -12,7 +12,7 @@ from benchmarks.forced_target import ForcedTarget, replay
 from benchmarks.reference_report import Row, bars
 from outrider.drafting.copying.deterministic import DeterministicProposer
 from outrider.drafting.proposer import Proposer
-from outrider.engine.policy.base import Policy
+from outrider.engine.policy.fixed import FixedPolicy
 from outrider.params import Advice
 
 TEXT = """def f(a, b):
@@ -62,7 +62,7 @@ def test_a_forced_target_says_its_text_with_and_without_drafts() -> None:
     proposers: tuple[Proposer | None, ...] = (None, DeterministicProposer())
     for session, proposer in enumerate(proposers):
         target = ForcedTarget(64, 100)
-        run = replay(target, Policy(128), session, prompt, output, proposer, advice, 128)
+        run = replay(target, FixedPolicy(128), session, prompt, output, proposer, advice, 128)
         assert run.output_tokens == 50
         rounds.append(run.stats.rounds)
     assert rounds[0] == 50

@@ -8,7 +8,7 @@ from benchmarks.synthetic import SyntheticRunner, _as_if, chance_per_token
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
-from outrider.engine.policy.base import Policy
+from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.runner import Runner
 from outrider.params import SamplingParams, StopParams
 from outrider.types import Commit, Request
@@ -26,7 +26,7 @@ def commits_of(mean_length: float | None) -> list[list[Commit]]:
     engine = Engine(
         model,
         EngineConfig(page_size=16, num_pages=400, max_model_len=1000, num_speculative_tokens=K),
-        policy=Policy(K, max_wait_s=0.0),  # the adaptive one follows the clock
+        policy=FixedPolicy(K, max_wait_s=0.0),  # the adaptive one follows the clock
         runner=runner if mean_length is None else SyntheticRunner(runner, mean_length, K),
     )
     for session in (1, 2, 3):

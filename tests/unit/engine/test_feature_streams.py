@@ -18,7 +18,8 @@ from outrider.engine.hidden_states import streams
 from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
 from outrider.engine.policy.base import Policy
-from outrider.engine.rounds import Drafting
+from outrider.engine.policy.fixed import FixedPolicy
+from outrider.engine.policy.row import Drafting
 from outrider.engine.worker import EngineWorker
 from outrider.features import FeatureOrder, FeatureWindow
 from outrider.params import SamplingParams, StopParams
@@ -33,7 +34,7 @@ PROMPT = tuple(range(20))
 def make(max_wait_s: float = 0.0, policy: Policy | None = None) -> Engine:
     model = FeatureModel(32, CONFIG.page_size, CONFIG.num_pages, CONFIG.max_model_len)
     streams = HiddenStateStreams(model.capture())
-    policy = policy or Policy(3, max_wait_s=max_wait_s)
+    policy = policy or FixedPolicy(3, max_wait_s=max_wait_s)
     return Engine(model, CONFIG, policy=policy, features=streams)
 
 
@@ -123,10 +124,10 @@ def test_one_step_reads_a_bounded_number_of_rows(
 
 
 def test_rows_wait_in_the_pool_until_a_draft_is_asked_for() -> None:
-    class Switched(Policy):
+    class Switched(FixedPolicy):
         on = False
 
-        def choose_k(self, drafting: Drafting, limit: int) -> int:  # noqa: ARG002
+        def choose_k(self, d: Drafting, limit: int) -> int:  # noqa: ARG002
             return limit if self.on else 0
 
     policy = Switched(3, max_wait_s=0.0)
@@ -237,7 +238,7 @@ def test_rows_of_a_round_are_read_before_its_verdict(right: bool) -> None:
     model = FeatureModel(32, CONFIG.page_size, CONFIG.num_pages, CONFIG.max_model_len)
     streams = HiddenStateStreams(model.capture(), max_ahead_bytes=3 * CAPTURED.row_bytes)
     engine = Engine(
-        model, CONFIG, policy=Policy(3, max_wait_s=0.0), runner=Eager(model), features=streams
+        model, CONFIG, policy=FixedPolicy(3, max_wait_s=0.0), runner=Eager(model), features=streams
     )
     engine.submit(request(1, max_tokens=20))
     engine.set_drafting(1, "p", 3, features=FeatureOrder(1, CAPTURED, FeatureWindow()))

@@ -20,7 +20,7 @@ from outrider.engine.graphs.decode_inputs import Bucket
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
 from outrider.engine.model.loader import build_paged_model, kv_bytes_per_page, read_features
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.rounds import Drafting
+from outrider.engine.policy.row import Drafting
 from outrider.engine.runner import Runner, StepRunner
 from outrider.engine.sampling.verify import choose_and_verify
 from outrider.engine.sequence import Sequence

@@ -19,9 +19,10 @@ from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
-from outrider.engine.policy.base import Policy
-from outrider.engine.policy.timing import StepDone
-from outrider.engine.rounds import Drafting
+from outrider.engine.policy.base import Policy, Ready, StepDone
+from outrider.engine.policy.fixed import FixedPolicy
+from outrider.engine.policy.row import Drafting
+from outrider.engine.policy.tracker import DraftTracker
 from outrider.engine.runner import Pending, Runner
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step, StepResult
@@ -198,27 +199,21 @@ def test_a_failing_launch_fails_its_requests_and_no_others() -> None:
         assert inbox.tokens[24] == Sequential(model).output(again, 64, frozenset())[0]
 
 
-class Breaking(Policy):
-    """Fails where nothing should: as a request is taken in, or as its result is."""
+class Breaking(FixedPolicy):
+    """Fails where nothing should: as a step is scheduled, or as its result is taken in."""
 
     def __init__(self) -> None:
         super().__init__(4)
-        self.at_submit: set[int] = set()
         self.at_result = 0
         self.at_schedule = 0
 
-    def drafting(self, request: Request) -> Drafting:
-        if request.session_id in self.at_submit:
-            raise RuntimeError("a bug")
-        return super().drafting(request)
-
-    def split(
-        self, rows: Rows[Sequence], others_ready: int, now: float
-    ) -> tuple[list[Sequence], float]:
+    def choose_rows(
+        self, ready: list[Sequence], waiting: Rows[Sequence], num_prefilling: int, now: float
+    ) -> Ready:
         if self.at_schedule:
             self.at_schedule -= 1
             raise RuntimeError("a bug")
-        return super().split(rows, others_ready, now)
+        return super().choose_rows(ready, waiting, num_prefilling, now)
 
     def step_done(self, step: StepDone) -> None:  # noqa: ARG002
         if self.at_result:
@@ -264,10 +259,17 @@ def test_two_bugs_at_once_end_their_requests_and_not_the_thread() -> None:
         assert inbox.ended[2] is FinishReason.LENGTH
 
 
-def test_a_bug_answers_also_what_was_to_be_taken_in_after() -> None:
-    model, policy = Gate(), Breaking()
-    policy.at_submit = {2}
-    with running(model, policy=policy) as (worker, inbox, _):
+def test_a_bug_answers_also_what_was_to_be_taken_in_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = DraftTracker.start
+
+    def breaking(tracker: DraftTracker, request: Request) -> Drafting:
+        if request.session_id == 2:
+            raise RuntimeError("a bug")
+        return start(tracker, request)
+
+    monkeypatch.setattr(DraftTracker, "start", breaking)
+    model = Gate()
+    with running(model) as (worker, inbox, _):
         model.open.clear()
         worker.submit(request(1))
         assert model.entered.wait(BOUND_S)
@@ -281,18 +283,19 @@ def test_a_bug_answers_also_what_was_to_be_taken_in_after() -> None:
         assert inbox.ended[4] is FinishReason.LENGTH
 
 
-class Torn(Policy):
-    """Fails as a row is preempted, and leaves it in the wrong queue."""
-
-    def preempted(self, seq: Sequence) -> None:
-        seq.admitted = True
-        raise RuntimeError("a bug")
+def torn(_: DraftTracker, seq: Sequence) -> None:
+    """Fail as a row is preempted, and leave it in the wrong queue."""
+    seq.admitted = True
+    raise RuntimeError("a bug")
 
 
-def test_an_engine_whose_books_are_broken_ends_what_runs_and_takes_no_more() -> None:
+def test_an_engine_whose_books_are_broken_ends_what_runs_and_takes_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(DraftTracker, "preempted", torn)
     config = replace(CONFIG, num_pages=16, max_model_len=64)
     model, inbox = Gate(config), Inbox()
-    worker = EngineWorker(lambda: Engine(model, config, policy=Torn(4)), inbox)
+    worker = EngineWorker(lambda: Engine(model, config, policy=FixedPolicy(4)), inbox)
     worker.start(BOUND_S)
     model.open.clear()
     for session_id in (1, 2):
@@ -375,7 +378,7 @@ def test_a_build_that_takes_too_long() -> None:
 
 
 def test_stop_while_a_row_waits_for_its_draft() -> None:
-    with running(Gate(), policy=Policy(4, max_wait_s=3600)) as (worker, inbox, _):
+    with running(Gate(), policy=FixedPolicy(4, max_wait_s=3600)) as (worker, inbox, _):
         worker.submit(request(1))
         worker.set_drafting(1, "a", 4)
         inbox.wait(lambda box: len(box.tokens[1]) == 1)
@@ -387,7 +390,7 @@ def test_stop_while_a_row_waits_for_its_draft() -> None:
             worker.submit(request(2))
 
 
-class AloneOnly(Policy):
+class AloneOnly(FixedPolicy):
     """Has something drafted for a single row."""
 
     @property
@@ -461,7 +464,7 @@ def draft(session_id: int, base_len: int, token_ids: TokenIds) -> Block:
 
 def test_a_block_wakes_the_row_that_waits_for_it() -> None:
     model = Gate()
-    with running(model, policy=Policy(4, max_wait_s=3600)) as (worker, inbox, _):
+    with running(model, policy=FixedPolicy(4, max_wait_s=3600)) as (worker, inbox, _):
         r = request(5, max_tokens=4)
         truth = Sequential(model).output(r, 64, frozenset())[0]
         worker.submit(r)
@@ -480,7 +483,7 @@ def test_a_block_wakes_the_row_that_waits_for_it() -> None:
 
 def test_blocks_that_come_together_are_used_by_one_step() -> None:
     model = Gate()
-    with running(model, policy=Policy(4, max_wait_s=3600)) as (worker, inbox, _):
+    with running(model, policy=FixedPolicy(4, max_wait_s=3600)) as (worker, inbox, _):
         blocks = []
         for i in range(8):
             r = request(i, max_tokens=4)
@@ -495,7 +498,7 @@ def test_blocks_that_come_together_are_used_by_one_step() -> None:
 
 
 def test_a_proposer_that_leaves_releases_the_row() -> None:
-    with running(Gate(), policy=Policy(4, max_wait_s=3600)) as (worker, inbox, _):
+    with running(Gate(), policy=FixedPolicy(4, max_wait_s=3600)) as (worker, inbox, _):
         worker.submit(request(5))
         worker.set_drafting(5, "a", 4)
         inbox.wait(lambda box: len(box.tokens[5]) == 1)

@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-
 from outrider.engine.policy.mode import DraftMode
+
 from outrider.engine.policy.mode_selector import WAYS_AHEAD
 from outrider.engine.policy.mode_trials import MOST_LOST, STRETCH, ModeTrials
 

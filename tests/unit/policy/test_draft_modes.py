@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+from outrider.engine.policy.mode import HOPELESS_AFTER, TRIAL_STEPS, DraftMode
 
 from outrider.engine.policy.adaptive import AdaptivePolicy
-from outrider.engine.policy.mode import HOPELESS_AFTER, TRIAL_STEPS, DraftMode
 from outrider.engine.policy.mode_selector import WAYS_AHEAD
 from outrider.engine.policy.mode_trials import MOST_LOST, SETTLING_DRAFTS, STRETCH, ModeTrials
 from outrider.engine.policy.timing import Delay, StepDone

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from outrider.engine.policy.goodput import NEARLY, Goodput
 
 from outrider.engine.policy.acceptance import Acceptance, accepted
 from outrider.engine.policy.cost_model import SIZES, CostModel
-from outrider.engine.policy.goodput import NEARLY, Goodput
 from outrider.engine.policy.timing import Delay
 from outrider.engine.rounds import Drafting, chain_round
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from outrider.engine.policy.mode import DraftMode
 
 from outrider.engine.policy.adaptive import AdaptivePolicy
 from outrider.engine.policy.microbatches import begins_at, pay
-from outrider.engine.policy.mode import DraftMode
 from outrider.engine.policy.timing import Delay
 from outrider.engine.sequence import Sequence
 from outrider.params import SamplingParams

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-
 from outrider.engine.policy.mode import TRIAL_STEPS, DraftMode
+
 from outrider.engine.policy.mode_selector import MANY, ModeSelector
 from outrider.engine.policy.mode_trials import (
     FIRST_LOSS,

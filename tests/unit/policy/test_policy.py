@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import pytest
+from outrider.engine.policy.mode import DraftMode
+from outrider.engine.policy.probe import PROBE_EVERY, Probe
 
 from outrider.config import EngineConfig
 from outrider.draft_tree import DraftTree
@@ -16,9 +18,7 @@ from outrider.engine.policy import mode_selector, timing
 from outrider.engine.policy.adaptive import AdaptivePolicy
 from outrider.engine.policy.base import Policy, Ready
 from outrider.engine.policy.circuit_breaker import FIRST_PATIENCE_S, FIRST_REST
-from outrider.engine.policy.mode import DraftMode
 from outrider.engine.policy.mode_trials import STRETCH
-from outrider.engine.policy.probe import PROBE_EVERY, Probe
 from outrider.engine.policy.timing import Delay, StepDone, StepTimes
 from outrider.engine.rounds import Drafting, Round
 from outrider.engine.sequence import Sequence

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-
 from outrider.engine.policy.mode import TRIAL_STEPS, DraftMode
-from outrider.engine.policy.mode_trials import ModeTrials
 from outrider.engine.policy.throughput import FEW, Throughput
+
+from outrider.engine.policy.mode_trials import ModeTrials
 
 WINDOW = 64
 CALM_S, BUSY_S = 0.010, 0.030
