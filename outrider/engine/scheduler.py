@@ -105,7 +105,9 @@ class Scheduler:
         decoding = self._decodes(step)
         if decoding:
             # Prompts say little about a round: on a GPU they run another way.
-            self.tracker.policy.measured.costs.observe_step(len(step.rows), step.num_tokens, seconds)
+            self.tracker.policy.measured.costs.observe_step(
+                len(step.rows), step.num_tokens, seconds
+            )
         num_running, page_size = len(self.running), self.config.page_size
         temperatures = [seq.request.sampling.temperature for seq in self.running]
         emitted: list[Emitted] = []

@@ -27,7 +27,7 @@ class AdaptivePolicy:
         self.measured = Measurements()
         self._modes = ModeSelector()
         self._length = DraftLength(self.measured.costs, self.measured.acceptance)
-        self._waiting = Waiting(self.measured.costs, self._length)
+        self._waiting = Waiting(self.measured)
         self._num_running = 1
 
     @property

@@ -31,12 +31,12 @@ class StepDone:
     at: float  # when it ended
     drafted: int  # rows that verified a draft
     comparable: bool  # a row goes on from the step before, and a proposer is there
-    proposer_ids: frozenset[str]
     answered: int  # rows whose proposer has sent a block
     prompt_tokens: int = 0  # processed
     prompts_only: bool = False  # all rows that decode waited for drafts
     temperature: float = 0.0  # mean of all rows that are admitted
-    may_run_ahead: bool = False  # a proposer of these rows can
+    proposer_ids: frozenset[str] = frozenset()  # of the step's rows
+    may_run_ahead: bool = False  # one of them can
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ class CostModel:
 
     def observe_delay(self, d: Drafting, delay: Delay) -> None:
         """Take in a batch of drafts, of which this row's is the first."""
-        times = self.draft_times(d) or DraftTimes(on_demand=not d.runs_ahead)
+        times = self.draft_times(d) or DraftTimes()
         remember(self._drafts, (d.drafter, d.runs_ahead), times)
         times.observe(delay)
         self._rounds, self._usual = {}, {}
@@ -85,7 +85,7 @@ class CostModel:
             times, delay_s, by_s = self.draft_times(d), 0.0, math.inf
             if times is not None:
                 delay_s = times.mean_s(d.num_draft_tokens)
-                by_s = delay_s + max(times.latest_s, SLACK * delay_s)
+                by_s = delay_s + max(4 * times.delay.deviation, SLACK * delay_s)
             known = self._usual[key] = self.round_s(d.num_draft_tokens), delay_s, by_s
         return known
 

@@ -38,11 +38,6 @@ class DraftLength:
         self._acceptance = acceptance
         self._drafting_share = 0.0
 
-    @property
-    def most_draft(self) -> bool:
-        """Whether more than half of the rows draft."""
-        return self._drafting_share > 0.5
-
     def best_k(self, d: Drafting, limit: int) -> int:
         """Return K of a row's next round; `limit` until a step was measured."""
         plain_s = self._costs.round_s(0)
@@ -65,8 +60,9 @@ class DraftLength:
 
         mine, without = goodputs(d.acceptance.rate), 1.0 / plain_s
         best = max(mine)
-        if best <= without and self._waits_with_others(d):
-            others = self._acceptance.of_proposer(d.proposer_id or "")
+        most_wait = self._drafting_share > 0.5 and not d.runs_ahead
+        if best <= without and most_wait and self._costs.num_rows > 1:
+            others = self._acceptance.of_proposer(d.proposer_id, sampled=d.sampled)
             if others is not None and max(goodputs(others)) > without:
                 without = 1.0 / (plain_s + missed * self._costs.delay_s(d, 0))
         window = SHARE_ROUNDS * self._costs.num_rows
@@ -75,7 +71,3 @@ class DraftLength:
             return 0
         least = NEARLY * best
         return max([k for (k, _, _), rate in zip(rounds, mine, strict=True) if rate >= least])
-
-    def _waits_with_others(self, d: Drafting) -> bool:
-        """Whether most rows wait for drafts on demand, and this one with them in any case."""
-        return self._costs.num_rows > 1 and not d.runs_ahead and self.most_draft

@@ -16,8 +16,7 @@ from outrider.engine.sequence import Sequence
 def pay_off(step_s: float, together_s: float, delay_s: float, drafting_s: float) -> bool:
     """Return whether halves are faster than all rows together.
 
-    `step_s` is a half's step. `together_s` is a round of all rows, with drafts for all: a half's
-    come sooner, so by these the halves would end as soon as they begin. `delay_s` is the time until
+    `step_s` is a half's step, and `together_s` a round of all rows. `delay_s` is the time until
     drafts come, `drafting_s` of it for drafting.
 
     With the network time w the proposer keeps up if drafting_s <= step_s + w. The rest of the delay

@@ -5,7 +5,7 @@ from __future__ import annotations
 from outrider.engine.policy.base import StepDone
 from outrider.engine.policy.draft_mode import ALL_SIZES, SAMPLED_TEMPERATURE, DraftMode
 from outrider.engine.policy.mode_trials import INTERVAL, TRIAL_STEPS, ModeTrials
-from outrider.engine.policy.timing import PromptTimes, remember
+from outrider.engine.policy.timing import Average, remember
 
 MODES = (DraftMode.OFF, DraftMode.ON_DEMAND, DraftMode.AHEAD)
 MANY_ROWS = 16  # begin without drafts where nothing is known of them: trials would cost much
@@ -28,7 +28,7 @@ class ModeSelector:
         self._proposers: dict[str, None] = {}  # that are known
         self._steps_since_ahead = 0  # of rows whose proposers all cannot run ahead
         self._last_step_at: float | None = None
-        self._prompts = PromptTimes()  # without drafts
+        self._prompt_token_s = Average()  # without drafts
         self._prompts_before = 0  # tokens, in steps of prompts only since the last other step
         self._restart(ahead=True)
 
@@ -87,9 +87,9 @@ class ModeSelector:
     def _price(self, num_tokens: int, seconds: float) -> float:
         """Return what prompts take where nothing is drafted; until that is known, `seconds`."""
         if self.current.settled and not self.current.mode.drafts:
-            self._prompts.observe(num_tokens, seconds)
-        token_s = self._prompts.token_s
-        return seconds if token_s is None else num_tokens * token_s
+            self._prompt_token_s.add(max(0.0, seconds) / num_tokens)
+        known = self._prompt_token_s
+        return num_tokens * known.mean if known.count else seconds
 
     def _change(self, num_rows: int, temperature: float) -> bool:
         """Go on with other trials if the batch's size or kind has changed. True if it has."""

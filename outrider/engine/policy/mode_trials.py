@@ -3,15 +3,14 @@
 Step times say what verifying costs, and delays what waiting costs. Neither says what drafting costs
 the steps beside it, where proposer and scorer share cores, a GPU or a memory's bandwidth; nor how
 many rows have their drafts ahead in time. So all modes are timed, in committed tokens per second of
-all rows. The best one goes on, and the others are tried again in turn for a few steps, at intervals
-that double as long as nothing changes, and at which all trials together lose little. The first
-trial may not lose much; after one that was ended for that, the next may lose more.
+all rows. The best one goes on. The others are tried again in turn, at intervals that double as long
+as nothing changes, and at which trials lose little of the time. A trial also ends when it has lost
+what it may; the next one may lose more.
 
 Steps are counted by rounds, the share of all rows that take part: a step of 4 rows of 32 is an
 eighth of one. A proposer that was not asked for a while first processes the rows' prompts: they go
 on meanwhile and wait for nothing, and nothing is compared until it has answered most of them and
-each could have drafted a few times. A trial of drafts goes on as long as they get better. One step
-that takes many times as long as others (a kernel is compiled, memory is mapped) counts little.
+each could have drafted a few times.
 """
 
 from __future__ import annotations
@@ -21,23 +20,65 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 
-from outrider.engine.policy.draft_mode import DraftMode, Throughput
+from outrider.engine.policy.draft_mode import DraftMode
 
 WORTH = 1.03  # times as fast as no drafts or as the incumbent: less is noise
 TRIAL_STEPS = 16  # to compare at least: many rows differ little by luck, few rows need more
-HOPELESS = 0.8  # of the speed that a trial needs: a worse one ends early
-HOPELESS_AFTER = 3  # of `TRIAL_STEPS`
 SETTLING_STEPS = 3  # after a change: drafts of before are used up
-SETTLING_DRAFTS = 8  # of each row: until then it is not known what drafts take
+SETTLING_DRAFTS = 8  # of each row in a trial: until then it is not known what drafts take
 LONGEST_SETTLING = 128  # steps until so many drafts a row have come at the latest
 CAUGHT_UP = 0.75  # of the rows: a proposer that has answered so many has caught up
 LONGEST_CATCH_UP = 512  # steps until then at the latest
-LONGEST_STEP = 4.0  # times the mean: more of a step is an accident
+LONGEST_STEP = 4.0  # times the mean: more of a step is an accident, as a kernel's compilation
 INTERVAL, LONGEST_INTERVAL = 128, 4096  # steps between two trials
 MOST_LOST = 0.01  # of the time, by trials of worse modes
 FIRST_LOSS, LARGEST_LOSS = 32, 256  # steps' worth that one trial may lose; doubles in between
 FELL_BEHIND = 1.05  # times as fast was another mode when it was last tried: it is tried again
-FADED = 0.1  # what counts of a throughput once another trial, or part of one, begins
+CLEARLY = 1.25  # times as fast: it takes fewer steps to say so
+FADED = 0.1  # what counts of a throughput once another trial begins
+
+
+class Throughput:
+    """A row's committed tokens per second, over about the last `window` steps in one mode."""
+
+    def __init__(self, window: int) -> None:
+        self.steps = self._tokens = self._seconds = 0.0
+        self._window = window
+
+    @property
+    def value(self) -> float:
+        """Tokens per second; 0 if none is known."""
+        return self._tokens / self._seconds if self._seconds else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step."""
+        return self._seconds / max(1.0, self.steps)
+
+    @property
+    def step_tokens(self) -> float:
+        """Mean tokens of a step."""
+        return self._tokens / max(1.0, self.steps)
+
+    def add(self, tokens: float, seconds: float, steps: float) -> None:
+        """Take in a step, or a share of one."""
+        if self.steps >= self._window:
+            self.fade(1.0 - 1.0 / self._window)
+        self._tokens += tokens
+        self._seconds += seconds
+        self.steps += steps
+
+    def fade(self, kept: float) -> None:
+        """Let what is known count less than what will be."""
+        self._tokens *= kept
+        self._seconds *= kept
+        self.steps *= kept
+
+    def speedup_over(self, other: Throughput) -> float:
+        """Return how many times as fast as the other this mode is; 0 while it is unknown."""
+        if other.value:
+            return self.value / other.value
+        return math.inf if self.value else 0.0
 
 
 @dataclass(slots=True)
@@ -46,22 +87,9 @@ class ModeTrial:
 
     mode: DraftMode
     num_steps: int  # to compare
-    luck_steps: int  # of a usual trial with so many rows: luck fades as the root of these
-    after_off: bool  # a proposer catches up first, and rows come to their drafts one by one
-    catching_up: int  # steps at the most until it has
+    catching_up: int  # steps at the most until the proposer has
     compared: float = 0.0  # steps
-    value_before: float | None = None  # tokens per second when so many were compared before
-
-    def extend(self, value: float) -> None:
-        """Compare as many steps again: drafts got better."""
-        self.value_before, self.compared = value, 0.0
-
-    def is_hopeless(self, speedup: float) -> bool:
-        """Whether what is missing of the needed speedup is more than luck."""
-        if (self.after_off and self.value_before is None) or self.compared < HOPELESS_AFTER:
-            return False
-        luck = math.sqrt(HOPELESS_AFTER / self.compared * self.luck_steps / TRIAL_STEPS)
-        return speedup < 1.0 - (1.0 - HOPELESS) * luck
+    lost_steps: float = 0.0  # worth of the incumbent's steps
 
 
 class ModeTrials:
@@ -82,11 +110,9 @@ class ModeTrials:
         self._throughputs = {mode: self._unknown() for mode in modes}
         self._trial: ModeTrial | None = None
         self._last_tried = incumbent
-        self._has_drafted = False  # in the last trial
-        self._lost_steps = 0.0  # by the last trial
         self._may_lose = FIRST_LOSS
         self._first_interval = self._interval = first_interval
-        self._since_trial = 0.0
+        self._since_trial = self._wait_steps = 0.0
         self.settle()
 
     def take_over(self, before: ModeTrials) -> None:
@@ -95,8 +121,7 @@ class ModeTrials:
         If nothing is drafted now, the mode that drafted is tried first: its proposer catches up.
         """
         self.decided |= before.decided
-        off = self._throughputs[DraftMode.OFF] = deepcopy(before._throughputs[DraftMode.OFF])
-        off.missed_steps = 0.0
+        self._throughputs[DraftMode.OFF] = deepcopy(before._throughputs[DraftMode.OFF])
         if self._trial is not None:
             self._trial, self._since_trial = None, 0.0
         if self.incumbent.drafts and not before.incumbent.drafts:
@@ -148,24 +173,17 @@ class ModeTrials:
         """Take in a step by its tokens per row, and the time since the step before.
 
         Of all rows the share `rounds` took part, `drafted` verified a draft, and `answered` have
-        heard of a proposer.
-
-        While rows are to draft, steps without any draft bring no trial and no end of one nearer:
-        perhaps no proposer is there. But once a trial had a draft, steps without belong to it.
+        heard of a proposer. While the incumbent drafts, steps without any draft bring no trial
+        nearer: perhaps no proposer is there.
         """
         trial, current, best = self._trial, self._throughputs[self.mode], self._best
-        self._has_drafted |= drafted > 0 and trial is not None
-        steps = rounds if drafted or self._has_drafted or not self.mode.drafts else 0.0
+        steps = rounds if drafted or trial is not None or not self.mode.drafts else 0.0
         typical_s = max(current.step_s, best.step_s)
         if typical_s and rounds:
             seconds = min(seconds, LONGEST_STEP * typical_s)
-        if best.value and (trial is not None or not self.settled):
-            self._lost_steps += best.lost_steps(tokens, seconds)
-        if trial is None:
-            for throughput in self._throughputs.values():
-                if throughput is not best and throughput.value:
-                    throughput.missed_steps += throughput.lost_steps(tokens, seconds)
-        if trial is not None and self._lost_steps > self._may_lose:
+        if trial is not None and best.value:
+            trial.lost_steps += (seconds - tokens / best.value) / best.step_s
+        if trial is not None and trial.lost_steps > self._may_lose:
             self._may_lose = min(2 * self._may_lose, LARGEST_LOSS)
             self._end(trial, won=False)
         elif trial is not None and trial.catching_up:
@@ -179,28 +197,24 @@ class ModeTrials:
                 self._settling = 0.0
         else:
             current.add(tokens, seconds, steps)
-            if trial is not None:
-                trial.compared += steps
-                self._judge(trial)
-            else:
+            if trial is None:
                 self._since_trial += steps
                 self._look_for_a_better_mode()
+            else:
+                trial.compared += steps
+                if trial.compared >= trial.num_steps:
+                    self._judge(trial)
 
     def _look_for_a_better_mode(self) -> None:
         """Try another mode if the incumbent fell behind it, or if the interval has passed."""
-        best = self._best
-        known = not self.decided or best.steps >= self._trial_steps  # but with other texts
-        if not known and 4 * best.steps < self._trial_steps:
+        best, others = self._best, [mode for mode in self._modes if mode is not self.incumbent]
+        if 4 * best.steps < self._trial_steps:
             return
-        speedups = {
-            mode: throughput.speedup_over(best)
-            for mode, throughput in self._throughputs.items()
-            if mode is not self.incumbent
-        }
-        likely = max(speedups, key=speedups.__getitem__)
-        if best.value and speedups[likely] > (FELL_BEHIND if known else 1 / HOPELESS):
+        likely = max(others, key=lambda mode: self._throughputs[mode].value)
+        margin = FELL_BEHIND if best.steps >= self._trial_steps else CLEARLY
+        if best.value and self._throughputs[likely].value > margin * best.value:
             self._begin(likely)
-        elif known and self._since_trial >= max(self._interval, self._lost_steps / MOST_LOST):
+        elif self._since_trial >= max(self._interval, self._wait_steps):
             last = self._modes.index(self._last_tried)
             in_turn = (*self._modes[last + 1 :], *self._modes)
             self._begin(next(mode for mode in in_turn if mode is not self.incumbent))
@@ -213,43 +227,26 @@ class ModeTrials:
         after_off = not self.incumbent.drafts
         # Two modes that draft differ by little, and by the luck of their texts.
         close = mode.drafts and self.incumbent.drafts
-        self._trial = ModeTrial(
-            mode,
-            num_steps=INTERVAL if close else self._trial_steps,
-            luck_steps=self._trial_steps,
-            after_off=after_off,
-            catching_up=LONGEST_CATCH_UP if after_off else 0,
-        )
+        num_steps = INTERVAL if close else self._trial_steps
+        self._trial = ModeTrial(mode, num_steps, LONGEST_CATCH_UP if after_off else 0)
         self._last_tried = mode
-        self._has_drafted, self._lost_steps = False, 0.0
         self._throughputs[mode].fade(FADED)
         self.settle()
 
     def _judge(self, trial: ModeTrial) -> None:
         tried, drafts = self._throughputs[trial.mode], trial.mode.drafts
-        speedup, needed = tried.speedup_over(self._best), WORTH if drafts else 1 / WORTH
-        if trial.compared < trial.num_steps and not trial.is_hopeless(speedup / needed):
-            return
+        faster = tried.speedup_over(self._best) > (WORTH if drafts else 1 / WORTH)
         # Drafts shorten no step: where they bring no tokens, less time was luck.
-        won = speedup > needed and not (drafts and tried.step_tokens < WORTH)
-        if trial.after_off and not won and tried.value > WORTH * (trial.value_before or 0.0):
-            trial.extend(tried.value)
-            tried.fade(FADED)
-        else:
-            self._end(trial, won=won)
+        self._end(trial, won=faster and not (drafts and tried.step_tokens < WORTH))
 
     def _end(self, trial: ModeTrial, *, won: bool) -> None:
         self._trial, self._since_trial, self.decided = None, 0.0, True
+        self._wait_steps = trial.lost_steps / MOST_LOST
         if won:
-            before, self.incumbent = self.incumbent, trial.mode
-            # What a verdict cost that did not hold counts as if its trial had gone on.
-            lost, self._lost_steps = self._lost_steps, max(0.0, self._best.missed_steps)
-            for mode, throughput in self._throughputs.items():
-                throughput.missed_steps = lost if mode is before else 0.0
-            self._last_tried = before
-            self._interval = self._first_interval  # it may have been luck
-        else:
-            self._interval = min(max(INTERVAL, 2 * self._interval), LONGEST_INTERVAL)
-            if self._throughputs[trial.mode].speedup_over(self._best) > 1.0:
-                self._throughputs[trial.mode] = self._unknown()  # it was luck, or is of long ago
-            self.settle()
+            self._last_tried, self.incumbent = self.incumbent, trial.mode
+            self._interval, self._wait_steps = self._first_interval, 0.0  # it may have been luck
+            return
+        self._interval = min(max(INTERVAL, 2 * self._interval), LONGEST_INTERVAL)
+        if self._throughputs[trial.mode].speedup_over(self._best) > 1.0:
+            self._throughputs[trial.mode] = self._unknown()  # it was luck, or is of long ago
+        self.settle()

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from outrider.engine.policy.acceptance import AnswerRate, RowAcceptance
+from outrider.engine.policy.acceptance import RowAcceptance
 from outrider.engine.policy.circuit_breaker import CircuitBreaker
 from outrider.engine.rounds import Round
 
@@ -20,9 +20,6 @@ class AttachedProposer:
     can_run_ahead: bool = False
     own_device: bool = False  # steps do not slow its drafts down
     colocated: bool = False  # it drafts between steps, on the engine's thread
-
-
-NO_PROPOSER = AttachedProposer()
 
 
 class PastCommit(NamedTuple):
@@ -55,36 +52,25 @@ class HitRate:
 
 @dataclass(slots=True)
 class Drafting:
-    """What is known of one row's drafts. Only the `DraftTracker` and what it measures change it."""
+    """What is known of one row's drafts. Only the `DraftTracker` and the policy's parts change it."""
 
-    limit: int
-    """K at most, as the request and the configuration allow."""
-    sampled: bool = False
-    """The row's temperature makes drafts meet clearly less."""
-    proposer: AttachedProposer = NO_PROPOSER
-    drafter: str = ""
-    """The proposer with its method that drafted last: what takes its own time."""
-    runs_ahead: bool = False
-    """Drafts are made ahead now."""
-    num_draft_tokens: int = 0
-    """K of the next round."""
-    asked: bool = False
-    """The proposer knows that the next round is to have a draft."""
-    blocks: int = 0
-    """Blocks that came from the present proposer."""
-    awaited_since: float = 0.0
-    """When the first of them could be used, if it had come."""
-    no_guess_at: int = -1
-    """Committed length for which the proposer said that it has no guess."""
-    waited_in_vain: tuple[float, float] = (0.0, 0.0)
-    """(start, end) of the last wait that ended without a draft."""
-    unlearned: Round | None = None
-    """The last round, until the policy has learned from it."""
+    limit: int  # K at most, as the request and the configuration allow
+    sampled: bool = False  # its temperature makes drafts meet clearly less
+    proposer: AttachedProposer = AttachedProposer()  # noqa: RUF009
+    drafter: str = ""  # the proposer with its method that drafted last: what takes its own time
+    runs_ahead: bool = False  # drafts are made ahead now
+    num_draft_tokens: int = 0  # K of the next round
+    asked: bool = False  # the proposer knows that the next round is to have a draft
+    worth_waiting: bool = True  # the proposer has drafts often enough
+    blocks: int = 0  # that came from the present proposer
+    awaited_since: float = 0.0  # when the first of them could be used, if it had come
+    no_guess_at: int = -1  # committed length for which the proposer said it has no guess
+    waited_in_vain: tuple[float, float] = (0.0, 0.0)  # (start, end) of the last such wait
+    unlearned: Round | None = None  # the last round, until the policy has learned from it
     commits: deque[PastCommit] = field(default_factory=lambda: deque(maxlen=8))
     round: CurrentRound = field(default_factory=CurrentRound)
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     acceptance: RowAcceptance = field(default_factory=RowAcceptance)
-    answers: AnswerRate = field(default_factory=AnswerRate)
     hits: HitRate = field(default_factory=HitRate)
 
     @property
@@ -96,4 +82,4 @@ class Drafting:
         """Whether the row waits for drafts at all."""
         if self.proposer.id is None or self.breaker.is_open:
             return False
-        return self.num_draft_tokens > 0 and self.answers.worth_waiting
+        return self.num_draft_tokens > 0 and self.worth_waiting

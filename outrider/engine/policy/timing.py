@@ -9,7 +9,6 @@ from typing import TypeVar
 
 STALE_AFTER = 12  # steps of other sizes after which a size's average is forgotten
 MAX_NAMES = 256  # proposers that are remembered: one may call itself what it likes
-PROMPTS_KEPT = 0.8  # per step with prompts, of what is known of their price
 UNCONTENDED_LASTS = 64  # contended batches after which the last uncontended one is forgotten
 
 K = TypeVar("K")
@@ -98,23 +97,6 @@ class StepTimes:
         return low[1] + slope * (num_tokens - low[0])
 
 
-class PromptTimes:
-    """Seconds that a prompt's token adds to a step. Large prompts count more, old ones less."""
-
-    def __init__(self) -> None:
-        self._seconds = self._tokens = 0.0
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Take in a step that so many prompt tokens made longer."""
-        self._seconds = PROMPTS_KEPT * self._seconds + max(0.0, seconds)
-        self._tokens = PROMPTS_KEPT * self._tokens + num_tokens
-
-    @property
-    def token_s(self) -> float | None:
-        """Seconds of a token; None as long as they are unknown."""
-        return self._seconds / self._tokens if self._tokens else None
-
-
 @dataclass(frozen=True, slots=True)
 class Delay:
     """One batch of drafts: how long it took, and under which circumstances."""
@@ -133,18 +115,15 @@ class DraftTimes:
     A draft that is made beside a step may share the device with it, and then both take longer.
     Whether waiting pays is asked for a row that would wait instead of starting such a step. So
     uncontended drafts count, and contended ones only as long as there are no others. If contended
-    ones counted, rows that once went ahead would never wait again. Three contended drafts count:
+    ones counted, rows that once went ahead would never wait again. Two contended drafts count:
 
-    - on demand, one that took less than half as long: the known ones waited for something else;
     - one for which its row waited in vain, by half of what it then took beside the step: else what
       drafts take at times would never be waited for;
     - on demand and on another device, all of them: a step does not slow them down.
     """
 
-    def __init__(self, *, on_demand: bool = True) -> None:
-        self._on_demand = on_demand
-        self._stall = Average()
-        self._all_uncontended = Average()
+    def __init__(self) -> None:
+        self._contention = Average()
         self._are_uncontended = False  # what counts
         self._contended_in_a_row = 0
         self._restart()
@@ -160,18 +139,12 @@ class DraftTimes:
         if delay.waited_s and not delay.own_device:  # draft and step went on at half their speed
             uncontended, seconds = True, (delay.waited_s + seconds) / 2
         self._contended_in_a_row = 0 if uncontended else self._contended_in_a_row + 1
-        if uncontended:
-            self._all_uncontended.add(seconds)
-        elif self._contended_in_a_row == UNCONTENDED_LASTS:
-            self._all_uncontended = Average()
         uncontended |= delay.own_device
-        if self._are_uncontended and not uncontended:
-            usual_s = self.mean_s(delay.num_tokens)
-            self._stall.add(max(0.0, seconds - usual_s))
-            uncontended = self._on_demand and seconds < usual_s / 2
-            if not uncontended and self._contended_in_a_row < UNCONTENDED_LASTS:
-                return
         if uncontended != self._are_uncontended:
+            if not uncontended:
+                self._contention.add(max(0.0, seconds - self.mean_s(delay.num_tokens)))
+                if self._contended_in_a_row < UNCONTENDED_LASTS:
+                    return
             self._are_uncontended = uncontended
             self._restart()
         self.delay.add(seconds)
@@ -185,19 +158,10 @@ class DraftTimes:
         return self._token_s.mean
 
     @property
-    def latest_s(self) -> float:
-        """How much later than the mean most drafts have come."""
-        return 4 * self.delay.deviation
+    def contention_s(self) -> float:
+        """Mean seconds by which a step beside a draft makes it late; 0 if that is unknown."""
+        return self._contention.mean
 
     def mean_s(self, num_tokens: float) -> float:
         """Return the mean seconds from a commit to the arrival of so many tokens."""
         return self.delay.mean + self.token_s * (num_tokens - self.longest)
-
-    def uncontended_s(self, num_tokens: int) -> float:
-        """Return the same of drafts for which all rows waited together."""
-        return max(self._all_uncontended.mean, self.mean_s(num_tokens))
-
-    @property
-    def contention_s(self) -> float:
-        """Mean seconds by which a step beside a draft makes it late; 0 if that is unknown."""
-        return self._stall.mean if self._stall.count else 0.0

@@ -70,9 +70,7 @@ class DraftTracker:
             limit = 0
         return Drafting(limit, sampled=request.sampling.temperature >= SAMPLED_TEMPERATURE)
 
-    def attach(
-        self, seq: Sequence, proposer: AttachedProposer, now: float, *, asked: bool
-    ) -> None:
+    def attach(self, seq: Sequence, proposer: AttachedProposer, now: float, *, asked: bool) -> None:
         """Give a row to a proposer, which was `asked` for a draft, or only follows for now."""
         self.learn(seq)  # from the proposer before
         d = seq.drafting
@@ -83,9 +81,9 @@ class DraftTracker:
             d.commits.append(PastCommit(len(seq.token_ids), now, asked))
             if proposer.id is not None:
                 d.drafter = self._drafters.get(proposer.id, proposer.id)
-                measured = self.policy.measured
-                measured.acceptance.join(d.acceptance, proposer.id, sampled=d.sampled)
-                measured.availability.join(d.answers, proposer.id)
+                acceptance = self.policy.measured.acceptance
+                acceptance.join(d.acceptance, proposer.id, sampled=d.sampled)
+                d.worth_waiting = True
         d.proposer = proposer
         self._choose_k(d, asked=asked)
         d.asked = d.num_draft_tokens > 0
@@ -132,9 +130,8 @@ class DraftTracker:
     def _measure(self, arrived: ArrivedBlock, since: float) -> None:
         d, now, num_tokens = arrived.seq.drafting, arrived.at, len(arrived.block.token_ids)
         proposer, measured = d.proposer, self.policy.measured
-        measured.availability.observe(
-            d.answers, proposer.id or "", now - since, drafted=num_tokens > 0
-        )
+        measured.availability.observe(proposer.id or "", now - since, drafted=num_tokens > 0)
+        d.worth_waiting |= num_tokens > 0  # however late: whether waiting pays is decided again
         batch = d.drafter, d.runs_ahead
         if not num_tokens or self._batches.get(batch) == now:  # the first of a batch is its longest
             return
@@ -254,12 +251,14 @@ class DraftTracker:
         if d.unlearned is None:
             return
         round_, d.unlearned = d.unlearned, None
-        acceptance, name = self.policy.measured.acceptance, d.proposer_id or ""
+        acceptance = self.policy.measured.acceptance
         if round_.drafted:
-            acceptance.observe(d.acceptance, name, round_, sampled=d.sampled)
+            acceptance.observe(d.acceptance, d.proposer_id, round_, sampled=d.sampled)
         else:
-            wanted = d.num_draft_tokens > 0
-            acceptance.observe_undrafted(d.acceptance, name, sampled=d.sampled, wanted=wanted)
+            explores = d.num_draft_tokens == 0 and self.policy.mode.drafts
+            acceptance.observe_undrafted(
+                d.acceptance, d.proposer_id, sampled=d.sampled, explores=explores
+            )
         self._choose_k(d)
 
     def _choose_k(self, d: Drafting, *, asked: bool = True) -> None:

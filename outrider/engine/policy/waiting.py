@@ -20,8 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 
 from outrider.engine.policy import microbatches
-from outrider.engine.policy.cost_model import CostModel
-from outrider.engine.policy.draft_length import DraftLength
+from outrider.engine.policy.base import Measurements
 from outrider.engine.sequence import Sequence
 
 FIRST_PATIENCE_S = 0.25  # a proposer must process the prompt before its first block
@@ -30,11 +29,11 @@ FIRST_PATIENCE_STEPS = 3.0  # for a first block, beside the prompt's own time
 
 
 class Waiting:
-    """Answers from what `costs` measured; `length` knows whether most rows draft."""
+    """Answers from what was measured."""
 
-    def __init__(self, costs: CostModel, length: DraftLength) -> None:
-        self._costs = costs
-        self._length = length
+    def __init__(self, measured: Measurements) -> None:
+        self._costs = measured.costs
+        self._availability = measured.availability
 
     def patience_s(self, seq: Sequence, num_running: int) -> float:
         """Return how long after its last commit a row waits for its draft at most.
@@ -53,13 +52,15 @@ class Waiting:
         gain_s = max(MIN_PATIENCE_S, gain_s)
         if mean_s > gain_s:
             return 0.0
-        d.answers.set_worth_waiting(gain_s - mean_s, own_device=d.proposer.own_device)
-        return min(MAX_PATIENCE_S, gain_s, usual_s) if d.answers.worth_waiting else 0.0
+        # On a shared device the search would slow down a step beside it: the row waits.
+        d.worth_waiting = (
+            not d.proposer.own_device
+            or self._availability.gain_s(d.proposer_id or "", gain_s - mean_s) >= 0.0
+        )
+        return min(MAX_PATIENCE_S, gain_s, usual_s) if d.worth_waiting else 0.0
 
     def microbatch_step_s(self, rows: Rows[Sequence]) -> float:
         """Return the seconds of a step of half the rows if they are to go in halves, else 0."""
-        if not self._length.most_draft:
-            return 0.0
         longest, k = None, 0
         for seq in rows:
             d = seq.drafting
@@ -72,7 +73,7 @@ class Waiting:
         if times is None:
             return 0.0
         step_s = self._costs.step_s(microbatches.half(len(rows)) * (1 + k))
-        together_s = self._costs.step_s(len(rows) * (1 + k)) + times.uncontended_s(k)
+        together_s = self._costs.step_s(len(rows) * (1 + k)) + times.mean_s(k)
         faster = microbatches.pay_off(step_s, together_s, times.mean_s(k), k * times.token_s)
         return step_s if faster else 0.0
 
@@ -93,15 +94,9 @@ class Waiting:
         with D the time until the last draft is there, later where steps share its device. For j = m
         there is no second step.
         """
-        dues = [self._due(seq, now) for seq in waiting]
-        arrivals = sorted(dues)
+        arrivals = sorted([self._due(seq, now) for seq in waiting])
         if microbatch_step_s:
             return microbatches.start_at(len(ready), arrivals, microbatch_step_s, now)
-        # A first block waits for its prompt's processing: only its own row waits for it.
-        known = [due for seq, due in zip(waiting, dues, strict=True) if seq.drafting.blocks]
-        together = known and not num_prefilling and self._length.most_draft
-        if together and all(_on_demand(seq) for seq in (*ready, *waiting)):
-            return max(known)
         per_row = 1 + max([seq.drafting.num_draft_tokens for seq in waiting])
         going, num_waiting = len(ready) + num_prefilling, len(waiting)
         contention_s = max([self._costs.contention_s(seq.drafting) for seq in waiting])
@@ -124,7 +119,3 @@ class Waiting:
         d = seq.drafting
         usual = d.round.committed_at + self._costs.usual(d)[1]  # in the past if it is unknown
         return usual if now < usual < d.round.deadline else d.round.deadline
-
-
-def _on_demand(seq: Sequence) -> bool:
-    return seq.drafting.waits and not seq.drafting.runs_ahead
