@@ -52,7 +52,7 @@ from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving
 
 NAME: Final = "scorer"
 _STOP_TIMEOUT_S = 1.0
-_POLICIES: dict[str, Callable[[int], Policy]] = {
+POLICIES: dict[str, Callable[[int], Policy]] = {
     "adaptive": AdaptivePolicy,
     # Longer than a draft takes on a busy machine: what is to be compared is not to come late.
     "fixed": partial(FixedPolicy, max_wait_s=1.0),
@@ -247,7 +247,7 @@ def build_engine(
         num_speculative_tokens=options.num_speculative_tokens,
         enable_prefix_caching=options.enable_prefix_caching,
     )
-    policy = _POLICIES[options.speculation_policy](options.num_speculative_tokens)
+    policy = POLICIES[options.speculation_policy](options.num_speculative_tokens)
     for rows, tokens, seconds in step_times:
         policy.measured.costs.observe_step(rows, tokens, seconds)
     pool = model.pools.features

@@ -20,7 +20,6 @@ class CostModel:
         self._steps = StepTimes()
         self._drafts: dict[tuple[str, bool], DraftTimes] = {}  # by drafter, and if it runs ahead
         # Results of methods below, until something is measured: rows ask again and again.
-        self._round_s: dict[int, float] = {}
         self._rounds: dict[tuple[str, bool, int], list[tuple[int, float, float]]] = {}
         self._usual: dict[tuple[str, bool, int], tuple[float, float, float]] = {}
 
@@ -28,7 +27,7 @@ class CostModel:
         """Take in a step that only verified."""
         self.num_rows = num_rows
         self._steps.observe(num_tokens, seconds)
-        self._round_s, self._rounds, self._usual = {}, {}, {}
+        self._rounds, self._usual = {}, {}
 
     def observe_delay(self, d: Drafting, delay: Delay) -> None:
         """Take in a batch of drafts, of which this row's is the first."""
@@ -43,13 +42,10 @@ class CostModel:
 
     def round_s(self, k: int) -> float:
         """Return those of a step of as many rows as the last one, with `k` draft tokens each."""
-        known = self._round_s.get(k)
-        if known is None:
-            known = self._round_s[k] = self.step_s(self.num_rows * (1 + k))
-        return known
+        return self.step_s(self.num_rows * (1 + k))
 
     def rounds(self, d: Drafting, limit: int) -> list[tuple[int, float, float]]:
-        """Return the K that are compared for a row, each with its `round_s` and draft's delay.
+        """Return the K that are compared for a row, from 0, with `round_s` and a draft's delay.
 
         On demand a row waits for its batch's longest draft: alone it can do little about that.
         """
@@ -61,7 +57,7 @@ class CostModel:
                 least = times.longest - 1.0
             known = self._rounds[key] = [
                 (k, self.round_s(k), self.delay_s(d, max(k, least)))
-                for k in (*takewhile(lambda k: k < limit, SIZES), limit)
+                for k in (0, *takewhile(lambda k: k < limit, SIZES), limit)
             ]
         return known
 

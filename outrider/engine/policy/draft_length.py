@@ -40,11 +40,11 @@ class DraftLength:
 
     def best_k(self, d: Drafting, limit: int) -> int:
         """Return K of a row's next round; `limit` until a step was measured."""
-        plain_s = self._costs.round_s(0)
+        (_, plain_s, _), *rounds = self._costs.rounds(d, limit)
         if not plain_s:
             return limit
         # For each row and step: a method call per K would take half of the time.
-        rounds, missed, ahead_s = self._costs.rounds(d, limit), 1.0 - d.hits.share, 0.0
+        missed, ahead_s = 1.0 - d.hits.share, 0.0
         if d.runs_ahead:
             ahead_s = d.hits.wait_s - missed * self._costs.delay_s(d, d.num_draft_tokens)
         levels = d.acceptance.levels

@@ -31,7 +31,7 @@ class FixedPolicy:
         return frozenset() if self.num_speculative_tokens else ALL_SIZES
 
     def choose_k(self, d: Drafting, limit: int) -> int:  # noqa: ARG002
-        return limit if self.num_speculative_tokens else 0
+        return limit
 
     def patience_s(self, seq: Sequence) -> float:  # noqa: ARG002
         return self.max_wait_s

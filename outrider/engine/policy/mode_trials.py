@@ -26,7 +26,7 @@ WORTH = 1.03  # times as fast as no drafts or as the incumbent: less is noise
 TRIAL_STEPS = 16  # to compare at least: many rows differ little by luck, few rows need more
 SETTLING_STEPS = 3  # after a change: drafts of before are used up
 SETTLING_DRAFTS = 8  # of each row in a trial: until then it is not known what drafts take
-LONGEST_SETTLING = 128  # steps until so many drafts a row have come at the latest
+LEAST_DRAFTED = 1 / 16  # of the rows counts as drafted in a step: settling ends in any case
 CAUGHT_UP = 0.75  # of the rows: a proposer that has answered so many has caught up
 LONGEST_CATCH_UP = 512  # steps until then at the latest
 LONGEST_STEP = 4.0  # times the mean: more of a step is an accident, as a kernel's compilation
@@ -86,7 +86,6 @@ class ModeTrial:
     """A trial of a mode that is not the incumbent."""
 
     mode: DraftMode
-    num_steps: int  # to compare
     catching_up: int  # steps at the most until the proposer has
     compared: float = 0.0  # steps
     lost_steps: float = 0.0  # worth of the incumbent's steps
@@ -159,7 +158,6 @@ class ModeTrials:
         """Compare none of the next steps: something changed."""
         in_trial = self._trial is not None and self.mode.drafts
         self._settling = float(SETTLING_DRAFTS if in_trial else SETTLING_STEPS)
-        self._unsettled_steps = 0
 
     def observe(
         self,
@@ -191,10 +189,7 @@ class ModeTrials:
             if not trial.catching_up and answered < CAUGHT_UP:
                 self._end(trial, won=False)
         elif not self.settled:
-            self._settling -= drafted if self.mode.drafts else rounds
-            self._unsettled_steps += steps > 0
-            if self._unsettled_steps == LONGEST_SETTLING:
-                self._settling = 0.0
+            self._settling -= max(drafted, LEAST_DRAFTED) if self.mode.drafts else rounds
         else:
             current.add(tokens, seconds, steps)
             if trial is None:
@@ -202,7 +197,7 @@ class ModeTrials:
                 self._look_for_a_better_mode()
             else:
                 trial.compared += steps
-                if trial.compared >= trial.num_steps:
+                if trial.compared >= self._trial_steps:
                     self._judge(trial)
 
     def _look_for_a_better_mode(self) -> None:
@@ -224,20 +219,19 @@ class ModeTrials:
         return Throughput(min(INTERVAL, 3 * self._trial_steps))
 
     def _begin(self, mode: DraftMode) -> None:
-        after_off = not self.incumbent.drafts
-        # Two modes that draft differ by little, and by the luck of their texts.
-        close = mode.drafts and self.incumbent.drafts
-        num_steps = INTERVAL if close else self._trial_steps
-        self._trial = ModeTrial(mode, num_steps, LONGEST_CATCH_UP if after_off else 0)
+        self._trial = ModeTrial(mode, catching_up=0 if self.incumbent.drafts else LONGEST_CATCH_UP)
         self._last_tried = mode
         self._throughputs[mode].fade(FADED)
         self.settle()
 
     def _judge(self, trial: ModeTrial) -> None:
         tried, drafts = self._throughputs[trial.mode], trial.mode.drafts
-        faster = tried.speedup_over(self._best) > (WORTH if drafts else 1 / WORTH)
+        speedup = tried.speedup_over(self._best) / (WORTH if drafts else 1 / WORTH)
+        close = 1 / FELL_BEHIND < speedup < FELL_BEHIND and drafts and self.incumbent.drafts
+        if close and trial.compared < INTERVAL:  # such modes differ by the luck of their texts
+            return
         # Drafts shorten no step: where they bring no tokens, less time was luck.
-        self._end(trial, won=faster and not (drafts and tried.step_tokens < WORTH))
+        self._end(trial, won=speedup > 1.0 and not (drafts and tried.step_tokens < WORTH))
 
     def _end(self, trial: ModeTrial, *, won: bool) -> None:
         self._trial, self._since_trial, self.decided = None, 0.0, True

@@ -64,10 +64,10 @@ class DraftTracker:
         """Return the initial state of a request's row."""
         speculation = request.speculation
         limit = speculation.num_speculative_tokens
-        if limit is None:  # then the proposer sets a limit: see `attach`
-            limit = MAX_SPECULATIVE_TOKENS if self.policy.num_speculative_tokens else 0
-        if not speculation.enabled:
+        if not speculation.enabled or not self.policy.num_speculative_tokens:
             limit = 0
+        elif limit is None:  # then the proposer sets a limit: see `attach`
+            limit = MAX_SPECULATIVE_TOKENS
         return Drafting(limit, sampled=request.sampling.temperature >= SAMPLED_TEMPERATURE)
 
     def attach(self, seq: Sequence, proposer: AttachedProposer, now: float, *, asked: bool) -> None:

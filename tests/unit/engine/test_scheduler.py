@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as Rows
 from dataclasses import asdict
 from typing import cast
 
@@ -295,23 +294,6 @@ def test_time_without_work_is_no_steps() -> None:
     e.set_drafting(1, "a", 0)
     run(e)
     assert seen == [False, True, True]
-
-
-def test_drafts_that_do_not_pay_are_not_verified() -> None:
-    class Thrifty(FixedPolicy):
-        def drafts_pay(self, rows: Rows[Sequence]) -> bool:
-            return len(rows) < 2
-
-    config = EngineConfig(page_size=4, num_pages=64, max_model_len=64)
-    e = Engine(HashModel(32, 4, 64, 64), config, policy=Thrifty(4, max_wait_s=0.0))
-    truths = {i: submit(e, i, prompt_len=4, start=i)[0] for i in (1, 2)}
-    step(e)
-    for i, truth in truths.items():
-        e.set_drafting(i, "a", 4)
-        e.post_block(i, DraftTree.chain(4, truth), "a", 0)
-    assert size(step(e)) == (2, 2), "a token each"
-    e.abort(2)
-    assert size(step(e)) == (1, 1 + 4)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Ahead, on demand, or no drafts: the fastest way is found, and left when it is not any more."""
+"""Ahead, on demand, or no drafts: the fastest mode is found, and left when it is not any more."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEP_S = {OFF: 0.010, ON_DEMAND: 0.025, AHEAD: 0.020}  # of 1 and 3 tokens
 def play(
     trials: ModeTrials, steps: int, step_s: Mapping[DraftMode, float] = STEP_S
 ) -> dict[DraftMode, int]:
-    """So many steps; how many in each way."""
+    """So many steps; how many in each mode."""
     taken = dict.fromkeys(MODES, 0)
     for _ in range(steps):
         mode = trials.mode
@@ -29,7 +29,7 @@ def play(
 
 @pytest.mark.parametrize("first", MODES)
 @pytest.mark.parametrize("best", MODES)
-def test_the_fastest_way_is_found_from_any_other(first: DraftMode, best: DraftMode) -> None:
+def test_trials_from_any_mode_find_the_fastest(first: DraftMode, best: DraftMode) -> None:
     step_s = {OFF: 0.010, ON_DEMAND: 0.034, AHEAD: 0.034}
     step_s[best] *= 0.75
     trials = ModeTrials(TRIAL_STEPS, modes=MODES, incumbent=first)
@@ -38,7 +38,7 @@ def test_the_fastest_way_is_found_from_any_other(first: DraftMode, best: DraftMo
     assert play(trials, 10_000, step_s)[best] > 0.95 * 10_000
 
 
-def test_trials_of_two_other_ways_lose_no_more_than_those_of_one() -> None:
+def test_trials_of_two_other_modes_lose_little() -> None:
     trials = ModeTrials(modes=MODES, incumbent=AHEAD)
     play(trials, 20 * INTERVAL)
     steps = 50_000
@@ -50,7 +50,7 @@ def test_trials_of_two_other_ways_lose_no_more_than_those_of_one() -> None:
     assert lost_s < 1.2 * MOST_LOST * steps * STEP_S[AHEAD]
 
 
-def test_ways_to_draft_that_bring_the_same_do_not_alternate() -> None:
+def test_trials_of_equal_modes_do_not_alternate() -> None:
     trials, changes, incumbent = ModeTrials(modes=MODES, incumbent=AHEAD), 0, AHEAD
     for i in range(20_000):
         luck = 1.0 + 0.02 * (-1) ** (i // 40)
@@ -95,7 +95,7 @@ def test_a_single_request_drafts_ahead() -> None:
     assert rate > 2.8 * rate_without(1)
 
 
-def test_drafts_that_pay_in_no_way_are_not_made() -> None:
+def test_drafts_that_pay_in_no_mode_are_not_made() -> None:
     world = TwoDevices(32, 1.0)
     world.rate(2.0)
     assert world.rate(6.0) > 0.97 * rate_without(32)

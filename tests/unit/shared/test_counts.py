@@ -29,7 +29,9 @@ class CountingWorld(World):
 
 @pytest.mark.parametrize("kind", [FixedPolicy, AdaptivePolicy])
 @pytest.mark.parametrize("max_branches", [0, 8])
-def test_sums_over_steps_are_sums_over_requests(kind: type[FixedPolicy] | type[AdaptivePolicy], max_branches: int) -> None:
+def test_sums_over_steps_are_sums_over_requests(
+    kind: type[FixedPolicy] | type[AdaptivePolicy], max_branches: int
+) -> None:
     policy = kind(4)
     config = EngineConfig(
         page_size=4,
