@@ -52,7 +52,7 @@ class Counters:
     by_method: dict[str, tuple[int, int]] = field(default_factory=dict)  # drafted, accepted
 
     def count_round(self, drafted: int, accepted: int, method: str) -> None:
-        """One round that emitted something; `accepted` after trimming. `method` drafted."""
+        """Count a round that emitted something; `accepted` after trimming. `method` drafted."""
         if drafted and method:
             before = self.by_method.get(method, (0, 0))
             self.by_method[method] = (before[0] + drafted, before[1] + accepted)
@@ -79,13 +79,13 @@ class Round(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def chain_round(drafted: int, accepted: int) -> Round:
-    """The round of a chain."""
+    """Return the round of a chain."""
     return Round(drafted, drafted, accepted, accepted < drafted)
 
 
 @lru_cache(maxsize=4096)
 def token_kinds(tried: int, accepted: int, emitted: int) -> tuple[TokenKind, ...]:
-    """Where each of `emitted` tokens of a round came from; see `Round`."""
+    """Return where each of `emitted` tokens of a round came from; see `Round`."""
     if not tried:
         last = TokenKind.PLAIN
     else:

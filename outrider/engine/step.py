@@ -31,7 +31,7 @@ class ScheduledRow(NamedTuple):  # made in a third of a frozen dataclass's time
     draft_probs: tuple[DraftProbs | None, ...] = ()  # what it was drawn from; empty: point masses
 
     def round(self, output: TokenIds) -> Round:
-        """What became of the draft when verification gave `output`, the last one never drafted."""
+        """Return what became of the draft; the last token of `output` was never drafted."""
         drafted, accepted, parents = len(self.draft), len(output) - 1, self.slice.parents
         if not parents:
             return chain_round(drafted, accepted)

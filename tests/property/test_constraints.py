@@ -99,7 +99,8 @@ def run(
         max_num_batched_tokens=64,
         num_speculative_tokens=k,
     )
-    engine = Engine(model, config, eos_token_ids=frozenset({EOS}), policy=FixedPolicy(k, max_wait_s=0))
+    policy = FixedPolicy(k, max_wait_s=0)
+    engine = Engine(model, config, eos_token_ids=frozenset({EOS}), policy=policy)
     outputs: dict[int, list[int]] = {}
     reasons: dict[int, FinishReason] = {}
     for request in requests:

@@ -52,11 +52,11 @@ class HitRate:
 
 @dataclass(slots=True)
 class Drafting:
-    """What is known of one row's drafts. Only the `DraftTracker` and the policy's parts change it."""
+    """What is known of one row's drafts. Only the `DraftTracker` and the policy change it."""
 
     limit: int  # K at most, as the request and the configuration allow
     sampled: bool = False  # its temperature makes drafts meet clearly less
-    proposer: AttachedProposer = AttachedProposer()  # noqa: RUF009
+    proposer: AttachedProposer = AttachedProposer()
     drafter: str = ""  # the proposer with its method that drafted last: what takes its own time
     runs_ahead: bool = False  # drafts are made ahead now
     num_draft_tokens: int = 0  # K of the next round

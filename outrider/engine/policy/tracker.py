@@ -155,7 +155,7 @@ class DraftTracker:
         waiting: list[Sequence] = []
         may_wait = self.policy.may_wait
         for seq in rows:
-            d, current = seq.drafting, seq.drafting.round
+            current = seq.drafting.round
             lacks_draft = seq.draft is None and _is_awaited(seq)
             if current.looked_at is None:
                 current.looked_at, current.at_hand = now, seq.draft is not None
