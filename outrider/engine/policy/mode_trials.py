@@ -24,6 +24,8 @@ from outrider.engine.policy.draft_mode import DraftMode
 
 WORTH = 1.03  # times as fast as no drafts or as the incumbent: less is noise
 TRIAL_STEPS = 16  # to compare at least: many rows differ little by luck, few rows need more
+HOPELESS = 0.8  # of the speed that a trial needs: a worse one ends early
+FEW_STEPS = 3  # of `TRIAL_STEPS`, after which that may be said
 SETTLING_STEPS = 3  # after a change: drafts of before are used up
 SETTLING_DRAFTS = 8  # of each row in a trial: until then it is not known what drafts take
 LEAST_DRAFTED = 1 / 16  # of the rows counts as drafted in a step: settling ends in any case
@@ -197,8 +199,7 @@ class ModeTrials:
                 self._look_for_a_better_mode()
             else:
                 trial.compared += steps
-                if trial.compared >= self._trial_steps:
-                    self._judge(trial)
+                self._judge(trial)
 
     def _look_for_a_better_mode(self) -> None:
         """Try another mode if the incumbent fell behind it, or if the interval has passed."""
@@ -227,20 +228,24 @@ class ModeTrials:
     def _judge(self, trial: ModeTrial) -> None:
         tried, drafts = self._throughputs[trial.mode], trial.mode.drafts
         speedup = tried.speedup_over(self._best) / (WORTH if drafts else 1 / WORTH)
-        close = 1 / FELL_BEHIND < speedup < FELL_BEHIND and drafts and self.incumbent.drafts
-        if close and trial.compared < INTERVAL:  # such modes differ by the luck of their texts
-            return
-        # Drafts shorten no step: where they bring no tokens, less time was luck.
-        self._end(trial, won=speedup > 1.0 and not (drafts and tried.step_tokens < WORTH))
+        # Two modes that draft differ by little, and by the luck of their texts.
+        num_steps = INTERVAL if drafts and self.incumbent.drafts else self._trial_steps
+        luck = math.sqrt(FEW_STEPS / TRIAL_STEPS * self._trial_steps / max(1.0, trial.compared))
+        hopeless = speedup < 1.0 - (1.0 - HOPELESS) * luck and trial.compared >= FEW_STEPS
+        if trial.compared >= num_steps or (hopeless and self.incumbent.drafts):
+            # Drafts shorten no step: where they bring no tokens, less time was luck.
+            self._end(trial, won=speedup > 1.0 and not (drafts and tried.step_tokens < WORTH))
 
     def _end(self, trial: ModeTrial, *, won: bool) -> None:
         self._trial, self._since_trial, self.decided = None, 0.0, True
-        self._wait_steps = trial.lost_steps / MOST_LOST
-        if won:
+        tried, lost_steps = self._throughputs[trial.mode], trial.lost_steps
+        if won:  # a trial of the mode before would lose what this one gained
+            lost_steps *= -self._best.step_s / tried.step_s
             self._last_tried, self.incumbent = self.incumbent, trial.mode
-            self._interval, self._wait_steps = self._first_interval, 0.0  # it may have been luck
-            return
-        self._interval = min(max(INTERVAL, 2 * self._interval), LONGEST_INTERVAL)
-        if self._throughputs[trial.mode].speedup_over(self._best) > 1.0:
-            self._throughputs[trial.mode] = self._unknown()  # it was luck, or is of long ago
-        self.settle()
+            self._interval = self._first_interval  # it may have been luck
+        else:
+            self._interval = min(max(INTERVAL, 2 * self._interval), LONGEST_INTERVAL)
+            if tried.speedup_over(self._best) > 1.0:
+                self._throughputs[trial.mode] = self._unknown()  # it was luck, or is of long ago
+            self.settle()
+        self._wait_steps = lost_steps / MOST_LOST
