@@ -36,7 +36,7 @@ from outrider.drafting.copying.suffix import SuffixProposer
 from outrider.drafting.proposer import Proposer, SessionStart
 from outrider.engine.model.loader import ModelOptions, load_model
 from outrider.engine.policy.adaptive import AdaptivePolicy
-from outrider.engine.policy.base import Policy
+from outrider.engine.policy.fixed import FixedPolicy
 from outrider.models.resolve import resolve_model
 from outrider.params import NO_ADVICE, Advice, TokenIds
 from outrider.types import common_prefix_len
@@ -133,7 +133,7 @@ def merit(traces: Sequence[Tokens], vocab_size: int) -> list[Row]:
         done = []
         for i, trace in enumerate(traces):
             request = request_of(i, trace.prompt, trace.output, trace.advice, k)
-            run = replay(target, Policy(k), request, trace.output, proposer, k)
+            run = replay(target, FixedPolicy(k), request, trace.output, proposer, k)
             done.append((trace, run))
         rows += rows_of(done, method, timed=False)
     return rows

@@ -7,8 +7,8 @@ from typing import Final
 
 from outrider.errors import ConfigError
 
-SPECULATION_POLICIES: Final = ("adaptive", "fixed")
-"""An adaptive policy drafts what measurements favour, a fixed one K tokens in every round."""
+SPECULATION_POLICIES: Final = ("adaptive", "fixed", "off")
+"""How many tokens are drafted: what is measured to be the fastest, K in every round, or none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,8 @@ def parser() -> argparse.ArgumentParser:
         choices=SPECULATION_POLICIES,
         default=SPECULATION_POLICIES[0],
         help="adaptive: as many draft tokens as are measured to be the fastest, down to none; "
-        "fixed: K in every round, and rows wait for them up to a second: to compare drafts",
+        "fixed: K in every round, and rows wait for them up to a second: to compare drafts; "
+        "off: proposers may attach, but nothing is drafted: to compare with no speculation",
     )
     add("--max-num-seqs", type=_whole(1), default=128, help="requests in a batch")
     add(

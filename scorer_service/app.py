@@ -22,6 +22,7 @@ from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, HiddenStateSt
 from outrider.engine.model.parallel.ranks import RankGroup
 from outrider.engine.policy.adaptive import AdaptivePolicy
 from outrider.engine.policy.base import Policy
+from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.worker import EngineWorker
 from outrider.errors import ConfigError, DeadlineError, InternalError
 from outrider.models.resolve import resolve_model
@@ -45,10 +46,11 @@ from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving, add_t
 
 NAME: Final = "scorer"
 _STOP_TIMEOUT_S = 1.0
-_POLICIES: dict[str, Callable[[int], Policy]] = {
+POLICIES: dict[str, Callable[[int], Policy]] = {
     "adaptive": AdaptivePolicy,
-    # Longer than a draft takes on a busy machine, since drafts are to be compared and none missed.
-    "fixed": partial(Policy, max_wait_s=1.0),
+    # Longer than a draft takes on a busy machine: what is to be compared is not to come late.
+    "fixed": partial(FixedPolicy, max_wait_s=1.0),
+    "off": lambda _: FixedPolicy(0),
 }
 
 
@@ -222,9 +224,9 @@ def build_engine(
         num_speculative_tokens=options.num_speculative_tokens,
         enable_prefix_caching=options.enable_prefix_caching,
     )
-    policy = _POLICIES[options.speculation_policy](options.num_speculative_tokens)
+    policy = POLICIES[options.speculation_policy](options.num_speculative_tokens)
     for rows, tokens, seconds in step_times:
-        policy.observe_step(rows, tokens, seconds)
+        policy.measured.costs.observe_step(rows, tokens, seconds)
     pool = model.pools.features
     ahead = 0 if options.device == "cpu" else MAX_AHEAD_BYTES
     engine = Engine(

@@ -12,7 +12,7 @@ from functools import cache
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from outrider.counts import StepCounts
-from outrider.engine.policy.mode import DraftMode
+from outrider.engine.policy.draft_mode import DraftMode
 from outrider.features import FeatureBatch
 from outrider.rpc.telemetry import METRIC_PREFIX
 from outrider.types import FinishReason, RequestStats, StepTimings

@@ -19,7 +19,8 @@ from outrider.engine.graphs.capture import Record, Work
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import Bucket
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.policy.base import Policy
+from outrider.engine.policy.fixed import FixedPolicy
+from outrider.engine.policy.row import Drafting
 from outrider.engine.sequence import Sequence as Row
 from outrider.engine.step import ScheduledRow, Step
 from outrider.params import SamplingParams, StopParams
@@ -81,7 +82,6 @@ class EngineSteps:
         return StepTimes(device_ms, statistics.median(times), engine_ms, gap_ms)
 
     def _step(self, rows: int, query_len: int, context: int) -> Step:
-        policy = Policy(query_len - 1)
         pages = -(-(context + query_len) // self._model.page_size)
         scheduled = []
         for i in range(rows):
@@ -90,7 +90,7 @@ class EngineSteps:
                 request,
                 max_len=self._model.max_model_len,
                 stop_ids=frozenset(),
-                drafting=policy.drafting(request),
+                drafting=Drafting(query_len - 1),
                 submitted_at=0.0,
             )
             tokens = tuple(range(1, query_len + 1))
@@ -113,7 +113,7 @@ class EngineSteps:
             num_speculative_tokens=k,
             enable_prefix_caching=False,
         )
-        engine = Engine(self._model, config, policy=Policy(k), runner=self._runner)
+        engine = Engine(self._model, config, policy=FixedPolicy(k), runner=self._runner)
         for i in range(rows):
             engine.submit(_request(i, context))
             engine.set_drafting(i, DraftOffer("proposer" if k else None, k))

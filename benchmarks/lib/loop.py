@@ -16,7 +16,7 @@ from outrider.drafting.proposer import FeatureProposer, Proposer, SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.policy.base import Policy
+from outrider.engine.policy.fixed import FixedPolicy
 from outrider.features import FeatureBatch, FeatureOrder, FeatureWindow
 from outrider.params import TokenIds
 from outrider.types import Commit, Request, RequestStats
@@ -63,7 +63,7 @@ class Loop:
         """Return a loop whose engine drafts `k` tokens in every round."""
         pool = model.pools.features
         streams = None if pool is None else HiddenStateStreams(pool)
-        policy = Policy(k, max_wait_s=60.0)  # it never waits: drafts come between steps
+        policy = FixedPolicy(k, max_wait_s=60.0)  # it never waits: drafts come between steps
         return Loop(
             Engine(model, engine_config(model, k), policy=policy, features=streams), streams
         )

@@ -21,7 +21,7 @@ from outrider.drafting.proposer import FeatureProposer, Proposer, SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.policy.base import Policy
+from outrider.engine.policy.fixed import FixedPolicy
 from outrider.features import FeatureOrder, FeatureSpec, FeatureWindow
 from outrider.params import SamplingParams, StopParams, TokenIds
 from outrider.types import Request
@@ -77,7 +77,7 @@ def record(
     """Write `num_tokens` and `SPARE` more for each request, in the order of `requests`."""
     pool = model.pools.features
     streams = None if pool is None else HiddenStateStreams(pool)
-    engine = Engine(model, config, policy=Policy(1, max_wait_s=60.0), features=streams)
+    engine = Engine(model, config, policy=FixedPolicy(1, max_wait_s=60.0), features=streams)
     stop = StopParams(max_tokens=num_tokens + SPARE, ignore_eos=True)
     for session, (prompt, sampling) in enumerate(requests):
         engine.submit(Request(session, prompt, sampling, stop))

@@ -163,8 +163,8 @@ def _add_stack_flags(parser: argparse.ArgumentParser) -> None:
         "--speculation-policy",
         choices=SPECULATION_POLICIES,
         default=SPECULATION_POLICIES[0],
-        help="adaptive: as many draft tokens as are the fastest; fixed: K in every round "
-        "(default: %(default)s)",
+        help="adaptive: as many draft tokens as are the fastest; fixed: K in every round; "
+        "off: none (default: %(default)s)",
     )
     parser.add_argument(
         "--dtype",

@@ -1,33 +1,38 @@
-"""What steps and blocks add to their rows' accounts, and the events that tell of it.
+"""Turn what a step committed into its rows' accounts and the events that report it.
 
 No step's tokens follow from any of this, so it is done while the device works on the next one.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from outrider.draft_tree import DraftTree
-from outrider.engine.policy.base import Policy
-from outrider.engine.policy.timing import StepDone
-from outrider.engine.rounds import BlockFate, Round, token_kinds
+from outrider.engine.policy.base import StepDone
+from outrider.engine.policy.tracker import DraftTracker
+from outrider.engine.rounds import Round, token_kinds
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step
 from outrider.params import TokenIds
 from outrider.types import Commit, Failure, FinishReason, TokenLogprobs
 
-Arrived = tuple[Sequence, DraftTree, BlockFate, str, str, float, float]
-"""Arguments of `count_block`, of a block that came for a row."""
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """What a step committed for a row."""
+
+    seq: Sequence
+    base_len: int  # committed tokens before the step
+    output: TokenIds
+    round: Round
+    proposer_id: str  # that drafted
+    method: str
+    finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...]
 
 
-Emitted = tuple[
-    Sequence, int, TokenIds, Round, str, str, FinishReason | None, tuple[TokenLogprobs, ...]
-]
-"""What `settle` takes, of what a step made true for a row: see `_settle_row`."""
-
-
-class Committed(NamedTuple):
-    """What a step made true."""
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a step committed."""
 
     step: Step
     emitted: tuple[Emitted, ...]
@@ -39,95 +44,63 @@ class Committed(NamedTuple):
     now: float  # of the result
 
 
-def count_block(
-    policy: Policy,
-    seq: Sequence,
-    block: DraftTree,
-    fate: BlockFate,
-    proposer_id: str,
-    method: str,
-    draft_s: float,
-    at: float,
-) -> None:
-    """Lets the policy learn from a block that came at `at`, and counts the time that it took."""
-    delay = policy.block_arrived(seq, block, fate, draft_s, at, method)
-    counters, counts = seq.counters, policy.counts
-    counters.propose_s += draft_s
-    counts.propose_s += draft_s
-    if delay > draft_s:
-        counters.network_s += delay - draft_s
-        counts.network_s += delay - draft_s
-    if proposer_id not in counters.proposer_ids:
-        counters.proposer_ids.append(proposer_id)
-
-
-def settle(policy: Policy, committed: Committed) -> tuple[Commit, ...]:
-    """Count a step's rounds, and lets the policy learn from them; for each row once."""
-    commits = tuple([_settle_row(policy, committed, *row) for row in committed.emitted])
+def finalize_step(tracker: DraftTracker, committed: Committed) -> tuple[Commit, ...]:
+    """Count a step's rounds, and let the policy learn from them."""
+    policy, counts, rows = tracker.policy, tracker.counts, committed.step.rows
+    commits = tuple([_finalize_row(tracker, row, committed.seconds) for row in committed.emitted])
     tokens = sum([len(commit.token_ids) for commit in commits])
-    rows, counts = committed.step.rows, policy.counts
-    drafting = [row.seq.drafting for row in rows]
     counts.output_tokens += tokens
     if committed.decoding:
-        plain_s = policy.plain_step_s(len(rows))
+        plain_s = policy.measured.costs.step_s(len(rows))
         counts.plain_s += plain_s * counts.output_tokens / len(rows)
+    counts.way = policy.mode.value
+    drafting = [row.seq.drafting for row in rows]
+    proposer_ids = frozenset([d.proposer_id for d in drafting if d.proposer_id is not None])
     prompts = [len(r.slice.token_ids) for r in rows if r.slice.start < r.seq.num_prompt_tokens]
-    prompt_tokens = sum(prompts)
-    done = StepDone(
-        num_running=committed.num_running,
-        num_rows=len(rows),
-        tokens=tokens,
-        at=committed.now,
-        drafted=sum([bool(row.draft) for row in rows]),
-        # Rows' first steps, however short, may follow on any time without work.
-        comparable=len(prompts) < len(rows) and any(d.proposer_id is not None for d in drafting),
-        prompt_tokens=prompt_tokens,
-        prompts_only=committed.step.prompts_only,
-        temperature=committed.temperature,
-        followed=sum([d.blocks > 0 for d in drafting]),
-        may_run_ahead=any(d.can_run_ahead for d in drafting),
+    policy.step_done(
+        StepDone(
+            num_running=committed.num_running,
+            num_rows=len(rows),
+            tokens=tokens,
+            at=committed.now,
+            drafted=sum([bool(row.draft) for row in rows]),
+            # Rows' first steps, however short, may follow on any time without work.
+            comparable=len(prompts) < len(rows) and bool(proposer_ids),
+            proposer_ids=proposer_ids,
+            answered=sum([d.blocks > 0 for d in drafting]),
+            prompt_tokens=sum(prompts),
+            prompts_only=committed.step.prompts_only,
+            temperature=committed.temperature,
+            may_run_ahead=any(d.proposer.runs_ahead for d in drafting),
+        )
     )
-    counts.way = policy.way.value
-    policy.step_done(done)
     return commits
 
 
-def _settle_row(
-    policy: Policy,
-    committed: Committed,
-    seq: Sequence,
-    base_len: int,  # committed tokens before the step
-    output: TokenIds,
-    round_: Round,
-    proposer_id: str,  # that drafted,
-    method: str,  # and how
-    finish_reason: FinishReason | None,
-    logprobs: tuple[TokenLogprobs, ...],
-) -> Commit:
-    counters, counts = seq.counters, policy.counts
-    first = base_len == seq.num_prompt_tokens
-    drafted, accepted = round_.drafted, round_.accepted
-    if accepted > len(output):  # after trimming
-        accepted = len(output)
+def _finalize_row(tracker: DraftTracker, row: Emitted, step_s: float) -> Commit:
+    seq, output, round_ = row.seq, row.output, row.round
+    counters, counts = seq.counters, tracker.counts
+    first = row.base_len == seq.num_prompt_tokens
+    drafted, accepted = round_.drafted, min(round_.accepted, len(output))  # after trimming
     if output:
-        counters.count_round(drafted, accepted, method)
+        counters.count_round(drafted, accepted, row.method)
         if drafted or not first:
             counts.rounds[drafted, accepted] += 1
         if drafted:
-            counts.drafted_by[proposer_id] += drafted
-            counts.accepted_by[proposer_id] += accepted
+            counts.drafted_by[row.proposer_id] += drafted
+            counts.accepted_by[row.proposer_id] += accepted
     if not first:
-        counters.score_s += committed.seconds
-        counts.score_s += committed.seconds
-    if finish_reason:
-        policy.learn(seq)  # from others when they go on
-    return Commit(  # by position: a tenth of the time that it takes to settle a row
+        counters.score_s += step_s
+        counts.score_s += step_s
+    if row.finish_reason:
+        tracker.learn(seq)  # from others when they go on
+    return Commit(  # by position: that is much faster
         seq.session_id,
-        base_len,
+        row.base_len,
         output,
         token_kinds(round_.tried, round_.accepted, len(output)),
-        0 if finish_reason else seq.drafting.num_draft_tokens,
-        finish_reason,
-        seq.stats() if finish_reason or seq.request.running_stats else None,
-        logprobs[: len(output)],
+        0 if row.finish_reason else seq.drafting.num_draft_tokens,
+        row.finish_reason,
+        seq.stats() if row.finish_reason or seq.request.running_stats else None,
+        row.logprobs[: len(output)],
     )

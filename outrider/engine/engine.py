@@ -18,13 +18,14 @@ from outrider.draft_port import (
     VerifyOutput,
 )
 from outrider.draft_tree import DraftTree
-from outrider.engine.accounting import Arrived, Committed, count_block, settle
+from outrider.engine.accounting import Committed, finalize_step
 from outrider.engine.batch import Model
 from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.policy.adaptive import AdaptivePolicy
 from outrider.engine.policy.base import Policy
-from outrider.engine.policy.mode import DraftMode
+from outrider.engine.policy.draft_mode import DraftMode
+from outrider.engine.policy.tracker import ArrivedBlock
 from outrider.engine.rounds import USEFUL, BlockFate
 from outrider.engine.runner import FailedLaunch, Pending, Runner, StepRunner
 from outrider.engine.sampling.constraint import ConstraintEditor
@@ -85,6 +86,7 @@ class Engine:
         self._policy = policy or AdaptivePolicy(config.num_speculative_tokens)
         self._pool = BlockPool(config.num_pages, enable_prefix_caching=config.enable_prefix_caching)
         self._scheduler = Scheduler(config, self._policy, self._pool)
+        self._tracker = self._scheduler.tracker
         self._runner = runner or Runner(model)
         self._clock = clock
         self._committed_at = clock()  # by the last step
@@ -94,7 +96,7 @@ class Engine:
         self._in_flight: _InFlight | None = None
         self._collected: tuple[Committed, StepEvents] | None = None  # not finalized yet
         self._failed: StepEvents | None = None  # a step that failed, not reported yet
-        self._uncounted: list[Arrived] = []  # useful blocks
+        self._uncounted: list[ArrivedBlock] = []  # useful blocks
 
     def step(self) -> StepEvents | None:
         """Run one step from its schedule to its events; None if no row is ready."""
@@ -191,13 +193,13 @@ class Engine:
         events, self._failed = self._failed, None
         if self._collected is not None:
             (committed, events), self._collected = self._collected, None
-            on_demand = self._policy.way is DraftMode.ON_DEMAND
-            commits = settle(self._policy, committed)
+            on_demand = self._policy.mode is DraftMode.ON_DEMAND
+            commits = finalize_step(self._tracker, committed)
             events = replace(
                 events,
                 commits=commits,
                 failures=committed.failures,
-                counts=self._policy.take_counts(),
+                counts=self._tracker.take_counts(),
                 on_demand=on_demand,
             )
         self._note_launch()
@@ -252,12 +254,7 @@ class Engine:
         self._count_blocks()  # of the proposer before
         if self.features is not None:
             self.features.follow(seq, offer.features)
-        seq.drafting.can_run_ahead = offer.runs_ahead
-        seq.drafting.own_device = offer.own_device
-        seq.drafting.colocated = offer.colocated
-        self._policy.attach(
-            seq, offer.proposer_id, offer.max_draft_tokens, self._clock(), asked=offer.requested
-        )
+        self._tracker.attach(seq, offer, self._clock())
 
     def post_block(self, block: PostedBlock) -> BlockFate | None:
         """Take a block; None if the session is unknown or another proposer drafts for it."""
@@ -266,11 +263,13 @@ class Engine:
             return None
         fate = seq.take_block(block.tree, block.method)
         at = self._clock() if block.arrived_at is None else block.arrived_at
-        arrived = seq, block.tree, fate, block.proposer_id, block.method, block.draft_us * 1e-6, at
+        arrived = ArrivedBlock(
+            seq, block.tree, fate, block.proposer_id, block.method, block.draft_us * 1e-6, at
+        )
         if fate is USEFUL:  # the row can run, and counting can wait
             self._uncounted.append(arrived)
         elif fate is not BlockFate.INVALID:
-            count_block(self._policy, *arrived)
+            self._tracker.block_arrived(arrived)
         return fate
 
     # For a proposer on the engine's thread.
@@ -281,13 +280,13 @@ class Engine:
         emitted = () if self._collected is None else self._collected[0].emitted
         return [
             NewTokens(
-                seq.session_id,
-                base_len,
-                output,
-                seq.drafting.num_draft_tokens,
-                finish_reason is not None,
+                row.seq.session_id,
+                row.base_len,
+                row.output,
+                row.seq.drafting.num_draft_tokens,
+                row.finish_reason is not None,
             )
-            for seq, base_len, output, *_, finish_reason, _ in emitted
+            for row in emitted
         ]
 
     @property
@@ -371,7 +370,7 @@ class Engine:
     def _count_blocks(self) -> None:
         arrived, self._uncounted = self._uncounted, []
         for each in arrived:
-            count_block(self._policy, *each)
+            self._tracker.block_arrived(each)
 
     def _fail(self, session_ids: list[int], error: Exception) -> StepEvents:
         failures = []

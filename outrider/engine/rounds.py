@@ -1,9 +1,9 @@
-"""What is known of a row's rounds: its drafts, who makes them, and what became of them."""
+"""What became of a row's drafts, block by block and round by round."""
 
 from __future__ import annotations
 
 import enum
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -52,7 +52,7 @@ class Counters:
     by_method: dict[str, tuple[int, int]] = field(default_factory=dict)  # drafted, accepted
 
     def count_round(self, drafted: int, accepted: int, method: str) -> None:
-        """One round that emitted something; `accepted` after trimming. `method` drafted."""
+        """Count a round that emitted something; `accepted` after trimming. `method` drafted."""
         if drafted and method:
             before = self.by_method.get(method, (0, 0))
             self.by_method[method] = (before[0] + drafted, before[1] + accepted)
@@ -79,67 +79,15 @@ class Round(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def chain_round(drafted: int, accepted: int) -> Round:
-    """The round of a chain."""
+    """Return the round of a chain."""
     return Round(drafted, drafted, accepted, accepted < drafted)
 
 
 @lru_cache(maxsize=4096)
 def token_kinds(tried: int, accepted: int, emitted: int) -> tuple[TokenKind, ...]:
-    """Where each of `emitted` tokens of a round came from; see `Round`."""
+    """Return where each of `emitted` tokens of a round came from; see `Round`."""
     if not tried:
         last = TokenKind.PLAIN
     else:
         last = TokenKind.BONUS if accepted == tried else TokenKind.RECOVERED
     return ((TokenKind.ACCEPTED,) * accepted + (last,))[:emitted]
-
-
-@dataclass(slots=True)
-class Drafting:
-    """What the policy knows about one row's proposer. Only the policy changes it."""
-
-    limit: int  # K at most, as the request and the configuration allow
-    warm: bool = False  # its temperature
-    proposer_id: str | None = None
-    drafter: str = ""  # the proposer with its method that drafted last: what takes its own time
-    proposer_limit: int = 0
-    can_run_ahead: bool = False  # the proposer
-    runs_ahead: bool = False  # and does
-    own_device: bool = False  # steps do not slow its drafts down
-    colocated: bool = False  # drafts are made between steps, on the engine's thread: none is free
-    num_draft_tokens: int = 0  # K of the next round
-    commits: deque[tuple[int, float, bool]] = field(default_factory=lambda: deque(maxlen=8))
-    """(committed length, when, whether no draft was left) of the last rounds: a block's base_len
-    says which it answers."""
-    committed_at: float = 0.0
-    looked_at: float | None = None  # when the present round was first considered
-    at_hand: bool = False  # a draft was there at that moment
-    deadline: float = 0.0  # the present round waits no longer than this
-    in_vain: tuple[float, float] = 0.0, 0.0  # since when and until when it last waited for nothing
-    wrong: bool = False  # a guess for the present round did not lie on the committed path
-    unlearned: Round | None = None  # the last round, until the policy has learned from it
-    asked: bool = False  # who drafts knows that the next round is to have a draft
-    no_guess_at: int = -1  # committed length for which the proposer said it has no guess
-    misses: int = 0  # rounds in a row without a draft, waited for in vain
-    rest: int = 0  # rounds until a proposer that was set aside is waited for again
-    next_rest: int = 0
-    blocks: int = 0  # that came from the present proposer
-    awaited_since: float = 0.0  # when the first of them could be used, if it had come
-    successes: float = 0.0  # draft tokens accepted, fading
-    trials: float = 0.0  # draft tokens accepted or rejected, fading
-    levels: float = 1.0  # depth of a draft per token of it, fading; a chain's is 1
-    probing: bool = False  # the next round drafts more than seems best, to find out
-    tries_most: bool = False  # the round that is under way does, or drafts the most it may
-    wait_s: float = 0.0  # moving average of a round's wait
-    hit: bool | None = None  # whether the last round that wanted a draft had one at once
-    hit_share: float = 0.0  # of such rounds, fading
-    has_guesses: bool = True  # often enough that it pays to wait for the proposer's answers
-    guess_share: float = 1.0  # of these that hold one, fading
-    no_guess_s: float = 0.0  # from a commit to one that holds none, fading
-    free_tokens: float = 0.0  # accepted per round from drafts that were at hand at once, fading
-
-    @property
-    def waits(self) -> bool:
-        """Whether the row waits for drafts at all."""
-        if self.proposer_id is None or self.rest:
-            return False
-        return self.num_draft_tokens > 0 and self.has_guesses

@@ -1,4 +1,4 @@
-"""Who runs in the next step, and what a step made true. The only writer of sequences.
+"""Choose the rows of the next step, and commit a step's result. The only writer of sequences.
 
 There is no prefill phase and no decode phase. Every sequence has known tokens and computed
 tokens; a step gives each ready row a share of the token budget until computed catches up with
@@ -15,6 +15,7 @@ from outrider.engine.accounting import Committed, Emitted
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.policy.base import Policy, Ready
+from outrider.engine.policy.tracker import DraftTracker
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import NO_DRAFT, ScheduledRow, Step, StepResult, choose_draft
@@ -26,7 +27,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, policy: Policy, pool: BlockPool) -> None:
         self.config = config
-        self.policy = policy
+        self.tracker = DraftTracker(policy)
         self.pool = pool
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # by admission: the oldest first
@@ -42,12 +43,12 @@ class Scheduler:
         now: float,
         constraint: ConstraintEditor | None = None,
     ) -> None:
-        """Queues a request; `constraint` is what came of the request's."""
+        """Queue a request, with the editor that enforces its constraint."""
         seq = Sequence(
             request,
             max_len=max_len,
             stop_ids=stop_ids,
-            drafting=self.policy.drafting(request),
+            drafting=self.tracker.start(request),
             submitted_at=now,
             constraint=constraint,
         )
@@ -55,13 +56,13 @@ class Scheduler:
         self.waiting.append(seq)
 
     def remove(self, session_id: int) -> None:
-        """Forgets a session, wherever it is; its pages are free at once."""
+        """Forget a session, wherever it is, and free its pages at once."""
         seq = self.by_session.pop(session_id)
         (self.running if seq.admitted else self.waiting).remove(seq)
         self.pool.release(seq.block_table)
 
     def schedule(self, now: float) -> Step | None:
-        """The next step; None if no row is ready before `wake_at`."""
+        """Return the next step; None if no row is ready before `wake_at`."""
         self._now = now
         self._admit()
         self.wake_at = float("inf")
@@ -74,7 +75,7 @@ class Scheduler:
             (decoding if caught_up else prefilling).append(seq)
         ready = Ready(decoding, self.wake_at)
         if decoding:
-            ready = self.policy.split(decoding, len(prefilling), now)
+            ready = self.tracker.choose_rows(decoding, len(prefilling), now)
             self.wake_at = ready.wake_at
             if not ready.rows and self.wake_at > now:
                 return None
@@ -86,19 +87,27 @@ class Scheduler:
         return Step(tuple(rows), num_tokens, prompts_only=bool(decoding) and not ready.rows)
 
     def launched(self, step: Step, now: float) -> tuple[int, ...]:
-        """A step is on its way; the sessions whose proposer is set aside by it."""
-        aside = [row.seq for row in step.rows if self.policy.launch(row.seq, len(row.draft), now)]
-        return tuple([seq.session_id for seq in aside])
+        """Note that a step is on its way. Return sessions whose proposer was awaited in vain."""
+        return tuple(
+            [
+                row.seq.session_id
+                for row in step.rows
+                if self.tracker.launched(row.seq, len(row.draft), now)
+            ]
+        )
 
     def commit(self, step: Step, result: StepResult, seconds: float, now: float) -> Committed:
-        """Make a step's result true. `seconds`: from its launch to its result.
+        """Commit a step's tokens to its sequences. It took `seconds` from its launch to its result.
 
-        Only what the next step follows from: the rest is `settle`'s, when that one is on its way.
+        This does only what the next step follows from: `finalize_step` does the rest when that one
+        is on its way.
         """
         decoding = self._decodes(step)
         if decoding:
             # Prompts say little about a round: on a GPU they run another way.
-            self.policy.observe_step(len(step.rows), step.num_tokens, seconds)
+            self.tracker.policy.measured.costs.observe_step(
+                len(step.rows), step.num_tokens, seconds
+            )
         num_running, page_size = len(self.running), self.config.page_size
         temperatures = [seq.request.sampling.temperature for seq in self.running]
         emitted: list[Emitted] = []
@@ -123,9 +132,11 @@ class Scheduler:
                         seq.num_computed = min(seq.num_computed, len(seq.token_ids) - 1)
                 if base_len == seq.num_prompt_tokens:
                     seq.counters.prefill_s = now - seq.submitted_at - seq.counters.queue_s
-                self.policy.round_done(seq, round_, wrong, now)
+                self.tracker.round_done(seq, round_, wrong, now)
                 emitted.append(
-                    (seq, base_len, output, round_, proposer_id, method, finish_reason, logprobs)
+                    Emitted(
+                        seq, base_len, output, round_, proposer_id, method, finish_reason, logprobs
+                    )
                 )
             if seq.num_computed // page_size > seq.num_published:
                 self._publish(seq)
@@ -153,7 +164,7 @@ class Scheduler:
         )
 
     def _publish(self, seq: Sequence) -> None:
-        """Offers pages that this step filled with committed tokens to other sequences."""
+        """Offer pages that this step filled with committed tokens to other sequences."""
         page_size = self.config.page_size
         full = min(seq.num_computed, len(seq.token_ids)) // page_size
         hashes = seq.hashes(full, page_size)
@@ -188,18 +199,16 @@ class Scheduler:
             seq.counters.queue_s += queue_s
             if not seq.counters.preemptions:
                 seq.counters.cached_prompt_tokens = seq.num_computed
-                self.policy.counts.admissions.append(
+                self.tracker.counts.admissions.append(
                     Admission(queue_s, seq.num_prompt_tokens, seq.num_computed)
                 )
 
     def _fill(self, decoding: list[Sequence], prefilling: list[Sequence]) -> list[ScheduledRow]:
-        """Shares the token budget: a token for every decoding row, prompts, then drafts."""
+        """Share the token budget: a token for every decoding row, prompts, then drafts."""
         budget = self.config.max_num_batched_tokens
         # Drafts must not starve prompts, nor prompts each other's oldest.
         reserve = min(sum(seq.num_uncomputed for seq in prefilling), max(1, budget // 4))
         max_draft = (budget - reserve) // max(1, len(decoding)) - 1
-        if not self.policy.drafts_pay(decoding):
-            max_draft = 0
         rows: dict[int, ScheduledRow] = {}
         for sequences, kept in ((decoding, reserve), (prefilling, 0)):
             for seq in sequences:
@@ -213,7 +222,7 @@ class Scheduler:
     def _place(
         self, seq: Sequence, left: int, max_draft: int, rows: dict[int, ScheduledRow]
     ) -> ScheduledRow | None:
-        """A row of at most `left` tokens, with pages to hold them; None if there are none."""
+        """Return a row of at most `left` tokens, with pages for them; None if there are none."""
         start, length = seq.num_computed, len(seq.token_ids)
         end = length if length - start <= left else start + left
         draft, parents, probs = NO_DRAFT
@@ -248,14 +257,14 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take a row's pages; it is recomputed when its turn in the queue comes."""
+        """Take a row's pages; it is recomputed when it is admitted again."""
         self.pool.release(seq.block_table)
         seq.block_table = []
         seq.num_computed = seq.num_published = 0
         seq.admitted = False
         seq.queued_at = self._now
         self.waiting.appendleft(seq)
-        self.policy.preempted(seq)
+        self.tracker.preempted(seq)
 
     def _missing_pages(self, seq: Sequence, length: int) -> int:
         return max(0, -(-length // self.config.page_size) - len(seq.block_table))

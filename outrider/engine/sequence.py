@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from outrider.draft_tree import DraftTree
 from outrider.engine.kv_cache.block_pool import PageHash, extend_hashes
-from outrider.engine.rounds import USEFUL, BlockFate, Counters, Drafting
+from outrider.engine.policy.row import Drafting
+from outrider.engine.rounds import USEFUL, BlockFate, Counters
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.sampling.logits import LogitsEditor, make_adjuster, make_editors
 from outrider.params import TokenIds, VerificationRule

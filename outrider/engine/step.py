@@ -89,7 +89,7 @@ def choose_draft(seq: Sequence, max_nodes: int) -> ChosenDraft:
     if draft.is_chain:
         path = draft.token_ids[node + 1 : node + 1 + max_len]
     else:
-        one_path = seq.drafting.can_run_ahead or seq.edits_logits
+        one_path = seq.drafting.proposer.runs_ahead or seq.edits_logits
         if not one_path and seq.request.verification_rule is VerificationRule.COUPLED:
             tree = draft.below(node, min(max_nodes, MAX_TREE_NODES), max_depth)
             if not tree.is_chain:

@@ -8,8 +8,9 @@ import pytest
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.proposer import SessionKey
-from outrider.engine.policy.base import Policy
-from outrider.engine.rounds import Drafting
+from outrider.engine.policy.base import Ready
+from outrider.engine.policy.fixed import FixedPolicy
+from outrider.engine.policy.row import Drafting
 from outrider.engine.sequence import Sequence
 from tests.support.features import CAPTURED, RowReader
 from tests.support.reader_service import serving
@@ -18,16 +19,19 @@ from tests.support.scorer import MAX_LEN, VOCAB, running_scorer
 SPELL = 70  # tokens without drafts, and as many with them: more than are held back
 
 
-class Spells(Policy):
+class Spells(FixedPolicy):
     """Drafts in every second spell of a text."""
 
     length = 0  # at most, when the step that is launched has ended: K is chosen for the next one
 
-    def launch(self, seq: Sequence, drafted: int, now: float) -> bool:
-        self.length = len(seq.token_ids) + 1 + drafted
-        return super().launch(seq, drafted, now)
+    def choose_rows(
+        self, ready: list[Sequence], waiting: Tokens[Sequence], num_prefilling: int, now: float
+    ) -> Ready:
+        for seq in ready:
+            self.length = len(seq.token_ids) + 1 + seq.drafting.num_draft_tokens
+        return super().choose_rows(ready, waiting, num_prefilling, now)
 
-    def choose_k(self, drafting: Drafting, limit: int) -> int:  # noqa: ARG002
+    def choose_k(self, d: Drafting, limit: int) -> int:  # noqa: ARG002
         return limit if self.length // SPELL % 2 else 0
 
     @property

@@ -10,9 +10,9 @@ from outrider.drafting.ahead.branches import EagerForks
 from outrider.drafting.ahead.outcomes import Pace
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import DraftRound, SessionKey
-from outrider.engine.policy.base import Policy
-from outrider.engine.policy.mode import DraftMode
-from outrider.engine.rounds import Round
+from outrider.engine.policy.base import Ready
+from outrider.engine.policy.draft_mode import DraftMode
+from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.sequence import Sequence as Row
 from tests.support.hash_model import HashModel
 from tests.support.reader_service import serving
@@ -25,20 +25,23 @@ def ahead_at(length: int) -> bool:
     return length // SPELL % 2 == 0
 
 
-class Spells(Policy):
+class Spells(FixedPolicy):
     """Has drafts made ahead in every second spell of a text, and waits for them."""
 
     ahead = True
 
-    def patience(self, seq: Row) -> float:  # noqa: ARG002
+    def patience_s(self, seq: Row) -> float:  # noqa: ARG002
         return 1.0
 
-    def round_done(self, seq: Row, round_: Round, wrong: bool, now: float) -> None:
-        super().round_done(seq, round_, wrong, now)
-        self.ahead = ahead_at(len(seq.token_ids))
+    def choose_rows(
+        self, ready: list[Row], waiting: Sequence[Row], num_prefilling: int, now: float
+    ) -> Ready:
+        for seq in (*ready, *waiting):
+            self.ahead = ahead_at(len(seq.token_ids))
+        return super().choose_rows(ready, waiting, num_prefilling, now)
 
     @property
-    def way(self) -> DraftMode:
+    def mode(self) -> DraftMode:
         return DraftMode.AHEAD if self.ahead else DraftMode.ON_DEMAND
 
 

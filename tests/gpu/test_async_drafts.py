@@ -21,7 +21,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.graphs.capture import CudaGraphs
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import DecodeInputs, make_buckets
-from outrider.engine.policy.base import Policy
+from outrider.engine.policy.fixed import FixedPolicy
 from outrider.types import Request
 from tests.support.clear_llama import PAGE_SIZE, VOCAB_SIZE, clear_llama
 from tests.support.drafting_scorer import DraftingScorer, K, draw_requests
@@ -39,7 +39,9 @@ def run(requests: list[Request], *, drafts: bool) -> tuple[int, dict[int, list[i
         choose_and_verify=choose_and_verify,
     )
     config = EngineConfig(page_size=PAGE_SIZE, num_pages=PAGES, max_num_seqs=4, max_model_len=200)
-    engine = Engine(model, config, policy=Policy(K if drafts else 0, max_wait_s=0.0), runner=runner)
+    engine = Engine(
+        model, config, policy=FixedPolicy(K if drafts else 0, max_wait_s=0.0), runner=runner
+    )
     if drafts:
         draft = clear_llama(CUDA, PAGES, noise=0.03)
         shapes = make_shapes(rows=(1, 2, 4), query_lens=(1, 2, 16), num_tokens=(1, 2, K))

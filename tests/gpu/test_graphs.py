@@ -29,7 +29,7 @@ from outrider.engine.graphs.prefill_inputs import make_prefill_buckets
 from outrider.engine.model.loader import ModelOptions, build_paged_model, load_model
 from outrider.engine.model.memory_budget import TRIAL_PAGES, DeviceMemory
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.policy.base import Policy
+from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.runner import Runner, StepRunner
 from outrider.errors import ConfigError
 from outrider.models.resolve import resolve_model
@@ -87,7 +87,7 @@ def generate(
         max_model_len=model.max_model_len,
         num_speculative_tokens=K,
     )
-    engine = Engine(model, config, policy=Policy(K, max_wait_s=0.0), runner=runner)
+    engine = Engine(model, config, policy=FixedPolicy(K, max_wait_s=0.0), runner=runner)
     rng = random.Random(0)
     said: list[TokenIds] = [()] * len(requests)
     left = set(range(len(requests)))

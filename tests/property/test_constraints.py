@@ -20,7 +20,7 @@ from outrider.config import EngineConfig
 from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.engine.engine import Engine
-from outrider.engine.policy.base import Policy
+from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.sampling.constraint import ConstraintCompiler
 from outrider.engine.sampling.coupled import SamplingBatch, sample
 from outrider.params import (
@@ -100,7 +100,8 @@ def run(
         max_num_batched_tokens=64,
         num_speculative_tokens=k,
     )
-    engine = Engine(model, config, eos_token_ids=frozenset({EOS}), policy=Policy(k, max_wait_s=0))
+    policy = FixedPolicy(k, max_wait_s=0)
+    engine = Engine(model, config, eos_token_ids=frozenset({EOS}), policy=policy)
     outputs: dict[int, list[int]] = {}
     reasons: dict[int, FinishReason] = {}
     for request in requests:
@@ -218,7 +219,7 @@ def test_every_rule_stays_in_the_language(rule: VerificationRule) -> None:
     constraint = Constraint(ConstraintKind.REGEX, "([ab]{2}-){4,9}(true|null)")
     model = Terse(VOCAB, PAGE, num_pages=80, max_model_len=MAX_LEN)
     config = EngineConfig(page_size=PAGE, num_pages=80, max_model_len=MAX_LEN)
-    policy = Policy(4, max_wait_s=0)
+    policy = FixedPolicy(4, max_wait_s=0)
     engine = Engine(model, config, eos_token_ids=frozenset({EOS}), policy=policy)
     outputs: dict[int, list[int]] = {}
     for session in range(12):
@@ -367,7 +368,7 @@ def test_what_is_complete_at_the_last_token_is_no_cut(k: int) -> None:
 def test_drafts_that_break_the_grammar_are_not_verified() -> None:
     model = Terse(VOCAB, PAGE, num_pages=80, max_model_len=MAX_LEN)
     config = EngineConfig(page_size=PAGE, num_pages=80, max_model_len=MAX_LEN)
-    engine = Engine(model, config, policy=Policy(4, max_wait_s=0))
+    engine = Engine(model, config, policy=FixedPolicy(4, max_wait_s=0))
     constraint = Constraint(ConstraintKind.REGEX, "[01]{20}")
     request = Request(
         session_id=1, prompt_token_ids=(4,), running_stats=True, constraint=constraint

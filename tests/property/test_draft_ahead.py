@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from outrider.config import EngineConfig
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.engine.policy.adaptive import AdaptivePolicy
-from outrider.engine.policy.base import Policy
-from outrider.engine.policy.mode import DraftMode
-from outrider.engine.policy.timing import StepDone
+from outrider.engine.policy.base import Ready, StepDone
+from outrider.engine.policy.draft_mode import DraftMode
+from outrider.engine.policy.fixed import FixedPolicy
+from outrider.engine.policy.microbatches import next_half
 from outrider.engine.sequence import Sequence as Row
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
 from outrider.types import Request
@@ -78,10 +79,10 @@ quietly: dict[str, Any] = {
 }
 
 
-class Changing(Policy):
+class Changing(FixedPolicy):
     """Wants drafts ahead for a few steps, then on demand for a few, and so on.
 
-    Halves of the rows take turns.
+    Rows go in two halves.
     """
 
     steps = 0
@@ -91,11 +92,13 @@ class Changing(Policy):
         super().step_done(step)
 
     @property
-    def way(self) -> DraftMode:
+    def mode(self) -> DraftMode:
         return DraftMode.ON_DEMAND if self.steps // 3 % 2 else DraftMode.AHEAD
 
-    def turn_s(self, rows: Sequence[Row]) -> float:  # noqa: ARG002
-        return 0.001
+    def choose_rows(
+        self, ready: list[Row], waiting: Sequence[Row], num_prefilling: int, now: float
+    ) -> Ready:
+        return super().choose_rows(next_half(ready, len(waiting)), waiting, num_prefilling, now)
 
 
 def draw_request(session: int, rng: random.Random) -> Request:
@@ -144,7 +147,7 @@ def check(
     )
     max_wait_s = rng.choice((0.0, 0.003, 0.02))
     policies = {
-        "fixed": Policy(k, max_wait_s=max_wait_s),
+        "fixed": FixedPolicy(k, max_wait_s=max_wait_s),
         "adaptive": AdaptivePolicy(k),
         "changing": Changing(k, max_wait_s=max_wait_s),
     }

@@ -22,6 +22,7 @@ from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
 from outrider.engine.policy.adaptive import AdaptivePolicy
 from outrider.engine.policy.base import Policy
+from outrider.engine.policy.fixed import FixedPolicy
 from outrider.errors import InternalError
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Commit, FinishReason, Request, StepEvents, TokenKind, TokenLogprobs
@@ -294,7 +295,7 @@ configs = st.builds(
 
 
 def policies(k: int) -> st.SearchStrategy[Policy]:
-    patient = st.builds(Policy, st.just(k), max_wait_s=st.sampled_from((0.0, 0.002, 0.05)))
+    patient = st.builds(FixedPolicy, st.just(k), max_wait_s=st.sampled_from((0.0, 0.002, 0.05)))
     return patient | st.builds(AdaptivePolicy, st.just(k))
 
 

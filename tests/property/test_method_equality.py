@@ -18,7 +18,7 @@ from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.proposer import DraftRound, Proposer, SessionStart
 from outrider.engine.engine import Engine
-from outrider.engine.policy.base import Policy
+from outrider.engine.policy.fixed import FixedPolicy
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
 from outrider.types import Commit, Request
 from tests.support.hash_model import HashModel, Sequential
@@ -48,7 +48,7 @@ class Pair:
         model = HashModel(VOCAB, config.page_size, config.num_pages, config.max_model_len)
         self.proposer = proposer
         self.now = 0.0
-        self.engine = Engine(model, config, policy=Policy(K), clock=lambda: self.now)
+        self.engine = Engine(model, config, policy=FixedPolicy(K), clock=lambda: self.now)
 
     def run(self, requests: dict[int, Request]) -> dict[int, Commit]:
         """The last commits, by session; their texts have been compared."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from outrider.config import EngineConfig
 from outrider.engine.hidden_states.streams import HiddenStateStreams
-from outrider.engine.policy.base import Policy
+from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.runner import Pending, Runner
 from outrider.engine.step import Step, StepResult
 from outrider.params import SamplingParams, StopParams
@@ -64,7 +64,7 @@ def feature_world(
     model = FeatureModel(VOCAB, PAGE_SIZE, NUM_PAGES, MAX_LEN)
     streams = HiddenStateStreams(model.capture(), max_ahead_bytes=max_ahead_bytes)
     runner = Eager(model) if max_ahead_bytes else None
-    policy = Policy(k, max_wait_s=rng.choice(waits_s))
+    policy = FixedPolicy(k, max_wait_s=rng.choice(waits_s))
     return World(policy, config, lambda n: 0.001 * (1 + n / 64), rng, model, streams, runner)
 
 

@@ -17,7 +17,7 @@ from outrider.drafting.proposer import Proposer
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
 from outrider.engine.hidden_states.streams import HiddenStateStreams
-from outrider.engine.policy.base import Policy
+from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.sampling.constraint import ConstraintCompiler
 from outrider.engine.worker import EngineWorker
 from outrider.features import FeatureSpec
@@ -162,7 +162,7 @@ class ScorerSetup:
     vocab_size: int = VOCAB
     compiler: ConstraintCompiler | None = None
     features: FeatureSpec | None = None
-    policy: type[Policy] = Policy
+    policy: type[FixedPolicy] = FixedPolicy
     unix_path: Path | None = None
     data_connections: bool = True
     tls: TlsFiles | None = None

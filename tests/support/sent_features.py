@@ -13,7 +13,7 @@ from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
 from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, HiddenStateStreams
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.policy.base import Policy
+from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.runner import StepRunner
 from outrider.features import FeatureOrder, FeatureSpec, FeatureWindow
 from outrider.params import SamplingParams, StopParams
@@ -47,7 +47,7 @@ def write(
         max_model_len=model.max_model_len,
         num_speculative_tokens=K,
     )
-    policy = Policy(K, max_wait_s=0.0)
+    policy = FixedPolicy(K, max_wait_s=0.0)
     engine = Engine(model, config, policy=policy, runner=runner, features=streams)
     order = FeatureOrder(1, spec, FeatureWindow())
     count = len(prompts)

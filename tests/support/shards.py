@@ -21,7 +21,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.model.loader import CPU, ModelOptions, load_model
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.model.parallel.ranks import RankGroup, Ranks
-from outrider.engine.policy.base import Policy
+from outrider.engine.policy.fixed import FixedPolicy
 from outrider.errors import OutriderError
 from outrider.params import SamplingParams, StopParams, TokenIds
 from outrider.types import Request
@@ -59,7 +59,7 @@ def say(model: PagedModel) -> dict[str, Any]:
         max_model_len=model.max_model_len,
         num_speculative_tokens=K,
     )
-    engine = Engine(model, config, policy=Policy(K, max_wait_s=0.0))
+    engine = Engine(model, config, policy=FixedPolicy(K, max_wait_s=0.0))
     plain, _ = _generate(engine, 0, None)
     drafted, cached = _generate(engine, 100, plain)
     engine.check_invariants()

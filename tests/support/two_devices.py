@@ -22,7 +22,7 @@ from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import DraftRound
 from outrider.engine.batch import PackedBatch
 from outrider.engine.policy.adaptive import AdaptivePolicy
-from outrider.engine.policy.mode import DraftMode
+from outrider.engine.policy.draft_mode import DraftMode
 from outrider.engine.step import Step
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Request
@@ -201,7 +201,7 @@ class TwoDevices(World):
 
     def _collect(self) -> None:
         self.steps += 1
-        self.steps_on_demand += self.policy.way is DraftMode.ON_DEMAND
+        self.steps_on_demand += self.policy.mode is DraftMode.ON_DEMAND
         super()._collect()
 
 

@@ -1,76 +1,111 @@
-"""How likely a drafted token is accepted: of a row, and of the rows that a proposer drafts for."""
+"""How likely a drafted token is accepted, and how often a proposer has a draft at all."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from outrider.engine.policy.timing import remember
-from outrider.engine.rounds import Drafting, Round
+from outrider.engine.rounds import Round
 
-PRIOR_SUCCESSES, PRIOR_TRIALS = 4.0, 5.0  # of a proposer that nobody has seen: worth a try
-ALMOST_SURE = 1.0 - 1e-9  # the chance of a token that counts as sure; a series of 1 has no sum
-FADE = 0.9  # per round, of what is known about a row's acceptance
-PROPOSER_FADE = 0.98  # and about a proposer's, over all its rows or those of a kind
-FORGETTING = 1 / 16  # per round without a draft, of what tells a row from its proposer's others
-
-
-def accepted(acceptance: float, depth: float) -> float:
-    """Draft tokens expected to be accepted of so many after one another: a + a^2 + ... + a^n."""
-    a = acceptance if acceptance < ALMOST_SURE else ALMOST_SURE
-    gain: float = a * (1.0 - a**depth) / (1.0 - a)
-    return gain
+PRIOR_SUCCESSES, PRIOR_TRIALS = 4.0, 5.0  # of an unknown proposer: it is worth a try
+ALMOST_SURE = 1.0 - 1e-9  # a geometric series of 1 has no sum
+ROW_FADE, PROPOSER_FADE = 0.9, 0.98  # kept per round of what is known
+FORGETTING = 1 / 16  # per round without a draft, by which a row's rate becomes its proposer's
+EXPLORING = 1 / 64  # per round that wanted none, by which it becomes the prior: for a new try
+ANSWER_FADE = 0.9  # kept per answer of what is known of a proposer's answers
 
 
-def expected_gain(d: Drafting) -> float:
-    """Draft tokens of a row's round that are expected to be accepted."""
-    return accepted(d.successes / d.trials, d.num_draft_tokens * d.levels)
+@dataclass(slots=True)
+class RowAcceptance:
+    """A row's fading counts of draft tokens that were accepted, and of those that were tried."""
+
+    successes: float = PRIOR_SUCCESSES
+    trials: float = PRIOR_TRIALS
+    levels: float = 1.0  # depth of a draft per token of it; 1 for a chain
+
+    @property
+    def rate(self) -> float:
+        return self.successes / self.trials
+
+    def expected_accepted(self, num_draft_tokens: int) -> float:
+        """Return how many tokens of a draft are accepted: a + a^2 + ... + a^depth."""
+        a = min(self.rate, ALMOST_SURE)
+        gain: float = a * (1.0 - a ** (num_draft_tokens * self.levels)) / (1.0 - a)
+        return gain
+
+    def observe(self, round_: Round) -> None:
+        """Take in a round that verified a draft."""
+        self.successes = ROW_FADE * self.successes + round_.accepted
+        self.trials = ROW_FADE * self.trials + round_.tried
+        self.levels += (round_.depth / round_.drafted - self.levels) * (1 - ROW_FADE)
+
+    def approach(self, rate: float, share: float) -> None:
+        """Move by a share of the way to another rate."""
+        self.successes += (PRIOR_TRIALS * rate - self.successes) * share
+        self.trials += (PRIOR_TRIALS - self.trials) * share
 
 
 class Acceptance:
-    """Fading successes and trials, by proposer here, by row in its `Drafting`.
+    """The acceptance of proposers, with which their rows begin.
 
-    A proposer's are kept of all its rows, and of the warm ones and the others apart: what one kind
-    showed would keep rows of the other from being drafted for, which alone could tell.
+    Sampled rows and greedy ones are apart: what one kind showed would keep rows of the other from
+    being drafted for.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, bool | None], list[float]] = {}
-        """Successes and trials by proposer and whether its rows are warm; None: all of them."""
+        self._known: dict[tuple[str, bool], tuple[float, float]] = {}  # successes, trials
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def of_proposer(self, d: Drafting) -> float | None:
-        """The mean over all rows of a row's proposer; None if nothing is known of it."""
-        known = self._known.get((d.proposer_id or "", None))
+    def of_proposer(self, proposer_id: str | None, *, sampled: bool) -> float | None:
+        """Return a proposer's acceptance rate; None if it is unknown."""
+        known = self._known.get((proposer_id or "", sampled))
         return None if known is None else known[0] / known[1]
 
-    def begin(self, d: Drafting) -> None:
-        """Of a row nothing is known yet."""
-        d.successes, d.trials = PRIOR_SUCCESSES, PRIOR_TRIALS
+    def join(self, row: RowAcceptance, proposer_id: str, *, sampled: bool) -> None:
+        """Begin a row with the rate of its proposer's other rows of its kind."""
+        if (rate := self.of_proposer(proposer_id, sampled=sampled)) is not None:
+            row.approach(rate, 1.0)
 
-    def join(self, d: Drafting, proposer_id: str) -> None:
-        """With a proposer that is known a row begins as its others of the kind on average."""
-        for rows in ((proposer_id, None), (proposer_id, d.warm)):
-            if (known := self._known.get(rows)) is not None:
-                remember(self._known, rows, known)  # it is among the latest
-        if known is not None:
-            successes, trials = known
-            d.successes, d.trials = PRIOR_TRIALS * successes / trials, PRIOR_TRIALS
+    def observe(
+        self, row: RowAcceptance, proposer_id: str | None, round_: Round, *, sampled: bool
+    ) -> None:
+        """Take in a row's round that verified a draft."""
+        row.observe(round_)
+        key = proposer_id or "", sampled
+        successes, trials = self._known.get(key, (PRIOR_SUCCESSES, PRIOR_TRIALS))
+        successes = PROPOSER_FADE * successes + round_.accepted
+        remember(self._known, key, (successes, PROPOSER_FADE * trials + round_.tried))
 
-    def observe(self, d: Drafting, round_: Round) -> None:
-        """A row's round verified tokens, perhaps none."""
-        name = d.proposer_id or ""
-        if not round_.drafted:  # what is known of the row grows old: more and more its proposer's
-            successes, trials = self._known.get((name, d.warm), (d.successes, d.trials))
-            d.successes += (PRIOR_TRIALS * successes / trials - d.successes) * FORGETTING
-            d.trials += (PRIOR_TRIALS - d.trials) * FORGETTING
-            return
-        d.successes = FADE * d.successes + round_.accepted
-        d.trials = FADE * d.trials + round_.tried
-        d.levels += (round_.depth / round_.drafted - d.levels) * (1 - FADE)
-        for rows in ((name, None), (name, d.warm)):
-            known = self._known.get(rows)
-            if known is None:
-                known = [PRIOR_SUCCESSES, PRIOR_TRIALS]
-                remember(self._known, rows, known)
-            known[0] = PROPOSER_FADE * known[0] + round_.accepted
-            known[1] = PROPOSER_FADE * known[1] + round_.tried
+    def observe_undrafted(
+        self, row: RowAcceptance, proposer_id: str | None, *, sampled: bool, explores: bool
+    ) -> None:
+        """Let what is known of a row grow old in a round that verified no draft.
+
+        Where it wanted none it `explores`: it comes back to the prior, and so tries again.
+        """
+        if explores:
+            row.approach(PRIOR_SUCCESSES / PRIOR_TRIALS, EXPLORING)
+        elif (rate := self.of_proposer(proposer_id, sampled=sampled)) is not None:
+            row.approach(rate, FORGETTING)
+
+
+class DraftAvailability:
+    """How often a proposer's answer holds a draft, and what its empty answers take."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[float, float]] = {}  # share with a draft, seconds without one
+
+    def observe(self, proposer_id: str, seconds: float, *, drafted: bool) -> None:
+        """Take in an answer, so long after a commit for which no draft was left."""
+        share, empty_s = self._known.get(proposer_id, (1.0, 0.0))
+        if not drafted:
+            empty_s += (seconds - empty_s) * (1 - ANSWER_FADE if empty_s else 1.0)
+        share += (drafted - share) * (1 - ANSWER_FADE)
+        remember(self._known, proposer_id, (share, empty_s))
+
+    def gain_s(self, proposer_id: str, gain_s: float) -> float:
+        """Return what waiting for an answer gains, if one with a draft gains so much."""
+        share, empty_s = self._known.get(proposer_id, (1.0, 0.0))
+        return share * gain_s - (1.0 - share) * empty_s

@@ -1,60 +1,51 @@
-"""What steps and drafts take, as measured: the policy's formulas begin with it."""
+"""What a step and a row's next draft are expected to take, from what was measured."""
 
 from __future__ import annotations
 
 import math
 from itertools import takewhile
 
+from outrider.engine.policy.row import Drafting
 from outrider.engine.policy.timing import Delay, DraftTimes, StepTimes, remember
-from outrider.engine.rounds import Drafting
 
 SLACK = 0.25  # of a mean delay: drafts that took the same for a while may yet be late once
-SIZES = (*range(1, 17), 20, 24, 32, 48, 64, 96)  # of K that are compared, beside the limit
+SIZES = (*range(1, 17), 20, 24, 32, 48, 64, 96)  # values of K that are compared, beside the limit
 
 
 class CostModel:
-    """All in seconds, 0 as long as nothing was measured. Only the policy says what was."""
+    """All times in seconds, 0 as long as nothing was measured."""
 
     def __init__(self) -> None:
         self.num_rows = 1  # of the last step that only verified
         self._steps = StepTimes()
         self._drafts: dict[tuple[str, bool], DraftTimes] = {}  # by drafter, and if it runs ahead
-        # The same for all rows until something is measured: by K, and what `rounds`, `usual` say.
-        self._round_s: dict[int, float] = {}
+        # Results of methods below, until something is measured: rows ask again and again.
         self._rounds: dict[tuple[str, bool, int], list[tuple[int, float, float]]] = {}
         self._usual: dict[tuple[str, bool, int], tuple[float, float, float]] = {}
 
     def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """A step that only verified."""
+        """Take in a step that only verified."""
         self.num_rows = num_rows
         self._steps.observe(num_tokens, seconds)
-        self._round_s, self._rounds, self._usual = {}, {}, {}
+        self._rounds, self._usual = {}, {}
 
     def observe_delay(self, d: Drafting, delay: Delay) -> None:
-        """A draft came for a row."""
-        times = self.draft_times(d) or DraftTimes(on_demand=not d.runs_ahead)
+        """Take in a batch of drafts, of which this row's is the first."""
+        times = self.draft_times(d) or DraftTimes()
         remember(self._drafts, (d.drafter, d.runs_ahead), times)
         times.observe(delay)
         self._rounds, self._usual = {}, {}
 
-    def forget_drafts(self, *, ahead: bool | None = None) -> None:
-        """What drafts take that are made ahead, or on demand; None: both."""
-        kept = {key: times for key, times in self._drafts.items() if ahead not in (None, key[1])}
-        self._drafts, self._rounds, self._usual = kept, {}, {}
-
     def step_s(self, num_tokens: int) -> float:
-        """A step of so many tokens."""
+        """Return the seconds of a step of so many tokens."""
         return self._steps.estimate(num_tokens)
 
     def round_s(self, k: int) -> float:
-        """A step of as many rows as the last one, with `k` draft tokens each."""
-        known = self._round_s.get(k)
-        if known is None:
-            known = self._round_s[k] = self.step_s(self.num_rows * (1 + k))
-        return known
+        """Return those of a step of as many rows as the last one, with `k` draft tokens each."""
+        return self.step_s(self.num_rows * (1 + k))
 
     def rounds(self, d: Drafting, limit: int) -> list[tuple[int, float, float]]:
-        """The K that are compared for a row, each with `round_s` and its draft's delay.
+        """Return the K that are compared for a row, from 0, with `round_s` and a draft's delay.
 
         On demand a row waits for its batch's longest draft: alone it can do little about that.
         """
@@ -66,34 +57,35 @@ class CostModel:
                 least = times.longest - 1.0
             known = self._rounds[key] = [
                 (k, self.round_s(k), self.delay_s(d, max(k, least)))
-                for k in (*takewhile(lambda k: k < limit, SIZES), limit)
+                for k in (0, *takewhile(lambda k: k < limit, SIZES), limit)
             ]
         return known
 
     def draft_times(self, d: Drafting) -> DraftTimes | None:
-        """What a row's drafts take, made as they are now; None if none of them was measured."""
+        """Return what a row's drafts take as they are made now; None if that is unknown."""
         return self._drafts.get((d.drafter, d.runs_ahead))
 
-    def delay_s(self, d: Drafting, num_tokens: float | None = None) -> float:
-        """From a row's commit to the arrival of its next draft, or of one of so many tokens."""
-        times, k = self.draft_times(d), d.num_draft_tokens if num_tokens is None else num_tokens
-        return 0.0 if times is None else times.mean_s(k)
+    def delay_s(self, d: Drafting, num_tokens: float) -> float:
+        """Return the seconds from a row's commit to a draft of so many tokens."""
+        times = self.draft_times(d)
+        return 0.0 if times is None else times.mean_s(num_tokens)
 
     def usual(self, d: Drafting) -> tuple[float, float, float]:
-        """Of a row: `round_s`, `delay_s`, and by when its draft has come, if it is as most.
+        """Return a row's `round_s`, `delay_s`, and the delay by which most drafts have come.
 
         The last is infinite as long as none was measured.
         """
         key = d.drafter, d.runs_ahead, d.num_draft_tokens
         known = self._usual.get(key)
         if known is None:
-            times, delay_s, by_s = self.draft_times(d), self.delay_s(d), math.inf
+            times, delay_s, by_s = self.draft_times(d), 0.0, math.inf
             if times is not None:
+                delay_s = times.mean_s(d.num_draft_tokens)
                 by_s = delay_s + max(4 * times.delay.deviation, SLACK * delay_s)
             known = self._usual[key] = self.round_s(d.num_draft_tokens), delay_s, by_s
         return known
 
     def contention_s(self, d: Drafting) -> float:
-        """By so much a step beside it makes a row's draft late; nothing if made ahead."""
+        """Return how late a step beside it makes a row's draft, on demand."""
         times = self.draft_times(d)
         return 0.0 if times is None or d.runs_ahead else times.contention_s

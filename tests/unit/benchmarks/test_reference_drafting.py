@@ -11,7 +11,7 @@ from benchmarks.lib.edit_traces import EDITS, agentic, edits
 from benchmarks.lib.forced_target import ForcedTarget, replay, request_of
 from outrider.drafting.copying.deterministic import DeterministicProposer
 from outrider.drafting.proposer import Proposer
-from outrider.engine.policy.base import Policy
+from outrider.engine.policy.fixed import FixedPolicy
 from outrider.params import Advice
 
 TEXT = """def f(a, b):
@@ -62,7 +62,7 @@ def test_forced_target_with_and_without_drafts_emits_its_text() -> None:
     for session, proposer in enumerate(proposers):
         target = ForcedTarget(64, 100)
         request = request_of(session, prompt, output, advice, 128)
-        run = replay(target, Policy(128), request, output, proposer, 128)
+        run = replay(target, FixedPolicy(128), request, output, proposer, 128)
         assert len(run.token_ids) == 50
         rounds.append(run.stats.rounds)
     assert rounds[0] == 50

@@ -23,7 +23,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import DecodeInputs, make_buckets
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.policy.base import Policy
+from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.runner import Runner, StepRunner, _Enqueued
 from outrider.engine.sampling.verify import choose_and_verify
 from outrider.params import SamplingParams
@@ -192,7 +192,7 @@ def run(
 ) -> tuple[int, dict[int, list[int]]]:
     model = recordable_llama(num_pages=96)
     config = EngineConfig(page_size=4, num_pages=96, max_num_seqs=4, max_model_len=100)
-    policy = Policy(K if drafts else 0, max_wait_s=0.0)
+    policy = FixedPolicy(K if drafts else 0, max_wait_s=0.0)
     engine = Engine(model, config, policy=policy, runner=runner(model))
     return DraftingScorer(engine, draft_model() if drafts else None).run(requests)
 

@@ -19,7 +19,8 @@ from outrider.engine.hidden_states import streams
 from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
 from outrider.engine.policy.base import Policy
-from outrider.engine.rounds import Drafting
+from outrider.engine.policy.fixed import FixedPolicy
+from outrider.engine.policy.row import Drafting
 from outrider.engine.worker import EngineWorker
 from outrider.features import FeatureOrder, FeatureWindow
 from outrider.params import SamplingParams, StopParams
@@ -34,7 +35,7 @@ PROMPT = tuple(range(20))
 def make(max_wait_s: float = 0.0, policy: Policy | None = None) -> Engine:
     model = FeatureModel(32, CONFIG.page_size, CONFIG.num_pages, CONFIG.max_model_len)
     streams = HiddenStateStreams(model.capture())
-    policy = policy or Policy(3, max_wait_s=max_wait_s)
+    policy = policy or FixedPolicy(3, max_wait_s=max_wait_s)
     return Engine(model, CONFIG, policy=policy, features=streams)
 
 
@@ -124,10 +125,10 @@ def test_streams_in_one_step_read_bounded_rows(
 
 
 def test_streams_without_wanted_draft_keep_rows_in_the_pool() -> None:
-    class Switched(Policy):
+    class Switched(FixedPolicy):
         on = False
 
-        def choose_k(self, drafting: Drafting, limit: int) -> int:  # noqa: ARG002
+        def choose_k(self, d: Drafting, limit: int) -> int:  # noqa: ARG002
             return limit if self.on else 0
 
     policy = Switched(3, max_wait_s=0.0)
@@ -238,7 +239,7 @@ def test_streams_read_rows_of_a_round_ahead(right: bool) -> None:
     model = FeatureModel(32, CONFIG.page_size, CONFIG.num_pages, CONFIG.max_model_len)
     streams = HiddenStateStreams(model.capture(), max_ahead_bytes=3 * CAPTURED.row_bytes)
     engine = Engine(
-        model, CONFIG, policy=Policy(3, max_wait_s=0.0), runner=Eager(model), features=streams
+        model, CONFIG, policy=FixedPolicy(3, max_wait_s=0.0), runner=Eager(model), features=streams
     )
     engine.submit(request(1, max_tokens=20))
     engine.set_drafting(1, DraftOffer("p", 3, features=FeatureOrder(1, CAPTURED, FeatureWindow())))

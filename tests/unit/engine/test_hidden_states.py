@@ -26,7 +26,7 @@ from outrider.engine.model.loader import (
     read_features,
 )
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.rounds import Drafting
+from outrider.engine.policy.row import Drafting
 from outrider.engine.runner import Runner, StepRunner
 from outrider.engine.sampling.verify import choose_and_verify
 from outrider.engine.sequence import Sequence

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.engine import runner
 from outrider.engine.batch import RowSlice
-from outrider.engine.rounds import Drafting
+from outrider.engine.policy.row import Drafting
 from outrider.engine.runner import Runner
 from outrider.engine.sampling import logprobs
 from outrider.engine.sampling.logits import Adjuster, MinTokens, adjust, make_adjuster, make_editors

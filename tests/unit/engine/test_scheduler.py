@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as Rows
 from dataclasses import asdict
 from typing import cast
 
@@ -15,9 +14,10 @@ from outrider.config import EngineConfig
 from outrider.draft_port import NO_DRAFTS, DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
-from outrider.engine.policy.base import Policy
-from outrider.engine.policy.timing import StepDone
-from outrider.engine.rounds import BlockFate, Drafting
+from outrider.engine.policy.base import StepDone
+from outrider.engine.policy.fixed import FixedPolicy
+from outrider.engine.policy.row import Drafting
+from outrider.engine.rounds import BlockFate
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.sequence import Sequence
 from outrider.params import (
@@ -45,7 +45,7 @@ def engine(clock: Callable[[], float] = time.perf_counter, **changes: int) -> En
     limits = {"page_size": 4, "num_pages": 64, "max_model_len": 64, "max_num_batched_tokens": 16}
     config = EngineConfig(**{**limits, **changes})  # type: ignore[arg-type]
     model = HashModel(32, config.page_size, config.num_pages, 64)
-    return Engine(model, config, policy=Policy(4, max_wait_s=0.0), clock=clock)
+    return Engine(model, config, policy=FixedPolicy(4, max_wait_s=0.0), clock=clock)
 
 
 def submit(
@@ -284,7 +284,7 @@ def test_a_prompt_in_flight_is_not_shared() -> None:
 def test_time_without_work_is_no_steps() -> None:
     """A short prompt's step looks like decoding, but nothing says since when it was to run."""
 
-    class Witness(Policy):
+    class Witness(FixedPolicy):
         def step_done(self, step: StepDone) -> None:
             seen.append(step.comparable)
 
@@ -295,23 +295,6 @@ def test_time_without_work_is_no_steps() -> None:
     e.set_drafting(1, DraftOffer("a", 0))
     run(e)
     assert seen == [False, True, True]
-
-
-def test_drafts_that_do_not_pay_are_not_verified() -> None:
-    class Thrifty(Policy):
-        def drafts_pay(self, rows: Rows[Sequence]) -> bool:
-            return len(rows) < 2
-
-    config = EngineConfig(page_size=4, num_pages=64, max_model_len=64)
-    e = Engine(HashModel(32, 4, 64, 64), config, policy=Thrifty(4, max_wait_s=0.0))
-    truths = {i: submit(e, i, prompt_len=4, start=i)[0] for i in (1, 2)}
-    step(e)
-    for i, truth in truths.items():
-        e.set_drafting(i, DraftOffer("a", 4))
-        e.post_block(PostedBlock(i, DraftTree.chain(4, truth), "a", 0))
-    assert size(step(e)) == (2, 2), "a token each"
-    e.abort(2)
-    assert size(step(e)) == (1, 1 + 4)
 
 
 @pytest.mark.parametrize(

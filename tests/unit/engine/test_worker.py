@@ -27,9 +27,10 @@ from outrider.draft_port import (
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
-from outrider.engine.policy.base import Policy
-from outrider.engine.policy.timing import StepDone
-from outrider.engine.rounds import Drafting
+from outrider.engine.policy.base import Policy, Ready, StepDone
+from outrider.engine.policy.fixed import FixedPolicy
+from outrider.engine.policy.row import Drafting
+from outrider.engine.policy.tracker import DraftTracker
 from outrider.engine.runner import Pending, Runner
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step, StepResult
@@ -206,27 +207,21 @@ def test_worker_with_failing_launch_fails_only_its_requests() -> None:
         assert inbox.tokens[24] == Sequential(model).output(again, 64, frozenset())[0]
 
 
-class Breaking(Policy):
-    """Fails where nothing should: as a request is taken in, or as its result is."""
+class Breaking(FixedPolicy):
+    """Fails where nothing should: as a step is scheduled, or as its result is taken in."""
 
     def __init__(self) -> None:
         super().__init__(4)
-        self.at_submit: set[int] = set()
         self.at_result = 0
         self.at_schedule = 0
 
-    def drafting(self, request: Request) -> Drafting:
-        if request.session_id in self.at_submit:
-            raise RuntimeError("a bug")
-        return super().drafting(request)
-
-    def split(
-        self, rows: Rows[Sequence], others_ready: int, now: float
-    ) -> tuple[list[Sequence], float]:
+    def choose_rows(
+        self, ready: list[Sequence], waiting: Rows[Sequence], num_prefilling: int, now: float
+    ) -> Ready:
         if self.at_schedule:
             self.at_schedule -= 1
             raise RuntimeError("a bug")
-        return super().split(rows, others_ready, now)
+        return super().choose_rows(ready, waiting, num_prefilling, now)
 
     def step_done(self, step: StepDone) -> None:  # noqa: ARG002
         if self.at_result:
@@ -272,10 +267,17 @@ def test_worker_with_two_bugs_goes_on() -> None:
         assert inbox.ended[2] is FinishReason.LENGTH
 
 
-def test_worker_with_bug_answers_queued_submissions() -> None:
-    model, policy = Gate(), Breaking()
-    policy.at_submit = {2}
-    with running(model, policy=policy) as (worker, inbox, _):
+def test_worker_with_bug_answers_queued_submissions(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = DraftTracker.start
+
+    def breaking(tracker: DraftTracker, request: Request) -> Drafting:
+        if request.session_id == 2:
+            raise RuntimeError("a bug")
+        return start(tracker, request)
+
+    monkeypatch.setattr(DraftTracker, "start", breaking)
+    model = Gate()
+    with running(model) as (worker, inbox, _):
         model.open.clear()
         worker.submit(request(1))
         assert model.entered.wait(BOUND_S)
@@ -289,18 +291,19 @@ def test_worker_with_bug_answers_queued_submissions() -> None:
         assert inbox.ended[4] is FinishReason.LENGTH
 
 
-class Torn(Policy):
-    """Fails as a row is preempted, and leaves it in the wrong queue."""
-
-    def preempted(self, seq: Sequence) -> None:
-        seq.admitted = True
-        raise RuntimeError("a bug")
+def torn(_: DraftTracker, seq: Sequence) -> None:
+    """Fail as a row is preempted, and leave it in the wrong queue."""
+    seq.admitted = True
+    raise RuntimeError("a bug")
 
 
-def test_worker_with_broken_books_breaks_down() -> None:
+def test_worker_with_broken_books_breaks_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(DraftTracker, "preempted", torn)
     config = replace(CONFIG, num_pages=16, max_model_len=64)
     model, inbox = Gate(config), Inbox()
-    worker = EngineWorker(lambda: Engine(model, config, policy=Torn(4)), inbox)
+    worker = EngineWorker(lambda: Engine(model, config, policy=FixedPolicy(4)), inbox)
     worker.start(BOUND_S)
     model.open.clear()
     for session_id in (1, 2):
@@ -383,7 +386,7 @@ def test_worker_start_with_slow_build_times_out() -> None:
 
 
 def test_worker_stop_does_not_wait_for_drafts() -> None:
-    with running(Gate(), policy=Policy(4, max_wait_s=3600)) as (worker, inbox, _):
+    with running(Gate(), policy=FixedPolicy(4, max_wait_s=3600)) as (worker, inbox, _):
         worker.submit(request(1))
         worker.set_drafting(1, DraftOffer("a", 4))
         inbox.wait(lambda box: len(box.tokens[1]) == 1)
@@ -395,7 +398,7 @@ def test_worker_stop_does_not_wait_for_drafts() -> None:
             worker.submit(request(2))
 
 
-class AloneOnly(Policy):
+class AloneOnly(FixedPolicy):
     """Has something drafted for a single row."""
 
     @property
@@ -479,7 +482,7 @@ def draft(session_id: int, base_len: int, token_ids: TokenIds) -> PostedBlock:
 
 def test_worker_with_posted_block_wakes_the_waiting_row() -> None:
     model = Gate()
-    with running(model, policy=Policy(4, max_wait_s=3600)) as (worker, inbox, _):
+    with running(model, policy=FixedPolicy(4, max_wait_s=3600)) as (worker, inbox, _):
         r = request(5, max_tokens=4)
         truth = Sequential(model).output(r, 64, frozenset())[0]
         worker.submit(r)
@@ -498,7 +501,7 @@ def test_worker_with_posted_block_wakes_the_waiting_row() -> None:
 
 def test_worker_with_blocks_posted_together_uses_one_step() -> None:
     model = Gate()
-    with running(model, policy=Policy(4, max_wait_s=3600)) as (worker, inbox, _):
+    with running(model, policy=FixedPolicy(4, max_wait_s=3600)) as (worker, inbox, _):
         blocks = []
         for i in range(8):
             r = request(i, max_tokens=4)
@@ -513,7 +516,7 @@ def test_worker_with_blocks_posted_together_uses_one_step() -> None:
 
 
 def test_worker_when_proposer_leaves_releases_the_row() -> None:
-    with running(Gate(), policy=Policy(4, max_wait_s=3600)) as (worker, inbox, _):
+    with running(Gate(), policy=FixedPolicy(4, max_wait_s=3600)) as (worker, inbox, _):
         worker.submit(request(5))
         worker.set_drafting(5, DraftOffer("a", 4))
         inbox.wait(lambda box: len(box.tokens[5]) == 1)

@@ -22,7 +22,8 @@ from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, DecodeSiz
 from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.policy.base import Policy
-from outrider.engine.rounds import Drafting
+from outrider.engine.policy.fixed import FixedPolicy
+from outrider.engine.policy.row import Drafting
 from outrider.engine.runner import Pending, Runner
 from outrider.engine.sampling.coupled import SamplingBatch
 from outrider.engine.sampling.verify import choose_and_verify
@@ -431,7 +432,7 @@ class GraphScenario(Scenario):
 @settings(max_examples=100, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), config=configs, k=st.integers(0, 8))
 def test_engine_output_equals_sequential_decoding(seed: int, config: EngineConfig, k: int) -> None:
-    scenario = GraphScenario(random.Random(seed), config, Policy(k, max_wait_s=0.002))
+    scenario = GraphScenario(random.Random(seed), config, FixedPolicy(k, max_wait_s=0.002))
     for _ in range(40):
         scenario.act()
     scenario.finish()

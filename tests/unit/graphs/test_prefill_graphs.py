@@ -21,7 +21,7 @@ from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.prefill_inputs import PrefillBucket, make_prefill_buckets
 from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.model.paged_model import PagedModel
-from outrider.engine.policy.base import Policy
+from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.sampling.verify import choose_and_verify
 from outrider.params import SamplingParams, StopParams
 from outrider.types import Request
@@ -138,7 +138,7 @@ def texts(model: PagedModel, runner: DecodeGraphs | None) -> list[list[int]]:
         max_model_len=MAX_MODEL_LEN,
         num_speculative_tokens=2,
     )
-    engine = Engine(model, config, policy=Policy(2, max_wait_s=0.0), runner=runner)
+    engine = Engine(model, config, policy=FixedPolicy(2, max_wait_s=0.0), runner=runner)
     rng = random.Random(1)
     said: list[list[int]] = [[] for _ in range(7)]
     prompts = [[rng.randrange(97) for _ in range(rng.randint(1, 40))] for _ in said]

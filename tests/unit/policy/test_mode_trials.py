@@ -4,42 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
-from outrider.engine.policy.mode import TRIAL_STEPS, DraftMode
-from outrider.engine.policy.mode_selector import MANY, ModeSelector
+from outrider.engine.policy.base import StepDone
+from outrider.engine.policy.draft_mode import DraftMode
+from outrider.engine.policy.mode_selector import MANY_ROWS, ModeSelector
 from outrider.engine.policy.mode_trials import (
+    CAUGHT_UP,
     FIRST_LOSS,
-    FOLLOWED,
-    LONGEST_FOLLOWING,
-    LONGEST_SETTLING,
-    LONGEST_STRETCH,
+    INTERVAL,
+    LEAST_DRAFTED,
+    LONGEST_CATCH_UP,
+    LONGEST_INTERVAL,
     MOST_LOST,
     SETTLING_DRAFTS,
     SETTLING_STEPS,
-    STRETCH,
+    TRIAL_STEPS,
     ModeTrials,
 )
-from outrider.engine.policy.timing import StepDone
+
+
+def step(*args: Any, **fields: Any) -> StepDone:
+    return StepDone(*args, proposer_ids=frozenset({"a"}), **fields)
 
 
 def play(
-    contest: ModeTrials, steps: int, *, with_s: float, without_s: float, tokens: int = 3
+    trials: ModeTrials, steps: int, *, with_s: float, without_s: float, tokens: int = 3
 ) -> int:
     """`steps` steps, of `tokens` with drafts and 1 without; how many were with drafts."""
     drafted = 0
     for _ in range(steps):
-        if contest.drafting:
+        if trials.mode.drafts:
             drafted += 1
-            contest.observe(tokens, with_s, drafted=True)
+            trials.observe(tokens, with_s, drafted=True)
         else:
-            contest.observe(1, without_s, drafted=False)
+            trials.observe(1, without_s, drafted=False)
     return drafted
 
 
 def rate_of(
-    contest: ModeTrials,
+    trials: ModeTrials,
     steps: int,
     with_s: Callable[[int], float],
     *,
@@ -53,160 +59,160 @@ def rate_of(
     """
     time_s, tokens, in_a_row = 0.0, 0, 0
     for _ in range(steps):
-        drafts = contest.drafting
+        drafts = trials.mode.drafts
         in_a_row = in_a_row + 1 if drafts else 0
         step_s, got = (with_s(in_a_row), 3) if drafts else (without_s, 1)
-        contest.observe(got, step_s, drafted=share * drafts, followed=share)
+        trials.observe(got, step_s, drafted=share * drafts, answered=share)
         time_s, tokens = time_s + step_s, tokens + got
     return tokens / time_s
 
 
-def test_drafts_that_pay_are_rarely_done_without() -> None:
-    contest = ModeTrials()
-    assert play(contest, 10_000, with_s=0.012, without_s=0.010) > 0.99 * 10_000
+def test_trials_with_drafts_that_pay_keep_drafting() -> None:
+    trials = ModeTrials()
+    assert play(trials, 10_000, with_s=0.012, without_s=0.010) > 0.99 * 10_000
 
 
-def test_drafts_that_cost_more_than_they_bring_are_rarely_made() -> None:
-    contest = ModeTrials()
-    assert play(contest, 10_000, with_s=0.040, without_s=0.010) < 0.03 * 10_000
+def test_trials_with_costly_drafts_stop_drafting() -> None:
+    trials = ModeTrials()
+    assert play(trials, 10_000, with_s=0.040, without_s=0.010) < 0.03 * 10_000
 
 
 @pytest.mark.parametrize("with_s", [0.032, 0.040, 0.060, 0.120])
-def test_the_worse_the_other_way_the_more_seldom_it_is_tried(with_s: float) -> None:
-    contest = ModeTrials(TRIAL_STEPS)
-    play(contest, 20 * TRIAL_STEPS, with_s=with_s, without_s=0.010)
+def test_trials_of_worse_mode_lose_little_time(with_s: float) -> None:
+    trials = ModeTrials(TRIAL_STEPS)
+    play(trials, 20 * TRIAL_STEPS, with_s=with_s, without_s=0.010)
     steps = 20_000
-    drafted = play(contest, steps, with_s=with_s, without_s=0.010)
+    drafted = play(trials, steps, with_s=with_s, without_s=0.010)
     lost_s = drafted * (with_s - 3 * 0.010)
     assert lost_s < 0.02 * steps * 0.010
     assert drafted > 0, "it is tried"
 
 
-def test_a_trial_whose_drafts_the_policy_gives_up_ends_like_any_other() -> None:
-    contest = ModeTrials(TRIAL_STEPS)
-    play(contest, 4 * TRIAL_STEPS, with_s=0.040, without_s=0.010)
-    while not contest.drafting:
-        contest.observe(1, 0.010, drafted=False)
-    contest.observe(3, 0.040, drafted=True)
+def test_trial_without_further_drafts_ends() -> None:
+    trials = ModeTrials(TRIAL_STEPS)
+    play(trials, 4 * TRIAL_STEPS, with_s=0.040, without_s=0.010)
+    while not trials.mode.drafts:
+        trials.observe(1, 0.010, drafted=False)
+    trials.observe(3, 0.040, drafted=True)
     steps = 0
-    while contest.drafting:
-        contest.observe(1, 0.010, drafted=False)
+    while trials.mode.drafts:
+        trials.observe(1, 0.010, drafted=False)
         steps += 1
-    assert steps <= LONGEST_SETTLING + 3 * TRIAL_STEPS
+    assert steps <= SETTLING_DRAFTS / LEAST_DRAFTED + 3 * TRIAL_STEPS
 
 
-def test_one_accident_ends_nothing_for_long() -> None:
-    contest = ModeTrials(TRIAL_STEPS)
-    play(contest, 3 * TRIAL_STEPS, with_s=0.040, without_s=0.010)
-    assert not contest.drafting
-    while not contest.drafting:
-        play(contest, 1, with_s=0.012, without_s=0.010)
-    play(contest, 10, with_s=1.0, without_s=0.010)  # the trial meets a machine that stands still
-    assert not contest.drafting
+def test_trials_after_one_accident_draft_again() -> None:
+    trials = ModeTrials(TRIAL_STEPS)
+    play(trials, 3 * TRIAL_STEPS, with_s=0.040, without_s=0.010)
+    assert not trials.mode.drafts
+    while not trials.mode.drafts:
+        play(trials, 1, with_s=0.012, without_s=0.010)
+    play(trials, 10, with_s=1.0, without_s=0.010)  # the trial meets a machine that stands still
+    assert not trials.mode.drafts
     without = 0
-    while not contest.drafting:
+    while not trials.mode.drafts:
         without += 1
-        play(contest, 1, with_s=0.012, without_s=0.010)
+        play(trials, 1, with_s=0.012, without_s=0.010)
     assert without < 2 * FIRST_LOSS / MOST_LOST
 
 
-def test_a_change_is_noticed_at_the_next_trial() -> None:
-    contest = ModeTrials()
-    play(contest, 20 * STRETCH, with_s=0.040, without_s=0.010)
-    assert not contest.drafting
-    play(contest, 2 * LONGEST_STRETCH, with_s=0.012, without_s=0.010)
-    assert contest.drafting
+def test_trials_after_change_find_new_best_mode() -> None:
+    trials = ModeTrials()
+    play(trials, 20 * INTERVAL, with_s=0.040, without_s=0.010)
+    assert not trials.mode.drafts
+    play(trials, 2 * LONGEST_INTERVAL, with_s=0.012, without_s=0.010)
+    assert trials.mode.drafts
 
 
-def test_what_falls_behind_the_other_way_is_tried_against_it_soon() -> None:
-    contest = ModeTrials()
-    play(contest, 20_000, with_s=0.012, without_s=0.010)  # trials are thousands of steps apart
-    assert contest.drafting
-    assert play(contest, 1000, with_s=0.045, without_s=0.010) < 250
+def test_trials_with_falling_incumbent_compare_soon() -> None:
+    trials = ModeTrials()
+    play(trials, 20_000, with_s=0.012, without_s=0.010)  # trials are thousands of steps apart
+    assert trials.mode.drafts
+    assert play(trials, 1000, with_s=0.045, without_s=0.010) < 250
 
 
 @pytest.mark.parametrize(("with_s", "made"), [(0.0303, False), (0.0297, False), (0.0270, True)])
-def test_drafts_are_made_for_a_gain_only(with_s: float, made: bool) -> None:
+def test_trials_with_small_gain_do_not_draft(with_s: float, made: bool) -> None:
     """What is no faster than none costs a device for nothing: 1 % slower, 1 % and 11 % faster."""
     drafted = play(ModeTrials(), 10_000, with_s=with_s, without_s=0.0100)
     assert (drafted > 0.97 * 10_000) if made else (drafted < 0.1 * 10_000)
 
 
-def test_steps_that_happen_to_be_shorter_do_not_speak_for_drafts_without_tokens() -> None:
-    contest = ModeTrials(TRIAL_STEPS, incumbent=DraftMode.NONE)
-    assert 0 < play(contest, 10_000, with_s=0.0090, without_s=0.010, tokens=1) < 0.1 * 10_000
+def test_trials_of_drafts_without_tokens_are_lost() -> None:
+    trials = ModeTrials(TRIAL_STEPS, incumbent=DraftMode.OFF)
+    assert 0 < play(trials, 10_000, with_s=0.0090, without_s=0.010, tokens=1) < 0.1 * 10_000
 
 
-def test_without_a_proposer_nothing_is_decided() -> None:
-    contest = ModeTrials()
+def test_trials_without_drafts_decide_nothing() -> None:
+    trials = ModeTrials()
     for _ in range(1000):
-        contest.observe(1, 0.01, drafted=False)
-    assert contest.drafting
+        trials.observe(1, 0.01, drafted=False)
+    assert trials.mode.drafts
 
 
-def test_steps_that_bring_no_token_decide_nothing() -> None:
+def test_trials_without_tokens_decide_nothing() -> None:
     """As where every answer is one token: the step after it brings a stop, and no token."""
-    contest, drafted = ModeTrials(), 0
+    trials, drafted = ModeTrials(), 0
     for _ in range(1000):
-        drafted += contest.drafting
-        contest.observe(0, 0.010, drafted=contest.drafting)
+        drafted += trials.mode.drafts
+        trials.observe(0, 0.010, drafted=trials.mode.drafts)
     assert drafted > 900
 
 
-def test_each_size_of_batch_has_its_own_answer() -> None:
-    contests, now, drafted = ModeSelector(), 0.0, {1: 0, 32: 0}
+def test_selector_decides_by_batch_size() -> None:
+    selector, now, drafted = ModeSelector(), 0.0, {1: 0, 32: 0}
     for rows, step_s in ((1, 0.012), (32, 0.040), (1, 0.012), (32, 0.040)):
         for _ in range(2000):
-            drafts = contests.current.drafting
+            drafts = selector.current.mode.drafts
             drafted[rows] += drafts
             now += step_s if drafts else 0.010
             tokens = 3 if drafts else 1
-            contests.step_done(
-                StepDone(rows, rows, tokens, now, rows * drafts, comparable=True, followed=rows)
+            selector.step_done(
+                StepDone(rows, rows, tokens, now, rows * drafts, comparable=True, answered=rows)
             )
     assert drafted[1] > 0.98 * 4000
     assert drafted[32] < 0.06 * 4000
-    assert (32).bit_length() in contests.undrafted_sizes
-    assert 1 not in contests.undrafted_sizes
+    assert (32).bit_length() in selector.undrafted_sizes
+    assert 1 not in selector.undrafted_sizes
 
 
 @dataclass
 class Kinds:
     """32 rows, of which some texts are met by drafts: 3 tokens in 12 ms with drafts, else in 40."""
 
-    contests: ModeSelector = field(default_factory=ModeSelector)
+    selector: ModeSelector = field(default_factory=ModeSelector)
     now: float = 0.0
     lost_s: float = 0.0
 
-    def play(self, steps: int, temperature: float, *, followed: int = 32) -> int:
+    def play(self, steps: int, temperature: float, *, answered: int = 32) -> int:
         """So many steps; how many with drafts."""
         drafted = 0
         for _ in range(steps):
-            drafts = self.contests.current.drafting
+            drafts = self.selector.current.mode.drafts
             drafted += drafts
             seconds = 0.010
-            if drafts and not self.contests.current.following:
+            if drafts and not self.selector.current.catching_up:
                 seconds = 0.012 if temperature < 0.5 else 0.040
             self.now += seconds
             verifies = 32 * (seconds != 0.010)
             tokens = 96 if verifies else 32
             self.lost_s += seconds - tokens / 32 * 0.010
-            self.contests.step_done(
-                StepDone(
+            self.selector.step_done(
+                step(
                     32,
                     32,
                     tokens,
                     self.now,
                     verifies,
                     comparable=True,
-                    followed=followed,
+                    answered=answered,
                     temperature=temperature,
                 )
             )
         return drafted
 
 
-def test_greedy_texts_do_not_pay_for_what_was_found_with_sampled_ones() -> None:
+def test_selector_after_sampled_texts_drafts_greedy_ones() -> None:
     """At T = 1 trials are thousands of steps apart; 20 s of chats at T = 0 went without drafts."""
     kinds = Kinds()
     kinds.play(20_000, 1.0)
@@ -214,41 +220,41 @@ def test_greedy_texts_do_not_pay_for_what_was_found_with_sampled_ones() -> None:
     assert kinds.play(300, 0.0) > 250
 
 
-def test_what_one_kind_of_texts_found_is_kept_while_the_other_runs() -> None:
+def test_selector_with_two_kinds_of_texts_remembers_both() -> None:
     kinds = Kinds()
     kinds.play(2000, 1.0)
     kinds.play(2000, 0.0)
     assert kinds.play(300, 1.0) == 1, "of which that is heard with its end"
     kinds.play(1, 0.0)
-    assert kinds.contests.current.following, "its proposer catches up before anybody waits"
+    assert kinds.selector.current.catching_up, "its proposer catches up before anybody waits"
     assert kinds.play(300, 0.0) > 290
 
 
-def test_a_proposer_that_does_not_catch_up_with_another_kind_loses_its_place() -> None:
+def test_selector_with_proposer_that_does_not_catch_up_stops_drafting() -> None:
     kinds = Kinds()
     kinds.play(2000, 0.0)
     kinds.play(2000, 1.0)
-    kinds.play(LONGEST_FOLLOWING + 2, 0.0, followed=0)
-    assert not kinds.contests.current.drafting
+    kinds.play(LONGEST_CATCH_UP + 2, 0.0, answered=0)
+    assert not kinds.selector.current.mode.drafts
 
 
-def test_texts_that_become_harder_with_their_kind_are_not_drafted_for_long() -> None:
+def test_selector_after_change_to_hard_texts_stops_drafting_soon() -> None:
     """What none brings is known from the other kind, so a quarter of a trial is enough."""
     kinds = Kinds()
     kinds.play(2000, 0.0)
     assert kinds.play(300, 1.0) <= 1 + SETTLING_STEPS + TRIAL_STEPS // 4
 
 
-def test_a_load_of_both_kinds_that_hovers_does_not_change_to_and_fro() -> None:
+def test_selector_with_mixed_texts_keeps_one_kind() -> None:
     kinds, seen = Kinds(), set()
     kinds.play(10, 1.0)
     for i in range(100):
         kinds.play(3, 0.3 + 0.4 * (i % 2))
-        seen.add(id(kinds.contests.current))
+        seen.add(id(kinds.selector.current))
     assert len(seen) == 1
 
 
-def test_a_load_that_changes_its_kind_again_and_again_loses_little() -> None:
+def test_selector_with_alternating_kinds_loses_little() -> None:
     kinds = Kinds()
     for _ in range(200):
         kinds.play(50, 1.0)
@@ -256,82 +262,82 @@ def test_a_load_that_changes_its_kind_again_and_again_loses_little() -> None:
     assert kinds.lost_s < 0.0, "drafts go on to pay"
 
 
-def test_steps_with_prompts_are_not_compared() -> None:
-    contests, now = ModeSelector(), 0.0
+def test_selector_ignores_incomparable_steps() -> None:
+    selector, now = ModeSelector(), 0.0
     for i in range(4000):
-        drafts, comparable = contests.current.drafting, i % 2 == 0
+        drafts, comparable = selector.current.mode.drafts, i % 2 == 0
         now += 0.012 if comparable else 1.0
-        contests.step_done(StepDone(1, 1, 3 if drafts else 1, now, drafts, comparable, 1))
-    assert contests.current.drafting
+        selector.step_done(step(1, 1, 3 if drafts else 1, now, drafts, comparable, 1))
+    assert selector.current.mode.drafts
 
 
-def test_prompts_alone_count_with_the_round_that_waits_for_drafts() -> None:
+def test_selector_adds_prompt_steps_to_waiting_round() -> None:
     """Else drafts that are waited for would seem to take no time."""
-    contests, now = ModeSelector(), 0.0
+    selector, now = ModeSelector(), 0.0
 
     def play(tokens: int, seconds: float, drafted: int, prompt_tokens: int) -> None:
         nonlocal now
         now += seconds
-        contests.step_done(StepDone(32, 32, tokens, now, drafted, True, 32, prompt_tokens))
+        selector.step_done(step(32, 32, tokens, now, drafted, True, 32, prompt_tokens))
 
     for i in range(4000):
-        if contests.current.drafting:
+        if selector.current.mode.drafts:
             now += 0.012  # until the drafts come
-            contests.step_done(StepDone(32, 1, 1, now, 0, False, 32, 100, prompts_only=True))
+            selector.step_done(step(32, 1, 1, now, 0, False, 32, 100, prompts_only=True))
             play(96, 0.008, drafted=32, prompt_tokens=0)
         elif i % 2:
             play(32, 0.005, drafted=0, prompt_tokens=0)
         else:
             play(32, 0.008, drafted=0, prompt_tokens=100)
-    assert not contests.current.incumbent.drafts, "32 tokens in 5 ms are more than 96 in 20 - 3"
+    assert not selector.current.incumbent.drafts, "32 tokens in 5 ms are more than 96 in 20 - 3"
 
 
-def test_rows_that_wait_for_their_first_drafts_do_not_end_a_trial() -> None:
+def test_selector_trial_survives_rows_without_first_drafts() -> None:
     """32 rows, as simulated: drafts were off, and their proposer first processes prompts."""
-    contests, now = ModeSelector(), 0.0
+    selector, now = ModeSelector(), 0.0
 
     def play(steps: int, *, rows: int, drafted: int, tokens: int, step_s: float) -> None:
         nonlocal now
         for _ in range(steps):
             now += step_s
-            contests.step_done(
-                StepDone(32, rows, tokens, now, drafted, comparable=True, followed=32)
+            selector.step_done(
+                StepDone(32, rows, tokens, now, drafted, comparable=True, answered=32)
             )
 
     play(1, rows=32, drafted=32, tokens=32, step_s=0.0055)
-    while contests.current.drafting:  # a shared device slows its steps
+    while selector.current.mode.drafts:  # a shared device slows its steps
         play(1, rows=32, drafted=32, tokens=96, step_s=0.030)
-    while not contests.current.drafting:
+    while not selector.current.mode.drafts:
         play(1, rows=32, drafted=0, tokens=32, step_s=0.0055)
     play(2, rows=1, drafted=1, tokens=3, step_s=0.005)
     play(6, rows=14, drafted=14, tokens=40, step_s=0.010)  # 4,000 tokens/s, of 5,800 without
-    assert contests.current.drafting
+    assert selector.current.mode.drafts
     play(30, rows=32, drafted=32, tokens=96, step_s=0.012)
-    assert contests.current.incumbent.drafts, "they won"
+    assert selector.current.incumbent.drafts, "they won"
 
 
-def test_one_long_step_of_many_rows_ends_nothing() -> None:
+def test_selector_with_one_long_step_keeps_mode() -> None:
     """A kernel of a new size was compiled for 0.1 s within the first eight steps of 32 rows."""
-    contests, now, drafted = ModeSelector(), 0.0, 0
+    selector, now, drafted = ModeSelector(), 0.0, 0
     for i in range(200):
-        drafts = contests.current.drafting
+        drafts = selector.current.mode.drafts
         drafted += drafts
         now += 0.1 if i == 8 else (0.0125 if drafts else 0.0055)
         tokens = 96 if drafts else 32
-        contests.step_done(StepDone(32, 32, tokens, now, 32 * drafts, comparable=True, followed=32))
+        selector.step_done(step(32, 32, tokens, now, 32 * drafts, comparable=True, answered=32))
     assert drafted > 150
 
 
-def test_a_size_met_while_answers_end_begins_as_the_one_before() -> None:
+def test_selector_at_new_size_begins_with_mode_of_neighbour() -> None:
     """Rows of 32 that are not to draft would all ask for drafts as soon as they are 31."""
-    contests, now, drafted = ModeSelector(), 0.0, 0
+    selector, now, drafted = ModeSelector(), 0.0, 0
     for i in range(300):
-        rows, drafts = (32 if i < 280 else 300 - i), contests.current.drafting
+        rows, drafts = (32 if i < 280 else 300 - i), selector.current.mode.drafts
         drafted += drafts * (i >= 280)
         now += 0.030 if drafts else 0.0055
         tokens = rows * (3 if drafts else 1)
-        contests.step_done(
-            StepDone(rows, rows, tokens, now, rows * drafts, comparable=True, followed=rows)
+        selector.step_done(
+            StepDone(rows, rows, tokens, now, rows * drafts, comparable=True, answered=rows)
         )
     assert not drafted
 
@@ -346,32 +352,32 @@ class Load:
     without_s: float = 0.0055
     prompt_s: float = 0.010  # a newcomer adds without drafts,
     extra_s: float = 0.0  # and with drafts, because its proposer has a prompt to process, too
-    contests: ModeSelector = field(default_factory=ModeSelector)
+    selector: ModeSelector = field(default_factory=ModeSelector)
     now: float = 0.0
     drafted: int = 0
     steps: int = 0
     lost_s: float = 0.0  # by drafts, to none
 
-    def step(self, *, step_s: float | None = None, followed: int | None = None) -> None:
-        """One; `followed` rows are known to their proposer. By default drafts bring tokens."""
+    def step(self, *, step_s: float | None = None, answered: int | None = None) -> None:
+        """One; `answered` rows are known to their proposer. By default drafts bring tokens."""
         self.steps += 1
         newcomer = self.steps % self.prompt_every == 0
         running = self.rows - newcomer  # one more answer has ended
-        drafts = self.contests.current.drafting and followed is None
+        drafts = self.selector.current.mode.drafts and answered is None
         self.drafted += drafts
         seconds = (self.with_s if drafts else self.without_s) if step_s is None else step_s
         tokens = running * (3 if drafts else 1)
         self.lost_s += seconds + drafts * newcomer * self.extra_s - tokens / running * 0.0055
         self.now += seconds + newcomer * (self.prompt_s + drafts * self.extra_s)
-        self.contests.step_done(
-            StepDone(
+        self.selector.step_done(
+            step(
                 running,
                 running,
                 tokens,
                 self.now,
                 running * drafts,
                 comparable=True,
-                followed=running if followed is None else followed,
+                answered=running if answered is None else answered,
                 prompt_tokens=270 * newcomer,
             )
         )
@@ -384,7 +390,7 @@ class Load:
         return self.drafted - before
 
 
-def test_a_number_of_rows_around_a_power_of_two_is_one_size() -> None:
+def test_selector_around_power_of_two_keeps_one_size() -> None:
     """32 requests are 31 whenever an answer ends: no trial ever began."""
     load = Load(with_s=0.030)
     load.play(300)
@@ -392,7 +398,7 @@ def test_a_number_of_rows_around_a_power_of_two_is_one_size() -> None:
 
 
 @pytest.mark.parametrize(("extra_s", "pays"), [(0.0, True), (0.015, False)])
-def test_newcomers_that_cost_more_beside_drafts_count(extra_s: float, pays: bool) -> None:
+def test_selector_counts_what_drafts_cost_newcomers(extra_s: float, pays: bool) -> None:
     """17.6 ms a round of three tokens instead of 16.5 are too many, of which 5 are newcomers'."""
     load = Load(with_s=0.0126, extra_s=extra_s)
     load.play(500)
@@ -400,7 +406,7 @@ def test_newcomers_that_cost_more_beside_drafts_count(extra_s: float, pays: bool
     assert (drafted > 0.95 * 3000) if pays else (drafted < 0.1 * 3000)
 
 
-def test_more_newcomers_than_usual_say_nothing_about_drafts() -> None:
+def test_selector_with_more_newcomers_keeps_mode() -> None:
     """During a trial, or after it: their prompts take what they take without drafts."""
     load = Load(prompt_every=9)
     load.play(1000)
@@ -408,33 +414,33 @@ def test_more_newcomers_than_usual_say_nothing_about_drafts() -> None:
     assert load.play(1000) > 0.95 * 1000
 
 
-def test_nobody_waits_while_a_proposer_catches_up_and_nothing_is_compared() -> None:
+def test_selector_while_proposer_catches_up_compares_nothing() -> None:
     load = Load()
     load.step()
-    while not load.contests.current.drafting:
+    while not load.selector.current.mode.drafts:
         load.step()
-    assert load.contests.current.following
+    assert load.selector.current.catching_up
     for _ in range(100):  # other rows' prompts are processed: hardly a step is slower
-        load.step(step_s=0.0056, followed=int(FOLLOWED * 31) - 1)
-    assert load.contests.current.following
-    load.step(followed=32)
-    assert load.contests.current.drafting
-    assert not load.contests.current.following
+        load.step(step_s=0.0056, answered=int(CAUGHT_UP * 31) - 1)
+    assert load.selector.current.catching_up
+    load.step(answered=32)
+    assert load.selector.current.mode.drafts
+    assert not load.selector.current.catching_up
     assert load.play(500) > 0.95 * 500
 
 
-def test_a_trial_that_costs_more_than_it_may_ends_and_the_next_may_cost_more() -> None:
+def test_selector_after_costly_trial_allows_next_to_cost_more() -> None:
     """On a shared device 32 prompts at the proposer slow down the steps by half, for a second."""
     load, catching_up, catches_up_after = Load(), 0, 60
     losses = []
     for _ in range(20_000):
-        began = load.contests.current.following
+        began = load.selector.current.catching_up
         if began and catching_up < catches_up_after:
             catching_up += 1
-            load.step(step_s=0.011, followed=8)
+            load.step(step_s=0.011, answered=8)
         else:
             load.step()
-        if began and not load.contests.current.following:
+        if began and not load.selector.current.catching_up:
             losses.append(catching_up)
             catching_up = 0
     assert losses[0] == pytest.approx(FIRST_LOSS, abs=2)
@@ -442,62 +448,37 @@ def test_a_trial_that_costs_more_than_it_may_ends_and_the_next_may_cost_more() -
     assert load.play(100) > 90, "then it was long enough"
 
 
-def test_a_proposer_that_never_catches_up_costs_little() -> None:
+def test_selector_with_proposer_that_never_catches_up_loses_little() -> None:
     load = Load()
     for _ in range(30_000):
-        if load.contests.current.drafting:
-            load.step(step_s=0.011, followed=8)
+        if load.selector.current.mode.drafts:
+            load.step(step_s=0.011, answered=8)
         else:
             load.step()
     assert 0.0 < load.lost_s < 1.5 * MOST_LOST * load.now
 
 
-def test_a_trial_of_drafts_goes_on_as_long_as_they_get_better() -> None:
-    """Rows that draft ahead come to have their drafts at hand one after the other."""
-    won = {}
-    for gain in (0.9, 1.0):  # of a step's time, from one to the next
-        load, seconds = Load(prompt_every=1 << 30), 0.024
-        load.step()
-        while not load.contests.current.drafting:
-            load.step()
-        while load.contests.current.drafting and not load.contests.current.incumbent.drafts:
-            load.step(step_s=seconds, followed=None)
-            settled = load.contests.current.settled
-            seconds = max(0.0125, seconds * (1 - (1 - gain) / 8)) if settled else seconds
-        won[gain] = load.contests.current.incumbent.drafts
-    assert won == {0.9: True, 1.0: False}
-
-
-def test_many_rows_begin_without_drafts() -> None:
+def test_selector_with_many_rows_begins_without_drafts() -> None:
     """What drafts cost them is found out by a trial, which may not lose much."""
-    contests = ModeSelector()
-    assert contests.current.drafting
-    assert all((size in contests.undrafted_sizes) == (size >= MANY.bit_length()) for size in (4, 5))
-    load = Load(contests=contests)
+    selector = ModeSelector()
+    assert selector.current.mode.drafts
+    assert all(
+        (size in selector.undrafted_sizes) == (size >= MANY_ROWS.bit_length()) for size in (4, 5)
+    )
+    load = Load(selector=selector)
     load.step()
-    assert not load.contests.current.drafting
+    assert not load.selector.current.mode.drafts
 
 
-def test_what_drafts_brought_long_ago_does_not_have_them_tried_again_and_again() -> None:
+def test_trials_forget_what_drafts_brought_long_ago() -> None:
     """They pay less and less, till none are made. Then all is slower, and their proposer, too.
 
     It answers so few rows that no trial comes to compare anything.
     """
-    contest, with_s, without_s = ModeTrials(TRIAL_STEPS), 0.012, 0.010
-    play(contest, 20 * STRETCH, with_s=with_s, without_s=without_s)
-    while contest.incumbent.drafts:
-        play(contest, 20, with_s=with_s, without_s=without_s)
+    trials, with_s, without_s = ModeTrials(TRIAL_STEPS), 0.012, 0.010
+    play(trials, 20 * INTERVAL, with_s=with_s, without_s=without_s)
+    while trials.incumbent.drafts:
+        play(trials, 20, with_s=with_s, without_s=without_s)
         with_s *= 1.01
-    rate = rate_of(contest, 5000, lambda _: 0.060, without_s=0.0118, share=0.1)
+    rate = rate_of(trials, 5000, lambda _: 0.060, without_s=0.0118, share=0.1)
     assert rate > 0.95 / 0.0118
-
-
-@pytest.mark.parametrize("later_s", [0.036, 0.060])
-def test_a_verdict_that_does_not_hold_costs_no_more_than_trials_do(later_s: float) -> None:
-    """Drafts that take long to begin, bring a quarter more while they are tried, and then cost."""
-
-    def with_s(in_a_row: int) -> float:
-        return 0.050 if in_a_row <= SETTLING_DRAFTS else 0.024 if in_a_row < 30 else later_s
-
-    rate = rate_of(ModeTrials(TRIAL_STEPS), 30_000, with_s, without_s=0.010)
-    assert rate > 0.98 / 0.010

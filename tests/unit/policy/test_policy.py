@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -14,14 +14,18 @@ from outrider.draft_port import NO_DRAFTS, DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
 from outrider.engine.policy import mode_selector, timing
+from outrider.engine.policy.acceptance import Acceptance, RowAcceptance
 from outrider.engine.policy.adaptive import AdaptivePolicy
-from outrider.engine.policy.base import Policy, Ready
-from outrider.engine.policy.circuit_breaker import FIRST_PATIENCE_S, FIRST_REST
-from outrider.engine.policy.mode import DraftMode
-from outrider.engine.policy.mode_trials import STRETCH
-from outrider.engine.policy.probe import PROBE_EVERY, Probe
-from outrider.engine.policy.timing import Delay, StepDone, StepTimes
-from outrider.engine.rounds import Drafting, Round
+from outrider.engine.policy.base import Measurements, Policy, Ready, StepDone
+from outrider.engine.policy.circuit_breaker import FIRST_OPEN_ROUNDS
+from outrider.engine.policy.draft_mode import DraftMode
+from outrider.engine.policy.fixed import FixedPolicy
+from outrider.engine.policy.mode_trials import INTERVAL
+from outrider.engine.policy.row import Drafting
+from outrider.engine.policy.timing import Delay, StepTimes
+from outrider.engine.policy.tracker import DraftTracker
+from outrider.engine.policy.waiting import FIRST_PATIENCE_S, Waiting
+from outrider.engine.rounds import Round
 from outrider.engine.sequence import Sequence
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Commit, Request, RequestStats
@@ -217,18 +221,17 @@ class Told(AdaptivePolicy):
         super().__init__(4)
         self._after, self._delays = after, delays
 
-    def observe_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        super().observe_step(num_rows, num_tokens, seconds)
-        if self._num_steps == self._after:
-            row = self.drafting(Request(0, (1,), SamplingParams(temperature=0.0)))
-            row.drafter = "a "
+    def step_done(self, step: StepDone) -> None:
+        super().step_done(step)
+        self._after -= 1
+        if not self._after:
             for delay in self._delays:
-                self.observe_delay(row, delay)
+                self.measured.costs.observe_delay(Drafting(4, drafter="a "), delay)
 
 
 def test_rows_come_back_together_to_drafts_that_were_slow_beside_their_steps() -> None:
     """One row that tried again beside the others' steps would find them as slow as before."""
-    slow = [Delay(1.0 + i, 0.030, 0.013, 4, uncontended=False) for i in range(100)]
+    slow = [Delay(0.030, 0.013, 4, uncontended=False)] * 100
     bench = Bench(
         Told(60, *slow),
         requests=32,
@@ -248,7 +251,7 @@ def test_rows_come_back_together_to_drafts_that_were_slow_beside_their_steps() -
 def test_a_row_comes_to_wait_for_its_drafts_although_the_first_was_slow() -> None:
     """It had gone on beside them for 400 steps: only drafts with no step beside them counted."""
     bench = Bench(
-        Told(1, Delay(0.0, 0.020, 0.001, 4, uncontended=True)),
+        Told(1, Delay(0.020, 0.001, 4, uncontended=True)),
         delay_s=0.0041,
         agreement=0.85,
         max_tokens=600,
@@ -262,7 +265,7 @@ def test_a_row_comes_to_wait_for_its_drafts_although_the_first_was_slow() -> Non
 
 def test_rows_of_poor_acceptance_wait_in_company(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone they had better go on without drafts; beside those of others that brings little."""
-    monkeypatch.setattr(mode_selector, "MANY", 100)  # a trial of drafts would be most of it
+    monkeypatch.setattr(mode_selector, "MANY_ROWS", 100)  # a trial of drafts would be most of it
     bench = Bench(
         AdaptivePolicy(4),
         requests=32,
@@ -278,25 +281,12 @@ def test_rows_of_poor_acceptance_wait_in_company(monkeypatch: pytest.MonkeyPatch
     assert bench.now < 0.75 * tokens * plain
 
 
-def test_nobody_waits_for_the_first_block_of_another_session() -> None:
-    """It comes when the proposer has processed the prompt; the newcomer itself may wait for it."""
-    policy = AdaptivePolicy(4)
-    Bench(policy, requests=2, steps=GPU_STEP_S, delay_s=0.006).run()
-    row, newcomer = (_on_demand(policy, i) for i in range(2))
-    newcomer.drafting.deadline = 0.06
-    assert policy.hold([row], 0, [newcomer], 0.0) == 0.0
-    newcomer.drafting.blocks = 1
-    assert policy.hold([row], 0, [newcomer], 0.0) == pytest.approx(0.006, rel=0.01)
-
-
-def _on_demand(policy: Policy, session: int) -> Sequence:
+def _on_demand(session: int) -> Sequence:
     """A row that waits for its draft since 0.0."""
     request = Request(session, (1, 2), SamplingParams(temperature=0.0))
-    d = policy.drafting(request)
-    seq = Sequence(request, max_len=64, stop_ids=frozenset(), drafting=d, submitted_at=0.0)
-    d.proposer_id, d.drafter, d.proposer_limit, d.num_draft_tokens = "a", "a ", 4, 4
-    d.deadline = 0.02
-    return seq
+    d = Drafting(4, proposer=DraftOffer("a", 4), drafter="a ", num_draft_tokens=4)
+    d.round.deadline = 0.02
+    return Sequence(request, max_len=64, stop_ids=frozenset(), drafting=d, submitted_at=0.0)
 
 
 def test_drafts_that_slow_the_steps_beside_them_are_given_up() -> None:
@@ -334,10 +324,9 @@ def test_short_answers_come_back_to_drafts_after_a_rush() -> None:
     policy = AdaptivePolicy(4)
     answers = Bench(policy, max_tokens=12).run()
     assert answers[0].drafted > 0
-    row = policy.drafting(Request(0, (1,), SamplingParams(temperature=0.0)))
-    row.drafter = "a "
-    for i in range(64):
-        policy.observe_delay(row, Delay(5.0 + i / 64, 0.5, 0.001, 4, uncontended=False))
+    for _ in range(64):
+        slow = Delay(0.5, 0.001, 4, uncontended=False)
+        policy.measured.costs.observe_delay(Drafting(4, drafter="a "), slow)
     for i in range(24):
         bench = Bench(policy, max_tokens=12, began=10.0 * (i + 1))
         answers += bench.run()
@@ -345,130 +334,78 @@ def test_short_answers_come_back_to_drafts_after_a_rush() -> None:
     assert sum(stats.drafted > 0 for stats in answers[-12:]) >= 10, "but not for ever"
 
 
-def test_a_row_that_gave_up_comes_back_to_a_proposer_that_is_good_for_others() -> None:
+def test_row_that_gave_up_drafts_again_after_a_time() -> None:
     policy = AdaptivePolicy(4)
     Bench(policy, max_tokens=400).run()
-    row = policy.drafting(Request(0, (1,), SamplingParams(temperature=0.0)))
-    row.proposer_id, row.drafter, row.proposer_limit = "a", "a ", 4
+    acceptance, row = policy.measured.acceptance, Drafting(4, proposer=DraftOffer("a", 4))
     for _ in range(8):
-        policy.observe_round(row, Round(drafted=4, depth=4, accepted=0, rejected=True))
+        acceptance.observe(row.acceptance, "a", Round(4, 4, 0, rejected=True), sampled=False)
     assert policy.choose_k(row, 4) == 0
-    for _ in range(32):
-        policy.observe_round(row, Round(drafted=0, depth=0, accepted=0, rejected=False))
+    for _ in range(64):
+        acceptance.observe_undrafted(row.acceptance, "a", sampled=False, explores=True)
     assert policy.choose_k(row, 4) == 4
 
 
-def test_a_row_is_not_taken_for_one_of_another_temperature() -> None:
-    """What sampled rows showed kept greedy ones that came after them from being drafted for."""
-    policy = AdaptivePolicy(4)
+def test_row_of_another_temperature_begins_with_its_own_kind() -> None:
+    acceptance = Acceptance()
 
-    def row(session: int, temperature: float) -> Drafting:
-        d = policy.drafting(Request(session, (1,), SamplingParams(temperature=temperature)))
-        policy.expect(d, "a")
-        d.proposer_id = "a"
-        return d
+    def join(*, sampled: bool) -> RowAcceptance:
+        row = RowAcceptance()
+        acceptance.join(row, "a", sampled=sampled)
+        return row
 
-    def acceptance(d: Drafting) -> float:
-        return d.successes / d.trials
-
-    unknown, sampled = acceptance(row(0, 0.0)), row(1, 1.0)
+    unknown, sampled = join(sampled=False).rate, join(sampled=True)
     for _ in range(100):
-        policy.observe_round(sampled, Round(4, 4, 0, rejected=True))
-    assert acceptance(row(2, 1.0)) < 0.05
-    greedy = row(3, 0.0)
-    assert acceptance(greedy) == unknown
-    policy.observe_round(greedy, Round(0, 0, 0, rejected=False))
-    assert acceptance(greedy) == unknown, "nor does it become one while it goes without"
-
-
-def test_rows_that_never_have_their_drafts_in_time_probe() -> None:
-    """They may draft the most, and go on before it comes: 8 rows did for a whole answer."""
-    probe = Probe()
-    for step in range(PROBE_EVERY):
-        probe.observe(step, most=True, drafted=False)
-    assert probe.on
+        acceptance.observe(sampled, "a", Round(4, 4, 0, rejected=True), sampled=True)
+    assert join(sampled=True).rate < 0.05
+    greedy = join(sampled=False)
+    assert greedy.rate == unknown
+    acceptance.observe_undrafted(greedy, "a", sampled=False, explores=False)
+    assert greedy.rate == unknown, "nor does it become a sampled one while it goes without"
 
 
 def test_a_first_block_is_waited_for_no_longer_than_a_rows_share_of_the_prompts() -> None:
     policy = AdaptivePolicy(4)
-    seq = _on_demand(policy, 0)
-    seq.drafting.blocks = 0
+    seq = _on_demand(0)
     seq.counters.prefill_s = 0.128  # 32 prompts
     for num_running, expected in ((1, 0.128), (32, 0.004)):
         policy.step_done(
-            StepDone(num_running, num_running, 32, 0.0, 0, comparable=False, followed=0)
+            StepDone(num_running, num_running, 32, 0.0, 0, comparable=False, answered=0)
         )
-        seq.drafting.awaited_since = seq.drafting.committed_at = 1.0
-        assert policy.patience(seq) == pytest.approx(expected), "no step was measured"
+        seq.drafting.awaited_since = seq.drafting.round.committed_at = 1.0
+        assert policy.patience_s(seq) == pytest.approx(expected), "no step was measured"
 
 
 def test_nobody_waits_once_a_trial_of_drafting_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = AdaptivePolicy(4)
-    seq = _on_demand(policy, 0)
-    monkeypatch.setattr(policy, "patience", lambda _: 1.0)
-    assert policy.split([seq], 0, now=0.0) == Ready([], 1.0)
+    seq = _on_demand(0)
+    monkeypatch.setattr(policy, "patience_s", lambda _: 1.0)
+    tracker = DraftTracker(policy)
+    assert tracker.choose_rows([seq], 0, now=0.0) == Ready([], 1.0)
     monkeypatch.setattr(AdaptivePolicy, "may_wait", False)
-    assert policy.split([seq], 0, now=0.0) == Ready([seq], 0.0)
-    assert not policy.launch(seq, 0, now=0.0)
-    assert not seq.drafting.misses
-
-
-def test_a_row_goes_along_whose_draft_is_worth_less_than_the_others_step() -> None:
-    policy = AdaptivePolicy(4)
-    policy.observe_step(8, 40, 0.005)
-    ready, waiting = (_on_demand(policy, i) for i in range(2))
-    for seq in (ready, waiting):
-        d = seq.drafting
-        d.can_run_ahead = d.runs_ahead = True
-        d.deadline = d.looked_at = 0.0
-    waiting.drafting.deadline, waiting.drafting.blocks = 0.006, 1
-    ready.drafting.no_guess_at = len(ready.token_ids)  # its proposer has none
-
-    def going() -> list[int]:
-        return [seq.session_id for seq in policy.split([ready, waiting], 0, now=0.0).rows]
-
-    d = waiting.drafting
-    d.successes, d.trials = 4.5, 5.0  # worth 3.1 tokens, 15 ms
-    assert going() == [0]
-    d.successes = 1.5  # 0.4 tokens, 2 ms
-    assert going() == [0, 1]
+    assert tracker.choose_rows([seq], 0, now=0.0) == Ready([seq], 0.0)
+    assert not tracker.launched(seq, 0, now=0.0)
+    assert not seq.drafting.breaker.deadline_misses
 
 
 def test_rows_hold_back_while_two_steps_would_take_longer_than_to_wait() -> None:
-    policy = AdaptivePolicy(4)
-    policy.observe_step(8, 40, 0.005)
-    ready, waiting = (_on_demand(policy, i) for i in range(2))
-    for seq in (ready, waiting):
-        seq.drafting.can_run_ahead = seq.drafting.runs_ahead = True
-    waiting.drafting.blocks = 1
-    for due, go_at in ((0.004, 0.004), (0.006, 0.0)):  # and then a step of both, or one each
-        waiting.drafting.deadline = due
-        assert policy.hold([ready], 0, [waiting], now=0.0) == pytest.approx(go_at)
-
-
-def test_rows_that_draft_nothing_are_not_held_for_the_few_that_draft() -> None:
-    """Of 32 rows 5 drafted, and all waited 7 ms for them: half of the tokens of no drafts."""
-    policy = AdaptivePolicy(4)
-    policy.observe_step(8, 40, 0.005)
-    *ready, waiting = (_on_demand(policy, i) for i in range(8))
-    waiting.drafting.blocks = 1
-    waiting.drafting.deadline = 0.007
-    for company, go_at in ((1.0, 0.007), (0.2, 0.0)):  # the share of rows that draft
-        policy._goodput._company = company
-        assert policy.hold(ready, 0, [waiting], now=0.0) == pytest.approx(go_at)
+    measured = Measurements()
+    measured.costs.observe_step(8, 40, 0.005)
+    ready, waiting = (_on_demand(i) for i in range(2))
+    for due, start_at in ((0.004, 0.004), (0.006, 0.0)):  # and then a step of both, or one each
+        waiting.drafting.round.deadline = due
+        assert Waiting(measured).start_at([ready], [waiting], 0, now=0.0) == start_at
 
 
 def test_another_proposer_is_tried_although_the_one_before_did_not_pay() -> None:
     policy, now = AdaptivePolicy(4), 0.0
-    row = policy.drafting(Request(0, (1,), SamplingParams(temperature=0.0)))
-    policy.expect(row, "a")
-    for _ in range(400):
-        now += 0.05 if policy.may_wait else 0.01
-        policy.step_done(StepDone(1, 1, 1, now, int(policy.may_wait), comparable=True, followed=1))
-    policy.expect(row, "a")
-    assert not policy.may_wait
-    policy.expect(row, "b")
-    assert policy.may_wait
+    for proposer_id, steps in (("a", 400), ("b", 1)):
+        for _ in range(steps):
+            drafts = policy.mode.drafts
+            now += 0.05 if drafts else 0.01
+            done = StepDone(1, 1, 1, now, int(drafts), comparable=True, answered=1)
+            policy.step_done(replace(done, proposer_ids=frozenset({proposer_id})))
+        assert policy.mode.drafts is (proposer_id == "b")
 
 
 def test_a_burst_of_slow_steps_does_not_end_speculation() -> None:
@@ -488,7 +425,7 @@ def test_a_useless_proposer_costs_little() -> None:
 
 
 def test_an_empty_block_ends_the_wait_and_is_no_miss() -> None:
-    bench = Bench(Policy(4, max_wait_s=0.05), clueless={0})
+    bench = Bench(FixedPolicy(4, max_wait_s=0.05), clueless={0})
     (stats,) = bench.run()
     assert stats.misses_late == stats.misses_wrong == 0
     assert stats.fallback_rounds == stats.rounds - 1, "the first round processed the prompt"
@@ -534,7 +471,7 @@ def test_guesses_come_back_to_be_waited_for(delay_s: float, most: float) -> None
 @pytest.mark.parametrize("delay_s", [0.005, 0.02, 0.05])
 def test_drafts_on_demand_that_are_right_are_missed_for_coming_late(delay_s: float) -> None:
     """By which a pool of them grows: nobody guessed what their last round brought."""
-    (stats,) = Bench(Policy(4, max_wait_s=0.002), delay_s=delay_s).run()
+    (stats,) = Bench(FixedPolicy(4, max_wait_s=0.002), delay_s=delay_s).run()
     assert stats.misses_late > 5
     assert stats.misses_wrong == 0
 
@@ -566,8 +503,8 @@ class AsksLater(AdaptivePolicy):
 
     clock: Callable[[], float]
 
-    def choose_k(self, drafting: Drafting, limit: int) -> int:
-        return super().choose_k(drafting, limit) if self.clock() > 1.0 else 0
+    def choose_k(self, d: Drafting, limit: int) -> int:
+        return super().choose_k(d, limit) if self.clock() > 1.0 else 0
 
 
 def test_a_proposer_is_not_missed_before_it_was_asked() -> None:
@@ -589,7 +526,7 @@ def test_a_late_proposer_is_not_waited_for_in_vain() -> None:
 
 
 def test_a_useful_block_brings_a_proposer_back_at_once() -> None:
-    policy = Policy(4, max_wait_s=0.01)
+    policy = FixedPolicy(4, max_wait_s=0.01)
     bench = Bench(policy, dead={0}, max_tokens=60)
     while not any(bench.engine.step() is None for _ in range(2)):
         pass
@@ -598,7 +535,7 @@ def test_a_useful_block_brings_a_proposer_back_at_once() -> None:
         events = bench.engine.step()
     assert events is not None
     assert events.set_aside == (0,)
-    assert all(bench.engine.step() is not None for _ in range(FIRST_REST - 1)), "no waiting"
+    assert all(bench.engine.step() is not None for _ in range(FIRST_OPEN_ROUNDS - 1)), "no waiting"
     seq = bench.engine._scheduler.by_session[0]
     prompt = bench._request(0).prompt_token_ids
     truth = bench.truth.tokens(prompt, SamplingParams(temperature=0.0), 80)
@@ -640,13 +577,13 @@ def test_steps_for_which_nobody_could_draft_are_not_compared(enabled: bool) -> N
 
 def test_a_request_may_ask_for_another_k() -> None:
     speculation = SpeculationParams(num_speculative_tokens=2)
-    (stats,) = Bench(Policy(4, max_wait_s=0.1), speculation=speculation).run()
+    (stats,) = Bench(FixedPolicy(4, max_wait_s=0.1), speculation=speculation).run()
     assert len(stats.k_histogram) == 3
 
 
 def test_ready_rows_do_not_wait_for_a_row_whose_proposer_is_silent() -> None:
     """No barrier: seven rows go on while the eighth waits for its own deadline."""
-    bench = Bench(Policy(4, max_wait_s=0.3), requests=8, dead={3}, max_tokens=100)
+    bench = Bench(FixedPolicy(4, max_wait_s=0.3), requests=8, dead={3}, max_tokens=100)
     stats = bench.run()
     others = [stats[i] for i in range(8) if i != 3]
     assert all(s.wait_ms < 200 for s in others)
@@ -662,11 +599,9 @@ def test_rows_are_gathered_where_that_pays() -> None:
 
 
 def chosen(policy: AdaptivePolicy, rows: int, *, agreement: float) -> int:
-    drafting = policy.drafting(Request(1, (1,)))
-    drafting.successes, drafting.trials = agreement, 1.0
     for num_tokens, seconds in STEP_S:
-        policy.observe_step(rows, num_tokens, seconds)
-    return policy.choose_k(drafting, 8)
+        policy.measured.costs.observe_step(rows, num_tokens, seconds)
+    return policy.choose_k(Drafting(8, acceptance=RowAcceptance(agreement, 1.0)), 8)
 
 
 def test_k_grows_with_agreement_and_shrinks_with_load() -> None:
@@ -683,13 +618,12 @@ def test_of_a_tree_the_levels_are_gained_and_the_nodes_are_paid_for() -> None:
     chosen_k = {}
     for depth in (9, 3):  # of nine nodes; all levels come true
         policy = AdaptivePolicy(9)
-        drafting = policy.drafting(Request(1, (1,)))
-        drafting.proposer_id, drafting.proposer_limit = "a", 9
+        drafting = Drafting(9)
         for num_tokens in (1, 2, 4, 8, 16):
-            policy.observe_step(1, num_tokens, 0.002 + 0.002 * num_tokens)
+            policy.measured.costs.observe_step(1, num_tokens, 0.002 + 0.002 * num_tokens)
         for _ in range(60):
-            policy.observe_round(drafting, Round(9, depth, depth, rejected=False))
-        assert drafting.successes / drafting.trials == pytest.approx(1.0, abs=0.01)
+            drafting.acceptance.observe(Round(9, depth, depth, rejected=False))
+        assert drafting.acceptance.rate == pytest.approx(1.0, abs=0.01)
         chosen_k[depth] = policy.choose_k(drafting, 9)
     assert chosen_k == {9: 9, 3: 0}, "a token for 2 ms, and a level of three for 6"
 
@@ -703,15 +637,17 @@ def test_a_path_that_leaves_its_tree_is_one_failure() -> None:
 
 def test_a_greater_k_is_tried_again_after_a_time_without_drafts() -> None:
     policy, chosen_k = AdaptivePolicy(8), []
-    drafting = policy.drafting(Request(1, (1,)))
-    drafting.proposer_id, drafting.proposer_limit = "a", 8
+    row, measured = Drafting(8).acceptance, policy.measured
     for num_tokens, seconds in STEP_S:
-        policy.observe_step(1, num_tokens, seconds)
+        measured.costs.observe_step(1, num_tokens, seconds)
     for _ in range(4000):
-        k = drafting.num_draft_tokens = policy.choose_k(drafting, 8)
+        k = policy.choose_k(Drafting(8, acceptance=row), 8)
         chosen_k.append(k)
-        policy.observe_step(1, 1 + k, step_times().estimate(1 + k))
-        policy.observe_round(drafting, Round(k, k, 0, k > 0))
+        measured.costs.observe_step(1, 1 + k, step_times().estimate(1 + k))
+        if k:
+            measured.acceptance.observe(row, "a", Round(k, k, 0, rejected=True), sampled=False)
+        else:
+            measured.acceptance.observe_undrafted(row, "a", sampled=False, explores=True)
     assert any(chosen_k[-100:]), "what was useless for long may not be any more"
 
 
@@ -726,31 +662,8 @@ def test_a_size_that_ran_once_cold_does_not_end_speculation() -> None:
 def test_noise_between_sizes_does_not_shorten_drafts() -> None:
     policy = AdaptivePolicy(4)
     for num_tokens, seconds in ((1, 0.0090), (2, 0.0091), (4, 0.0090), (5, 0.0094)):
-        policy.observe_step(1, num_tokens, seconds)
-    drafting = policy.drafting(Request(1, (1,)))
-    drafting.successes, drafting.trials = 0.5, 1.0
-    assert policy.choose_k(drafting, 4) == 4
-
-
-def test_drafts_of_a_few_rows_do_not_lengthen_the_step_of_all() -> None:
-    """A step takes as long as if each row had as many drafts as the longest."""
-    policy = AdaptivePolicy(4)
-    for num_tokens, seconds in ((32, 0.0052), (160, 0.0069)):
-        policy.observe_step(32, num_tokens, seconds)
-    rows = [_on_demand(policy, i) for i in range(32)]
-    assert policy.drafts_pay(rows), "there are none"
-    for count, pays in ((4, False), (30, True)):
-        for seq in rows[:count]:
-            seq.draft, seq.drafting.runs_ahead = DraftTree.chain(2, [1, 2, 3, 4]), True
-            seq.drafting.successes, seq.drafting.trials = 5.0, 10.0
-        assert policy.drafts_pay(rows) == pays
-    for seq in rows[4:]:
-        seq.draft = None
-    assert not policy.drafts_pay(rows)
-    rows[0].drafting.probing = True
-    assert policy.drafts_pay(rows), "what is tried for is measured"
-    rows[0].drafting.probing = rows[0].drafting.runs_ahead = False
-    assert policy.drafts_pay(rows), "what was waited for is used"
+        policy.measured.costs.observe_step(1, num_tokens, seconds)
+    assert policy.choose_k(Drafting(4, acceptance=RowAcceptance(0.5, 1.0)), 4) == 4
 
 
 def test_a_row_cannot_shorten_the_wait_that_it_shares() -> None:
@@ -758,12 +671,10 @@ def test_a_row_cannot_shorten_the_wait_that_it_shares() -> None:
     alone, among_others = AdaptivePolicy(4), AdaptivePolicy(4)
     for policy, num_rows in ((alone, 1), (among_others, 8)):
         for num_tokens, seconds in ((1, 0.0046), (5, 0.0049)):
-            policy.observe_step(num_rows, num_rows * num_tokens, seconds)
-        d = policy.drafting(Request(0, (1,), SamplingParams(temperature=0.0)))
-        d.proposer_id = d.drafter = "a"
-        for at in range(20):
-            policy.observe_delay(d, Delay(float(at), 0.0065, 0.0047, 4, uncontended=True))
-        d.successes, d.trials = 6.0, 10.0
+            policy.measured.costs.observe_step(num_rows, num_rows * num_tokens, seconds)
+        d = Drafting(4, drafter="a", acceptance=RowAcceptance(6.0, 10.0))
+        for _ in range(20):
+            policy.measured.costs.observe_delay(d, Delay(0.0065, 0.0047, 4, uncontended=True))
         k = policy.choose_k(d, 4)
         assert (k > 0) == (num_rows == 1)
 
@@ -853,36 +764,6 @@ def test_requests_that_come_and_go_are_not_slower_than_without_drafts() -> None:
     assert closed_loop(1.0) > 0.95 * closed_loop(1.0, speculate=False)
 
 
-def test_a_trial_of_drafts_begins_with_what_they_take_at_their_best() -> None:
-    """What came while the proposer processed prompts said that waiting does not pay."""
-    policy = AdaptivePolicy(4)
-    row = _on_demand(policy, 0)
-    d = row.drafting
-    for num_tokens, seconds in GPU_STEP_S:
-        policy.observe_step(32, num_tokens, seconds)
-    steps = itertools.count(1)
-
-    def step(followed: int) -> None:
-        now = 0.006 * next(steps)
-        policy.step_done(StepDone(32, 32, 32, now, 0, comparable=True, followed=followed))
-
-    while not policy._contests.current.following:
-        step(0)
-    assert not policy.may_wait
-    assert policy.choose_k(d, 4) == 1, "nobody waits for it"
-    for followed in (0, 24):  # when 24 are answered, the last 8 prompts still are in the way
-        for at in range(20):
-            policy.observe_delay(d, Delay(float(at), 0.2, 0.005, 4, uncontended=True))
-        step(followed)
-    step(32)
-    assert policy.may_wait
-    policy.observe_delay(d, Delay(21.0, 0.009, 0.005, 4, uncontended=True))
-    assert policy._costs.draft_times(d).mean_s(4) == 0.009
-    assert policy.choose_k(d, 4) == 4
-    assert d.probing
-    assert policy.patience(row) > 0.0
-
-
 def mean_rows(world: World) -> float:
     rows = world.rows_per_step[4:-12]
     return sum(rows) / len(rows)
@@ -896,10 +777,10 @@ def test_a_batch_that_drafts_on_demand_stays_together(
     sessions: int, step_s: float, delay_s: float, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In cohorts, one's drafts beside another's step, it would be slower, or no faster."""
-    monkeypatch.setattr(mode_selector, "MANY", 100)  # the answers are too short for a trial
+    monkeypatch.setattr(mode_selector, "MANY_ROWS", 100)  # the answers are too short for a trial
     together = ahead(branches=0, sessions=sessions, step_s=step_s, delay_s=delay_s)
     assert mean_rows(together) > 0.9 * sessions
-    monkeypatch.setattr(AdaptivePolicy, "hold", lambda *args: args[-1])
+    monkeypatch.setattr(Waiting, "start_at", lambda *args: args[-2])
     apart = ahead(branches=0, sessions=sessions, step_s=step_s, delay_s=delay_s)
     assert mean_rows(apart) < 0.7 * sessions
     assert together.now < share * apart.now
@@ -936,26 +817,25 @@ def test_proposers_of_ever_new_names_do_not_fill_the_memory(
                 assert next(now) < 100.0
             length += sum(len(commit.token_ids) for commit in events.commits)
     assert length < len(text)
-    for known in (policy._costs._drafts, policy._acceptance, policy._drafters):
+    known_names = policy.measured.costs._drafts, policy.measured.acceptance
+    for known in (*known_names, engine._tracker._drafters):
         assert 0 < len(known) <= 8
 
 
 def test_a_way_that_no_proposer_can_go_any_more_is_not_compared() -> None:
     """Where only drafts on demand are left, they are compared with none, not with themselves."""
     policy = AdaptivePolicy(4)
-    now, ways = 0.0, []
+    now, modes = 0.0, []
     for name, ahead, steps in (("a", True, 300), ("b", False, 3000)):
-        d = policy.drafting(Request(0, (1, 2)))
-        d.can_run_ahead = ahead
-        policy.expect(d, name)
-        ways.append(set())
+        modes.append(set())
         for i in range(steps):
-            drafts = policy.way is not DraftMode.NONE
+            drafts = policy.mode is not DraftMode.OFF
             now += 0.02 if drafts else 0.01  # twice as long, for as many tokens
-            done = StepDone(8, 8, 8, now, 8 * drafts, comparable=True, followed=8)
-            policy.step_done(done._replace(may_run_ahead=ahead))
-            if ahead or i > STRETCH:
-                ways[-1].add(policy.way)
-    assert DraftMode.AHEAD in ways[0]
-    assert ways[1] == {DraftMode.NONE, DraftMode.ON_DEMAND}
-    assert policy.way is DraftMode.NONE
+            done = StepDone(8, 8, 8, now, 8 * drafts, comparable=True, answered=8)
+            ids = frozenset({name})
+            policy.step_done(replace(done, proposer_ids=ids, may_run_ahead=ahead))
+            if ahead or i > INTERVAL:
+                modes[-1].add(policy.mode)
+    assert DraftMode.AHEAD in modes[0]
+    assert modes[1] == {DraftMode.OFF, DraftMode.ON_DEMAND}
+    assert policy.mode is DraftMode.OFF

@@ -18,7 +18,7 @@ from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.likeliest import draw_of_likeliest
 from outrider.drafting.proposer import SessionStart
 from outrider.engine.engine import Engine
-from outrider.engine.policy.base import Policy
+from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.sampling.constraint import ConstraintCompiler
 from outrider.engine.sampling.coupled import (
     Lane,
@@ -168,7 +168,7 @@ def run(requests: Sequence[Request], drafts: Drafts, k: int) -> dict[int, list[i
         **PAGES, max_num_seqs=500, max_num_batched_tokens=8192, num_speculative_tokens=k
     )
     model = HashModel(VOCAB, **PAGES, peak=1.5)
-    engine = Engine(model, config, policy=Policy(k, max_wait_s=0.01), clock=lambda: now)
+    engine = Engine(model, config, policy=FixedPolicy(k, max_wait_s=0.01), clock=lambda: now)
     outputs: dict[int, list[int]] = {request.session_id: [] for request in requests}
     for request in requests:
         engine.submit(request)
@@ -307,7 +307,7 @@ def test_rejection_with_constraint_rejects_forbidden_draws() -> None:
         **sizes, max_num_seqs=count, max_num_batched_tokens=4 * count, num_speculative_tokens=2
     )
     model = HashModel(vocab_size, **sizes, peak=0.4)
-    engine = Engine(model, config, policy=Policy(2, max_wait_s=0.0))
+    engine = Engine(model, config, policy=FixedPolicy(2, max_wait_s=0.0))
     drawn_from = DraftProbs((zero, other), (0.5, 0.5))
     requests = [
         Request(i, PROMPT, SamplingParams(seed=i), StopParams(3), REJECTION, constraint=constraint)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from outrider.draft_tree import chain_parents
 from outrider.engine.batch import RowSlice
-from outrider.engine.rounds import Drafting, token_kinds
+from outrider.engine.policy.row import Drafting
+from outrider.engine.rounds import token_kinds
 from outrider.engine.sampling.tree_walk import path_order, walk_trees
 from outrider.engine.sampling.verify import verify, verify_rows, verify_tree, verify_trees
 from outrider.engine.sequence import Sequence

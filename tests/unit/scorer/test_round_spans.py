@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from outrider.engine.rounds import Drafting
+from outrider.engine.policy.row import Drafting
 from outrider.engine.sequence import Sequence
 from outrider.params import SamplingParams
 from outrider.rpc.telemetry import PastSpan
