@@ -43,7 +43,7 @@ class DraftingScorer:
         if method is not None:
             self._colocated = InProcessProposer(lambda: (method, "hash"), "here")
             self._colocated.build()
-            self._colocated.tell(DraftListener())
+            self._colocated.listen(DraftListener())
 
     def begin(self, request: Request) -> None:
         session, prompt = request.session_id, request.prompt_token_ids
