@@ -101,11 +101,9 @@ def test_draft_length_of_poor_row_among_drafting_rows_waits_if_proposer_is_good(
     assert length.best_k(poor, 4) == 0, "alone it does not"
     for _ in range(10 * num_rows):
         assert length.best_k(rows["good"], 4) > 0
-    assert length.most_draft
     assert (length.best_k(poor, 4) > 0) == waits
     for _ in range(10 * num_rows):
         assert length.best_k(rows["bad"], 4) == 0
-    assert not length.most_draft
     assert length.best_k(poor, 4) == 0, "nor once the others have stopped"
 
 
