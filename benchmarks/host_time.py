@@ -180,7 +180,7 @@ class HostSteps:
         model = NoModel(num_pages)
         buckets = [Bucket(query_len, rows) for query_len in (1, 1 + K)]
         self._runner = Instant(
-            DecodeGraphs(model, buckets, record=_record, choose_and_verify=choose_and_verify)
+            DecodeGraphs(model, buckets, capture=_record, choose_and_verify=choose_and_verify)
         )
         self._engine = Engine(model, config, runner=self._runner, clock=self._runner.clock)
         self._speculation = speculation

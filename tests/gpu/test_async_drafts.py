@@ -35,7 +35,7 @@ def run(requests: list[Request], *, drafts: bool) -> tuple[int, dict[int, list[i
     runner = DecodeGraphs(
         model,
         make_buckets(4, (1, K + 1)),
-        record=CudaGraphs(),
+        capture=CudaGraphs(),
         choose_and_verify=choose_and_verify,
     )
     config = EngineConfig(page_size=PAGE_SIZE, num_pages=PAGES, max_num_seqs=4, max_model_len=200)

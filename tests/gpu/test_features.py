@@ -40,7 +40,7 @@ def test_rows_are_those_of_transformers(recorded: bool, projected: bool) -> None
         runner = DecodeGraphs(
             model,
             make_buckets(4, (1, K + 1)),
-            record=CudaGraphs(),
+            capture=CudaGraphs(),
             choose_and_verify=choose_and_verify,
         )
     asked, matrix = spec, None

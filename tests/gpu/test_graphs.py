@@ -57,11 +57,11 @@ def graph_runner(model: PagedModel, max_num_seqs: int) -> DecodeGraphs:
     record = CudaGraphs()
     forwards = None
     if model.layered:
-        forwards = PrefillGraphs(model, make_prefill_buckets(64, max_num_seqs), record=record)
+        forwards = PrefillGraphs(model, make_prefill_buckets(64, max_num_seqs), capture=record)
     return DecodeGraphs(
         model,
         make_buckets(max_num_seqs, (1, K + 1), (K + 1,)),
-        record=record,
+        capture=record,
         choose_and_verify=choose_and_verify,
         forwards=forwards,
     )

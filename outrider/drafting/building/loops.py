@@ -119,7 +119,7 @@ def capture_loops(
         forwards = None
         if model.layered:
             ragged = make_prefill_buckets(model.max_model_len, max_sessions)
-            forwards = PrefillGraphs(model, ragged, record=how.record, seconds=replay_seconds)
+            forwards = PrefillGraphs(model, ragged, capture=how.record, seconds=replay_seconds)
         return DraftModelLoops(model, how, forwards)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from outrider.draft_tree import DraftTree
 from outrider.drafting.draft_model.session import DraftState
 from outrider.drafting.proposer import SessionKey
-from outrider.engine.graphs.staging import picked
+from outrider.engine.graphs.staging import select_rows
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.step import DeviceDrafts
 from outrider.params import SamplingParams
@@ -134,7 +134,7 @@ class AsyncDrafts:
             if not state.cover(self._pool, num_rows, page_size):
                 return
         sampling = [state.follower.sampling for state, _ in trailing]
-        theirs = picked(verify_output, [row.place for _, row in trailing])
+        theirs = select_rows(verify_output, [row.place for _, row in trailing])
         drafted = self._drafter.launch_after_verify(lines, sampling, num_tokens, theirs)
         if drafted is not None:
             keys = [state.key for state, _ in trailing]

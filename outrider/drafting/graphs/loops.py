@@ -24,7 +24,7 @@ from outrider.drafting.draft_model.chains import ReadyRow
 from outrider.drafting.graphs.draws import Draws
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.engine.batch import RowSlice
-from outrider.engine.graphs.capture import Record, Work
+from outrider.engine.graphs.capture import Capture as Record, Work
 from outrider.params import SamplingParams
 
 Draft = TypeVar("Draft")

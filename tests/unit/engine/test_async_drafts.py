@@ -181,7 +181,7 @@ def draft_model() -> DraftModelProposer:
 
 def recorded_runner(model: PagedModel) -> DecodeGraphs:
     buckets = make_buckets(4, (1, K + 1))
-    return DecodeGraphs(model, buckets, record=rerun, choose_and_verify=choose_and_verify)
+    return DecodeGraphs(model, buckets, capture=rerun, choose_and_verify=choose_and_verify)
 
 
 def run(
@@ -224,7 +224,7 @@ def test_a_scorer_that_drafts_behind_its_steps_says_what_the_target_says(
     monkeypatch.setattr(Engine, "expect", lambda *_: False)
     assert run(requests, drafts=True) == (num_late, plain)
     assert counts["take_device_drafts"] == 0 < counts["draft"]
-    monkeypatch.setattr(Engine, "verdicts", None)
+    monkeypatch.setattr(Engine, "verify_output", None)
     assert run(requests, drafts=True) == (num_late, plain)
     assert counts["draft"] > 0.9 * num_late
 

@@ -18,7 +18,8 @@ from outrider.draft_tree import chain_parents
 from outrider.engine.batch import PackedBatch, RowSlice
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
-from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, DecodeSizes, make_buckets
+from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, make_buckets
+from outrider.engine.graphs.staging import PageLayout
 from outrider.engine.model.loader import build_paged_model
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.policy.base import Policy
@@ -43,6 +44,7 @@ from tests.support.recordable import rerun
 
 PAGE_SIZE, NUM_PAGES, MAX_MODEL_LEN = 4, 64, 60
 MAX_PAGES = MAX_MODEL_LEN // PAGE_SIZE
+LAYOUT = PageLayout(MAX_MODEL_LEN, PAGE_SIZE, NUM_PAGES, torch.device("cpu"))
 K = 4
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
@@ -164,7 +166,7 @@ steps = st.lists(st.integers(0, K), min_size=1, max_size=7)
 @pytest.fixture(scope="module")
 def graphs(model: PagedModel) -> DecodeGraphs:
     buckets = make_buckets(7, (1, 3, K + 1), (K + 1, 9))
-    return DecodeGraphs(model, buckets, record=rerun, choose_and_verify=choose_and_verify)
+    return DecodeGraphs(model, buckets, capture=rerun, choose_and_verify=choose_and_verify)
 
 
 @settings(
@@ -211,7 +213,7 @@ def kept_keys(model: PagedModel, step: Step, result: StepResult) -> Tensor:
 
 
 def test_what_fills_up_changes_no_real_logit(model: PagedModel) -> None:
-    graphs = DecodeGraphs(model, [Bucket(5, 8)], record=rerun, choose_and_verify=choose_and_verify)
+    graphs = DecodeGraphs(model, [Bucket(5, 8)], capture=rerun, choose_and_verify=choose_and_verify)
     step = make_step(random.Random(4), [0, 4, 2], model.vocab_size)
     real = [0, *range(5, 10), *range(10, 13)]
     seen = []
@@ -228,7 +230,7 @@ def test_what_fills_up_changes_no_real_logit(model: PagedModel) -> None:
 
 
 def test_no_page_but_the_scratch_page_and_the_rows_own_is_written(model: PagedModel) -> None:
-    graphs = DecodeGraphs(model, [Bucket(5, 8)], record=rerun, choose_and_verify=choose_and_verify)
+    graphs = DecodeGraphs(model, [Bucket(5, 8)], capture=rerun, choose_and_verify=choose_and_verify)
     step = make_step(random.Random(5), [0, 4, 2], model.vocab_size)
     before = model.pools.layer(1).keys.clone()
     graphs.launch(step).wait()
@@ -243,7 +245,7 @@ def test_no_page_but_the_scratch_page_and_the_rows_own_is_written(model: PagedMo
 
 def test_every_bucket_is_timed(model: PagedModel) -> None:
     buckets = make_buckets(3, (1, 2))
-    graphs = DecodeGraphs(model, buckets, record=rerun, choose_and_verify=choose_and_verify)
+    graphs = DecodeGraphs(model, buckets, capture=rerun, choose_and_verify=choose_and_verify)
     times = graphs.trial_times()
     assert sorted((rows, tokens) for rows, tokens, _ in times) == sorted(
         (bucket.rows, bucket.tokens) for bucket in buckets
@@ -253,7 +255,7 @@ def test_every_bucket_is_timed(model: PagedModel) -> None:
 
 def test_prompts_and_steps_that_are_too_large_run_eagerly(model: PagedModel) -> None:
     graphs = DecodeGraphs(
-        model, make_buckets(2, (1, 3)), record=rerun, choose_and_verify=choose_and_verify
+        model, make_buckets(2, (1, 3)), capture=rerun, choose_and_verify=choose_and_verify
     )
     rng = random.Random(1)
     long, wide = (make_step(rng, drafts, model.vocab_size) for drafts in ([3], [0, 0, 0]))
@@ -291,8 +293,7 @@ def test_nodes_behind_the_longest_context_run_eagerly_and_do_no_harm(
 
 def test_a_row_may_grow_move_and_leave() -> None:
     """The host's buffer says the same as one that never saw another step."""
-    sizes = DecodeSizes(8, 5, MAX_MODEL_LEN, PAGE_SIZE, NUM_PAGES)
-    inputs = DecodeInputs(sizes, torch.device("cpu"))
+    inputs = DecodeInputs([Bucket(5, 8)], LAYOUT)
     rng = random.Random(2)
     rows = list(make_step(rng, [4, 0, 2, 1, 3], 97).rows)
     spare = [63, 62, 61, 60]
@@ -310,10 +311,10 @@ def test_a_row_may_grow_move_and_leave() -> None:
         elif change < 0.6:
             rng.shuffle(rows)
         bucket = Bucket(5, rng.choice([n for n in (1, 2, 4, 8) if n >= len(present)]))
-        fresh = DecodeInputs(sizes, torch.device("cpu"))
+        fresh = DecodeInputs([Bucket(5, 8)], LAYOUT)
         assert inputs.fill(present, bucket) == fresh.fill(present, bucket)
         for used in (inputs, fresh):
-            used.copy(bucket)
+            used.send(bucket)
         for a, b in zip(tensors(inputs, bucket), tensors(fresh, bucket), strict=True):
             assert torch.equal(a, b)
 
@@ -321,9 +322,7 @@ def test_a_row_may_grow_move_and_leave() -> None:
 def test_a_row_that_stays_in_its_place_outlives_what_is_forgotten() -> None:
     """Others come and go in a smaller bucket, of which its place is no part."""
     rng = random.Random(3)
-    inputs = DecodeInputs(
-        DecodeSizes(2, 5, MAX_MODEL_LEN, PAGE_SIZE, NUM_PAGES), torch.device("cpu")
-    )
+    inputs = DecodeInputs([Bucket(5, 2)], LAYOUT)
     first, second = (make_step(rng, [1], 97).rows[0] for _ in range(2))
     for _ in range(3):
         inputs.fill([first, second], Bucket(5, 2))
@@ -350,11 +349,10 @@ def test_buckets_hold_any_number_of_rows() -> None:
 def test_only_edits_are_drawn_outside_the_recorded_step(params: SamplingParams) -> None:
     pages = list(range(NUM_PAGES))
     row = make_row(random.Random(2), 2, pages, 50, recorded=True, sampling=params)
-    sizes = DecodeSizes(1, 3, MAX_MODEL_LEN, PAGE_SIZE, NUM_PAGES)
-    inputs = DecodeInputs(sizes, torch.device("cpu"))
+    inputs = DecodeInputs([Bucket(3, 1)], LAYOUT)
     assert inputs.fill([row], Bucket(3, 1)) == (params in SAMPLINGS[5:])
     drawn_by = inputs.verify_batch(Bucket(3, 1)).sampling
-    inputs.copy(Bucket(3, 1))
+    inputs.send(Bucket(3, 1))
     expected = SamplingBatch.build([params], [0])
     for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
         assert getattr(drawn_by, name).tolist() == getattr(expected, name).tolist()
@@ -401,7 +399,7 @@ class Zeros(RecordableHashModel):
 def test_what_fills_up_beside_a_tree_is_never_accepted() -> None:
     model = Zeros(PAGE_SIZE, NUM_PAGES)
     graphs = DecodeGraphs(
-        model, make_buckets(4, (), (6,)), record=rerun, choose_and_verify=choose_and_verify
+        model, make_buckets(4, (), (6,)), capture=rerun, choose_and_verify=choose_and_verify
     )
     rows = []
     for draft, parents in (((0, 5, 0), (-1, -1, 0)), ((0,), ()), ((), ()), ((5, 0), (-1, 0))):
@@ -423,7 +421,7 @@ class GraphScenario(Scenario):
         self.model = model = RecordableHashModel(config.page_size, config.num_pages)
         buckets = make_buckets(config.max_num_seqs, (1, 3, 5), (5, 9))
         self.graphs = DecodeGraphs(
-            model, buckets, record=rerun, choose_and_verify=choose_and_verify
+            model, buckets, capture=rerun, choose_and_verify=choose_and_verify
         )
         self.engine = Engine(
             model, config, eos_token_ids=EOS, policy=policy, runner=self.graphs, clock=self.clock

@@ -147,7 +147,7 @@ def test_prompts_are_fed_by_recorded_forwards(monkeypatch: pytest.MonkeyPatch) -
     ready = [ReadyRow(len(text), 4, SAMPLINGS[i]) for i, text in enumerate(rows.texts)]
     drafts = expected(model, rows, ready)
     drafter = drafter_of(
-        model, forwards=PrefillGraphs(model, make_prefill_buckets(128, 4), record=rerun)
+        model, forwards=PrefillGraphs(model, make_prefill_buckets(128, 4), capture=rerun)
     )
     monkeypatch.setattr(model, "forward", None)  # nothing is launched forward by forward
     assert drafter.draft(rows.slices, ready) == drafts

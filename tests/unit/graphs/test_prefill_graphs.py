@@ -51,7 +51,7 @@ def model() -> PagedModel:
 
 @pytest.fixture(scope="module")
 def forwards(model: PagedModel) -> PrefillGraphs:
-    return PrefillGraphs(model, BUCKETS, record=rerun)
+    return PrefillGraphs(model, BUCKETS, capture=rerun)
 
 
 def make_rows(rng: random.Random, lengths: list[int]) -> list[RowSlice]:
@@ -165,11 +165,11 @@ def texts(model: PagedModel, runner: DecodeGraphs | None) -> list[list[int]]:
 
 
 def test_texts_stay_the_same(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    forwards = PrefillGraphs(model, BUCKETS, record=rerun)
+    forwards = PrefillGraphs(model, BUCKETS, capture=rerun)
     runner = DecodeGraphs(
         model,
         make_buckets(4, (1, 3)),
-        record=rerun,
+        capture=rerun,
         choose_and_verify=choose_and_verify,
         forwards=forwards,
     )
@@ -182,7 +182,7 @@ def test_texts_stay_the_same(model: PagedModel, monkeypatch: pytest.MonkeyPatch)
 def test_a_size_that_takes_longer_than_a_larger_one_is_not_used(model: PagedModel) -> None:
     times = {(8, 2): 3.0, (8, 6): 1.0, (24, 2): 2.0, (24, 6): 5.0, (70, 2): 4.0, (70, 6): 4.0}
     seconds = iter([times[bucket.tokens, bucket.rows] for bucket in sorted(BUCKETS)[::-1]])
-    forwards = PrefillGraphs(model, BUCKETS, record=rerun, seconds=lambda _: next(seconds))
+    forwards = PrefillGraphs(model, BUCKETS, capture=rerun, seconds=lambda _: next(seconds))
     left = {(bucket.tokens, bucket.rows) for bucket in forwards._buckets}
     assert left == {(8, 6), (24, 2), (70, 2), (70, 6)}
     rows = make_rows(random.Random(3), [9, 1, 4])

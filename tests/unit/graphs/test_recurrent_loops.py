@@ -26,7 +26,7 @@ from outrider.drafting.hidden_states.recurrent import RecurrentProposer
 from outrider.drafting.proposer import SessionStart
 from outrider.engine.attention.backends import choose_backend
 from outrider.engine.attention.tree_mask import MAX_TREE_NODES
-from outrider.engine.graphs.capture import Record
+from outrider.engine.graphs.capture import Capture as Record
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.linear import Linear, PackedLinear
 from outrider.params import SamplingParams, VerificationRule
