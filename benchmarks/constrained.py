@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 
 from outrider.config import EngineConfig
-from outrider.drafting.draft_model.masks import DraftMasks
 from outrider.drafting.draft_model.proposer import DraftModelProposer
+from outrider.drafting.masks import DraftMasks
 from outrider.drafting.proposer import SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.model.loader import load_model

@@ -29,20 +29,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks import report
 from benchmarks.gpu import copy_bandwidth, gpu_name, wall_ms
 from benchmarks.inflate import SHAPES
-from outrider.drafting.ahead.branches import (
-    Branch,
-    EagerForks,
-    ForkDrafter,
-    Trunk,
-    draft_branches,
-    drop,
-)
-from outrider.drafting.draft_model.chains import ReadyRow, draft_chains
-from outrider.drafting.graphs.draft_model import DraftModelLoops
-from outrider.drafting.graphs.draws import TorchDraws
+from outrider.drafting.ahead.branches import Branch, Trunk, draft_branches, drop
+from outrider.drafting.draft_model.loops import DraftModelLoops, EagerForks
+from outrider.drafting.drafters import ForkDrafter, ReadyRow
+from outrider.drafting.graphs.chains import draft_chains
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
-from outrider.drafting.graphs.loops import Capture, make_shapes
+from outrider.drafting.graphs.loops import TORCH_SAMPLER, LoopCapture, make_shapes
 from outrider.engine.batch import RowSlice
+from outrider.engine.graphs.staging import PageLayout
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.model.loader import build_paged_model
 from outrider.params import SamplingParams
@@ -101,13 +95,10 @@ class Bench:
         self.graphs = self._record(shapes)
         seconds = time.perf_counter() - began
         print(f"{len(shapes)} loops recorded in {seconds:.1f} s", file=sys.stderr)
-        self._inputs = LoopInputs(
-            shapes,
-            max_model_len=self.model.max_model_len,
-            page_size=_PAGE_SIZE,
-            scratch_page=self.model.scratch_page,
-            device=self.device,
+        layout = PageLayout(
+            self.model.max_model_len, _PAGE_SIZE, self.model.scratch_page, self.device
         )
+        self._inputs = LoopInputs(shapes, layout)
         self.pool = BlockPool(self.model.num_pages)
         self.tables = [
             array("i", [self.pool.allocate() for _ in range(-(-tokens // _PAGE_SIZE))])
@@ -116,11 +107,13 @@ class Bench:
 
     def _record(self, shapes: Sequence[LoopShape]) -> DraftModelLoops:
         if self.device.type != "cuda":  # to try this program out
-            return DraftModelLoops(self.model, Capture(shapes, lambda work: work, TorchDraws()))
-        from outrider.drafting.graphs.triton_draws import TritonDraws
+            return DraftModelLoops(
+                self.model, LoopCapture(shapes, lambda work: work, TORCH_SAMPLER)
+            )
+        from outrider.drafting.graphs.loops import triton_sampler
         from outrider.engine.graphs.capture import CudaGraphs
 
-        return DraftModelLoops(self.model, Capture(shapes, CudaGraphs(), TritonDraws()))
+        return DraftModelLoops(self.model, LoopCapture(shapes, CudaGraphs(), triton_sampler()))
 
     def chains(self, sessions: int, temperature: float, bandwidth: float) -> Row:
         """Half of the rows catch up one token, the others two."""
@@ -160,7 +153,7 @@ class Bench:
         shape = LoopShape(len(wanted), 1, args.num_tokens, args.fanout)
 
         def draft(drafter: ForkDrafter) -> None:
-            drafted = draft_branches(
+            drafted, _ = draft_branches(
                 drafter,
                 self.pool,
                 trunks,

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.ahead.outcomes import NO_PACE, Pace
 from outrider.drafting.hidden_states.session import FeatureMethod
-from outrider.drafting.proposer import DraftRound, ProposerTraits, SessionKey
+from outrider.drafting.proposer import NO_PACE, DraftRound, Pace, ProposerTraits, SessionKey
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
 from outrider.engine.model.paged_model import PagedModel
 from outrider.features import BYTES_PER_VALUE, FeatureSpec

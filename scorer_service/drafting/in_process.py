@@ -17,9 +17,8 @@ from typing import Final, Protocol, cast
 
 import torch
 
-from outrider.drafting.ahead.outcomes import NO_PACE
 from outrider.drafting.draft_model.async_drafts import AsyncProposer, AsyncRow
-from outrider.drafting.proposer import FeatureProposer, Proposer, SessionKey, SessionStart
+from outrider.drafting.proposer import NO_PACE, FeatureProposer, Proposer, SessionKey, SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.step import DeviceDrafts
 from outrider.engine.worker import DraftedBetweenSteps

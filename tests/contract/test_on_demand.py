@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from outrider.drafting.ahead.branches import EagerForks
-from outrider.drafting.ahead.outcomes import Pace
+from outrider.drafting.draft_model.loops import EagerForks
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.proposer import DraftRound, SessionKey
+from outrider.drafting.proposer import DraftRound, Pace, SessionKey
 from outrider.engine.policy.base import Policy
 from outrider.engine.policy.mode import DraftMode
 from outrider.engine.rounds import Round

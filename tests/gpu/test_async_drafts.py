@@ -12,10 +12,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from outrider.config import EngineConfig
+from outrider.drafting.draft_model.loops import DraftModelLoops
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.graphs.draft_model import DraftModelLoops
-from outrider.drafting.graphs.loops import Capture, make_shapes
-from outrider.drafting.graphs.triton_draws import TritonDraws
+from outrider.drafting.graphs.loops import LoopCapture, make_shapes, triton_sampler
+from outrider.drafting.proposer import ProposerLimits
 from outrider.engine.cuda.sampling import choose_and_verify
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.capture import CudaGraphs
@@ -43,8 +43,10 @@ def run(requests: list[Request], *, drafts: bool) -> tuple[int, dict[int, list[i
     if drafts:
         draft = clear_llama(CUDA, PAGES, noise=0.03)
         shapes = make_shapes(rows=(1, 2, 4), query_lens=(1, 2, 16), num_tokens=(1, 2, K))
-        loops = DraftModelLoops(draft, Capture(shapes, CudaGraphs(), TritonDraws()))
-        method = DraftModelProposer(draft, name="llama", chain_drafter=loops, max_branches=0)
+        loops = DraftModelLoops(draft, LoopCapture(shapes, CudaGraphs(), triton_sampler()))
+        method = DraftModelProposer(
+            draft, name="llama", limits=ProposerLimits(max_branches=0), chain_drafter=loops
+        )
     return DraftingScorer(engine, method).run(requests)
 
 

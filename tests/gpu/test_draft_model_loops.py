@@ -15,12 +15,16 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 
-from outrider.drafting.draft_model.chains import ReadyRow, draft_chains, draft_forks  # noqa: E402
+from outrider.drafting.draft_model.loops import DraftModelLoops  # noqa: E402
+from outrider.drafting.drafters import ReadyRow  # noqa: E402
 from outrider.drafting.graphs import loop_inputs  # noqa: E402
-from outrider.drafting.graphs.draft_model import DraftModelLoops  # noqa: E402
-from outrider.drafting.graphs.draws import TorchDraws  # noqa: E402
-from outrider.drafting.graphs.loops import Capture, make_shapes  # noqa: E402
-from outrider.drafting.graphs.triton_draws import TritonDraws  # noqa: E402
+from outrider.drafting.graphs.chains import draft_chains, draft_forks  # noqa: E402
+from outrider.drafting.graphs.loops import (  # noqa: E402
+    TORCH_SAMPLER,
+    LoopCapture,
+    make_shapes,
+    triton_sampler,
+)
 from outrider.drafting.likeliest import top_candidates  # noqa: E402
 from outrider.engine.batch import RowSlice, pack  # noqa: E402
 from outrider.engine.graphs.capture import CudaGraphs  # noqa: E402
@@ -47,18 +51,18 @@ def test_candidates(dtype: torch.dtype, vocab_size: int) -> None:
     logits = (3 * torch.randn(len(SAMPLINGS), vocab_size, generator=generator)).to(dtype).to(DEVICE)
     logits[0, 7] = logits[0, 90] = logits[0].max() + 1
     batch = SamplingBatch.build(SAMPLINGS, [3, 50, 900, 2**20], DEVICE)
-    tokens, gaps = TritonDraws().candidates(logits, batch, 3)
+    tokens, gaps = triton_sampler().candidates(logits, batch, 3)
     expected, expected_gaps = top_candidates(logits.float(), batch, 3)
     assert tokens[1:].tolist() == expected[1:].tolist()
     assert tokens[0, :2].tolist() == [7, 90]
     torch.testing.assert_close(gaps, expected_gaps)
-    assert TritonDraws().choose(logits, batch).tolist() == tokens[:, 0].tolist()
+    assert triton_sampler().choose(logits, batch).tolist() == tokens[:, 0].tolist()
 
 
 def test_where_cuts_leave_too_few_the_gaps_are_infinite() -> None:
     logits = torch.arange(3000, dtype=torch.float32, device=DEVICE)[None].contiguous()
     batch = SamplingBatch.build([SamplingParams(temperature=1.0, top_k=2)], [3], DEVICE)
-    tokens, gaps = TritonDraws().candidates(logits, batch, 4)
+    tokens, gaps = triton_sampler().candidates(logits, batch, 4)
     assert set(tokens[0, :2].tolist()) == {2998, 2999}
     assert gaps[0].isinf().tolist() == [False, False, True, True]
 
@@ -70,9 +74,9 @@ def test_noise_is_added_as_on_a_cpu(dtype: torch.dtype) -> None:
     logits[0, 1, 7] = -torch.inf
     batch = SamplingBatch.build(SAMPLINGS, [3, 50, 900, 2**20], DEVICE)
     for depth in (0, 5):
-        found = TritonDraws().noised(logits, batch, depth)
+        found = triton_sampler().noised(logits, batch, depth)
         assert found.dtype is torch.float32
-        torch.testing.assert_close(found, TorchDraws().noised(logits, batch, depth))
+        torch.testing.assert_close(found, TORCH_SAMPLER.noised(logits, batch, depth))
         assert torch.equal(found[0], logits[0].float())
 
 
@@ -109,7 +113,7 @@ def test_graphs_draft_what_the_eager_way_drafts() -> None:
             rows=(1, 4, 8), query_lens=(2,), num_tokens=(4,), fanout=fanout, cut=cut
         )
     ]
-    drafter = DraftModelLoops(model, Capture(shapes, CudaGraphs(), TritonDraws()))
+    drafter = DraftModelLoops(model, LoopCapture(shapes, CudaGraphs(), triton_sampler()))
     for seed in range(20):
         rng = random.Random(seed)
         short, whole = fed_rows(model, rng, rng.randint(1, 8), 5)
@@ -128,7 +132,7 @@ def test_graphs_draft_what_the_eager_way_drafts() -> None:
 def test_a_loop_copies_pages_first() -> None:
     model = llama()
     shapes = make_shapes(rows=(2, 4), query_lens=(1,), num_tokens=(4,), fanout=2)
-    drafter = DraftModelLoops(model, Capture(shapes, CudaGraphs(), TritonDraws()))
+    drafter = DraftModelLoops(model, LoopCapture(shapes, CudaGraphs(), triton_sampler()))
     rng = random.Random(2)
     text = [rng.randrange(1000) for _ in range(21)]
     model.forward(pack([RowSlice(text[:20], 0, [5, 9], 1)], 16, DEVICE))
@@ -149,7 +153,7 @@ def test_branches_that_share_pages_are_drafted_as_each_alone(
     monkeypatch.setattr(loop_inputs, "_SHARING_ROWS", 1)
     model, rng, k = llama(), random.Random(4), 3
     shapes = make_shapes(rows=(16,), query_lens=(1, 2), num_tokens=(k,), fanout=2)
-    drafter = DraftModelLoops(model, Capture(shapes, CudaGraphs(), TritonDraws()))
+    drafter = DraftModelLoops(model, LoopCapture(shapes, CudaGraphs(), triton_sampler()))
     free, slices, whole, copies = list(range(model.num_pages)), [], [], []
     for length, count in ((70, 7), (31, 3), (47, 1)):
         text = [rng.randrange(1000) for _ in range(length)]

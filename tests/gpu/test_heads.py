@@ -12,13 +12,13 @@ if not torch.cuda.is_available():
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.building.loops import one_shot_shapes, recurrent_shapes
-from outrider.drafting.graphs.loops import Capture
-from outrider.drafting.graphs.triton_draws import TritonDraws
+from outrider.drafting.graphs.loops import LoopCapture, triton_sampler
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.drafting.hidden_states.recurrent import RecurrentProposer
-from outrider.drafting.proposer import SessionStart
+from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
+from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.attention.backends import choose_backend
 from outrider.engine.graphs.capture import CudaGraphs, Work
 from outrider.engine.kv_cache.pools import KVPools
@@ -51,19 +51,17 @@ def _drafts(
     head: RecurrentHead,
     sampling: SamplingParams,
     tree_width: int,
-    recording: Capture | None = None,
+    capture: LoopCapture | None = None,
 ) -> list[DraftTree]:
     """Those of two sessions over some rounds, whose texts do not depend on what is drafted."""
-    proposer = RecurrentProposer(
+    drafter = RecurrentDrafter(
         head,
         KVPools(65, PAGE_SIZE, head.dtype, head.device),
         choose_backend(None, head.attention_traits(PAGE_SIZE), head.device),
-        method="eagle",
-        name="tiny",
-        tree_width=tree_width,
-        prefill_budget=40,
-        recording=recording,
+        ProposerLimits(prefill_budget=40, tree_width=tree_width),
+        capture,
     )
+    proposer = RecurrentProposer(drafter, method="eagle", name="tiny")
     width = head.features.width
     lengths = {1: 60, 2: 9}
     for key, length in lengths.items():
@@ -131,7 +129,7 @@ def test_recorded_guesses_make_the_trees_of_the_eager_way(
     shapes = one_shot_shapes(max_rows=4, max_depth=one_shot_drafts.DEPTH)
     head = one_shot_drafts.HEADS[name](dtype, CUDA)
     eager = one_shot_drafts.drafts(head, tree_width, None)
-    recording = Capture(shapes, counted, TritonDraws())
+    recording = LoopCapture(shapes, counted, triton_sampler())
     found = one_shot_drafts.drafts(head, tree_width, recording)
     same = [a.token_ids[:1] == b.token_ids[:1] for a, b in zip(found, eager, strict=True)]
     assert sum(same) >= 0.9 * len(same)
@@ -156,7 +154,7 @@ def test_graphs_draft_what_the_eager_way_drafts(
     """But for near ties: products round by the shape of a batch."""
     shapes = recurrent_shapes(max_rows=4, max_draft_tokens=6, width=tree_width)
     counted = Counted()
-    recording = Capture(shapes, counted, TritonDraws())
+    recording = LoopCapture(shapes, counted, triton_sampler())
     eager = _drafts(_load(kind, tmp_path, dtype, CUDA), sampling, tree_width)
     found = _drafts(_load(kind, tmp_path, dtype, CUDA), sampling, tree_width, recording)
     same = [a.token_ids[:1] == b.token_ids[:1] for a, b in zip(found, eager, strict=True)]

@@ -1,4 +1,4 @@
-"""Builds the methods that read the target's hidden states."""
+"""Build the methods that read the target's hidden states."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from pathlib import Path
 import torch
 
 from outrider.drafting.building.config import HeadConfig, Say
-from outrider.drafting.building.loops import one_shot_shapes, recording, recurrent_shapes
+from outrider.drafting.building.loops import loop_capture, one_shot_shapes, recurrent_shapes
 from outrider.drafting.building.masks import load_masks
 from outrider.drafting.building.weights import PAGE_SIZE, choose_dtype, prepare_device
-from outrider.drafting.graphs.loops import Capture
+from outrider.drafting.graphs.loops import LoopCapture
 from outrider.drafting.hidden_states.heads.base import OneShotHead, RecurrentHead
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.drafting.hidden_states.heads.medusa import load_medusa
 from outrider.drafting.hidden_states.heads.mlp_speculator import load_mlp_speculator
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
-from outrider.drafting.hidden_states.one_shot import MAX_MODEL_LEN, OneShotProposer
+from outrider.drafting.hidden_states.one_shot import OneShotProposer
 from outrider.drafting.hidden_states.recurrent import RecurrentProposer
+from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
 from outrider.drafting.hidden_states.trees import max_trees
-from outrider.drafting.proposer import FeatureProposer
+from outrider.drafting.proposer import FeatureProposer, ProposerLimits
 from outrider.engine.attention.backends import choose_backend, is_capturable
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.kv_cache.memory import fitting
@@ -41,7 +42,7 @@ _ONE_SHOT: dict[str, Callable[[Path, Path, torch.dtype, torch.device], OneShotHe
 def build_head(
     method: HeadConfig, max_sessions: int, prefill_budget: int, say: Say
 ) -> tuple[FeatureProposer, str]:
-    """The method, not warmed up, and its target's tokenizer hash (empty if it has none).
+    """Return the method, not warmed up, and its target's tokenizer hash (empty if none).
 
     Raises `ConfigError`.
     """
@@ -50,20 +51,22 @@ def build_head(
     folder, target = resolve_module(method.model, method.name, method.target_model)
     say(f"loading the {method.name} module {folder} for {target}")
     with fitting("The module", method.kv_cache_memory):
-        proposer = _build(method, folder, target, max_sessions, prefill_budget, say)
+        limits = ProposerLimits(
+            max_sessions=max_sessions,
+            max_draft_tokens=method.max_draft_tokens,
+            max_model_len=method.max_model_len,
+            prefill_budget=prefill_budget,
+            tree_width=method.tree_width,
+        )
+        proposer = _build(method, folder, target, limits, say)
     say(f"loaded after {time.perf_counter() - began:.1f} s")
     return proposer, hash_if_any(target)
 
 
 def _build(
-    method: HeadConfig,
-    folder: Path,
-    target: Path,
-    max_sessions: int,
-    prefill_budget: int,
-    say: Say,
+    method: HeadConfig, folder: Path, target: Path, limits: ProposerLimits, say: Say
 ) -> FeatureProposer:
-    # Compiled products read half as much: a step takes half the time.
+    # bfloat16 products are compiled and read half as much: a step takes half the time.
     fast = torch.bfloat16 if torch.cpu._is_avx512_supported() else torch.float32
     dtype = choose_dtype(method, on_cpu=fast)
     device = torch.device(method.device)
@@ -71,17 +74,14 @@ def _build(
     if method.name in _ONE_SHOT:
         head = _ONE_SHOT[method.name](folder, target, dtype, device)
         ops.tune(head.uses)
-        with _guesses(method, head, max_sessions, say) as recorded:
+        with _one_shot_capture(head, limits, say) as capture:
             return OneShotProposer(
                 head,
                 method=method.name,
                 name=method.model,
-                max_sessions=max_sessions,
-                max_draft_tokens=method.max_draft_tokens,
-                max_model_len=method.max_model_len or MAX_MODEL_LEN,
-                tree_width=method.tree_width,
+                limits=limits,
                 masks=load_masks(target, head.vocab_size, say),
-                recording=recorded,
+                capture=capture,
             )
     module = _load_recurrent(method, folder, target, dtype, device)
     ops.tune(module.uses)
@@ -89,55 +89,39 @@ def _build(
     per_page *= sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in module.kv_layers)
     num_pages = count_pages(method.kv_cache_memory, per_page)
     backend = choose_backend(method.attention_backend, module.attention_traits(PAGE_SIZE), device)
-    with _loops(method, module, backend, max_sessions, say) as recorded:
-        return RecurrentProposer(
-            module,
-            KVPools(num_pages + (recorded is not None), PAGE_SIZE, dtype, device),
-            backend,
-            method=method.name,
-            name=method.model,
-            max_sessions=max_sessions,
-            max_draft_tokens=method.max_draft_tokens,
-            max_model_len=method.max_model_len,
-            prefill_budget=prefill_budget,
-            tree_width=method.tree_width,
-            masks=load_masks(target, module.vocab_size, say),
-            recording=recorded,
-        )
+    with _recurrent_capture(module, backend, limits, say) as capture:
+        pools = KVPools(num_pages + (capture is not None), PAGE_SIZE, dtype, device)
+        drafter = RecurrentDrafter(module, pools, backend, limits, capture)
+    masks = load_masks(target, module.vocab_size, say)
+    return RecurrentProposer(drafter, method=method.name, name=method.model, masks=masks)
 
 
-def _guesses(
-    method: HeadConfig, head: OneShotHead, max_sessions: int, say: Say
-) -> AbstractContextManager[Capture | None]:
-    """As `_loops`, for a head that guesses from one state."""
-    if method.device != "cuda":
+def _one_shot_capture(
+    head: OneShotHead, limits: ProposerLimits, say: Say
+) -> AbstractContextManager[LoopCapture | None]:
+    if head.device.type != "cuda":
         return nullcontext()
-    max_rows = min(max_sessions, max_trees(method.tree_width, head.vocab_size))
+    max_rows = min(limits.max_sessions, max_trees(limits.tree_width, head.vocab_size))
     shapes = one_shot_shapes(max_rows=max_rows, max_depth=head.max_depth)
-    return recording(shapes, torch.device(method.device), say)
+    return loop_capture(shapes, head.device, say)
 
 
-def _loops(
-    method: HeadConfig,
-    head: RecurrentHead,
-    backend: AttentionBackend,
-    max_sessions: int,
-    say: Say,
-) -> AbstractContextManager[Capture | None]:
-    """For the loops that a module's drafts are to be recorded in, if any are."""
-    if method.device != "cuda":
+def _recurrent_capture(
+    head: RecurrentHead, backend: AttentionBackend, limits: ProposerLimits, say: Say
+) -> AbstractContextManager[LoopCapture | None]:
+    if head.device.type != "cuda":
         return nullcontext()
     if not (head.capturable and is_capturable(backend)):
-        say("this module or its attention cannot be recorded: drafts are launched")
+        say("CUDA graphs cannot capture this module or its attention: drafts run eagerly")
         return nullcontext()
-    width = method.tree_width
-    at_once = max_sessions if width == 1 else max_trees(width, head.vocab_size)
+    width = limits.tree_width
+    at_once = limits.max_sessions if width == 1 else max_trees(width, head.vocab_size)
     shapes = recurrent_shapes(
-        max_rows=min(max_sessions, at_once),
-        max_draft_tokens=method.max_draft_tokens,
+        max_rows=min(limits.max_sessions, at_once),
+        max_draft_tokens=limits.max_draft_tokens,
         width=width,
     )
-    return recording(shapes, torch.device(method.device), say)
+    return loop_capture(shapes, head.device, say)
 
 
 def _load_recurrent(

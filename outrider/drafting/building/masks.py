@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from outrider.drafting.building.config import Say
-from outrider.drafting.draft_model.masks import DraftMasks
+from outrider.drafting.masks import DraftMasks
 from outrider.engine.model.loader import read_eos_token_ids
 from outrider.engine.sampling.constraint import ConstraintCompiler
 from outrider.errors import ConfigError

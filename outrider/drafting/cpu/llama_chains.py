@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.drafting.cpu.llama_kernels import Draws, Fed, draft
 from outrider.drafting.cpu.llama_weights import Floats, Weights, read_weights
-from outrider.drafting.draft_model.chains import ReadyRow
+from outrider.drafting.drafters import ReadyRow
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.pools import HeadMajorPool, KVPools
 from outrider.engine.model.llama import fits

@@ -10,7 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from outrider.drafting.ahead.budget import Budget, Plans, choose_budget, plan_branches
-from outrider.drafting.ahead.outcomes import Outcomes, Pace
+from outrider.drafting.ahead.outcomes import Outcomes
+from outrider.drafting.proposer import Pace
 
 # The embedded pair at temperature 1, shared noise (benchmarks/shared_noise.py): acceptance .54, the
 # rest by rank. Four tokens are verified, and what may follow them is known.

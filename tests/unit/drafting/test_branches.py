@@ -12,16 +12,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.drafting.ahead.branches import (
     Branch,
-    BranchingModel,
     DraftedBranch,
-    EagerForks,
     Trunk,
     adopt,
     draft_branches,
     drop,
     lengthen,
 )
-from outrider.drafting.draft_model.chains import Forks, ReadyRow, draft_chains
+from outrider.drafting.draft_model.loops import BranchingModel, EagerForks
+from outrider.drafting.drafters import Forks, ReadyRow
+from outrider.drafting.graphs.chains import draft_chains
 from outrider.drafting.likeliest import cut_to_likeliest, top_candidates
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
@@ -109,9 +109,10 @@ class Bench:
 
     def draft(self, branches: list[Branch]) -> list[DraftedBranch]:
         trunks = [Trunk(len(s.tokens), s.table, s.sampling) for s in self.sessions]
-        return draft_branches(
+        drafted, _ = draft_branches(
             self.drafter, self.pool, trunks, branches, num_tokens=self.k, fanout=self.fanout
         )
+        return drafted
 
     def lengthen(self, drafted: list[DraftedBranch]) -> Forks:
         trunks = [Trunk(len(s.tokens), s.table, s.sampling) for s in self.sessions]

@@ -8,13 +8,12 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from outrider.drafting.ahead.branches import EagerForks
-from outrider.drafting.ahead.outcomes import Pace
 from outrider.drafting.copying.ngram import NgramProposer
-from outrider.drafting.draft_model.masks import DraftMask, DraftMasks
+from outrider.drafting.draft_model.loops import EagerForks
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.hybrid import HybridProposer
-from outrider.drafting.proposer import SessionStart
+from outrider.drafting.masks import DraftMask, DraftMasks
+from outrider.drafting.proposer import Pace, ProposerLimits, SessionStart
 from outrider.engine.sampling.constraint import ConstraintCompiler, ConstraintEditor
 from outrider.engine.sampling.coupled import Lane, SamplingBatch, sample
 from outrider.params import (
@@ -172,7 +171,9 @@ def test_a_compilation_that_fails_in_any_way_leaves_drafts_without_a_mask() -> N
 
 def test_a_session_that_a_hybrid_gives_back_is_masked_from_its_output_on() -> None:
     model = HashModel(VOCAB, num_pages=512, max_model_len=256)
-    small = DraftModelProposer(model, name="hash", max_sessions=1, masks=Ready(COMPILER))
+    small = DraftModelProposer(
+        model, name="hash", limits=ProposerLimits(max_sessions=1), masks=Ready(COMPILER)
+    )
     method = HybridProposer([NgramProposer(), small])
     start = SessionStart([7, 7], GREEDY, K, 250, constraint=SCHEMA, methods=("draft_model",))
     method.open(1, start)

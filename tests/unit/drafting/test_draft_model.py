@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.ahead.branches import EagerForks
-from outrider.drafting.ahead.outcomes import NO_PACE, Pace
+from outrider.drafting.draft_model.loops import EagerForks
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.proposer import DraftRound, SessionStart
+from outrider.drafting.proposer import NO_PACE, DraftRound, Pace, ProposerLimits, SessionStart
 from outrider.drafting.sessions import IDLE_S
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.model.loader import build_paged_model
@@ -91,11 +90,11 @@ class Bench:
         self.proposer = DraftModelProposer(
             self.model,
             name="hash",
-            max_sessions=max_sessions,
-            prefill_budget=prefill_budget,
+            limits=ProposerLimits(
+                max_sessions=max_sessions, prefill_budget=prefill_budget, max_branches=max_branches
+            ),
             fork_drafter=EagerForks(self.model),
-            max_branches=max_branches,
-            clock=partial(next, count(0.0, 1e-3)),  # times decide how much is guessed ahead
+            clock=partial(next, count(0.0, 1e-3)),
         )
         self.text: dict[int, list[int]] = {}
         self.sampling: dict[int, SamplingParams] = {}
@@ -280,7 +279,9 @@ def llama() -> tuple[LlamaForCausalLM, DraftModelProposer]:
     reference, model = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config)
     model.load_state_dict(reference.state_dict())
     paged = build_paged_model(model, page_size=8, num_pages=64, self_test=False)
-    return reference, DraftModelProposer(paged, name="llama", prefill_budget=40)
+    return reference, DraftModelProposer(
+        paged, name="llama", limits=ProposerLimits(prefill_budget=40)
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -329,7 +330,7 @@ def test_equals_transformers_generate(
 
 def test_a_reopened_session_finds_its_prefix_in_the_cache() -> None:
     model = HashModel()
-    proposer = DraftModelProposer(model, name="hash", prefill_budget=20)
+    proposer = DraftModelProposer(model, name="hash", limits=ProposerLimits(prefill_budget=20))
     prefix = [i % 32 for i in range(45)]
     proposer.open(1, SessionStart(prefix, GREEDY, 2, 60))
     assert proposer.draft([1]).unfinished == [1]
@@ -417,7 +418,9 @@ def test_full_acceptance_feeds_the_last_draft_again_in_one_forward() -> None:
 
 def test_when_pages_run_out_the_newcomer_is_lost_or_one_that_is_idle() -> None:
     model, clock = HashModel(num_pages=16), Clock()
-    proposer = DraftModelProposer(model, name="hash", prefill_budget=16, clock=clock)
+    proposer = DraftModelProposer(
+        model, name="hash", limits=ProposerLimits(prefill_budget=16), clock=clock
+    )
     for session in (1, 2):
         proposer.open(session, SessionStart([session] * 24, GREEDY, 4, 60))
     while proposer.draft([1, 2]).unfinished:
@@ -440,7 +443,11 @@ def test_when_pages_run_out_the_newcomer_is_lost_or_one_that_is_idle() -> None:
 def test_branches_give_their_pages_to_a_newcomer() -> None:
     model, clock = HashModel(num_pages=16), Clock()
     proposer = DraftModelProposer(
-        model, name="hash", fork_drafter=EagerForks(model), max_branches=16, clock=clock
+        model,
+        name="hash",
+        limits=ProposerLimits(max_branches=16),
+        fork_drafter=EagerForks(model),
+        clock=clock,
     )
     for session in (1, 2):
         proposer.open(session, SessionStart([session] * 16, GREEDY, 4, 60))
@@ -458,7 +465,7 @@ def test_branches_give_their_pages_to_a_newcomer() -> None:
 
 def test_a_newcomer_without_room_is_lost_before_its_prompt_is_processed() -> None:
     model = HashModel()
-    proposer = DraftModelProposer(model, name="hash", max_sessions=2)
+    proposer = DraftModelProposer(model, name="hash", limits=ProposerLimits(max_sessions=2))
     for session in (1, 2):
         proposer.open(session, SessionStart([1], GREEDY, 4, 60))
     assert [key for key, _ in proposer.draft([1, 2]).drafts] == [1, 2]
@@ -472,7 +479,7 @@ def test_a_newcomer_without_room_is_lost_before_its_prompt_is_processed() -> Non
 
 def test_a_failure_does_not_hide_who_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     model = HashModel(32, 4, 64, 64)
-    method = DraftModelProposer(model, name="hash", max_sessions=1)
+    method = DraftModelProposer(model, name="hash", limits=ProposerLimits(max_sessions=1))
     method.open(1, SessionStart([1, 2, 3], GREEDY, 4, 64))
     method.open(2, SessionStart([1, 2, 3], GREEDY, 4, 64))  # there is no room
 

@@ -28,8 +28,9 @@ from outrider.drafting.building.methods import build_proposer
 from outrider.drafting.cpu import llama_kernels
 from outrider.drafting.cpu.llama_chains import LlamaChains, can_run
 from outrider.drafting.cpu.llama_kernels import Draws, compiled, draw
-from outrider.drafting.draft_model.chains import ReadyRow, draft_chains
 from outrider.drafting.draft_model.proposer import DraftModelProposer
+from outrider.drafting.drafters import ReadyRow
+from outrider.drafting.graphs.chains import draft_chains
 from outrider.drafting.proposer import SessionStart
 from outrider.engine.batch import RowSlice
 from outrider.engine.model.loader import load_model

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.config import EngineConfig
-from outrider.drafting.draft_model.async_drafts import AsyncLoop, AsyncRow
+from outrider.drafting.draft_model.async_drafts import AsyncRow
+from outrider.drafting.draft_model.loops import DraftModelLoops
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.graphs.draft_model import DraftModelLoops
-from outrider.drafting.graphs.draws import TorchDraws
-from outrider.drafting.graphs.loops import Capture, make_shapes
-from outrider.drafting.proposer import SessionKey, SessionStart
+from outrider.drafting.drafters import AsyncLoop
+from outrider.drafting.graphs.loops import TORCH_SAMPLER, LoopCapture, make_shapes
+from outrider.drafting.proposer import ProposerLimits, SessionKey, SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import DecodeInputs, make_buckets
@@ -48,8 +48,10 @@ class Drafting:
         self.rng = random.Random(seed)
         model = RecordableHashModel(num_pages=num_pages)
         shapes = make_shapes(rows=(1, 2, 4), query_lens=(1, 2, 16), num_tokens=(1, 2, K, 6))
-        loops = DraftModelLoops(model, Capture(shapes, rerun, TorchDraws()))
-        self.proposer = DraftModelProposer(model, name="hash", chain_drafter=loops, max_branches=0)
+        loops = DraftModelLoops(model, LoopCapture(shapes, rerun, TORCH_SAMPLER))
+        self.proposer = DraftModelProposer(
+            model, name="hash", limits=ProposerLimits(max_branches=0), chain_drafter=loops
+        )
         self.lengths: dict[SessionKey, int] = {}
         self.held: dict[SessionKey, tuple[int, ...]] = {}
         self.wanted: dict[SessionKey, int] = {}
@@ -175,8 +177,10 @@ def draft_model() -> DraftModelProposer:
     """Nearly the target."""
     model = recordable_llama(num_pages=96, noise=0.02)
     shapes = make_shapes(rows=(1, 2, 4), query_lens=(1, 2, 16), num_tokens=(1, 2, K))
-    loops = DraftModelLoops(model, Capture(shapes, rerun, TorchDraws()))
-    return DraftModelProposer(model, name="llama", chain_drafter=loops, max_branches=0)
+    loops = DraftModelLoops(model, LoopCapture(shapes, rerun, TORCH_SAMPLER))
+    return DraftModelProposer(
+        model, name="llama", limits=ProposerLimits(max_branches=0), chain_drafter=loops
+    )
 
 
 def recorded_runner(model: PagedModel) -> DecodeGraphs:

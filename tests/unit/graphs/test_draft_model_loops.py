@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from outrider.drafting.building.loops import loop_shapes
-from outrider.drafting.draft_model.chains import ReadyRow, draft_chains, draft_forks
+from outrider.drafting.draft_model.loops import DraftModelLoops
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.graphs.draft_model import DraftModelLoops
-from outrider.drafting.graphs.draws import TorchDraws
+from outrider.drafting.drafters import ReadyRow
+from outrider.drafting.graphs.chains import draft_chains, draft_forks
 from outrider.drafting.graphs.loop_inputs import LoopShape
-from outrider.drafting.graphs.loops import Capture, make_shapes
-from outrider.drafting.proposer import SessionStart
+from outrider.drafting.graphs.loops import TORCH_SAMPLER, LoopCapture, make_shapes
+from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.prefill_inputs import make_prefill_buckets
@@ -50,7 +50,7 @@ def drafter_of(
             cut=cut,
         )
     ]
-    return DraftModelLoops(model, Capture(shapes, rerun, TorchDraws()), forwards)
+    return DraftModelLoops(model, LoopCapture(shapes, rerun, TORCH_SAMPLER), forwards)
 
 
 class Rows:
@@ -193,7 +193,9 @@ def test_a_proposer_drafts_the_same_with_recorded_loops() -> None:
     for recorded in (False, True):
         model = RecordableHashModel(num_pages=100)
         drafter = drafter_of(model) if recorded else None
-        proposer = DraftModelProposer(model, name="hash", chain_drafter=drafter, prefill_budget=30)
+        proposer = DraftModelProposer(
+            model, name="hash", limits=ProposerLimits(prefill_budget=30), chain_drafter=drafter
+        )
         rng = random.Random(3)
         said: list[tuple[int, ...]] = []
         for key, sampling in enumerate(SAMPLINGS):

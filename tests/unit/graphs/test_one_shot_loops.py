@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from outrider.drafting.building.loops import one_shot_shapes
-from outrider.drafting.graphs.draws import TorchDraws
-from outrider.drafting.graphs.loops import Capture
-from outrider.drafting.graphs.one_shot_heads import OneShotLoops
+from outrider.drafting.graphs.loops import TORCH_SAMPLER, LoopCapture
+from outrider.drafting.hidden_states.one_shot_loops import OneShotLoops
 from tests.support.one_shot_drafts import DEPTH, HEADS, drafts
 from tests.support.recordable import Counted, rerun_strictly
 
@@ -20,7 +19,7 @@ def test_trees_are_those_of_the_eager_way(name: str, tree_width: int) -> None:
     head = HEADS[name](torch.float64, torch.device("cpu"))  # near ties are decided alike
     counted = Counted()
     shapes = one_shot_shapes(max_rows=4, max_depth=DEPTH)
-    recording = Capture(shapes, counted, TorchDraws())
+    recording = LoopCapture(shapes, counted, TORCH_SAMPLER)
     expected = drafts(head, tree_width, None)
     assert drafts(head, tree_width, recording) == expected
     assert counted.repeated > 10
@@ -31,7 +30,7 @@ def test_trees_are_those_of_the_eager_way(name: str, tree_width: int) -> None:
 def test_nothing_that_is_recorded_waits_for_the_device(name: str) -> None:
     head = HEADS[name](torch.float32, torch.device("meta"))
     shapes = one_shot_shapes(max_rows=2, max_depth=DEPTH)
-    OneShotLoops(head, Capture(shapes, rerun_strictly, TorchDraws()), 4)
+    OneShotLoops(head, LoopCapture(shapes, rerun_strictly, TORCH_SAMPLER), 4)
 
 
 @pytest.mark.parametrize("max_rows", [1, 5, 256])

@@ -14,19 +14,18 @@ from torch import Tensor
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.building.loops import recurrent_shapes
-from outrider.drafting.graphs.draws import TorchDraws
 from outrider.drafting.graphs.loop_inputs import LoopShape
-from outrider.drafting.graphs.loops import Capture
-from outrider.drafting.graphs.recurrent_heads import RecurrentLoops
+from outrider.drafting.graphs.loops import TORCH_SAMPLER, LoopCapture
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
 from outrider.drafting.hidden_states.recurrent import RecurrentProposer
-from outrider.drafting.proposer import SessionStart
+from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
+from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.attention.backends import choose_backend
 from outrider.engine.attention.tree_mask import MAX_TREE_NODES
-from outrider.engine.graphs.capture import Capture as Record
+from outrider.engine.graphs.capture import Capture
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.linear import Linear, PackedLinear
 from outrider.params import SamplingParams, VerificationRule
@@ -72,7 +71,7 @@ HEADS: dict[str, Callable[[Path, torch.device], RecurrentHead]] = {
 }
 
 
-def proposer_of(head: RecurrentHead, tree_width: int, record: Record | None) -> RecurrentProposer:
+def proposer_of(head: RecurrentHead, tree_width: int, capture: Capture | None) -> RecurrentProposer:
     shapes = [
         LoopShape(rows, query_len, num_tokens, cut=cut, width=tree_width)
         for rows in (1, 3)
@@ -80,18 +79,19 @@ def proposer_of(head: RecurrentHead, tree_width: int, record: Record | None) -> 
         for num_tokens in (1, 5)
         for cut in (False, True)
     ]
-    return RecurrentProposer(
+    drafter = RecurrentDrafter(
         head,
-        KVPools(200 + (record is not None), PAGE_SIZE, head.dtype, CPU),
+        KVPools(200 + (capture is not None), PAGE_SIZE, head.dtype, CPU),
         choose_backend("sdpa", head.attention_traits(PAGE_SIZE), CPU),
-        method="eagle",
-        name="tiny",
-        max_model_len=MAX_LEN,
-        max_draft_tokens=6,  # one more than loops have
-        prefill_budget=20,
-        tree_width=tree_width,
-        recording=None if record is None else Capture(shapes, record, TorchDraws()),
+        ProposerLimits(
+            max_model_len=MAX_LEN,
+            max_draft_tokens=6,  # one more than loops have
+            prefill_budget=20,
+            tree_width=tree_width,
+        ),
+        None if capture is None else LoopCapture(shapes, capture, TORCH_SAMPLER),
     )
+    return RecurrentProposer(drafter, method="eagle", name="tiny")
 
 
 class Said:
@@ -170,16 +170,14 @@ def test_nothing_that_is_recorded_waits_for_the_device(
     device = torch.device("meta")
     head = HEADS[kind](tmp_path / "files", device)
     assert head.capturable
-    head.bind(KVPools(20, PAGE_SIZE, head.dtype, device))
     cuts = (False, True) if tree_width > 1 else (False,)  # cuts of chains are Triton's alone
     shapes = [LoopShape(2, 3, 4, cut=cut, width=tree_width) for cut in cuts]
-    RecurrentLoops(
+    RecurrentDrafter(
         head,
+        KVPools(20, PAGE_SIZE, head.dtype, device),
         MetaAttention,
-        Capture(shapes, rerun_strictly, TorchDraws()),
-        page_size=PAGE_SIZE,
-        scratch_page=19,
-        max_model_len=MAX_LEN,
+        ProposerLimits(max_model_len=MAX_LEN, max_draft_tokens=4, tree_width=tree_width),
+        LoopCapture(shapes, rerun_strictly, TORCH_SAMPLER),
     )
 
 

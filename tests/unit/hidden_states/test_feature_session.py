@@ -6,9 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.drafting.ahead.outcomes import NO_PACE, Pace
 from outrider.drafting.hidden_states.session import FeatureMethod, FeatureSession
-from outrider.drafting.proposer import DraftRound, ProposerTraits, SessionKey, SessionStart
+from outrider.drafting.proposer import (
+    NO_PACE,
+    DraftRound,
+    Pace,
+    ProposerTraits,
+    SessionKey,
+    SessionStart,
+)
 from outrider.features import FeatureSpec
 from outrider.params import SamplingParams
 from tests.support.eagle_checkpoints import as_bytes

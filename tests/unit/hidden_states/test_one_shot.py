@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.draft_model.masks import DraftMasks
 from outrider.drafting.hidden_states.heads.base import OneShotHead
 from outrider.drafting.hidden_states.heads.medusa import MedusaHead, MedusaWeights
 from outrider.drafting.hidden_states.heads.mlp_speculator import MlpSpeculatorHead, SpeculatorStage
 from outrider.drafting.hidden_states.one_shot import OneShotProposer
 from outrider.drafting.hidden_states.trees import TargetDraws
-from outrider.drafting.proposer import SessionStart
+from outrider.drafting.masks import DraftMasks
+from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.model.linear import Linear, PackedLinear
 from outrider.engine.sampling.constraint import ConstraintCompiler
 from outrider.engine.sampling.coupled import Lane, SamplingBatch, gumbel_noise
@@ -95,10 +95,9 @@ def proposer(method: str, *, tree_width: int = 8, max_sessions: int = 256) -> On
         HEADS[method],
         method=method,
         name="test",
-        max_model_len=64,
-        max_sessions=max_sessions,
-        max_draft_tokens=32,
-        tree_width=tree_width,
+        limits=ProposerLimits(
+            max_model_len=64, max_sessions=max_sessions, max_draft_tokens=32, tree_width=tree_width
+        ),
     )
 
 

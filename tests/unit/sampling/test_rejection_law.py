@@ -15,7 +15,7 @@ from outrider.config import EngineConfig
 from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.likeliest import draw_of_likeliest
-from outrider.drafting.proposer import SessionStart
+from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.policy.base import Policy
 from outrider.engine.sampling.constraint import ConstraintCompiler
@@ -71,7 +71,9 @@ class ByDraftModel(Drafts):
 
     def __init__(self, k: int) -> None:
         model = OtherModel(VOCAB, **PAGES, peak=1.5)
-        self.method = DraftModelProposer(model, name="other", max_sessions=NUM_REQUESTS)
+        self.method = DraftModelProposer(
+            model, name="other", limits=ProposerLimits(max_sessions=NUM_REQUESTS)
+        )
         self.k = k
         self.wanting: list[int] = []
 

@@ -1,4 +1,4 @@
-"""The guesses of a head without keys and values, recorded: one replay for any number of levels."""
+"""Captured guesses of a head without keys and values, one replay for any number of levels."""
 
 from __future__ import annotations
 
@@ -11,39 +11,32 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
-from outrider.drafting.graphs.loops import Capture, CapturedLoops
-from outrider.drafting.graphs.recurrent_heads import FeatureRows
-from outrider.drafting.hidden_states.forward import LEAD
+from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture
+from outrider.drafting.hidden_states.forward import LEAD, FeatureRows
 from outrider.drafting.hidden_states.heads.base import OneShotHead
 from outrider.drafting.hidden_states.trees import TargetDraws
 from outrider.engine.batch import RowSlice
+from outrider.engine.graphs.staging import PageLayout
 from outrider.params import SamplingParams
 
 _ALL_POSITIONS: Final = 2**30  # on one page, which nobody reads
 
 
 class OneShotLoops:
-    """`head`'s guesses of `width`, by recorded loops of one row to catch up.
+    """Guesses of `width` by captured loops of one row to catch up. Used from one thread.
 
-    `num_tokens` of their shapes are levels, of all of which there are loops of as many rows.
-    Building it records them. Used from one thread.
+    `num_tokens` of their shapes are levels. There are loops of as many rows for all levels.
     """
 
-    def __init__(self, head: OneShotHead, recording: Capture, width: int) -> None:
+    def __init__(self, head: OneShotHead, capture: LoopCapture, width: int) -> None:
         self._head = head
         self._width = width
-        self._draws = recording.draws
-        self._inputs = LoopInputs(
-            recording.shapes,
-            max_model_len=_ALL_POSITIONS,
-            page_size=2 * _ALL_POSITIONS,
-            scratch_page=0,
-            device=head.device,
-            lead=LEAD,
-        )
-        self._most = max(shape.rows for shape in recording.shapes)
+        self._sampler = capture.sampler
+        layout = PageLayout(_ALL_POSITIONS, 2 * _ALL_POSITIONS, 0, head.device)
+        self._inputs = LoopInputs(capture.shapes, layout, LEAD)
+        self._most = max(shape.rows for shape in capture.shapes)
         self._features = FeatureRows(self._most, head.features.width, head.device)
-        self._loops = CapturedLoops(recording, self._inputs, self._loop, self._output_shape)
+        self._loops = CapturedLoops(capture, self._inputs, self._loop, self._output_shape)
 
     def guess(
         self,
@@ -52,7 +45,7 @@ class OneShotLoops:
         sampling: Sequence[SamplingParams],
         depth: int,
     ) -> NDArray[np.int32]:
-        """What `OneShotHead.guess` returns, of `depth` levels or more; some loop must have them.
+        """Return what `OneShotHead.guess` does, of `depth` levels or more, which a loop must have.
 
         `features` are each row's last known state, bfloat16 [1, width] on the host, `tokens` its
         committed text.
@@ -69,7 +62,7 @@ class OneShotLoops:
 
     def _loop(self, shape: LoopShape) -> Tensor:
         rows = self._inputs.rows(shape)
-        draws = TargetDraws(rows.sampling, self._draws.noised)
+        draws = TargetDraws(rows.sampling, self._sampler.noised)
         states = self._features.first(shape.rows)
         return self._head.guess(states, rows.tokens[:, 0], draws, shape.num_tokens, self._width)
 
