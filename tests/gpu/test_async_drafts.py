@@ -51,7 +51,7 @@ def run(requests: list[Request], *, drafts: bool) -> tuple[int, dict[int, list[i
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_late_drafts_are_those_made_after_the_step(
+def test_device_drafts_equal_drafts_after_the_step(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: Counter[str] = Counter()

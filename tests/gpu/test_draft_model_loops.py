@@ -1,4 +1,4 @@
-"""Recorded draft loops on CUDA graphs, against the eager way on the same device.
+"""Captured draft loops on CUDA graphs, against the eager way on the same device.
 
 What needs no graph also runs on Triton's interpreter:
 TRITON_INTERPRET=1 pytest -m gpu -W ignore::RuntimeWarning tests/gpu
@@ -46,7 +46,7 @@ graphs = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs CUDA graphs")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [97, 5000])
-def test_candidates(dtype: torch.dtype, vocab_size: int) -> None:
+def test_triton_candidates_equal_torch(dtype: torch.dtype, vocab_size: int) -> None:
     generator = torch.Generator().manual_seed(1)
     logits = (3 * torch.randn(len(SAMPLINGS), vocab_size, generator=generator)).to(dtype).to(DEVICE)
     logits[0, 7] = logits[0, 90] = logits[0].max() + 1
@@ -59,7 +59,7 @@ def test_candidates(dtype: torch.dtype, vocab_size: int) -> None:
     assert triton_sampler().choose(logits, batch).tolist() == tokens[:, 0].tolist()
 
 
-def test_where_cuts_leave_too_few_the_gaps_are_infinite() -> None:
+def test_triton_candidates_beyond_cuts_have_infinite_gaps() -> None:
     logits = torch.arange(3000, dtype=torch.float32, device=DEVICE)[None].contiguous()
     batch = SamplingBatch.build([SamplingParams(temperature=1.0, top_k=2)], [3], DEVICE)
     tokens, gaps = triton_sampler().candidates(logits, batch, 4)
@@ -68,7 +68,7 @@ def test_where_cuts_leave_too_few_the_gaps_are_infinite() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_noise_is_added_as_on_a_cpu(dtype: torch.dtype) -> None:
+def test_triton_noise_equals_torch(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(len(SAMPLINGS), 3, 3000, generator=generator).to(dtype).to(DEVICE)
     logits[0, 1, 7] = -torch.inf
@@ -102,7 +102,7 @@ def fed_rows(
 
 
 @graphs
-def test_graphs_draft_what_the_eager_way_drafts() -> None:
+def test_captured_drafts_equal_eager_drafts() -> None:
     model = llama()
     assert model.capturable
     shapes = [
@@ -129,7 +129,7 @@ def test_graphs_draft_what_the_eager_way_drafts() -> None:
 
 
 @graphs
-def test_a_loop_copies_pages_first() -> None:
+def test_captured_forks_copy_pages_first() -> None:
     model = llama()
     shapes = make_shapes(rows=(2, 4), query_lens=(1,), num_tokens=(4,), fanout=2)
     drafter = DraftModelLoops(model, LoopCapture(shapes, CudaGraphs(), triton_sampler()))
@@ -147,7 +147,7 @@ def test_a_loop_copies_pages_first() -> None:
 
 
 @graphs
-def test_branches_that_share_pages_are_drafted_as_each_alone(
+def test_captured_branches_with_shared_pages_equal_each_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(loop_inputs, "_SHARING_ROWS", 1)

@@ -86,7 +86,7 @@ def _drafts(
 
 @pytest.mark.parametrize("tree_width", [1, 4])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafts_are_those_of_a_cpu(
+def test_recurrent_drafts_equal_those_of_cpu(
     kind: str, tmp_path: Path, temperature: float, tree_width: int
 ) -> None:
     """In float32, but for near ties; in bfloat16 most of what comes first."""
@@ -121,7 +121,7 @@ class Counted:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", one_shot_drafts.HEADS)
 @pytest.mark.parametrize("tree_width", [1, 4])
-def test_recorded_guesses_make_the_trees_of_the_eager_way(
+def test_captured_guesses_equal_eager_guesses(
     name: str, tree_width: int, dtype: torch.dtype
 ) -> None:
     """But for near ties: their first nodes, which matter most, are the same."""
@@ -129,8 +129,8 @@ def test_recorded_guesses_make_the_trees_of_the_eager_way(
     shapes = one_shot_shapes(max_rows=4, max_depth=one_shot_drafts.DEPTH)
     head = one_shot_drafts.HEADS[name](dtype, CUDA)
     eager = one_shot_drafts.drafts(head, tree_width, None)
-    recording = LoopCapture(shapes, counted, triton_sampler())
-    found = one_shot_drafts.drafts(head, tree_width, recording)
+    capture = LoopCapture(shapes, counted, triton_sampler())
+    found = one_shot_drafts.drafts(head, tree_width, capture)
     same = [a.token_ids[:1] == b.token_ids[:1] for a, b in zip(found, eager, strict=True)]
     assert sum(same) >= 0.9 * len(same)
     if dtype is torch.float32:
@@ -148,15 +148,15 @@ def test_recorded_guesses_make_the_trees_of_the_eager_way(
     ],
 )
 @pytest.mark.parametrize("tree_width", [1, 4])
-def test_graphs_draft_what_the_eager_way_drafts(
+def test_captured_drafts_equal_eager_drafts(
     kind: str, tmp_path: Path, tree_width: int, dtype: torch.dtype, sampling: SamplingParams
 ) -> None:
     """But for near ties: products round by the shape of a batch."""
     shapes = recurrent_shapes(max_rows=4, max_draft_tokens=6, width=tree_width)
     counted = Counted()
-    recording = LoopCapture(shapes, counted, triton_sampler())
+    capture = LoopCapture(shapes, counted, triton_sampler())
     eager = _drafts(_load(kind, tmp_path, dtype, CUDA), sampling, tree_width)
-    found = _drafts(_load(kind, tmp_path, dtype, CUDA), sampling, tree_width, recording)
+    found = _drafts(_load(kind, tmp_path, dtype, CUDA), sampling, tree_width, capture)
     same = [a.token_ids[:1] == b.token_ids[:1] for a, b in zip(found, eager, strict=True)]
     assert sum(same) >= 0.8 * len(same)
     if dtype is torch.float32:

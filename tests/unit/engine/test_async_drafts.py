@@ -140,14 +140,14 @@ def texts(seed: int, *, behind: bool) -> tuple[list[dict[SessionKey, tuple[int, 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32))
-def test_what_is_drafted_behind_a_step_is_what_is_drafted_after_it(seed: int) -> None:
+def test_async_drafts_equal_drafts_after_the_step(seed: int) -> None:
     after, _ = texts(seed, behind=False)
     behind, trails = texts(seed, behind=True)
     assert behind == after
     assert trails > 0
 
 
-def test_nothing_is_drafted_anew_that_was_drafted_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_drafts_when_launched_are_not_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     world = Drafting(3)
     for key in range(4):
         world.open(key)
@@ -160,7 +160,7 @@ def test_nothing_is_drafted_anew_that_was_drafted_behind(monkeypatch: pytest.Mon
     assert sorted(drafts) == sorted(world.lengths)
 
 
-def test_without_free_pages_it_is_drafted_after_the_step() -> None:
+def test_async_drafts_without_pages_are_not_launched() -> None:
     world = Drafting(5, num_pages=32)
     for key in range(4):
         world.open(key)
@@ -183,7 +183,7 @@ def draft_model() -> DraftModelProposer:
     )
 
 
-def recorded_runner(model: PagedModel) -> DecodeGraphs:
+def captured_runner(model: PagedModel) -> DecodeGraphs:
     buckets = make_buckets(4, (1, K + 1))
     return DecodeGraphs(model, buckets, capture=rerun, choose_and_verify=choose_and_verify)
 
@@ -192,7 +192,7 @@ def run(
     requests: list[Request],
     *,
     drafts: bool,
-    runner: Callable[[PagedModel], StepRunner] = recorded_runner,
+    runner: Callable[[PagedModel], StepRunner] = captured_runner,
 ) -> tuple[int, dict[int, list[int]]]:
     model = recordable_llama(num_pages=96)
     config = EngineConfig(page_size=4, num_pages=96, max_num_seqs=4, max_model_len=100)
@@ -201,7 +201,7 @@ def run(
     return DraftingScorer(engine, draft_model() if drafts else None).run(requests)
 
 
-def test_a_scorer_that_drafts_behind_its_steps_says_what_the_target_says(
+def test_scorer_with_async_drafts_keeps_texts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counts: Counter[str] = Counter()
@@ -247,10 +247,10 @@ class Event:
 
 
 @pytest.mark.parametrize("samplings", [SAMPLINGS, (*SAMPLINGS, EDITED)], ids=["", "edited"])
-def test_it_drafts_behind_prompts_too(
+def test_async_drafts_behind_prompts_are_launched(
     samplings: tuple[SamplingParams, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a device, where steps that are not recorded are enqueued as well."""
+    """As on a device, where steps that are not captured are enqueued as well."""
     counts: Counter[str] = Counter()
     draft, take_device_drafts = DraftModelLoops.draft, DecodeInputs.take_device_drafts
 
@@ -275,25 +275,25 @@ def test_it_drafts_behind_prompts_too(
     assert counts["late"] > num_late / (2 if samplings is SAMPLINGS else 5)
 
 
-def test_a_step_that_is_not_recorded_waits_for_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eager_step_waits_for_async_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is packed with them: what stands for them would be refused."""
     requests = draw_requests(97)
-    recorded = run(requests, drafts=True)
+    captured = run(requests, drafts=True)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Runner, "launch", lambda runner, step: _Enqueued(runner, step))
-    assert run(requests, drafts=True, runner=Runner) == recorded
+    assert run(requests, drafts=True, runner=Runner) == captured
 
 
-def test_only_a_recorded_step_takes_late_drafts() -> None:
+def test_eager_runner_takes_no_device_drafts() -> None:
     model = recordable_llama()
-    runner = recorded_runner(model)
+    runner = captured_runner(model)
     assert runner.takes_device_drafts(4, K)
     assert not runner.takes_device_drafts(4, K + 1)
     assert not runner.takes_device_drafts(5, K)
     assert not Runner(model).takes_device_drafts(1, 1)
 
 
-def test_drafts_that_the_host_never_gets_cost_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_drafts_that_never_arrive_cost_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step verifies what the device has; nobody can say any more what that was."""
     requests = draw_requests(97)
     _, plain = run(requests, drafts=False)

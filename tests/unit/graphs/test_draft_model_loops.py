@@ -1,4 +1,4 @@
-"""Recorded draft loops say what the eager ones say, whatever fills up their rows."""
+"""Captured draft loops say what the eager ones say, whatever fills up their rows."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def expected(model: Recordable, rows: Rows, ready: list[ReadyRow]) -> list[list[
 
 
 @pytest.mark.parametrize("make", [RecordableHashModel, recordable_llama])
-def test_chains_equal_the_eager_ones(make: Callable[..., Recordable]) -> None:
-    """Any number of rows, also more than a loop holds; any catch-up, also longer than recorded."""
+def test_captured_chains_for_any_rows_equal_eager_chains(make: Callable[..., Recordable]) -> None:
+    """Any number of rows, also more than a loop holds; any catch-up, also longer than captured."""
     model = make(num_pages=220)
     drafter = drafter_of(model)
     for seed in range(40):
@@ -104,7 +104,7 @@ def test_chains_equal_the_eager_ones(make: Callable[..., Recordable]) -> None:
         assert drafter.draft(rows.slices, ready) == expected(model, rows, ready)
 
 
-def test_rows_that_only_catch_up_go_along() -> None:
+def test_captured_chains_with_prompt_rows_feed_them() -> None:
     model = RecordableHashModel()
     rows = Rows(model, random.Random(1))
     rows.add(9, 1, 3)
@@ -114,7 +114,7 @@ def test_rows_that_only_catch_up_go_along() -> None:
     assert drafter_of(model).draft(rows.slices, ready) == expected(model, rows, ready)
 
 
-def test_of_prompts_all_but_the_last_tokens_are_fed_at_once_and_the_rest_is_recorded(
+def test_captured_chains_after_prompts_feed_all_but_last_token_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = RecordableHashModel()
@@ -138,7 +138,9 @@ def test_of_prompts_all_but_the_last_tokens_are_fed_at_once_and_the_rest_is_reco
     assert launched == [(29, 19)]
 
 
-def test_prompts_are_fed_by_recorded_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_chains_with_prefill_graphs_launch_no_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = recordable_llama(num_pages=220)
     model._backend = by_tensors
     rows = Rows(model, random.Random(4))
@@ -155,7 +157,7 @@ def test_prompts_are_fed_by_recorded_forwards(monkeypatch: pytest.MonkeyPatch) -
     assert not drafter.feed([row._replace(token_ids=[1] * 99) for row in rows.slices[:2]])
 
 
-def test_a_row_at_the_end_of_the_model_is_drafted_for_within_it() -> None:
+def test_captured_chains_at_model_length_stay_within_it() -> None:
     """Loops are longer than what is left: what they draft beyond is cut, and harms no one."""
     for make in (RecordableHashModel, recordable_llama):
         model = make(num_pages=100)
@@ -169,7 +171,7 @@ def test_a_row_at_the_end_of_the_model_is_drafted_for_within_it() -> None:
 
 
 @pytest.mark.parametrize("make", [RecordableHashModel, recordable_llama])
-def test_forks_equal_the_eager_ones(make: Callable[..., Recordable]) -> None:
+def test_captured_forks_for_any_rows_equal_eager_forks(make: Callable[..., Recordable]) -> None:
     model = make(num_pages=220)
     drafter = drafter_of(model)
     for seed in range(20):
@@ -188,11 +190,11 @@ def test_forks_equal_the_eager_ones(make: Callable[..., Recordable]) -> None:
             )
 
 
-def test_a_proposer_drafts_the_same_with_recorded_loops() -> None:
+def test_draft_model_proposer_with_captured_loops_drafts_the_same() -> None:
     drafts: list[list[tuple[int, ...]]] = []
-    for recorded in (False, True):
+    for captured in (False, True):
         model = RecordableHashModel(num_pages=100)
-        drafter = drafter_of(model) if recorded else None
+        drafter = drafter_of(model) if captured else None
         proposer = DraftModelProposer(
             model, name="hash", limits=ProposerLimits(prefill_budget=30), chain_drafter=drafter
         )
@@ -217,26 +219,24 @@ def test_a_proposer_drafts_the_same_with_recorded_loops() -> None:
 
 
 @pytest.mark.parametrize(("max_sessions", "max_branches"), [(1, 0), (5, 3), (256, 8)])
-def test_a_proposer_records_a_loop_for_all_that_its_rounds_bring(
-    max_sessions: int, max_branches: int
-) -> None:
+def test_loop_shapes_for_any_limits_hold_all_rounds(max_sessions: int, max_branches: int) -> None:
     shapes = loop_shapes(max_sessions=max_sessions, max_draft_tokens=5, max_branches=max_branches)
     assert len(shapes) == len(set(shapes))
 
-    def recorded(rows: int, query_len: int, fanout: int) -> bool:
+    def captured(rows: int, query_len: int, fanout: int) -> bool:
         return any(
             shape.rows >= rows and shape.query_len >= query_len and shape.fanout == fanout
             for shape in shapes
             if shape.num_tokens == (4 if fanout else 5) and not shape.cut
         )
 
-    assert recorded(min(128, max_sessions), 16, 0)
-    assert recorded(max_sessions, 2, 0)
+    assert captured(min(128, max_sessions), 16, 0)
+    assert captured(max_sessions, 2, 0)
     assert LoopShape(1, 1, 5) in shapes
     if max_branches:
         fanout = max(shape.fanout for shape in shapes)
-        assert recorded(min(128, max_sessions), 16, fanout)
-        assert recorded(max_sessions, 2, fanout)
-        assert recorded(min(256, max_sessions * max_branches), 1, fanout)
+        assert captured(min(128, max_sessions), 16, fanout)
+        assert captured(max_sessions, 2, fanout)
+        assert captured(min(256, max_sessions * max_branches), 1, fanout)
         longer = [shape for shape in shapes if shape.fanout and not shape.num_tokens]
         assert longer, "branches are made longer by a token"

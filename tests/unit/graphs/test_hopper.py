@@ -17,7 +17,7 @@ _UNIT = 128  # in which they are handed out
 
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(("groups", "resident"), [(2, 1), (2, 2), (4, 1)])
-def test_blocks_and_sums_fit_into_shared_memory(groups: int, resident: int, int8: bool) -> None:
+def test_hopper_tilings_fit_into_shared_memory(groups: int, resident: int, int8: bool) -> None:
     for rows in range(8, 97 if int8 else 161, 8):
         variant = Variant(rows, groups, resident, 3, False, True, int8)
         block = 128 * (64 * groups + rows * (2 if int8 else 1))
@@ -28,7 +28,7 @@ def test_blocks_and_sums_fit_into_shared_memory(groups: int, resident: int, int8
         assert resident * (-(-taken // _UNIT) * _UNIT + _SYSTEM) <= _MULTIPROCESSOR
 
 
-def test_tensor_cores_are_told_of_every_sum() -> None:
+def test_hopper_source_declares_every_accumulator() -> None:
     for rows, int8 in itertools.product((8, 40, 96), (False, True)):
         source = Variant(rows, 2, 1, 1, False, False, int8).source()
         columns = 2 * rows if int8 else rows  # two planes
@@ -40,7 +40,7 @@ def test_tensor_cores_are_told_of_every_sum() -> None:
         assert f"%{columns // 2 + 1}, p" in source  # its two operands come behind them
 
 
-def test_variants_differ_in_their_source() -> None:
+def test_hopper_variants_differ_in_source() -> None:
     first = Variant(40, 2, 1, 3, False, True, False)
     for other in (
         Variant(48, 2, 1, 3, False, True, False),
@@ -54,7 +54,7 @@ def test_variants_differ_in_their_source() -> None:
         assert other.source() != first.source()
 
 
-def test_what_fails_to_load_is_said_once_and_left_out(
+def test_hopper_when_load_fails_warns_once_and_is_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: object) -> None:

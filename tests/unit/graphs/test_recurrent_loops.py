@@ -1,4 +1,4 @@
-"""Recorded loops of draft modules say what the eager way says, whatever fills up their rows."""
+"""Captured loops of draft modules equal eager ones, whatever fills up their rows."""
 
 from __future__ import annotations
 
@@ -146,16 +146,18 @@ class Said:
 
 @pytest.mark.parametrize("tree_width", [1, 4])
 @pytest.mark.parametrize("kind", HEADS)
-def test_drafts_are_those_of_the_eager_way(kind: str, tree_width: int, tmp_path: Path) -> None:
+def test_captured_drafts_for_any_rows_equal_eager_drafts(
+    kind: str, tree_width: int, tmp_path: Path
+) -> None:
     """Prompts, catch-ups, numbers of rows and drafts that loops hold and that none holds."""
     for seed in range(2):
         counted = Counted()
-        eager, recorded = (
+        eager, captured = (
             Said(proposer_of(head, tree_width, record), head.features.width, seed)
             for record in (None, counted)
             for head in [HEADS[kind](tmp_path / "files", CPU)]
         )
-        assert recorded.drafts == eager.drafts
+        assert captured.drafts == eager.drafts
         assert sum(len(tree.token_ids) for _, tree in eager.drafts) > 60
         assert counted.repeated > 10
         branched = any(not tree.is_chain for key, tree in eager.drafts if key != 5)
@@ -164,7 +166,7 @@ def test_drafts_are_those_of_the_eager_way(kind: str, tree_width: int, tmp_path:
 
 @pytest.mark.parametrize("tree_width", [1, 4])
 @pytest.mark.parametrize("kind", HEADS)
-def test_nothing_that_is_recorded_waits_for_the_device(
+def test_recurrent_loop_under_capture_never_waits_for_device(
     kind: str, tree_width: int, tmp_path: Path
 ) -> None:
     device = torch.device("meta")
@@ -183,7 +185,7 @@ def test_nothing_that_is_recorded_waits_for_the_device(
 
 @pytest.mark.parametrize("width", [1, 8])
 @pytest.mark.parametrize("max_rows", [1, 5, 256])
-def test_a_proposer_records_a_loop_for_what_its_rounds_bring(max_rows: int, width: int) -> None:
+def test_recurrent_shapes_for_any_limits_hold_all_rounds(max_rows: int, width: int) -> None:
     """After a draft of k tokens at most k + 1 rows are to be fed."""
     shapes = recurrent_shapes(max_rows=max_rows, max_draft_tokens=16, width=width)
     assert len(shapes) == len(set(shapes))
@@ -197,7 +199,7 @@ def test_a_proposer_records_a_loop_for_what_its_rounds_bring(max_rows: int, widt
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_a_head_names_its_products_in_the_order_of_a_round(
+def test_head_uses_name_its_products_in_order(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = HEADS[kind](tmp_path / "heads", CPU)

@@ -83,7 +83,7 @@ def proposer_of(head: MtpHead, tree_width: int, num_draft_tokens: int = 4) -> Re
 
 @pytest.mark.parametrize("tree_width", [1, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_drafts_are_those_of_the_formula_whatever_was_rejected(
+def test_mtp_drafts_after_any_rejection_equal_the_formula(
     case: str, tree_width: int, tmp_path: Path
 ) -> None:
     make, as_reference = CASES[case]
