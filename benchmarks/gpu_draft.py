@@ -31,7 +31,7 @@ from benchmarks.gpu import copy_bandwidth, gpu_name, wall_ms
 from benchmarks.inflate import SHAPES
 from outrider.drafting.ahead.branches import Branch, Trunk, draft_branches, drop
 from outrider.drafting.draft_model.loops import DraftModelLoops, EagerForks
-from outrider.drafting.drafters import ForkDrafter, ReadyRow
+from outrider.drafting.drafters import DraftInput, ForkDrafter
 from outrider.drafting.graphs.chains import draft_chains
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.drafting.graphs.loops import TORCH_SAMPLER, LoopCapture, make_shapes
@@ -123,15 +123,18 @@ class Bench:
             RowSlice([7] * (1 + i % 2), args.context - 1 - i % 2, self.tables[i], 1)
             for i in range(sessions)
         ]
-        ready = [ReadyRow(args.context, args.num_tokens, params) for params in sampling]
+        rows = [
+            DraftInput(row, args.num_tokens, params)
+            for row, params in zip(slices, sampling, strict=True)
+        ]
         shape = LoopShape(sessions, 2, args.num_tokens)
         return self._row(
             (sessions, 0, temperature),
             args.num_tokens,
             bandwidth,
-            lambda: self.graphs.draft(slices, ready),
+            lambda: self.graphs.draft(rows),
             lambda: self._inputs.fill(shape, slices, sampling),
-            lambda: draft_chains(self.model, slices, ready),
+            lambda: draft_chains(self.model, rows),
         )
 
     def branches(self, sessions: int, each: int, temperature: float, bandwidth: float) -> Row:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -15,13 +15,31 @@ from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.params import SamplingParams
 
 
-class ReadyRow(NamedTuple):
-    """A row whose catch-up tokens end its committed text of `length` tokens."""
+@dataclass(frozen=True, slots=True)
+class DraftInput:
+    """A row of a round: tokens to feed, which end the text if a draft is wanted after them."""
 
-    length: int
-    wanted: int  # draft tokens, at least 1
+    slice: RowSlice
+    wanted: int  # draft tokens; 0: none
     sampling: SamplingParams
     mask: ConstraintEditor | None = None  # stands after the committed text; used up
+    features: Tensor | None = None  # of the tokens: bfloat16 [tokens, width] on the host
+
+    @property
+    def end(self) -> int:
+        return self.slice.start + len(self.slice.token_ids)
+
+    def split(self) -> tuple[DraftInput, DraftInput]:
+        """Return all tokens but the last, without a draft, and the last with the draft."""
+        tokens, start, features = self.slice.token_ids, self.slice.start, self.features
+        begin = self.slice._replace(token_ids=tokens[:-1])
+        last = self.slice._replace(token_ids=tokens[-1:], start=start + len(tokens) - 1)
+        if features is None:
+            return replace(self, slice=begin, wanted=0), replace(self, slice=last)
+        return (
+            replace(self, slice=begin, wanted=0, features=features[:-1]),
+            replace(self, slice=last, features=features[-1:]),
+        )
 
 
 class ChainDrafter(Protocol):
@@ -32,8 +50,8 @@ class ChainDrafter(Protocol):
         """The most tokens to catch up, of all rows together, for which it is faster."""
         ...
 
-    def draft(self, slices: Sequence[RowSlice], ready: Sequence[ReadyRow]) -> list[list[int]]:
-        """Feed `slices`, then draft a chain for each of as many `ready`."""
+    def draft(self, rows: Sequence[DraftInput]) -> list[list[int]]:
+        """Feed rows and draft a chain for each; most tokens wanted first."""
         ...
 
     def feed(self, slices: Sequence[RowSlice]) -> bool:

@@ -16,7 +16,7 @@ if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 
 from outrider.drafting.draft_model.loops import DraftModelLoops  # noqa: E402
-from outrider.drafting.drafters import ReadyRow  # noqa: E402
+from outrider.drafting.drafters import DraftInput  # noqa: E402
 from outrider.drafting.graphs import loop_inputs  # noqa: E402
 from outrider.drafting.graphs.chains import draft_chains, draft_forks  # noqa: E402
 from outrider.drafting.graphs.loops import (  # noqa: E402
@@ -118,11 +118,11 @@ def test_captured_drafts_equal_eager_drafts() -> None:
         rng = random.Random(seed)
         short, whole = fed_rows(model, rng, rng.randint(1, 8), 5)
         sampling = [rng.choice(SAMPLINGS) for _ in short]
-        ready = [
-            ReadyRow(len(row.token_ids), 4, params)
-            for row, params in zip(whole, sampling, strict=True)
+        pairs = [
+            [DraftInput(row, 4, params) for row, params in zip(rows, sampling, strict=True)]
+            for rows in (short, whole)
         ]
-        assert drafter.draft(short, ready) == draft_chains(model, whole, ready)
+        assert drafter.draft(pairs[0]) == draft_chains(model, pairs[1])
         forks = drafter.forks(short, sampling, 4, 3)
         eager = draft_forks(model, whole, sampling, 4, 3)
         assert forks.candidates.tolist() == eager.candidates.tolist()

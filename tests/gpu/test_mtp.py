@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from outrider.drafting.building.loops import recurrent_shapes
-from outrider.drafting.drafters import ReadyRow
+from outrider.drafting.drafters import DraftInput
 from outrider.drafting.graphs.loops import LoopCapture, triton_sampler
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
 from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
@@ -101,12 +101,13 @@ def test_captured_drafts_equal_eager_drafts(folders: tuple[Path, Path], width: i
     tokens = [(7 * i) % made.VOCAB_SIZE for i in range(23)]
     table = [5, 1, 3, 2]
     prompt = RowSlice(tokens[:20], 0, table, 1)
-    loops.chains([prompt], [states[:20]], [])
-    for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=4)):
-        row, ready = RowSlice(tokens[20:], 20, table, 1), ReadyRow(24, 5, params)
-        given = [row], [states[20:]], [ready]
+    greedy = SamplingParams(temperature=0.0)
+    loops.chains([DraftInput(prompt, 0, greedy, features=states[:20])])
+    for params in (greedy, SamplingParams(temperature=1.0, seed=4)):
+        row = RowSlice(tokens[20:], 20, table, 1)
+        given = [DraftInput(row, 5, params, features=states[20:])]
         if width == 1:
-            assert loops.chains(*given) == loops._eager_chains(*given)
+            assert loops.chains(given) == loops._eager_chains(given)
         else:
-            trees, found = loops._eager_trees(*given), loops.trees(*given)
+            trees, found = loops._eager_trees(given), loops.trees(given)
             assert found[0][0][:2] == trees[0][0][:2]  # but for near ties

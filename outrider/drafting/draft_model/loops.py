@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafting.drafters import AsyncLine, AsyncLoop, Forks, ReadyRow
+from outrider.drafting.drafters import AsyncLine, AsyncLoop, DraftInput, Forks
 from outrider.drafting.graphs.chains import draft_chains, draft_forks, run_loop
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
-from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture, Numbered, read_chains
+from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture, read_chains
 from outrider.engine.batch import Model, PackedBatch, RowSlice
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.staging import PageLayout
@@ -96,18 +96,14 @@ class DraftModelLoops:
         self._inputs = LoopInputs(capture.shapes, layout)
         self._loops = CapturedLoops(capture, self._inputs, self._loop, _output_shape)
 
-    def draft(self, slices: Sequence[RowSlice], ready: Sequence[ReadyRow]) -> list[list[int]]:
+    def draft(self, rows: Sequence[DraftInput]) -> list[list[int]]:
         """Return what `draft_chains` returns, by captured loops where they hold the rows."""
+        return self._loops.drafts(rows, read_chains, self._draft_eagerly)
 
-        def feed(long: Numbered) -> None:
-            rows = [*long.values()]
-            if not self.feed(rows):
-                draft_chains(self._model, rows, ())
-
-        def eager(rows: Numbered) -> list[list[int]]:
-            return draft_chains(self._model, [*rows.values()], [ready[i] for i in rows])
-
-        return self._loops.drafts(slices, ready, read_chains, feed, eager)
+    def _draft_eagerly(self, rows: Sequence[DraftInput]) -> list[list[int]]:
+        if not rows[0].wanted and self.feed([row.slice for row in rows]):
+            return []
+        return draft_chains(self._model, rows)
 
     def launch_after_verify(
         self,

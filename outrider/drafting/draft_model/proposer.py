@@ -213,8 +213,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
         drafts: list[tuple[list[int], Sequence[DraftProbs | None]]]
         drafts = [(chain, ()) for chain in chains]
         if sampled:
-            slices, ready = [row.slice() for row in sampled], [row.ready() for row in sampled]
-            drafts += sample_chains(self._model, slices, ready)
+            drafts += sample_chains(self._model, [row.input() for row in sampled])
         forward_s = self._clock() - started
         drafted = iter(drafts)
         for row in (*forked, *others, *sampled):
@@ -308,17 +307,18 @@ class DraftModelProposer(SessionMethod[DraftState]):
         return any(dropped)
 
     def _run_chains(self, rows: list[DraftRow]) -> list[list[int]]:
-        slices = [row.slice() for row in rows]
-        ready = [row.ready() for row in rows if row.wanted]
+        """Feed rows, those that want drafts first, and return the drafts."""
         fast = self._chain_drafter
+        inputs = [row.input() for row in rows]
+        ready = [row for row in inputs if row.wanted]
+        num_tokens = sum([len(row.slice.token_ids) for row in ready])
         chains: list[list[int]] = []
-        num_tokens = sum([len(row.token_ids) for row in slices[: len(ready)]])
         masked = any(row.mask is not None for row in ready)
         if fast and ready and num_tokens <= fast.max_tokens and not masked:
-            chains = fast.draft(slices[: len(ready)], ready)
-            slices, ready = slices[len(ready) :], []
-        if slices and (ready or not (fast and fast.feed(slices))):
-            chains += draft_chains(self._model, slices, ready)
+            chains, inputs = fast.draft(ready), inputs[len(ready) :]
+            ready = []
+        if inputs and (ready or not (fast and fast.feed([row.slice for row in inputs]))):
+            chains += draft_chains(self._model, inputs)
         return chains
 
 

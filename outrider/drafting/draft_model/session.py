@@ -9,7 +9,7 @@ from outrider.draft_tree import DraftTree
 from outrider.drafting.ahead.branches import Trunk
 from outrider.drafting.ahead.lookahead import Lookahead
 from outrider.drafting.ahead.outcomes import Outcomes
-from outrider.drafting.drafters import ReadyRow
+from outrider.drafting.drafters import DraftInput
 from outrider.drafting.masks import DraftMask
 from outrider.drafting.proposer import Follower, SessionKey, SessionStart
 from outrider.drafting.session_pages import PageCache
@@ -138,8 +138,7 @@ class DraftRow:
         tokens = self.state.follower.tokens[self.start : self.end]
         return RowSlice(tokens, self.start, self.state.block_table, 1)
 
-    def ready(self) -> ReadyRow:
-        """Return the input of a drafter, for a row that drafts."""
+    def input(self) -> DraftInput:
         follower, mask = self.state.follower, self.state.mask
-        editor = None if mask is None else mask.after(follower.tokens)
-        return ReadyRow(self.end, self.wanted, follower.sampling, editor)
+        editor = mask.after(follower.tokens) if mask is not None and self.wanted else None
+        return DraftInput(self.slice(), self.wanted, follower.sampling, editor)

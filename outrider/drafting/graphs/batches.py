@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.drafting.drafters import ReadyRow
+from outrider.drafting.drafters import DraftInput
 from outrider.engine.attention.tree_mask import TreeMask
-from outrider.engine.batch import PackedBatch, RowSlice, pack
+from outrider.engine.batch import PackedBatch, pack
 from outrider.engine.graphs.staging import PageLayout
 from outrider.engine.sampling.coupled import Lane, SamplingBatch
 
@@ -95,29 +95,29 @@ def row_starts(num_rows: int, each: int, device: torch.device) -> Tensor:
 
 
 def eager_batches(
-    slices: Sequence[RowSlice],
-    ready: Sequence[ReadyRow],
+    rows: Sequence[DraftInput],
     layout: PageLayout,
     *,
     lead: int = 1,
     lane: Lane = Lane.SHARED,
     num_fed: int | None = None,
 ) -> LoopBatches:
-    """Return the batches of a loop over `slices` that runs eagerly, without padding.
+    """Return the batches of a loop that runs eagerly, without padding.
 
-    The first of the slices are `ready`, ordered by `wanted`, largest first. Their page tables cover
+    Rows are ordered by `wanted`, largest first. Page tables of those that want drafts cover
     `num_fed` tokens more, by default as many as a chain feeds. `lead` is the distance of a drawn
     token from the position that it is drawn at.
     """
+    ready = [row for row in rows if row.wanted]
     device, page_size, count = layout.device, layout.page_size, len(ready)
-    ends = [row.start + len(row.token_ids) for row in slices[:count]]
+    ends = [row.end for row in ready]
     wanted = [row.wanted for row in ready]
     if num_fed is None:
         num_fed = wanted[0] - 1
     places = np.asarray(ends, np.int64) + np.arange(num_fed)[:, None]  # [fed, rows]
     table = np.zeros((count, -(-(max(ends) + num_fed) // page_size)), np.int32)
-    for i, row in enumerate(slices[:count]):
-        pages = row.block_table[: table.shape[1]]
+    for i, row in enumerate(ready):
+        pages = row.slice.block_table[: table.shape[1]]
         table[i, : len(pages)] = pages
     slots = table[np.arange(count), places // page_size] * page_size + places % page_size
     fed = np.minimum(places, layout.max_model_len - 1)  # only nodes of no use lie beyond
@@ -128,7 +128,7 @@ def eager_batches(
         params = [row.sampling for row in ready]
         sampling = SamplingBatch.build(params, lengths, device, [lane] * count)
     return LoopBatches(
-        catch_up=pack(slices, page_size, device),
+        catch_up=pack([row.slice for row in rows], page_size, device),
         sampling=sampling,
         table=torch.from_numpy(table).to(device, non_blocking=True),
         fed=columns[0],

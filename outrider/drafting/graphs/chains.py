@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.draft_tree import DraftProbs
-from outrider.drafting.drafters import Forks, ReadyRow
+from outrider.drafting.drafters import DraftInput, Forks
 from outrider.drafting.graphs.batches import LoopBatches, eager_batches
 from outrider.drafting.likeliest import draw_of_likeliest, possible, top_candidates
 from outrider.engine.batch import PackedBatch, RowSlice, pack
@@ -49,21 +49,19 @@ def run_loop(
     return drawn
 
 
-def draft_chains(
-    model: DraftForward, slices: Sequence[RowSlice], ready: Sequence[ReadyRow], lead: int = 1
-) -> list[list[int]]:
-    """Feed `slices`, then draft a chain for each of `ready`, as `eager_batches` takes them.
+def draft_chains(model: DraftForward, rows: Sequence[DraftInput], lead: int = 1) -> list[list[int]]:
+    """Feed rows, as `eager_batches` takes them, and draft a chain for each that wants one.
 
     No token comes to the host before the end, unless a row is masked.
     """
     with torch.inference_mode():
-        if not ready:
-            feed(model, slices)
+        if not rows[0].wanted:
+            feed(model, rows)
             return []
-        batches = eager_batches(slices, ready, layout_of(model), lead=lead)
-        drawn = run_loop(model.forward, batches, ready[0].wanted, _masked(_choose, ready))
+        batches = eager_batches(rows, layout_of(model), lead=lead)
+        drawn = run_loop(model.forward, batches, rows[0].wanted, _masked(_choose, rows))
         flat = torch.cat([tokens for (tokens,) in drawn]).tolist()
-    chains: list[list[int]] = [[] for _ in ready]
+    chains: list[list[int]] = [[] for row in rows if row.wanted]
     start = 0
     for (part,) in drawn:
         for chain, token in zip(chains, flat[start : start + len(part)], strict=False):
@@ -73,19 +71,19 @@ def draft_chains(
 
 
 def sample_chains(
-    model: DraftForward, slices: Sequence[RowSlice], ready: Sequence[ReadyRow], lead: int = 1
+    model: DraftForward, rows: Sequence[DraftInput], lead: int = 1
 ) -> list[tuple[list[int], list[DraftProbs | None]]]:
     """Draft chains as `draft_chains`, for rejection: with noise of their own and distributions.
 
-    All rows are ready, and none is greedy.
+    All rows want drafts, and none is greedy.
     """
-    chains: list[tuple[list[int], list[DraftProbs | None]]] = [([], []) for _ in ready]
+    chains: list[tuple[list[int], list[DraftProbs | None]]] = [([], []) for _ in rows]
     with torch.inference_mode():
-        batches = eager_batches(slices, ready, layout_of(model), lead=lead, lane=Lane.DRAFT)
-        drawn = run_loop(model.forward, batches, ready[0].wanted, _masked(_draw_sampled, ready))
+        batches = eager_batches(rows, layout_of(model), lead=lead, lane=Lane.DRAFT)
+        drawn = run_loop(model.forward, batches, rows[0].wanted, _masked(_draw_sampled, rows))
         for parts in drawn:
-            rows = zip(chains, *(part.tolist() for part in parts), strict=False)
-            for (tokens, drawn_from), token, *likeliest in rows:
+            by_row = zip(chains, *(part.tolist() for part in parts), strict=False)
+            for (tokens, drawn_from), token, *likeliest in by_row:
                 tokens.append(token)
                 drawn_from.append(possible(*likeliest))
     return chains
@@ -102,8 +100,8 @@ def draft_forks(
 
     The last token of a chain is fed, too: page tables must cover `num_tokens` more than the slices.
     """
-    ready = [
-        ReadyRow(row.start + len(row.token_ids), num_tokens + 1, params)
+    rows = [
+        DraftInput(row, num_tokens + 1, params)
         for row, params in zip(slices, sampling, strict=True)
     ]
 
@@ -112,16 +110,17 @@ def draft_forks(
         return top[:, 0], top, gaps
 
     with torch.inference_mode():
-        batches = eager_batches(slices, ready, layout_of(model))
+        batches = eager_batches(rows, layout_of(model))
         drawn = run_loop(model.forward, batches, num_tokens + 1, draw)
         _, tops, gaps = zip(*drawn, strict=True)
         candidates = torch.stack(tops, dim=1).to(torch.int32).cpu()
         return Forks(candidates.numpy(), torch.stack(gaps, dim=1).cpu().numpy())
 
 
-def feed(model: DraftForward, slices: Sequence[RowSlice]) -> None:
-    """Feed `slices` and wait for the device, because its time belongs to this round."""
-    logits = model.forward(pack(slices, model.page_size, model.device))
+def feed(model: DraftForward, rows: Sequence[DraftInput]) -> None:
+    """Feed rows and wait for the device, because its time belongs to this round."""
+    batch = pack([row.slice for row in rows], model.page_size, model.device)
+    logits = model.forward(batch)
     logits[-1:, :1].tolist()
 
 
@@ -139,9 +138,9 @@ def _draw_sampled(logits: Tensor, batch: SamplingBatch | None) -> tuple[Tensor, 
     return draw_of_likeliest(logits, batch)
 
 
-def _masked(draw: Draw, ready: Sequence[ReadyRow]) -> Draw:
+def _masked(draw: Draw, rows: Sequence[DraftInput]) -> Draw:
     """Return `draw` within the rows' constraints, which waits for the tokens if there are any."""
-    masks = [(i, row.mask) for i, row in enumerate(ready) if row.mask is not None]
+    masks = [(i, row.mask) for i, row in enumerate(rows) if row.mask is not None]
     if not masks:
         return draw
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, TypeVar
@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafting.drafters import ReadyRow
+from outrider.drafting.drafters import DraftInput
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
 from outrider.drafting.likeliest import cut_to_likeliest, noised, top_candidates
 from outrider.engine.batch import RowSlice
@@ -30,8 +30,6 @@ from outrider.engine.sampling.coupled import SamplingBatch, sample
 from outrider.params import SamplingParams
 
 Draft = TypeVar("Draft")
-Numbered = Mapping[int, RowSlice]
-"""Rows of a batch, by their place in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,40 +122,47 @@ class CapturedLoops:
 
     def drafts(
         self,
-        slices: Sequence[RowSlice],
-        ready: Sequence[ReadyRow],
+        rows: Sequence[DraftInput],
         read: Callable[[NDArray[np.int32], Sequence[int]], list[Draft]],
-        feed: Callable[[Numbered], None],
-        eager: Callable[[Numbered], list[Draft]],
-        load: Callable[[Numbered], None] = lambda rows: None,  # noqa: ARG005
+        eager: Callable[[Sequence[DraftInput]], list[Draft]],
+        load: Callable[[Sequence[DraftInput]], None] = lambda rows: None,  # noqa: ARG005
     ) -> list[Draft]:
-        """Feed `slices`, then make a draft for each of `ready`, which are the first of them.
+        """Feed rows, most tokens wanted first, and make a draft for each that wants one.
 
-        `read` makes them from a loop's output and the number of tokens that each row wants. `feed`
-        feeds what no loop catches up. `load` brings what the next loop's rows need besides their
-        slices. `eager` drafts for rows that no loop holds.
+        `read` makes drafts of a loop's output and the numbers of tokens wanted. `load` brings what
+        the next loop's rows need besides their slices. `eager` feeds or drafts what no loop holds.
         """
         # A mask looks at every token before the next: no loop is that long.
-        wanted = [row.wanted if row.mask is None else sys.maxsize for row in ready]
-        sampling = [row.sampling for row in ready]
-        if len(slices) == len(ready):  # as nearly always
-            shape = self.find(slices, sampling, max(wanted), 0)
-            if shape is not None:
-                load(dict(enumerate(slices)))
-                return read(self.run(shape, slices, sampling), wanted)
-        left = self._feed_long(slices, ready, feed)
-        pieces, others = self.divide(left, wanted, 0)
+        wanted = [row.wanted if row.mask is None else sys.maxsize for row in rows if row.wanted]
+        if len(wanted) == len(rows):  # as nearly always
+            drafted = self._draft(rows, wanted, read, load)
+            if drafted is not None:
+                return drafted
+        left = self._feed_long(rows, eager)
+        pieces, others = self.divide([row.slice for row in left], wanted, 0)
         drafts: dict[int, Draft] = {}
         for piece in pieces:
-            rows, theirs = [left[i] for i in piece], [wanted[i] for i in piece]
-            params = [sampling[i] for i in piece]
-            shape = self.find(rows, params, max(theirs), 0)
-            assert shape is not None
-            load(dict(zip(piece, rows, strict=True)))
-            drafts.update(zip(piece, read(self.run(shape, rows, params), theirs), strict=True))
+            drafted = self._draft([left[i] for i in piece], [wanted[i] for i in piece], read, load)
+            assert drafted is not None
+            drafts.update(zip(piece, drafted, strict=True))
         if others:
-            drafts.update(zip(others, eager({i: left[i] for i in others}), strict=True))
-        return [drafts[i] for i in range(len(ready))]
+            drafts.update(zip(others, eager([left[i] for i in others]), strict=True))
+        return [drafts[i] for i in range(len(left))]
+
+    def _draft(
+        self,
+        rows: Sequence[DraftInput],
+        wanted: Sequence[int],
+        read: Callable[[NDArray[np.int32], Sequence[int]], list[Draft]],
+        load: Callable[[Sequence[DraftInput]], None],
+    ) -> list[Draft] | None:
+        """Draft in one loop; None if no loop holds all of the rows."""
+        slices, sampling = [row.slice for row in rows], [row.sampling for row in rows]
+        shape = self.find(slices, sampling, max(wanted), 0)
+        if shape is None:
+            return None
+        load(rows)
+        return read(self.run(shape, slices, sampling), wanted)
 
     def divide(
         self, slices: Sequence[RowSlice], wanted: Sequence[int], fanout: int
@@ -224,24 +229,24 @@ class CapturedLoops:
         return lambda: self._output.read(output_shape)[:count]
 
     def _feed_long(
-        self,
-        slices: Sequence[RowSlice],
-        ready: Sequence[ReadyRow],
-        feed: Callable[[Numbered], None],
-    ) -> list[RowSlice]:
-        """Feed what no loop catches up and return the rest of the rows that are ready.
+        self, rows: Sequence[DraftInput], feed: Callable[[Sequence[DraftInput]], list[Draft]]
+    ) -> list[DraftInput]:
+        """Feed what no loop catches up and return the rest of the rows that want drafts.
 
-        Of a ready row that is all but the last token, whose logits the draft begins with. A draft
-        of its own would be many launches, and kernels that nobody compiled at start.
+        Of such a row that is all but the last token, whose logits the draft begins with. A draft of
+        its own would be many launches, and kernels that nobody compiled at start.
         """
-        left = list(slices[: len(ready)])
-        long = dict(enumerate(slices[len(ready) :], start=len(ready)))
-        for i, row in enumerate(ready):
-            tokens, start = left[i].token_ids, left[i].start
-            too_long = row.mask is None and not self._holds(len(tokens), row.wanted)
-            if too_long and self._holds(1, row.wanted):
-                long[i] = left[i]._replace(token_ids=tokens[:-1])
-                left[i] = left[i]._replace(token_ids=tokens[-1:], start=start + len(tokens) - 1)
+        left: list[DraftInput] = []
+        long: list[DraftInput] = []
+        for row in rows:
+            if not row.wanted:
+                long.append(row)
+                continue
+            too_long = not self._holds(len(row.slice.token_ids), row.wanted)
+            if row.mask is None and too_long and self._holds(1, row.wanted):
+                begin, row = row.split()
+                long.append(begin)
+            left.append(row)
         if long:
             feed(long)
         return left

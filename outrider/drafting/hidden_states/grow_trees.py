@@ -13,13 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafting.drafters import ReadyRow
+from outrider.drafting.drafters import DraftInput
 from outrider.drafting.graphs.batches import LoopBatches, eager_batches
 from outrider.drafting.graphs.chains import feed, layout_of
 from outrider.drafting.hidden_states.forward import LEAD, HeadForward
 from outrider.drafting.hidden_states.trees import Nodes, TargetDraws
 from outrider.engine.attention.tree_mask import MAX_TREE_NODES
-from outrider.engine.batch import RowSlice
 
 Level = tuple[Tensor, Tensor, Tensor]
 """Nodes of one level: tokens, parents' numbers and scores, each [rows, nodes]."""
@@ -34,10 +33,8 @@ def max_fed_nodes(num_nodes: int, width: int, *, captured: bool = False) -> int:
     return min(MAX_TREE_NODES, per_level * (num_nodes - 1))
 
 
-def draft_trees(
-    forward: HeadForward, slices: Sequence[RowSlice], ready: Sequence[ReadyRow], width: int
-) -> list[Nodes]:
-    """Feed `slices`, then draft a tree of `wanted` nodes for each of `ready`, the first of them.
+def draft_trees(forward: HeadForward, rows: Sequence[DraftInput], width: int) -> list[Nodes]:
+    """Feed rows, most nodes wanted first, and draft a tree for each that wants one.
 
     At most `width` nodes of a level get children, `width` each. A node whose children cannot be
     among the best gets none: where the module is sure, a tree costs what a chain does. Page tables
@@ -45,13 +42,13 @@ def draft_trees(
     those beside them.
     """
     with torch.inference_mode():
-        if not ready:
-            feed(forward, slices)
+        if not rows[0].wanted:
+            feed(forward, rows)
             return []
-        wanted = [row.wanted for row in ready]
+        wanted = [row.wanted for row in rows if row.wanted]
         width = min(width, wanted[0])
         num_fed = max_fed_nodes(wanted[0], width)
-        batches = eager_batches(slices, ready, layout_of(forward), lead=LEAD, num_fed=num_fed)
+        batches = eager_batches(rows, layout_of(forward), lead=LEAD, num_fed=num_fed)
         sizes = torch.tensor(wanted, device=forward.device)[:, None]
 
         def num_parents(levels: Sequence[Level], num_nodes: int) -> int:

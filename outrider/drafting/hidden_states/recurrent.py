@@ -15,10 +15,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from outrider.draft_tree import DraftTree
-from outrider.drafting.drafters import ReadyRow
+from outrider.drafting.drafters import DraftInput
 from outrider.drafting.hidden_states.forward import LEAD
 from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
 from outrider.drafting.hidden_states.session import FeatureMethod, FeatureSession
@@ -70,21 +68,16 @@ class _HeadRow:
     def length(self) -> int:
         return self.state.follower.length
 
-    def slice(self) -> RowSlice:
-        start = self.cache.computed
-        tokens = self.state.follower.tokens[start + 1 : self.end + 1]
-        return RowSlice(tokens, start, self.cache.block_table, 1)
-
-
-def _inputs_of(rows: list[_HeadRow]) -> tuple[list[RowSlice], list[Tensor], list[ReadyRow]]:
-    """Return the inputs of a `RecurrentDrafter`."""
-    features = [row.state.rows(row.cache.computed, row.end) for row in rows]
-    ready = [
-        ReadyRow(row.length, row.wanted, row.state.follower.sampling, row.mask)
-        for row in rows
-        if row.wanted
-    ]
-    return [row.slice() for row in rows], features, ready
+    def input(self) -> DraftInput:
+        start, follower = self.cache.computed, self.state.follower
+        tokens = follower.tokens[start + 1 : self.end + 1]
+        return DraftInput(
+            RowSlice(tokens, start, self.cache.block_table, 1),
+            self.wanted,
+            follower.sampling,
+            self.mask,
+            self.state.rows(start, self.end),
+        )
 
 
 class RecurrentProposer(FeatureMethod):
@@ -159,16 +152,16 @@ class RecurrentProposer(FeatureMethod):
         # Of all of these the first rows are those that a draft is wanted for.
         for i in range(0, len(trees), self._at_once):
             part = trees[i : i + self._at_once]
-            grown = self._drafter.trees(*_inputs_of(part))
+            grown = self._drafter.trees([row.input() for row in part])
             for row, (tokens, parents) in zip(part, grown, strict=False):
                 tree = DraftTree(row.length, tuple(tokens), tuple(parents))
                 done.drafts.append((row.state.key, tree))
         if chains:
-            drawn = self._drafter.chains(*_inputs_of(chains))
+            drawn = self._drafter.chains([row.input() for row in chains])
             for row, chain in zip(chains, drawn, strict=False):
                 done.drafts.append((row.state.key, DraftTree.chain(row.length, chain)))
         if sampled:
-            drawn_from = self._drafter.sampled_chains(*_inputs_of(sampled))
+            drawn_from = self._drafter.sampled_chains([row.input() for row in sampled])
             for row, (chain, probs) in zip(sampled, drawn_from, strict=True):
                 done.drafts.append((row.state.key, DraftTree.chain(row.length, chain, probs)))
         forward_s = time.perf_counter() - started

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.draft_tree import DraftProbs
-from outrider.drafting.drafters import ReadyRow
+from outrider.drafting.drafters import DraftInput
 from outrider.drafting.graphs.chains import draft_chains, run_loop, sample_chains
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
-from outrider.drafting.graphs.loops import CapturedLoops, Draft, LoopCapture, Numbered, read_chains
+from outrider.drafting.graphs.loops import CapturedLoops, Draft, LoopCapture, read_chains
 from outrider.drafting.hidden_states.forward import LEAD, FeatureRows, HeadForward
 from outrider.drafting.hidden_states.grow_trees import (
     draft_trees,
@@ -30,7 +30,6 @@ from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.drafting.hidden_states.trees import Nodes, TargetDraws
 from outrider.drafting.proposer import ProposerLimits
 from outrider.engine.attention.base import AttentionBackend
-from outrider.engine.batch import RowSlice
 from outrider.engine.graphs.staging import PageLayout
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.sampling.coupled import SamplingBatch
@@ -40,10 +39,9 @@ from outrider.errors import ConfigError
 class RecurrentDrafter:
     """Drafts with `head` over `pools`, which are its own. Raises `ConfigError` for too small ones.
 
-    All methods feed `slices` with their `features`, the states of each slice's tokens, bfloat16
-    [tokens, width] on the host, and then draft for each of `ready`, which are the first of them.
-    With `capture` loops are captured now, of the limits' tree width. They take the pools' last page
-    as their scratch page. Used from one thread.
+    All methods take rows with features, most tokens wanted first. With `capture` loops are captured
+    now, of the limits' tree width. They take the pools' last page as their scratch page. Used from
+    one thread.
     """
 
     def __init__(
@@ -81,64 +79,42 @@ class RecurrentDrafter:
         """Return the most slots that a tree of so many nodes takes."""
         return max_fed_nodes(num_tokens, self.limits.tree_width, captured=self.captured)
 
-    def chains(
-        self, slices: Sequence[RowSlice], features: Sequence[Tensor], ready: Sequence[ReadyRow]
-    ) -> list[list[int]]:
+    def chains(self, rows: Sequence[DraftInput]) -> list[list[int]]:
         """Draft as `draft_chains`."""
-        return self._drafts(slices, features, ready, read_chains, self._eager_chains)
+        return self._drafts(rows, read_chains, self._eager_chains)
+
+    def trees(self, rows: Sequence[DraftInput]) -> list[Nodes]:
+        """Draft as `draft_trees`."""
+        return self._drafts(rows, read_trees, self._eager_trees)
 
     def sampled_chains(
-        self, slices: Sequence[RowSlice], features: Sequence[Tensor], ready: Sequence[ReadyRow]
+        self, rows: Sequence[DraftInput]
     ) -> list[tuple[list[int], list[DraftProbs | None]]]:
         """Draft as `sample_chains`."""
-        return sample_chains(self._forward(features), slices, ready, LEAD)
-
-    def trees(
-        self, slices: Sequence[RowSlice], features: Sequence[Tensor], ready: Sequence[ReadyRow]
-    ) -> list[Nodes]:
-        """Draft as `draft_trees`."""
-        return self._drafts(slices, features, ready, read_trees, self._eager_trees)
-
-    def _eager_chains(
-        self, slices: Sequence[RowSlice], features: Sequence[Tensor], ready: Sequence[ReadyRow]
-    ) -> list[list[int]]:
-        return draft_chains(self._forward(features), slices, ready, LEAD)
-
-    def _eager_trees(
-        self, slices: Sequence[RowSlice], features: Sequence[Tensor], ready: Sequence[ReadyRow]
-    ) -> list[Nodes]:
-        return draft_trees(self._forward(features), slices, ready, self.limits.tree_width)
-
-    def _forward(self, features: Sequence[Tensor]) -> HeadForward:
-        with torch.inference_mode():
-            states = torch.cat(list(features)).to(self.head.device, non_blocking=True)
-            return HeadForward(self.head, self._backend, self.page_size, states)
+        return sample_chains(self._forward(rows), rows, LEAD)
 
     def _drafts(
         self,
-        slices: Sequence[RowSlice],
-        features: Sequence[Tensor],
-        ready: Sequence[ReadyRow],
+        rows: Sequence[DraftInput],
         read: Callable[[NDArray[np.int32], Sequence[int]], list[Draft]],
-        draft: Callable[[Sequence[RowSlice], list[Tensor], Sequence[ReadyRow]], list[Draft]],
+        eager: Callable[[Sequence[DraftInput]], list[Draft]],
     ) -> list[Draft]:
         if not self.captured:
-            return draft(slices, [*features], ready)
+            return eager(rows)
+        return self._loops.drafts(
+            rows, read, eager, lambda some: self._features.fill(_states(some))
+        )
 
-        def feed(long: Numbered) -> None:
-            states = [features[i][: len(row.token_ids)] for i, row in long.items()]
-            self._eager_chains([*long.values()], states, ())
+    def _eager_chains(self, rows: Sequence[DraftInput]) -> list[list[int]]:
+        return draft_chains(self._forward(rows), rows, LEAD)
 
-        def states(rows: Numbered) -> list[Tensor]:
-            return [features[i][-len(row.token_ids) :] for i, row in rows.items()]
+    def _eager_trees(self, rows: Sequence[DraftInput]) -> list[Nodes]:
+        return draft_trees(self._forward(rows), rows, self.limits.tree_width)
 
-        def load(rows: Numbered) -> None:
-            self._features.fill(states(rows))
-
-        def eager(rows: Numbered) -> list[Draft]:
-            return draft([*rows.values()], states(rows), [ready[i] for i in rows])
-
-        return self._loops.drafts(slices, ready, read, feed, eager, load)
+    def _forward(self, rows: Sequence[DraftInput]) -> HeadForward:
+        with torch.inference_mode():
+            states = torch.cat(_states(rows)).to(self.head.device, non_blocking=True)
+            return HeadForward(self.head, self._backend, self.page_size, states)
 
     def _loop(self, shape: LoopShape) -> Tensor:
         """Run the loop: int32 [rows, tokens, 1] of chains, as `grow_trees` of trees."""
@@ -156,6 +132,10 @@ class RecurrentDrafter:
 
         drawn = run_loop(forward.forward, batches, shape.num_tokens, draw)
         return torch.stack([tokens for (tokens,) in drawn], dim=1).to(torch.int32)[:, :, None]
+
+
+def _states(rows: Sequence[DraftInput]) -> list[Tensor]:
+    return [row.features for row in rows if row.features is not None]
 
 
 def _output_shape(shape: LoopShape) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from outrider.drafting.ahead.branches import (
     lengthen,
 )
 from outrider.drafting.draft_model.loops import BranchingModel, EagerForks
-from outrider.drafting.drafters import Forks, ReadyRow
+from outrider.drafting.drafters import DraftInput, Forks
 from outrider.drafting.graphs.chains import draft_chains
 from outrider.drafting.likeliest import cut_to_likeliest, top_candidates
 from outrider.engine.batch import RowSlice
@@ -83,8 +83,8 @@ class Bench:
 
     def from_scratch(self, text: list[int], sampling: SamplingParams) -> list[int]:
         table = self.pages(len(text) + self.k)
-        rows = [RowSlice(text, 0, table, 1)]
-        [chain] = draft_chains(self.model, rows, [ReadyRow(len(text), self.k, sampling)])
+        row = RowSlice(text, 0, table, 1)
+        [chain] = draft_chains(self.model, [DraftInput(row, self.k, sampling)])
         self.pool.release(table)
         return chain
 

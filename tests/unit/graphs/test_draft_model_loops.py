@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.drafting.building.loops import loop_shapes
 from outrider.drafting.draft_model.loops import DraftModelLoops
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.drafters import ReadyRow
+from outrider.drafting.drafters import DraftInput
 from outrider.drafting.graphs.chains import draft_chains, draft_forks
 from outrider.drafting.graphs.loop_inputs import LoopShape
 from outrider.drafting.graphs.loops import TORCH_SAMPLER, LoopCapture, make_shapes
@@ -33,6 +33,8 @@ SAMPLINGS = (
     SamplingParams(temperature=1.2, seed=2**31, top_k=12, top_p=0.9, min_p=0.01),
 )
 Recordable = RecordableHashModel | PagedModel
+Ready = tuple[int, SamplingParams]
+"""Tokens wanted of a row, and how they are sampled."""
 
 
 def drafter_of(
@@ -74,6 +76,11 @@ class Rows:
         self.texts.append(text)
         self.slices.append(RowSlice(text[start:], start, table, 1))
 
+    def inputs(self, ready: list[Ready]) -> list[DraftInput]:
+        """The rows, of which the first want drafts."""
+        wanted = [*ready, *[(0, SAMPLINGS[0])] * (len(self.slices) - len(ready))]
+        return [DraftInput(row, *each) for row, each in zip(self.slices, wanted, strict=True)]
+
     def whole(self, i: int, room: int) -> RowSlice:
         """The row from its first token on, on pages of its own."""
         size = self._model.page_size
@@ -81,9 +88,10 @@ class Rows:
         return RowSlice(self.texts[i], 0, pages, 1)
 
 
-def expected(model: Recordable, rows: Rows, ready: list[ReadyRow]) -> list[list[int]]:
+def expected(model: Recordable, rows: Rows, ready: list[Ready]) -> list[list[int]]:
     return [
-        draft_chains(model, [rows.whole(i, row.wanted)], [row])[0] for i, row in enumerate(ready)
+        draft_chains(model, [DraftInput(rows.whole(i, wanted), wanted, sampling)])[0]
+        for i, (wanted, sampling) in enumerate(ready)
     ]
 
 
@@ -100,8 +108,8 @@ def test_captured_chains_for_any_rows_equal_eager_chains(make: Callable[..., Rec
         for wanted in sorted((rng.randint(1, 6) for _ in range(num_rows)), reverse=True):
             length = rng.randint(5, 40)
             rows.add(length, rng.choice((1, 1, 2, 2, 3, 5)), wanted - 1)
-            ready.append(ReadyRow(length, wanted, rng.choice(SAMPLINGS)))
-        assert drafter.draft(rows.slices, ready) == expected(model, rows, ready)
+            ready.append((wanted, rng.choice(SAMPLINGS)))
+        assert drafter.draft(rows.inputs(ready)) == expected(model, rows, ready)
 
 
 def test_captured_chains_with_prompt_rows_feed_them() -> None:
@@ -110,8 +118,8 @@ def test_captured_chains_with_prompt_rows_feed_them() -> None:
     rows.add(9, 1, 3)
     rows.add(30, 22, 0)
     rows.slices[1] = rows.slices[1]._replace(num_logits=0)
-    ready = [ReadyRow(9, 4, SAMPLINGS[1])]
-    assert drafter_of(model).draft(rows.slices, ready) == expected(model, rows, ready)
+    ready = [(4, SAMPLINGS[1])]
+    assert drafter_of(model).draft(rows.inputs(ready)) == expected(model, rows, ready)
 
 
 def test_captured_chains_after_prompts_feed_all_but_last_token_first(
@@ -122,8 +130,7 @@ def test_captured_chains_after_prompts_feed_all_but_last_token_first(
     rows.add(30, 30, 3)
     rows.add(9, 1, 3)
     rows.add(20, 20, 2)
-    ready = [ReadyRow(30, 4, SAMPLINGS[1]), ReadyRow(9, 4, SAMPLINGS[0])]
-    ready.append(ReadyRow(20, 3, SAMPLINGS[2]))
+    ready = [(4, SAMPLINGS[1]), (4, SAMPLINGS[0]), (3, SAMPLINGS[2])]
     drafts = expected(model, rows, ready)
     drafter = drafter_of(model)
     launched: list[tuple[int, ...]] = []
@@ -134,7 +141,7 @@ def test_captured_chains_after_prompts_feed_all_but_last_token_first(
         return forward(batch)
 
     monkeypatch.setattr(model, "forward", counted)
-    assert drafter.draft(rows.slices, ready) == drafts
+    assert drafter.draft(rows.inputs(ready)) == drafts
     assert launched == [(29, 19)]
 
 
@@ -146,13 +153,13 @@ def test_captured_chains_with_prefill_graphs_launch_no_forward(
     rows = Rows(model, random.Random(4))
     for length, missing in ((30, 30), (9, 1), (25, 25), (28, 28)):
         rows.add(length, missing, 3)
-    ready = [ReadyRow(len(text), 4, SAMPLINGS[i]) for i, text in enumerate(rows.texts)]
+    ready = [(4, sampling) for sampling in SAMPLINGS]
     drafts = expected(model, rows, ready)
     drafter = drafter_of(
         model, forwards=PrefillGraphs(model, make_prefill_buckets(128, 4), capture=rerun)
     )
     monkeypatch.setattr(model, "forward", None)  # nothing is launched forward by forward
-    assert drafter.draft(rows.slices, ready) == drafts
+    assert drafter.draft(rows.inputs(ready)) == drafts
     assert drafter.feed([rows.whole(i, 0) for i in (0, 1)])
     assert not drafter.feed([row._replace(token_ids=[1] * 99) for row in rows.slices[:2]])
 
@@ -163,11 +170,11 @@ def test_captured_chains_at_model_length_stay_within_it() -> None:
         model = make(num_pages=100)
         assert model.max_model_len == 128
         rows = Rows(model, random.Random(1))
-        rows.add(127, 1, 1)
         rows.add(20, 2, 4)
-        ready = [ReadyRow(127, 1, SAMPLINGS[0]), ReadyRow(20, 5, SAMPLINGS[1])]
+        rows.add(127, 1, 1)
+        ready = [(5, SAMPLINGS[1]), (1, SAMPLINGS[0])]
         drafter = drafter_of(model)
-        assert drafter.draft(rows.slices, ready) == expected(model, rows, ready)
+        assert drafter.draft(rows.inputs(ready)) == expected(model, rows, ready)
 
 
 @pytest.mark.parametrize("make", [RecordableHashModel, recordable_llama])
