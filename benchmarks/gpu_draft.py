@@ -33,8 +33,8 @@ from outrider.drafting.ahead.branches import Branch, Trunk, draft_branches, drop
 from outrider.drafting.draft_model.loops import DraftModelLoops, EagerForks
 from outrider.drafting.drafters import DraftInput, ForkDrafter
 from outrider.drafting.graphs.chains import draft_chains
-from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
-from outrider.drafting.graphs.loops import TORCH_SAMPLER, LoopCapture, make_shapes
+from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape, make_shapes
+from outrider.drafting.graphs.loops import TORCH_SAMPLER, LoopCapture
 from outrider.engine.batch import RowSlice
 from outrider.engine.graphs.staging import PageLayout
 from outrider.engine.kv_cache.block_pool import BlockPool

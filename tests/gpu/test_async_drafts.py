@@ -14,7 +14,8 @@ if not torch.cuda.is_available():
 from outrider.config import EngineConfig
 from outrider.drafting.draft_model.loops import DraftModelLoops
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.graphs.loops import LoopCapture, make_shapes, triton_sampler
+from outrider.drafting.graphs.loop_inputs import make_shapes
+from outrider.drafting.graphs.loops import LoopCapture, triton_sampler
 from outrider.drafting.proposer import ProposerLimits
 from outrider.engine.cuda.sampling import choose_and_verify
 from outrider.engine.engine import Engine

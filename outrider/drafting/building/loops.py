@@ -11,8 +11,8 @@ import torch
 from outrider.drafting.ahead.outcomes import NUM_RANKS
 from outrider.drafting.building.config import Say
 from outrider.drafting.draft_model.loops import DraftModelLoops
-from outrider.drafting.graphs.loop_inputs import LoopShape
-from outrider.drafting.graphs.loops import LoopCapture, make_shapes, triton_sampler
+from outrider.drafting.graphs.loop_inputs import LoopShape, make_shapes
+from outrider.drafting.graphs.loops import LoopCapture, triton_sampler
 from outrider.engine.attention.tree_mask import MAX_TREE_NODES
 from outrider.engine.graphs.capture import CudaGraphs, replay_seconds
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs

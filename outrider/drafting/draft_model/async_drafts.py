@@ -83,9 +83,14 @@ class AsyncDrafts:
         self._page_size = page_size
         self._launched: _Launched | None = None
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether a loop was launched and not taken."""
+        return self._launched is not None
+
     def launch(self, pairs: Sequence[tuple[DraftState, AsyncRow]], verify_output: Tensor) -> None:
         """Enqueue drafts of sessions, if pages and a loop are free."""
-        assert self._launched is None, "they are taken first"
+        assert not self.in_flight, "they are taken first"
         lines = [
             AsyncLine(len(s.follower.tokens), len(s.ahead.line), s.block_table) for s, _ in pairs
         ]

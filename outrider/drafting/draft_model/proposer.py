@@ -5,16 +5,15 @@ lacks, then num_draft_tokens - 1 forwards of one token per session. Nothing is r
 cache holds is compared with what was committed, and what differs is overwritten. After a fully
 accepted draft the last drafted token was never fed, so it is among the tokens to catch up.
 
-With a `ForkDrafter` the proposer drafts ahead: a draft comes with the likeliest other tokens at
-each place, and while the scorer verifies it, branches are drafted for the likeliest outcomes
-(`ahead.outcomes`). The branch that comes true is the next draft, and its pages are the session's.
-The last token of a draft is not fed before it is sent. When branches were sent it is, if there is
-time: then the candidates after them are known.
+With a `ForkDrafter` a draft comes with the likeliest other tokens at each place, and while the
+scorer verifies it, branches are drafted for the likeliest outcomes (`ahead.outcomes`). The branch
+that comes true is the next draft, and its pages are the session's. The last token of a draft is not
+fed before it is sent; in spare time it is, to know the candidates after it.
 
 Tokens are drawn with the session's own sampling parameters and noise at their absolute positions
 (`engine.sampling`), so a draft equals the target's choice wherever the models are close enough.
-Under rejection they are drawn with noise of their own, and go with the distributions that they came
-from. Neither such a session nor one whose drafts are masked by its constraint gets branches.
+Under rejection they are drawn with noise of their own, and go with their distributions. Such a
+session gets no branches, nor does one whose drafts are masked.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from outrider.drafting.draft_model.async_drafts import (
     AsyncRow,
     may_launch_after_verify,
 )
-from outrider.drafting.draft_model.session import DraftRow, DraftState
+from outrider.drafting.draft_model.session import SHORT, DraftRow, DraftState
 from outrider.drafting.drafters import AsyncDrafter, ChainDrafter, ForkDrafter
 from outrider.drafting.graphs.chains import draft_chains, sample_chains
 from outrider.drafting.masks import DraftMasks, open_mask
@@ -53,9 +52,6 @@ from outrider.engine.batch import Model
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.step import DeviceDrafts
 from outrider.errors import ConfigError
-
-_SHORT = 16
-"""Tokens to catch up that never wait for the prefill budget: those of a round or two."""
 
 
 class DraftModelProposer(SessionMethod[DraftState]):
@@ -198,11 +194,9 @@ class DraftModelProposer(SessionMethod[DraftState]):
     def _run(self, rows: list[DraftRow], done: DraftRound, pace: Pace) -> float:
         """Feed and draft; return how long it took."""
         started = self._clock()
-        forked: list[DraftRow] = []
-        sampled: list[DraftRow] = []
-        others: list[DraftRow] = []
-        for row in rows:
-            (forked if row.num_forked else sampled if row.sampled else others).append(row)
+        forked = [row for row in rows if row.num_forked]
+        sampled = [row for row in rows if row.sampled]
+        others = [row for row in rows if not row.num_forked and not row.sampled]
         if forked:
             assert self._brancher is not None
             at_hand = [self._sessions[session] for session in done.at_hand]
@@ -248,11 +242,11 @@ class DraftModelProposer(SessionMethod[DraftState]):
                 continue
             missing = state.give_up_guesses(self._pool)
             unfinished, left_out = False, others_drafted
-            if missing > _SHORT:
+            if missing > SHORT:
                 missing, whole = min(missing, budget), missing
                 budget -= missing
                 unfinished = missing < whole
-                left_out = left_out or any(map(_follows, self._sessions.values()))
+                left_out = left_out or any(other.past_prompt for other in self._sessions.values())
             # A draft of its own would delay others, so the next one is made with theirs.
             wanted = 0 if unfinished or (left_out and state.patient) else wanted
             if missing == 0:
@@ -265,13 +259,7 @@ class DraftModelProposer(SessionMethod[DraftState]):
             # All chains with candidates are drafted together, to one length.
             longest, limit = rows[0].wanted, self.traits.max_model_len
             rows = [
-                replace(row, num_forked=longest)
-                if row.wanted
-                and row.num_tokens <= _SHORT
-                and row.end + longest <= limit
-                and not row.state.samples
-                and row.state.mask is None
-                else row
+                replace(row, num_forked=longest) if row.can_fork(longest, limit) else row
                 for row in rows
             ]
         return [row for row in rows if self._reserve(row)]
@@ -281,11 +269,11 @@ class DraftModelProposer(SessionMethod[DraftState]):
 
         These have it sooner, and while it is verified the prompts are processed.
         """
-        short = [row for row in rows if row.num_tokens <= _SHORT]
+        short = [row for row in rows if row.short]
         self._put_off = 0 < len(short) < len(rows) and not self._put_off
         if not self._put_off:
             return rows
-        done.unfinished.extend([row.state.key for row in rows if row.num_tokens > _SHORT])
+        done.unfinished.extend([row.state.key for row in rows if not row.short])
         return short
 
     def _reserve(self, row: DraftRow) -> bool:
@@ -320,8 +308,3 @@ class DraftModelProposer(SessionMethod[DraftState]):
         if inputs and (ready or not (fast and fast.feed([row.slice for row in inputs]))):
             chains += draft_chains(self._model, inputs)
         return chains
-
-
-def _follows(state: DraftState) -> bool:
-    """Return whether a session is past its prompt and drafted for round by round."""
-    return state.follower.wanted > 0 and len(state.follower.tokens) - state.computed <= _SHORT

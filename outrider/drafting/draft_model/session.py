@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.ahead.branches import Trunk
@@ -16,6 +17,9 @@ from outrider.drafting.session_pages import PageCache
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.params import TokenIds
+
+SHORT: Final = 16
+"""Tokens to catch up that never wait for the prefill budget: those of a round or two."""
 
 
 class DraftState(PageCache):
@@ -84,6 +88,11 @@ class DraftState(PageCache):
             and follower.max_len - length - wanted > 2
         )
 
+    @property
+    def past_prompt(self) -> bool:
+        """The session is drafted for round by round."""
+        return self.follower.wanted > 0 and len(self.follower.tokens) - self.computed <= SHORT
+
     def trunk(self) -> Trunk:
         return Trunk(len(self.follower.tokens), self.block_table, self.follower.sampling)
 
@@ -133,6 +142,16 @@ class DraftRow:
     def num_tokens(self) -> int:
         """Committed tokens that the catch-up forward is fed."""
         return self.end - self.start
+
+    @property
+    def short(self) -> bool:
+        return self.num_tokens <= SHORT
+
+    def can_fork(self, num_tokens: int, max_model_len: int) -> bool:
+        """Return whether its draft may come with candidates, and be of so many tokens."""
+        free = not self.state.samples and self.state.mask is None
+        fits = self.end + num_tokens <= max_model_len
+        return self.wanted > 0 and self.short and fits and free
 
     def slice(self) -> RowSlice:
         tokens = self.state.follower.tokens[self.start : self.end]

@@ -11,7 +11,7 @@ anything reads them, or on the scratch page, which padding rows use, too.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from struct import pack
@@ -63,6 +63,23 @@ class LoopShape:
         """Order of costs: one more forward costs more than any number of rows."""
         tokens = self.rows * (self.query_len + self.num_fed)
         return self.num_steps, tokens, self.fanout, self.cut
+
+
+def make_shapes(
+    *,
+    rows: Iterable[int],
+    query_lens: Sequence[int],
+    num_tokens: Sequence[int],
+    fanout: int = 0,
+    cut: bool = False,
+) -> list[LoopShape]:
+    """Return loops for all combinations."""
+    return [
+        LoopShape(n, query_len, k, fanout, cut)
+        for n in rows
+        for query_len in query_lens
+        for k in num_tokens
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, TypeVar
@@ -59,23 +59,6 @@ def triton_sampler() -> DraftSampler:
         return kernels.noised(logits, batch.temperature, batch.seed, batch.position, depth)
 
     return DraftSampler(kernels.sample, candidates, noised)
-
-
-def make_shapes(
-    *,
-    rows: Iterable[int],
-    query_lens: Sequence[int],
-    num_tokens: Sequence[int],
-    fanout: int = 0,
-    cut: bool = False,
-) -> list[LoopShape]:
-    """Return loops for all combinations."""
-    return [
-        LoopShape(n, query_len, k, fanout, cut)
-        for n in rows
-        for query_len in query_lens
-        for k in num_tokens
-    ]
 
 
 @dataclass(frozen=True, slots=True)

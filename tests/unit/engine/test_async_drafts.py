@@ -17,7 +17,8 @@ from outrider.drafting.draft_model.async_drafts import AsyncRow
 from outrider.drafting.draft_model.loops import DraftModelLoops
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.drafters import AsyncLoop
-from outrider.drafting.graphs.loops import TORCH_SAMPLER, LoopCapture, make_shapes
+from outrider.drafting.graphs.loop_inputs import make_shapes
+from outrider.drafting.graphs.loops import TORCH_SAMPLER, LoopCapture
 from outrider.drafting.proposer import ProposerLimits, SessionKey, SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
@@ -56,7 +57,7 @@ class Drafting:
         self.held: dict[SessionKey, tuple[int, ...]] = {}
         self.wanted: dict[SessionKey, int] = {}
         self.newcomers: set[SessionKey] = set()
-        self.trails = 0
+        self.launched = 0
 
     def open(self, key: SessionKey) -> None:
         length = self.rng.randint(1, 20)
@@ -102,8 +103,8 @@ class Drafting:
         if behind:
             random.Random(1).shuffle(rows)
             self.proposer.launch_after_verify(rows, verify_output)
-            assert self.proposer._trails is not None
-            self.trails += self.proposer._trails.launched
+            assert self.proposer._async_drafts is not None
+            self.launched += self.proposer._async_drafts.in_flight
         for i, key in enumerate(keys):
             output = verify_output[i, 1 : 2 + int(verify_output[i, 0])].tolist()
             if i == ended:  # its text is cut at a stop
@@ -135,16 +136,16 @@ def texts(seed: int, *, behind: bool) -> tuple[list[dict[SessionKey, tuple[int, 
             world.end(chances.choice(sorted(world.lengths)))
         if chances.random() < 0.2 and len(world.lengths) < 4:
             world.open(10 + round_)
-    return said, world.trails
+    return said, world.launched
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32))
 def test_async_drafts_equal_drafts_after_the_step(seed: int) -> None:
     after, _ = texts(seed, behind=False)
-    behind, trails = texts(seed, behind=True)
+    behind, launched = texts(seed, behind=True)
     assert behind == after
-    assert trails > 0
+    assert launched > 0
 
 
 def test_async_drafts_when_launched_are_not_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +169,7 @@ def test_async_drafts_without_pages_are_not_launched() -> None:
     pool = world.proposer._pool
     taken = [pool.allocate() for _ in range(pool.num_free)]
     world.verify(behind=True)
-    assert world.trails == 0
+    assert world.launched == 0
     pool.release(taken)
     assert len(world.draft()) > 0
 
@@ -303,10 +304,10 @@ def test_async_drafts_that_never_arrive_cost_no_token(monkeypatch: pytest.Monkey
     def failing(*args: Any) -> AsyncLoop | None:
         nonlocal calls
         calls += 1
-        trailing = launch_after_verify(*args)
-        if trailing is None or calls % 3:
-            return trailing
-        return trailing._replace(wait=broken)
+        loop = launch_after_verify(*args)
+        if loop is None or calls % 3:
+            return loop
+        return loop._replace(wait=broken)
 
     def broken() -> list[list[int]]:
         raise RuntimeError("the device fell over")

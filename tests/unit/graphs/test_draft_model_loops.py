@@ -15,8 +15,8 @@ from outrider.drafting.draft_model.loops import DraftModelLoops
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.drafters import DraftInput
 from outrider.drafting.graphs.chains import draft_chains, draft_forks
-from outrider.drafting.graphs.loop_inputs import LoopShape
-from outrider.drafting.graphs.loops import TORCH_SAMPLER, LoopCapture, make_shapes
+from outrider.drafting.graphs.loop_inputs import LoopShape, make_shapes
+from outrider.drafting.graphs.loops import TORCH_SAMPLER, LoopCapture
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
