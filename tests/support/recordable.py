@@ -20,7 +20,7 @@ from tests.support.hash_model import HashModel, context_hash
 
 
 def rerun(work: Work) -> Work:
-    """A `Capture` for a device that runs each operation at once. It runs the work once, as CUDA does."""
+    """A `Capture` for a device that runs each operation at once; runs the work once, as CUDA."""
     work()
     return work
 

@@ -91,7 +91,7 @@ class FeatureSession:
         return True
 
     def rows(self, start: int, end: int) -> Tensor:
-        """Return the rows of positions `start` to `end` - 1, which are held: bfloat16 [n, width]."""
+        """Return the held rows of positions `start` to `end` - 1: bfloat16 [n, width]."""
         assert self.first <= start < end <= self.end
         parts: list[Tensor] = []
         first = self.first

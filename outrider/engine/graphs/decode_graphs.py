@@ -88,7 +88,7 @@ class DecodeGraphs:
             on_captured()
             return step
 
-        self._buckets = CapturedBuckets(buckets, captured)
+        self._buckets = CapturedBuckets(buckets, captured, lambda b: (b.tokens, not b.trees))
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Pending:
