@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,8 +14,22 @@ from torch import Tensor
 from outrider.drafting.drafters import DraftInput
 from outrider.engine.attention.tree_mask import TreeMask
 from outrider.engine.batch import PackedBatch, pack
-from outrider.engine.graphs.staging import PageLayout
 from outrider.engine.sampling.coupled import Lane, SamplingBatch
+
+
+class DraftForward(Protocol):
+    """A model over a paged KV cache, as `outrider.engine.batch.Model`."""
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def forward(self, batch: PackedBatch) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +111,7 @@ def row_starts(num_rows: int, each: int, device: torch.device) -> Tensor:
 
 def eager_batches(
     rows: Sequence[DraftInput],
-    layout: PageLayout,
+    model: DraftForward,
     *,
     lead: int = 1,
     lane: Lane = Lane.SHARED,
@@ -109,7 +124,7 @@ def eager_batches(
     token from the position that it is drawn at.
     """
     ready = [row for row in rows if row.wanted]
-    device, page_size, count = layout.device, layout.page_size, len(ready)
+    device, page_size, count = model.device, model.page_size, len(ready)
     ends = [row.end for row in ready]
     wanted = [row.wanted for row in ready]
     if num_fed is None:
@@ -120,7 +135,7 @@ def eager_batches(
         pages = row.slice.block_table[: table.shape[1]]
         table[i, : len(pages)] = pages
     slots = table[np.arange(count), places // page_size] * page_size + places % page_size
-    fed = np.minimum(places, layout.max_model_len - 1)  # only nodes of no use lie beyond
+    fed = np.minimum(places, model.max_model_len - 1)  # only nodes of no use lie beyond
     columns = torch.from_numpy(np.stack((fed, slots, places + 1))).to(device, non_blocking=True)
     sampling = None
     if not all(row.sampling.greedy for row in ready):

@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from outrider.draft_tree import DraftProbs
 from outrider.drafting.drafters import DraftInput, Forks
-from outrider.drafting.graphs.batches import LoopBatches, eager_batches
+from outrider.drafting.graphs.batches import DraftForward, LoopBatches, eager_batches
 from outrider.drafting.likeliest import draw_of_likeliest, possible, top_candidates
 from outrider.engine.batch import PackedBatch, RowSlice, pack
-from outrider.engine.graphs.staging import PageLayout
 from outrider.engine.sampling.coupled import Lane, SamplingBatch, sample
 from outrider.params import SamplingParams
 
 Forward = Callable[[PackedBatch], Tensor]
 Draw = Callable[[Tensor, SamplingBatch | None], tuple[Tensor, ...]]
 """Returns tokens int64 [n] of logits [n, vocab], and perhaps more about them."""
-
-
-class DraftForward(Protocol):
-    """A model over a paged KV cache, as `outrider.engine.batch.Model`."""
-
-    @property
-    def page_size(self) -> int: ...
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def forward(self, batch: PackedBatch) -> Tensor: ...
 
 
 def run_loop(
@@ -58,7 +41,7 @@ def draft_chains(model: DraftForward, rows: Sequence[DraftInput], lead: int = 1)
         if not rows[0].wanted:
             feed(model, rows)
             return []
-        batches = eager_batches(rows, layout_of(model), lead=lead)
+        batches = eager_batches(rows, model, lead=lead)
         drawn = run_loop(model.forward, batches, rows[0].wanted, _masked(_choose, rows))
         flat = torch.cat([tokens for (tokens,) in drawn]).tolist()
     chains: list[list[int]] = [[] for row in rows if row.wanted]
@@ -79,7 +62,7 @@ def sample_chains(
     """
     chains: list[tuple[list[int], list[DraftProbs | None]]] = [([], []) for _ in rows]
     with torch.inference_mode():
-        batches = eager_batches(rows, layout_of(model), lead=lead, lane=Lane.DRAFT)
+        batches = eager_batches(rows, model, lead=lead, lane=Lane.DRAFT)
         drawn = run_loop(model.forward, batches, rows[0].wanted, _masked(_draw_sampled, rows))
         for parts in drawn:
             by_row = zip(chains, *(part.tolist() for part in parts), strict=False)
@@ -110,7 +93,7 @@ def draft_forks(
         return top[:, 0], top, gaps
 
     with torch.inference_mode():
-        batches = eager_batches(rows, layout_of(model))
+        batches = eager_batches(rows, model)
         drawn = run_loop(model.forward, batches, num_tokens + 1, draw)
         _, tops, gaps = zip(*drawn, strict=True)
         candidates = torch.stack(tops, dim=1).to(torch.int32).cpu()
@@ -122,11 +105,6 @@ def feed(model: DraftForward, rows: Sequence[DraftInput]) -> None:
     batch = pack([row.slice for row in rows], model.page_size, model.device)
     logits = model.forward(batch)
     logits[-1:, :1].tolist()
-
-
-def layout_of(model: DraftForward) -> PageLayout:
-    """Return the layout of a model's cache for eager batches, which have no padding."""
-    return PageLayout(model.max_model_len, model.page_size, -1, model.device)
 
 
 def _choose(logits: Tensor, batch: SamplingBatch | None) -> tuple[Tensor, ...]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from struct import pack
 
 import numpy as np
@@ -229,12 +228,9 @@ class LoopInputs:
             slots=self._slots(table, fed.t()).t().contiguous(),
             seq_lens=(fed + 1).to(torch.int32),
             numbers=self._numbers,
-            starts=partial(self._starts_of, shape.rows),
+            starts=lambda each: self._starts[shape.rows, each],
             num_rows=(shape.rows,) * (shape.num_steps + 1),
         )
-
-    def _starts_of(self, rows: int, each: int) -> Tensor:
-        return self._starts[rows, each]
 
     def _sampling_columns(self, params: SamplingParams) -> tuple[int, ...]:
         known = self._columns.get(id(params))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.drafting.drafters import DraftInput
 from outrider.drafting.graphs.batches import LoopBatches, eager_batches
-from outrider.drafting.graphs.chains import feed, layout_of
+from outrider.drafting.graphs.chains import feed
 from outrider.drafting.hidden_states.forward import LEAD, HeadForward
 from outrider.drafting.hidden_states.trees import Nodes, TargetDraws
 from outrider.engine.attention.tree_mask import MAX_TREE_NODES
@@ -48,7 +48,7 @@ def draft_trees(forward: HeadForward, rows: Sequence[DraftInput], width: int) ->
         wanted = [row.wanted for row in rows if row.wanted]
         width = min(width, wanted[0])
         num_fed = max_fed_nodes(wanted[0], width)
-        batches = eager_batches(rows, layout_of(forward), lead=LEAD, num_fed=num_fed)
+        batches = eager_batches(rows, forward, lead=LEAD, num_fed=num_fed)
         sizes = torch.tensor(wanted, device=forward.device)[:, None]
 
         def num_parents(levels: Sequence[Level], num_nodes: int) -> int:
