@@ -19,10 +19,10 @@ from outrider.drafting.draft_model.loops import DraftModelLoops  # noqa: E402
 from outrider.drafting.drafters import DraftInput  # noqa: E402
 from outrider.drafting.graphs import loop_inputs  # noqa: E402
 from outrider.drafting.graphs.chains import draft_chains, draft_forks  # noqa: E402
+from outrider.drafting.graphs.loop_inputs import make_shapes  # noqa: E402
 from outrider.drafting.graphs.loops import (  # noqa: E402
     TORCH_SAMPLER,
     LoopCapture,
-    make_shapes,
     triton_sampler,
 )
 from outrider.drafting.likeliest import top_candidates  # noqa: E402

@@ -277,7 +277,7 @@ def one_row(seq: Sequence, start: int, draft: tuple[int, ...], *parents: int) ->
 def test_decode_graphs_with_nodes_beyond_context_run_eagerly(
     model: PagedModel, graphs: DecodeGraphs
 ) -> None:
-    seq = make_row(random.Random(3), 0, list(range(NUM_PAGES)), 97, recorded=True, trees=True).seq
+    seq = make_row(random.Random(3), 0, list(range(NUM_PAGES)), 97, captured=True, trees=True).seq
     start = MAX_MODEL_LEN - 2
     seq.block_table = list(range(MAX_PAGES + 4))  # more than a captured step has places for
     tree = Step((one_row(seq, start, (1, 2, 3, 4, 5), *(-1,) * 5),), 6)
@@ -348,7 +348,7 @@ def test_make_buckets_for_any_limit_covers_all_rows() -> None:
 @pytest.mark.parametrize("params", SAMPLINGS, ids=str)
 def test_decode_inputs_with_edited_logits_need_eager_sampling(params: SamplingParams) -> None:
     pages = list(range(NUM_PAGES))
-    row = make_row(random.Random(2), 2, pages, 50, recorded=True, sampling=params)
+    row = make_row(random.Random(2), 2, pages, 50, captured=True, sampling=params)
     inputs = DecodeInputs([Bucket(3, 1)], LAYOUT)
     assert inputs.fill([row], Bucket(3, 1)) == (params in SAMPLINGS[5:])
     drawn_by = inputs.verify_batch(Bucket(3, 1)).sampling
