@@ -25,13 +25,13 @@ from dataclasses import replace
 from torch import Tensor
 
 from outrider.draft_tree import DraftProbs, DraftTree
-from outrider.drafting.ahead.brancher import Brancher
 from outrider.drafting.ahead.outcomes import Outcomes
 from outrider.drafting.draft_model.async_drafts import (
     AsyncDrafts,
     AsyncRow,
     may_launch_after_verify,
 )
+from outrider.drafting.draft_model.brancher import Brancher
 from outrider.drafting.draft_model.session import SHORT, DraftRow, DraftState
 from outrider.drafting.drafters import AsyncDrafter, ChainDrafter, ForkDrafter
 from outrider.drafting.graphs.chains import draft_chains, sample_chains

@@ -3,52 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
 
 import numpy as np
 
 from outrider.drafting.ahead.branches import Branch, DraftedBranch, Trunk, draft_branches, lengthen
 from outrider.drafting.ahead.budget import choose_budget, plan_branches
-from outrider.drafting.ahead.lookahead import Lookahead
 from outrider.drafting.ahead.outcomes import NUM_RANKS, Outcomes
+from outrider.drafting.draft_model.session import DraftState
 from outrider.drafting.drafters import ForkDrafter, Forks
-from outrider.drafting.proposer import Follower, Pace
+from outrider.drafting.proposer import Pace
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.policy.timing import Average, StepTimes
-from outrider.params import SamplingParams, TokenIds
+from outrider.params import SamplingParams
 
 _FREE = 1.25
 """Branches join drafts that are waited for if they make the batch this much slower at most."""
-
-
-class BranchingSession(Protocol):
-    """A session whose draft can get branches."""
-
-    @property
-    def follower(self) -> Follower: ...
-
-    @property
-    def ahead(self) -> Lookahead: ...
-
-    @property
-    def hit(self) -> bool:
-        """Whether the draft in verification was at hand when it was wanted."""
-        ...
-
-    @property
-    def held(self) -> TokenIds:
-        """The draft that the scorer verifies."""
-        ...
-
-    def can_branch(self, room: int) -> bool:
-        """Return whether branches within `room` tokens are possible and useful."""
-        ...
-
-    def trunk(self) -> Trunk: ...
-
-
-S = TypeVar("S", bound=BranchingSession)
 
 
 class Brancher:
@@ -75,11 +45,11 @@ class Brancher:
 
     def draft(
         self,
-        rows: Sequence[tuple[S, RowSlice]],
+        rows: Sequence[tuple[DraftState, RowSlice]],
         num_tokens: int,
-        others: Sequence[S],
+        others: Sequence[DraftState],
         pace: Pace,
-    ) -> list[S]:
+    ) -> list[DraftState]:
         """Draft `num_tokens` after `rows`, which are left with lines and candidates.
 
         `others` have their drafts. Those of them that got branches in the same batch are returned.
@@ -102,7 +72,7 @@ class Brancher:
             ahead.line, ahead.candidates, ahead.gaps = chain, forks.candidates[i], forks.gaps[i]
         return [state for state in states if state.ahead.branches]
 
-    def branch(self, states: Sequence[S], pace: Pace) -> list[S]:
+    def branch(self, states: Sequence[DraftState], pace: Pace) -> list[DraftState]:
         """Draft branches for those of `states` that they are worth it for; return these."""
         num_tokens = max([state.follower.wanted for state in states], default=0)
         branching = self._branching(states, num_tokens)
@@ -115,7 +85,7 @@ class Brancher:
             self._rows_s.observe(len(drafted), (self._clock() - started) / num_tokens)
         return branching
 
-    def lengthen(self, states: Sequence[BranchingSession]) -> None:
+    def lengthen(self, states: Sequence[DraftState]) -> None:
         """Find the candidates at the ends of the branches of `states`, which were pushed.
 
         Without them only the likeliest continuation of a fully accepted draft is known.
@@ -136,11 +106,11 @@ class Brancher:
             state.ahead.beyond = Forks(forks.candidates[first:end], forks.gaps[first:end])
             first = end
 
-    def _branching(self, states: Sequence[S], num_tokens: int) -> list[S]:
+    def _branching(self, states: Sequence[DraftState], num_tokens: int) -> list[DraftState]:
         room = self._max_model_len - num_tokens
         return [state for state in states if state.can_branch(room)]
 
-    def _choose(self, states: Sequence[BranchingSession], pace: Pace) -> tuple[list[Branch], int]:
+    def _choose(self, states: Sequence[DraftState], pace: Pace) -> tuple[list[Branch], int]:
         """Return the outcomes that are worth a branch, likeliest first, and their tokens."""
         if not states:
             return [], 0
@@ -173,7 +143,7 @@ class Brancher:
 
     def _run(
         self,
-        states: Sequence[BranchingSession],
+        states: Sequence[DraftState],
         branches: Sequence[Branch],
         num_tokens: int,
         joined: Sequence[tuple[RowSlice, SamplingParams]] = (),
