@@ -8,7 +8,7 @@ import pytest
 
 from outrider.drafting.draft_model.loops import EagerForks
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.proposer import DraftRound, Pace, SessionKey
+from outrider.drafting.proposer import DraftRound, Pace, ProposerLimits, SessionKey
 from outrider.engine.policy.base import Policy
 from outrider.engine.policy.mode import DraftMode
 from outrider.engine.rounds import Round
@@ -46,7 +46,8 @@ class Watched(DraftModelProposer):
 
     def __init__(self) -> None:
         model = HashModel(VOCAB, num_pages=512, max_model_len=MAX_LEN)
-        super().__init__(model, name="hash", fork_drafter=EagerForks(model), max_branches=4)
+        limits = ProposerLimits(max_branches=4)
+        super().__init__(model, name="hash", limits=limits, fork_drafter=EagerForks(model))
         self.lengths: list[int] = []
 
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:

@@ -24,7 +24,8 @@ def run_loop(
     forward: Forward, batches: LoopBatches, num_draws: int, draw: Draw
 ) -> list[tuple[Tensor, ...]]:
     """Feed the catch-up and draw, then feed what was drawn and draw again. May be captured."""
-    batch, drawn = batches.catch_up, []
+    batch = batches.catch_up
+    drawn: list[tuple[Tensor, ...]] = []
     for i in range(num_draws):
         if i:
             batch = batches.step(drawn[-1][0], i - 1)

@@ -20,10 +20,10 @@ class CapturedBuckets(Generic[B, T]):
         self,
         buckets: Iterable[B],
         capture: Callable[[B], T | None],
-        cost: Callable[[B], Any] | None = None,
+        cost: Callable[[B], Any],
     ) -> None:
         captured: dict[B, T] = {}
-        for bucket in sorted(set(buckets), key=cost or (lambda each: each), reverse=True):
+        for bucket in sorted(set(buckets), key=cost, reverse=True):
             work = capture(bucket)
             if work is not None:
                 captured[bucket] = work

@@ -69,7 +69,7 @@ class PrefillGraphs:
             taken[bucket] = time
             return work
 
-        self._buckets = CapturedBuckets(buckets, captured)
+        self._buckets = CapturedBuckets(buckets, captured, lambda b: (b.tokens, b.rows))
 
     @torch.inference_mode()
     def logits(self, rows: Sequence[RowSlice]) -> Tensor | None:
