@@ -17,7 +17,6 @@ from struct import pack
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.drafting.graphs.batches import LoopBatches, row_starts
@@ -233,11 +232,16 @@ class LoopInputs:
         )
 
     def _sampling_columns(self, params: SamplingParams) -> tuple[int, ...]:
+        """Return the columns from `_SAMPLING` to `_TOKENS`, as the bits of int32."""
         known = self._columns.get(id(params))
         if known is None:
             if len(self._columns) >= _MAX_COLUMNS:
                 self._columns.clear()
-            known = self._columns[id(params)] = params, _sampling_columns(params)
+            floats = np.array([params.temperature, params.top_p, params.min_p], np.float32)
+            keys = seed_keys([params.seed]).numpy().astype(np.uint32).view(np.int32)
+            top_k = min(params.top_k, 2**31 - 1)
+            columns = (*floats.view(np.int32).tolist(), top_k, *keys[0].tolist())
+            known = self._columns[id(params)] = params, columns
         return known[1]
 
     def _end_of_rows(self, shape: LoopShape) -> int:
@@ -260,11 +264,3 @@ class LoopInputs:
     def _clamped(self, positions: Tensor) -> Tensor:
         """Clamp padding tokens, which alone lie behind the longest context."""
         return positions.clamp(max=self._layout.max_model_len - 1)
-
-
-def _sampling_columns(params: SamplingParams) -> tuple[int, ...]:
-    """Return the columns from `_SAMPLING` to `_TOKENS`, as the bits of int32."""
-    floats = np.array([params.temperature, params.top_p, params.min_p], np.float32)
-    keys: NDArray[np.int32] = seed_keys([params.seed]).numpy().astype(np.uint32).view(np.int32)
-    top_k = min(params.top_k, 2**31 - 1)
-    return (*floats.view(np.int32).tolist(), top_k, *keys[0].tolist())
