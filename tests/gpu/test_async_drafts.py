@@ -69,7 +69,7 @@ def test_device_drafts_equal_drafts_after_the_step(
     assert late == plain
     assert counts["late"] > num_late / 2
     assert num_late < 0.8 * num_plain
-    monkeypatch.setattr(Engine, "verdicts", None)
+    monkeypatch.setattr(Engine, "verify_output", None)
     num_after, after = run(requests, drafts=True)
     assert after == plain
     assert abs(num_late - num_after) <= 2, "as many are accepted; near ties of the draft apart"
