@@ -1,14 +1,12 @@
 """Draft with an independent small language model, over its own paged cache.
 
 A round is one catch-up forward, which feeds every session the committed tokens that its cache
-lacks, then num_draft_tokens - 1 forwards of one token per session. Nothing is rolled back: what the
-cache holds is compared with what was committed, and what differs is overwritten. After a fully
-accepted draft the last drafted token was never fed, so it is among the tokens to catch up.
+lacks, then num_draft_tokens - 1 forwards of one token per session. Nothing is rolled back: wrong
+guesses in the cache are overwritten. The last token of a draft is fed once it is accepted.
 
 With a `ForkDrafter` a draft comes with the likeliest other tokens at each place, and while the
 scorer verifies it, branches are drafted for the likeliest outcomes (`ahead.outcomes`). The branch
-that comes true is the next draft, and its pages are the session's. The last token of a draft is not
-fed before it is sent; in spare time it is, to know the candidates after it.
+that comes true is the next draft, and its pages are the session's.
 
 Tokens are drawn with the session's own sampling parameters and noise at their absolute positions
 (`engine.sampling`), so a draft equals the target's choice wherever the models are close enough.
@@ -285,14 +283,10 @@ class DraftModelProposer(SessionMethod[DraftState]):
         length = len(row.state.follower.tokens)
         num_tokens = length + max((row.num_forked or row.wanted) - 1, 0)
         while not row.state.cover(self._pool, num_tokens, self._page_size):
-            if not self._drop_branches() and not self._makes_room(row.state.key):
+            dropped = [each.ahead.drop_branches(self._pool) for each in self._sessions.values()]
+            if not any(dropped) and not self._makes_room(row.state.key):
                 return False
         return True
-
-    def _drop_branches(self) -> bool:
-        """Free the pages of all branches; False if there are none."""
-        dropped = [state.ahead.drop_branches(self._pool) for state in self._sessions.values()]
-        return any(dropped)
 
     def _run_chains(self, rows: list[DraftRow]) -> list[list[int]]:
         """Feed rows, those that want drafts first, and return the drafts."""
