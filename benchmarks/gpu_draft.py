@@ -27,11 +27,10 @@ from benchmarks.lib import report
 from benchmarks.lib.gpu import copy_bandwidth, gpu_name, random_llama, wall_ms
 from benchmarks.lib.program import arguments
 from outrider.drafting.ahead.branches import Branch, Trunk, draft_branches, drop
-from outrider.drafting.draft_model.chains import ReadyRow
-from outrider.drafting.graphs.draft_model import DraftModelLoops
-from outrider.drafting.graphs.draws import TorchDraws
-from outrider.drafting.graphs.loop_inputs import LoopShape
-from outrider.drafting.graphs.loops import Capture, make_shapes
+from outrider.drafting.draft_model.loops import DraftModelLoops
+from outrider.drafting.drafters import DraftInput
+from outrider.drafting.graphs.loop_inputs import LoopShape, make_shapes
+from outrider.drafting.graphs.loops import TORCH_SAMPLER, LoopCapture
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.model.loader import ModelOptions, build_paged_model
@@ -95,11 +94,13 @@ class Bench:
 
     def _record(self, shapes: Sequence[LoopShape]) -> DraftModelLoops:
         if self.device.type != "cuda":  # to try this program out
-            return DraftModelLoops(self.model, Capture(shapes, lambda work: work, TorchDraws()))
-        from outrider.drafting.graphs.triton_draws import TritonDraws
+            return DraftModelLoops(
+                self.model, LoopCapture(shapes, lambda work: work, TORCH_SAMPLER)
+            )
+        from outrider.drafting.graphs.loops import triton_sampler
         from outrider.engine.graphs.capture import CudaGraphs
 
-        return DraftModelLoops(self.model, Capture(shapes, CudaGraphs(), TritonDraws()))
+        return DraftModelLoops(self.model, LoopCapture(shapes, CudaGraphs(), triton_sampler()))
 
     def chains(self, sessions: int, temperature: float, bandwidth: float) -> Row:
         """Time chains, of which half catch up one token and half catch up two."""
@@ -109,10 +110,13 @@ class Bench:
             RowSlice([7] * (1 + i % 2), args.context - 1 - i % 2, self.tables[i], 1)
             for i in range(sessions)
         ]
-        ready = [ReadyRow(args.context, args.num_tokens, params) for params in sampling]
+        rows = [
+            DraftInput(row, args.num_tokens, params)
+            for row, params in zip(slices, sampling, strict=True)
+        ]
 
         def draft() -> None:
-            self.graphs.draft(slices, ready)
+            self.graphs.draft(rows)
 
         return self._row((sessions, 0, temperature), args.num_tokens, bandwidth, draft)
 
@@ -131,7 +135,7 @@ class Bench:
 
         def draft() -> None:
             sizes = {"num_tokens": args.num_tokens, "fanout": args.fanout}
-            drafted = draft_branches(self.graphs, self.pool, trunks, wanted, **sizes)
+            drafted, _ = draft_branches(self.graphs, self.pool, trunks, wanted, **sizes)
             assert len(drafted) == len(wanted)
             drop(self.pool, drafted)
 

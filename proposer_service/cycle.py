@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.ahead.outcomes import NO_PACE
-from outrider.drafting.proposer import Proposer, SessionKey, SessionStart
+from outrider.drafting.proposer import NO_PACE, Proposer, SessionKey, SessionStart
 from outrider.errors import CapacityError, InternalError, UnavailableError
 from outrider.params import SamplingParams, TokenIds
 from outrider.rpc import codec

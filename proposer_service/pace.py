@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from outrider.drafting.ahead.outcomes import Pace
-from outrider.drafting.proposer import SessionKey
+from outrider.drafting.proposer import Pace, SessionKey
 from outrider.engine.policy.timing import Average
 
 _RISE: Final = 1 / 16

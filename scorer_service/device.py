@@ -1,4 +1,4 @@
-"""What a CUDA device needs at start-up: its memory shared out, and its steps recorded."""
+"""Share out a CUDA device's memory at start-up, and capture its steps as graphs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SECONDS_PER_LINE = 2.0  # of progress
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """How large steps can be."""
+    """The largest steps."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -40,13 +40,13 @@ class StepLimits:
     trees: bool = False  # proposers may send draft trees
 
     def buckets(self) -> list[Bucket]:
-        """Return the captured sizes of decoding and of verifying up to K draft tokens."""
+        """Return the captured sizes of decoding and of verification of up to K draft tokens."""
         verifying = self.num_speculative_tokens + 1
         trees = (verifying,) if self.trees and verifying > 2 else ()
         return make_buckets(self.max_num_seqs, (1, verifying), trees)
 
-    def ragged(self, model: PagedModel) -> list[PrefillBucket]:
-        """Return the captured sizes of steps with prompts; none if layers run only together."""
+    def prefill_buckets(self, model: PagedModel) -> list[PrefillBucket]:
+        """Return those of steps with prompts; empty if the model does not run layer by layer."""
         if not model.layered:
             return []
         return make_prefill_buckets(self.max_num_batched_tokens, self.max_num_seqs)
@@ -55,7 +55,7 @@ class StepLimits:
 def size_cache(
     memory: DeviceMemory, model: PagedModel, limits: StepLimits, say: Callable[[str], None]
 ) -> None:
-    """Give the model's cache all memory that nothing else will need. Raises `ConfigError`.
+    """Give the model's cache all memory that nothing else needs. Raises `ConfigError`.
 
     The model must have been loaded with `TRIAL_PAGES`.
     """
@@ -68,13 +68,13 @@ def size_cache(
     used = [memory.used()]
     graphs = 0
     if model.capturable:
-        buckets, ragged = limits.buckets(), limits.ragged(model)
-        tried = ragged[-2:]
-        trial = _record(model, buckets[-2:], tried, lambda: used.append(memory.used()))
+        buckets, prefill = limits.buckets(), limits.prefill_buckets(model)
+        tried = prefill[-2:]
+        trial = _capture(model, buckets[-2:], tried, lambda: used.append(memory.used()))
         if trial is not None:
             graphs = estimate_graphs(used[len(tried) :], len(buckets))
             if tried:
-                graphs += estimate_graphs(used[: len(tried) + 1], len(ragged))
+                graphs += estimate_graphs(used[: len(tried) + 1], len(prefill))
         del trial
         gc.collect()
     page_bytes = model.kv_bytes_per_page
@@ -95,44 +95,44 @@ def size_cache(
 def capture_steps(
     model: PagedModel, limits: StepLimits, say: Callable[[str], None]
 ) -> DecodeGraphs | None:
-    """Record every bucket; None if the model's steps cannot be recorded, which is said."""
+    """Capture every bucket; None, with a line that says so, if the model's steps cannot be."""
     if not model.capturable:
-        say("this attention cannot be recorded in CUDA graphs: every step runs eagerly")
+        say("CUDA graphs cannot capture this attention: every step runs eagerly")
         return None
     began = said = time.perf_counter()
-    buckets, ragged = limits.buckets(), limits.ragged(model)
-    done, total = 0, len(buckets) + len(ragged)
+    buckets, prefill = limits.buckets(), limits.prefill_buckets(model)
+    done, total = 0, len(buckets) + len(prefill)
 
     def on_captured() -> None:
         nonlocal done, said
         done += 1
         if time.perf_counter() - said > _SECONDS_PER_LINE:
             said = time.perf_counter()
-            say(f"recording steps {'#' * (20 * done // total):.<20} {done}/{total}")
+            say(f"capturing steps {'#' * (20 * done // total):.<20} {done}/{total}")
 
-    runner = _record(model, buckets, ragged, on_captured)
+    runner = _capture(model, buckets, prefill, on_captured)
     if runner is not None:
-        say(f"recorded steps of {total} sizes in {time.perf_counter() - began:.1f} s")
+        say(f"captured steps of {total} sizes in {time.perf_counter() - began:.1f} s")
     return runner
 
 
-def _record(
+def _capture(
     model: PagedModel,
     buckets: Sequence[Bucket],
-    ragged: Sequence[PrefillBucket],
+    prefill: Sequence[PrefillBucket],
     on_captured: Callable[[], None],
 ) -> DecodeGraphs | None:
-    record = CudaGraphs()
+    capture = CudaGraphs()
     try:
         forwards = None
-        if ragged:
+        if prefill:
             forwards = PrefillGraphs(
-                model, ragged, record=record, seconds=replay_seconds, on_captured=on_captured
+                model, prefill, capture=capture, seconds=replay_seconds, on_captured=on_captured
             )
         return DecodeGraphs(
             model,
             buckets,
-            record=record,
+            capture=capture,
             choose_and_verify=choose_and_verify,
             sample=sample,
             forwards=forwards,
@@ -140,10 +140,10 @@ def _record(
         )
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            "Recording the largest steps takes more memory than is left: lower --max-num-seqs, or "
+            "Capturing the largest steps takes more memory than is left: lower --max-num-seqs, or "
             "--kv-cache-memory if it is given."
         ) from error
     except RuntimeError as error:
-        # Modules of `transformers` may do what cannot be recorded, such as asking for a number.
-        log.warning("CUDA graphs cannot record this model, so its steps run eagerly: %s", error)
+        # Modules of `transformers` may do what cannot be captured, such as ask for a number.
+        log.warning("CUDA graphs cannot capture this model, so its steps run eagerly: %s", error)
         return None

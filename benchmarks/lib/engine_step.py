@@ -15,7 +15,7 @@ from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import RowSlice
 from outrider.engine.engine import Engine
-from outrider.engine.graphs.capture import Record, Work
+from outrider.engine.graphs.capture import Capture, Work
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import Bucket
 from outrider.engine.model.paged_model import PagedModel
@@ -48,14 +48,14 @@ class EngineSteps:
             from outrider.engine.cuda.sampling import choose_and_verify
             from outrider.engine.graphs.capture import CudaGraphs
 
-            record: Record = CudaGraphs()
+            record: Capture = CudaGraphs()
         else:
             from outrider.engine.sampling.verify import choose_and_verify
 
             record = _eager
         buckets = [Bucket(query_len, rows) for rows, query_len in sizes]
         self._runner = DecodeGraphs(
-            model, buckets, record=record, choose_and_verify=choose_and_verify
+            model, buckets, capture=record, choose_and_verify=choose_and_verify
         )
 
     @torch.inference_mode()
@@ -69,7 +69,7 @@ class EngineSteps:
             self._runner.launch(step).wait()
 
         launch_and_wait()  # the inputs are in place
-        recorded = self._runner._recorded[Bucket(query_len, rows)]
+        recorded = self._runner._buckets[Bucket(query_len, rows)]
         device_ms = time_ms(recorded.work, self._model.device, repeats)
         times = []
         for _ in range(repeats):

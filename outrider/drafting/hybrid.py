@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.ahead.outcomes import NO_PACE, Pace
 from outrider.drafting.proposer import (
+    NO_PACE,
     DraftRound,
     FeatureProposer,
     Follower,
+    Pace,
     Proposer,
     ProposerTraits,
     SessionKey,

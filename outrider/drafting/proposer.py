@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.ahead.outcomes import NO_PACE, Pace
+from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
 from outrider.params import (
     NO_ADVICE,
@@ -20,6 +20,17 @@ from outrider.params import (
 
 TREE_WIDTH: Final = 8
 """Children of a draft tree's node that are looked at, and nodes of a depth that may get some."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Measured times that drafting ahead is to be hidden behind; zeros before they are known."""
+
+    step_s: float = 0.0  # the scorer's step
+    network_s: float = 0.0  # the way to the scorer and back
+
+
+NO_PACE: Final = Pace()
 
 SessionKey = int
 """A session within one proposer process. Never used again after `close` or `forget`."""
@@ -38,6 +49,27 @@ class ProposerTraits:
     runs_ahead: bool = False  # can draft past tokens that are not verified yet
     methods: tuple[str, ...] = ()  # of a proposer with several: all, `method` first
     features: FeatureSpec | None = None  # needed besides tokens; see `FeatureProposer`
+
+
+@dataclass(frozen=True, slots=True)
+class ProposerLimits:
+    """Bounds of a method that runs a model. Raises `ConfigError` for bounds of nothing."""
+
+    max_sessions: int = 256
+    max_draft_tokens: int = 16
+    max_model_len: int | None = None  # None: the model's own
+    max_branches: int = 16  # per session, drafted ahead; 0: none
+    prefill_budget: int = 256  # prompt tokens of one call, so that no long prompt delays others
+    tree_width: int = TREE_WIDTH  # 1: chains
+
+    def __post_init__(self) -> None:
+        if min(self.max_sessions, self.max_draft_tokens, self.prefill_budget, self.tree_width) < 1:
+            raise ConfigError(
+                "max_sessions, max_draft_tokens, prefill_budget and tree_width are at least 1."
+            )
+
+
+DEFAULT_LIMITS: Final = ProposerLimits()
 
 
 @dataclass(frozen=True, slots=True)

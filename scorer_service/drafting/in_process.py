@@ -17,10 +17,15 @@ from typing import Final, Protocol, cast
 import torch
 
 from outrider.draft_port import ColocatedEngine, DeviceDrafts, PostedBlock
-from outrider.drafting.ahead.outcomes import NO_PACE
 from outrider.drafting.draft_model.async_drafts import AsyncProposer, AsyncRow
 from outrider.drafting.draft_queue import DraftQueue
-from outrider.drafting.proposer import FeatureProposer, Proposer, SessionKey, SessionStart
+from outrider.drafting.proposer import (
+    NO_PACE,
+    FeatureProposer,
+    Proposer,
+    SessionKey,
+    SessionStart,
+)
 from outrider.features import FeatureRows
 from outrider.hello import make_hello
 from outrider.v1 import draft_pb2

@@ -10,11 +10,17 @@ import pytest
 
 from outrider.draft_port import PostedBlock
 from outrider.draft_tree import DraftTree
-from outrider.drafting.ahead.outcomes import NO_PACE, Pace
 from outrider.drafting.copying.ngram import NgramProposer
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.hybrid import HybridProposer
-from outrider.drafting.proposer import DraftRound, Proposer, SessionKey
+from outrider.drafting.proposer import (
+    NO_PACE,
+    DraftRound,
+    Pace,
+    Proposer,
+    ProposerLimits,
+    SessionKey,
+)
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
@@ -40,7 +46,7 @@ PROMPTS = [[(7 * i + j) % VOCAB for j in range(3 + 14 * i)] for i in range(6)]
 def draft_model(_model: PacedModel, **limits: int) -> DraftModelProposer:
     """The target itself, in other pages."""
     model = HashModel(VOCAB, num_pages=512, max_model_len=MAX_LEN)
-    return DraftModelProposer(model, name="hash", max_branches=0, **limits)
+    return DraftModelProposer(model, name="hash", limits=ProposerLimits(max_branches=0, **limits))
 
 
 def ngram(_model: PacedModel) -> NgramProposer:
@@ -209,7 +215,9 @@ async def test_in_process_proposer_when_full_opens_sessions_later() -> None:
 async def test_in_process_proposer_reopens_lost_sessions() -> None:
     """The pages hold some of the texts: others give way, and come back."""
     model = HashModel(VOCAB, num_pages=60, max_model_len=MAX_LEN)
-    kept = Kept(lambda _: DraftModelProposer(model, name="hash", max_branches=0))
+    kept = Kept(
+        lambda _: DraftModelProposer(model, name="hash", limits=ProposerLimits(max_branches=0))
+    )
     async with running_scorer(in_process=kept) as scorer:
         for _ in range(3):
             for prompt, output in zip(PROMPTS, await generate_all(scorer), strict=True):

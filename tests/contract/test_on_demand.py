@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from outrider.drafting.ahead.branches import EagerForks
-from outrider.drafting.ahead.outcomes import Pace
+from outrider.drafting.draft_model.loops import EagerForks
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.proposer import DraftRound, SessionKey
+from outrider.drafting.proposer import DraftRound, Pace, ProposerLimits, SessionKey
 from outrider.engine.policy.base import Ready
 from outrider.engine.policy.draft_mode import DraftMode
 from outrider.engine.policy.fixed import FixedPolicy
@@ -50,7 +49,8 @@ class Watched(DraftModelProposer):
 
     def __init__(self) -> None:
         model = HashModel(VOCAB, num_pages=512, max_model_len=MAX_LEN)
-        super().__init__(model, name="hash", fork_drafter=EagerForks(model), max_branches=4)
+        limits = ProposerLimits(max_branches=4)
+        super().__init__(model, name="hash", limits=limits, fork_drafter=EagerForks(model))
         self.lengths: list[int] = []
 
     def ahead(self, sessions: Sequence[SessionKey], pace: Pace) -> DraftRound:

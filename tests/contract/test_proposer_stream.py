@@ -16,11 +16,18 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from outrider import watchdog
 from outrider.device import device_id
-from outrider.drafting.ahead.outcomes import NO_PACE, Pace
 from outrider.drafting.building.config import DeterministicConfig, NgramConfig, SuffixConfig
 from outrider.drafting.copying.ngram import NgramProposer
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.proposer import DraftRound, Proposer, SessionKey
+from outrider.drafting.proposer import (
+    DEFAULT_LIMITS,
+    NO_PACE,
+    DraftRound,
+    Pace,
+    Proposer,
+    ProposerLimits,
+    SessionKey,
+)
 from outrider.drafting.sessions import IDLE_S
 from outrider.errors import CapacityError, DeadlineError, ProposerRefusedError
 from outrider.rpc.channel import open_channel
@@ -84,10 +91,10 @@ async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 def hash_model_proposer(
-    num_pages: int = 64, **kwargs: int
+    num_pages: int = 64, limits: ProposerLimits = DEFAULT_LIMITS
 ) -> Callable[[ProposerConfig], tuple[Proposer, str]]:
     model = HashModel(num_pages=num_pages)
-    return lambda _: (DraftModelProposer(model, name="hash", **kwargs), "abc")
+    return lambda _: (DraftModelProposer(model, name="hash", limits=limits), "abc")
 
 
 async def test_proposer_hello_says_who_it_is(scorer: DraftScorer) -> None:
@@ -580,7 +587,9 @@ async def test_proposer_without_room_loses_newcomers_and_refuses_proposals(
 
 async def test_proposer_with_long_prompts_alternates_them_with_drafts(scorer: DraftScorer) -> None:
     address = await scorer.start()
-    async with running(ngram_config(address), hash_model_proposer(prefill_budget=18)):
+    async with running(
+        ngram_config(address), hash_model_proposer(limits=ProposerLimits(prefill_budget=18))
+    ):
         stream = await scorer.attached()
         stream.send(opens=[open_(1, [3] * 40, max_len=60), open_(2, [4], max_len=60)])
         assert [b.session for b in await stream.next_blocks()] == [2]
@@ -841,7 +850,7 @@ async def test_proposer_stream_survives_malformed_batches(scorer: DraftScorer, s
     address = await scorer.start()
     model = HashModel()
     # Room for every number that a session may be given, and for one that behaves.
-    proposer = DraftModelProposer(model, name="hash", max_sessions=8)
+    proposer = DraftModelProposer(model, name="hash", limits=ProposerLimits(max_sessions=8))
     rng = random.Random(seed)
     async with running(ngram_config(address), lambda _: (proposer, "")) as (service, _):
         stream = await scorer.attached()

@@ -12,10 +12,11 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from outrider.config import EngineConfig
+from outrider.drafting.draft_model.loops import DraftModelLoops
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.graphs.draft_model import DraftModelLoops
-from outrider.drafting.graphs.loops import Capture, make_shapes
-from outrider.drafting.graphs.triton_draws import TritonDraws
+from outrider.drafting.graphs.loop_inputs import make_shapes
+from outrider.drafting.graphs.loops import LoopCapture, triton_sampler
+from outrider.drafting.proposer import ProposerLimits
 from outrider.engine.cuda.sampling import choose_and_verify
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.capture import CudaGraphs
@@ -35,7 +36,7 @@ def run(requests: list[Request], *, drafts: bool) -> tuple[int, dict[int, list[i
     runner = DecodeGraphs(
         model,
         make_buckets(4, (1, K + 1)),
-        record=CudaGraphs(),
+        capture=CudaGraphs(),
         choose_and_verify=choose_and_verify,
     )
     config = EngineConfig(page_size=PAGE_SIZE, num_pages=PAGES, max_num_seqs=4, max_model_len=200)
@@ -45,13 +46,15 @@ def run(requests: list[Request], *, drafts: bool) -> tuple[int, dict[int, list[i
     if drafts:
         draft = clear_llama(CUDA, PAGES, noise=0.03)
         shapes = make_shapes(rows=(1, 2, 4), query_lens=(1, 2, 16), num_tokens=(1, 2, K))
-        loops = DraftModelLoops(draft, Capture(shapes, CudaGraphs(), TritonDraws()))
-        method = DraftModelProposer(draft, name="llama", chain_drafter=loops, max_branches=0)
+        loops = DraftModelLoops(draft, LoopCapture(shapes, CudaGraphs(), triton_sampler()))
+        method = DraftModelProposer(
+            draft, name="llama", limits=ProposerLimits(max_branches=0), chain_drafter=loops
+        )
     return DraftingScorer(engine, method).run(requests)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_late_drafts_are_those_made_after_the_step(
+def test_device_drafts_equal_drafts_after_the_step(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: Counter[str] = Counter()
@@ -68,7 +71,7 @@ def test_late_drafts_are_those_made_after_the_step(
     assert late == plain
     assert counts["late"] > num_late / 2
     assert num_late < 0.8 * num_plain
-    monkeypatch.setattr(Engine, "verdicts", None)
+    monkeypatch.setattr(Engine, "verify_output", None)
     num_after, after = run(requests, drafts=True)
     assert after == plain
     assert abs(num_late - num_after) <= 2, "as many are accepted; near ties of the draft apart"

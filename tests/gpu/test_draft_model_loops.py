@@ -1,4 +1,4 @@
-"""Recorded draft loops on CUDA graphs, against the eager way on the same device.
+"""Captured draft loops on CUDA graphs, against the eager way on the same device.
 
 What needs no graph also runs on Triton's interpreter:
 TRITON_INTERPRET=1 pytest -m gpu -W ignore::RuntimeWarning tests/gpu
@@ -15,12 +15,16 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a CUDA device or Triton's interpreter", allow_module_level=True)
 
-from outrider.drafting.draft_model.chains import ReadyRow, draft_chains, draft_forks  # noqa: E402
+from outrider.drafting.draft_model.loops import DraftModelLoops  # noqa: E402
+from outrider.drafting.drafters import DraftInput  # noqa: E402
 from outrider.drafting.graphs import loop_inputs  # noqa: E402
-from outrider.drafting.graphs.draft_model import DraftModelLoops  # noqa: E402
-from outrider.drafting.graphs.draws import TorchDraws  # noqa: E402
-from outrider.drafting.graphs.loops import Capture, make_shapes  # noqa: E402
-from outrider.drafting.graphs.triton_draws import TritonDraws  # noqa: E402
+from outrider.drafting.graphs.chains import draft_chains, draft_forks  # noqa: E402
+from outrider.drafting.graphs.loop_inputs import make_shapes  # noqa: E402
+from outrider.drafting.graphs.loops import (  # noqa: E402
+    TORCH_SAMPLER,
+    LoopCapture,
+    triton_sampler,
+)
 from outrider.drafting.likeliest import top_candidates  # noqa: E402
 from outrider.engine.batch import RowSlice, pack  # noqa: E402
 from outrider.engine.graphs.capture import CudaGraphs  # noqa: E402
@@ -42,37 +46,37 @@ graphs = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs CUDA graphs")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [97, 5000])
-def test_candidates(dtype: torch.dtype, vocab_size: int) -> None:
+def test_triton_candidates_equal_torch(dtype: torch.dtype, vocab_size: int) -> None:
     generator = torch.Generator().manual_seed(1)
     logits = (3 * torch.randn(len(SAMPLINGS), vocab_size, generator=generator)).to(dtype).to(DEVICE)
     logits[0, 7] = logits[0, 90] = logits[0].max() + 1
     batch = SamplingBatch.build(SAMPLINGS, [3, 50, 900, 2**20], DEVICE)
-    tokens, gaps = TritonDraws().candidates(logits, batch, 3)
+    tokens, gaps = triton_sampler().candidates(logits, batch, 3)
     expected, expected_gaps = top_candidates(logits.float(), batch, 3)
     assert tokens[1:].tolist() == expected[1:].tolist()
     assert tokens[0, :2].tolist() == [7, 90]
     torch.testing.assert_close(gaps, expected_gaps)
-    assert TritonDraws().choose(logits, batch).tolist() == tokens[:, 0].tolist()
+    assert triton_sampler().choose(logits, batch).tolist() == tokens[:, 0].tolist()
 
 
-def test_where_cuts_leave_too_few_the_gaps_are_infinite() -> None:
+def test_triton_candidates_beyond_cuts_have_infinite_gaps() -> None:
     logits = torch.arange(3000, dtype=torch.float32, device=DEVICE)[None].contiguous()
     batch = SamplingBatch.build([SamplingParams(temperature=1.0, top_k=2)], [3], DEVICE)
-    tokens, gaps = TritonDraws().candidates(logits, batch, 4)
+    tokens, gaps = triton_sampler().candidates(logits, batch, 4)
     assert set(tokens[0, :2].tolist()) == {2998, 2999}
     assert gaps[0].isinf().tolist() == [False, False, True, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_noise_is_added_as_on_a_cpu(dtype: torch.dtype) -> None:
+def test_triton_noise_equals_torch(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(len(SAMPLINGS), 3, 3000, generator=generator).to(dtype).to(DEVICE)
     logits[0, 1, 7] = -torch.inf
     batch = SamplingBatch.build(SAMPLINGS, [3, 50, 900, 2**20], DEVICE)
     for depth in (0, 5):
-        found = TritonDraws().noised(logits, batch, depth)
+        found = triton_sampler().noised(logits, batch, depth)
         assert found.dtype is torch.float32
-        torch.testing.assert_close(found, TorchDraws().noised(logits, batch, depth))
+        torch.testing.assert_close(found, TORCH_SAMPLER.noised(logits, batch, depth))
         assert torch.equal(found[0], logits[0].float())
 
 
@@ -98,7 +102,7 @@ def fed_rows(
 
 
 @graphs
-def test_graphs_draft_what_the_eager_way_drafts() -> None:
+def test_captured_drafts_equal_eager_drafts() -> None:
     model = llama()
     assert model.capturable
     shapes = [
@@ -109,26 +113,26 @@ def test_graphs_draft_what_the_eager_way_drafts() -> None:
             rows=(1, 4, 8), query_lens=(2,), num_tokens=(4,), fanout=fanout, cut=cut
         )
     ]
-    drafter = DraftModelLoops(model, Capture(shapes, CudaGraphs(), TritonDraws()))
+    drafter = DraftModelLoops(model, LoopCapture(shapes, CudaGraphs(), triton_sampler()))
     for seed in range(20):
         rng = random.Random(seed)
         short, whole = fed_rows(model, rng, rng.randint(1, 8), 5)
         sampling = [rng.choice(SAMPLINGS) for _ in short]
-        ready = [
-            ReadyRow(len(row.token_ids), 4, params)
-            for row, params in zip(whole, sampling, strict=True)
+        pairs = [
+            [DraftInput(row, 4, params) for row, params in zip(rows, sampling, strict=True)]
+            for rows in (short, whole)
         ]
-        assert drafter.draft(short, ready) == draft_chains(model, whole, ready)
+        assert drafter.draft(pairs[0]) == draft_chains(model, pairs[1])
         forks = drafter.forks(short, sampling, 4, 3)
         eager = draft_forks(model, whole, sampling, 4, 3)
         assert forks.candidates.tolist() == eager.candidates.tolist()
 
 
 @graphs
-def test_a_loop_copies_pages_first() -> None:
+def test_captured_forks_copy_pages_first() -> None:
     model = llama()
     shapes = make_shapes(rows=(2, 4), query_lens=(1,), num_tokens=(4,), fanout=2)
-    drafter = DraftModelLoops(model, Capture(shapes, CudaGraphs(), TritonDraws()))
+    drafter = DraftModelLoops(model, LoopCapture(shapes, CudaGraphs(), triton_sampler()))
     rng = random.Random(2)
     text = [rng.randrange(1000) for _ in range(21)]
     model.forward(pack([RowSlice(text[:20], 0, [5, 9], 1)], 16, DEVICE))
@@ -143,13 +147,13 @@ def test_a_loop_copies_pages_first() -> None:
 
 
 @graphs
-def test_branches_that_share_pages_are_drafted_as_each_alone(
+def test_captured_branches_with_shared_pages_equal_each_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(loop_inputs, "_SHARING_ROWS", 1)
     model, rng, k = llama(), random.Random(4), 3
     shapes = make_shapes(rows=(16,), query_lens=(1, 2), num_tokens=(k,), fanout=2)
-    drafter = DraftModelLoops(model, Capture(shapes, CudaGraphs(), TritonDraws()))
+    drafter = DraftModelLoops(model, LoopCapture(shapes, CudaGraphs(), triton_sampler()))
     free, slices, whole, copies = list(range(model.num_pages)), [], [], []
     for length, count in ((70, 7), (31, 3), (47, 1)):
         text = [rng.randrange(1000) for _ in range(length)]

@@ -1,4 +1,4 @@
-"""Hidden states on a device: captured in recorded steps, gathered and copied to the host."""
+"""Hidden states on a device: captured in captured steps, gathered and copied to the host."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("projected", [False, True])
-@pytest.mark.parametrize("recorded", [False, True])
-def test_rows_are_those_of_transformers(recorded: bool, projected: bool) -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_feature_rows_equal_transformers(captured: bool, projected: bool) -> None:
     source: Any = random_model(ARCHITECTURES["llama"], torch.float32)
     size, layers = source.config.hidden_size, source.config.num_hidden_layers
     spec = FeatureSpec(size, (0, 1), final_norm=True)
@@ -36,11 +36,11 @@ def test_rows_are_those_of_transformers(recorded: bool, projected: bool) -> None
     on_device = copy.deepcopy(source).to("cuda")
     model = build_paged_model(on_device, ModelOptions(page_size=4, num_pages=64, features=spec))
     runner: StepRunner = Runner(model)
-    if recorded:
+    if captured:
         runner = DecodeGraphs(
             model,
             make_buckets(4, (1, K + 1)),
-            record=CudaGraphs(),
+            capture=CudaGraphs(),
             choose_and_verify=choose_and_verify,
         )
     asked, matrix = spec, None

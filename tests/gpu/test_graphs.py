@@ -58,11 +58,11 @@ def graph_runner(model: PagedModel, max_num_seqs: int) -> DecodeGraphs:
     record = CudaGraphs()
     forwards = None
     if model.layered:
-        forwards = PrefillGraphs(model, make_prefill_buckets(64, max_num_seqs), record=record)
+        forwards = PrefillGraphs(model, make_prefill_buckets(64, max_num_seqs), capture=record)
     return DecodeGraphs(
         model,
         make_buckets(max_num_seqs, (1, K + 1), (K + 1,)),
-        record=record,
+        capture=record,
         choose_and_verify=choose_and_verify,
         forwards=forwards,
     )
@@ -140,7 +140,7 @@ def tiny(device: torch.device, dtype: torch.dtype) -> PagedModel:
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_texts_of_a_tiny_model_equal_the_cpus(drafts: bool) -> None:
+def test_graphs_of_tiny_model_keep_texts_of_cpu(drafts: bool) -> None:
     rng = random.Random(1)
     prompts = [[rng.randrange(97) for _ in range(rng.randint(1, 30))] for _ in range(12)]
     requests = requests_of(prompts, SAMPLINGS, 40)
@@ -152,7 +152,7 @@ def test_texts_of_a_tiny_model_equal_the_cpus(drafts: bool) -> None:
     assert generate(model, Runner(model), requests, truth if drafts else None) == truth
 
 
-def test_log_probabilities_of_a_tiny_model_equal_the_cpus() -> None:
+def test_graphs_of_tiny_model_keep_logprobs_of_cpu() -> None:
     prompts = [[5, 6, 7 + i] for i in range(len(SAMPLINGS))]
     requests = [replace(r, top_logprobs=3) for r in requests_of(prompts, SAMPLINGS, 20)]
     on_cpu, model = tiny(CPU, torch.float32), tiny(CUDA, torch.float32)
@@ -186,7 +186,7 @@ def embedded(device: torch.device, dtype: torch.dtype) -> PagedModel:
     )
 
 
-def test_texts_of_the_embedded_model_equal_the_cpus_in_float32() -> None:
+def test_graphs_of_embedded_model_in_float32_keep_texts_of_cpu() -> None:
     requests = requests_of(embedded_prompts(8), (GREEDY,), 64)
     on_cpu = embedded(CPU, torch.float32)
     truth = generate(on_cpu, Runner(on_cpu), requests)
@@ -196,15 +196,15 @@ def test_texts_of_the_embedded_model_equal_the_cpus_in_float32() -> None:
     assert generate(model, runner, requests, truth) == truth
 
 
-def test_in_bfloat16_graphs_part_from_eager_steps_at_near_ties_only(
+def test_graphs_in_bfloat16_differ_from_eager_at_near_ties_only(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     requests = requests_of(embedded_prompts(8), (GREEDY,), 64)
     model = embedded(CUDA, torch.bfloat16)
     eager = generate(model, Runner(model), requests)
-    recorded = generate(model, graph_runner(model, 8), requests, eager)
+    captured = generate(model, graph_runner(model, 8), requests, eager)
     gaps = []
-    for request, a, b in zip(requests, eager, recorded, strict=True):
+    for request, a, b in zip(requests, eager, captured, strict=True):
         parted = next((i for i in range(len(a)) if a[i] != b[i]), None)
         if parted is None:
             continue
@@ -224,7 +224,7 @@ def last_logits(model: PagedModel, tokens: TokenIds) -> torch.Tensor:
     return model.forward(batch)[0]
 
 
-def test_memory_is_shared_out_and_then_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_size_cache_leaves_memory_constant(capsys: pytest.CaptureFixture[str]) -> None:
     lines: list[str] = []
     limits = StepLimits(16, max_num_batched_tokens=512, num_speculative_tokens=K, trees=True)
     memory = DeviceMemory(CUDA, 0.2)
@@ -248,6 +248,6 @@ def test_memory_is_shared_out_and_then_stays_as_it_is(capsys: pytest.CaptureFixt
         print("\n" + "\n".join(lines))
 
 
-def test_more_memory_than_is_free_is_refused() -> None:
+def test_device_memory_beyond_free_is_refused() -> None:
     with pytest.raises(ConfigError, match="--gpu-memory-utilization 1 asks for"):
         DeviceMemory(CUDA, 1.0)

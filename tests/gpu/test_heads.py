@@ -12,13 +12,13 @@ if not torch.cuda.is_available():
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.building.loops import one_shot_shapes, recurrent_shapes
-from outrider.drafting.graphs.loops import Capture
-from outrider.drafting.graphs.triton_draws import TritonDraws
+from outrider.drafting.graphs.loops import LoopCapture, triton_sampler
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.drafting.hidden_states.recurrent import RecurrentProposer
-from outrider.drafting.proposer import SessionStart
+from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
+from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.graphs.capture import CudaGraphs, Work
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
@@ -51,19 +51,17 @@ def _drafts(
     head: RecurrentHead,
     sampling: SamplingParams,
     tree_width: int,
-    recording: Capture | None = None,
+    capture: LoopCapture | None = None,
 ) -> list[DraftTree]:
     """Those of two sessions over some rounds, whose texts do not depend on what is drafted."""
-    proposer = RecurrentProposer(
+    drafter = RecurrentDrafter(
         head,
         KVPools(65, PAGE_SIZE, head.dtype, head.device),
         choose_backend(None, head.attention_traits(), head.device),
-        method="eagle",
-        name="tiny",
-        tree_width=tree_width,
-        prefill_budget=40,
-        recording=recording,
+        ProposerLimits(prefill_budget=40, tree_width=tree_width),
+        capture,
     )
+    proposer = RecurrentProposer(drafter, method="eagle", name="tiny")
     width = head.features.width
     lengths = {1: 60, 2: 9}
     for key, length in lengths.items():
@@ -88,7 +86,7 @@ def _drafts(
 
 @pytest.mark.parametrize("tree_width", [1, 4])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafts_are_those_of_a_cpu(
+def test_recurrent_drafts_equal_those_of_cpu(
     kind: str, tmp_path: Path, temperature: float, tree_width: int
 ) -> None:
     """In float32, but for near ties; in bfloat16 most of what comes first."""
@@ -123,7 +121,7 @@ class Counted:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", one_shot_drafts.HEADS)
 @pytest.mark.parametrize("tree_width", [1, 4])
-def test_recorded_guesses_make_the_trees_of_the_eager_way(
+def test_captured_guesses_equal_eager_guesses(
     name: str, tree_width: int, dtype: torch.dtype
 ) -> None:
     """But for near ties: their first nodes, which matter most, are the same."""
@@ -131,8 +129,8 @@ def test_recorded_guesses_make_the_trees_of_the_eager_way(
     shapes = one_shot_shapes(max_rows=4, max_depth=one_shot_drafts.DEPTH)
     head = one_shot_drafts.HEADS[name](dtype, CUDA)
     eager = one_shot_drafts.drafts(head, tree_width, None)
-    recording = Capture(shapes, counted, TritonDraws())
-    found = one_shot_drafts.drafts(head, tree_width, recording)
+    capture = LoopCapture(shapes, counted, triton_sampler())
+    found = one_shot_drafts.drafts(head, tree_width, capture)
     same = [a.token_ids[:1] == b.token_ids[:1] for a, b in zip(found, eager, strict=True)]
     assert sum(same) >= 0.9 * len(same)
     if dtype is torch.float32:
@@ -150,15 +148,15 @@ def test_recorded_guesses_make_the_trees_of_the_eager_way(
     ],
 )
 @pytest.mark.parametrize("tree_width", [1, 4])
-def test_graphs_draft_what_the_eager_way_drafts(
+def test_captured_drafts_equal_eager_drafts(
     kind: str, tmp_path: Path, tree_width: int, dtype: torch.dtype, sampling: SamplingParams
 ) -> None:
     """But for near ties: products round by the shape of a batch."""
     shapes = recurrent_shapes(max_rows=4, max_draft_tokens=6, width=tree_width)
     counted = Counted()
-    recording = Capture(shapes, counted, TritonDraws())
+    capture = LoopCapture(shapes, counted, triton_sampler())
     eager = _drafts(_load(kind, tmp_path, dtype, CUDA), sampling, tree_width)
-    found = _drafts(_load(kind, tmp_path, dtype, CUDA), sampling, tree_width, recording)
+    found = _drafts(_load(kind, tmp_path, dtype, CUDA), sampling, tree_width, capture)
     same = [a.token_ids[:1] == b.token_ids[:1] for a, b in zip(found, eager, strict=True)]
     assert sum(same) >= 0.8 * len(same)
     if dtype is torch.float32:

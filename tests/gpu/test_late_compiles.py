@@ -16,9 +16,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from outrider.draft_port import DraftOffer, PostedBlock
-from outrider.drafting.ahead.outcomes import Pace
 from outrider.drafting.building.methods import build_proposer
-from outrider.drafting.proposer import FeatureProposer, Proposer, SessionStart
+from outrider.drafting.proposer import FeatureProposer, Pace, Proposer, SessionStart
 from outrider.engine.engine import Engine
 from outrider.features import FeatureOrder, FeatureWindow
 from outrider.models.resolve import resolve_model

@@ -13,12 +13,11 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from outrider.drafting.building.loops import recurrent_shapes
-from outrider.drafting.draft_model.chains import ReadyRow
-from outrider.drafting.graphs.loops import Capture
-from outrider.drafting.graphs.recurrent_heads import RecurrentLoops
-from outrider.drafting.graphs.triton_draws import TritonDraws
-from outrider.drafting.hidden_states.eager import HeadDrafter
+from outrider.drafting.drafters import DraftInput
+from outrider.drafting.graphs.loops import LoopCapture, triton_sampler
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
+from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
+from outrider.drafting.proposer import ProposerLimits
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.graphs.capture import CudaGraphs
 from outrider.engine.kv_cache.pools import KVPools
@@ -72,7 +71,7 @@ def _logits(folders: tuple[Path, Path], dtype: torch.dtype, device: torch.device
     return head.logits(torch.cat((prompt, tree, last))).float().cpu()
 
 
-def test_logits_are_those_of_a_cpu(folders: tuple[Path, Path]) -> None:
+def test_mtp_logits_equal_those_of_cpu(folders: tuple[Path, Path]) -> None:
     expected = _logits(folders, torch.float32, CPU)
     known = expected.isfinite()
     found = _logits(folders, torch.float32, CUDA)
@@ -85,29 +84,30 @@ def test_logits_are_those_of_a_cpu(folders: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize("folders", ["gated", "two modules"], indirect=True)
-def test_graphs_draft_what_the_eager_way_drafts(folders: tuple[Path, Path], width: int) -> None:
-    """After a prompt, of three rows more; modules with experts or latents are not recorded."""
+def test_captured_drafts_equal_eager_drafts(folders: tuple[Path, Path], width: int) -> None:
+    """After a prompt, of three rows more; modules with experts or latents are not captured."""
     head = load_mtp(*folders, torch.float32, CUDA)
     assert head.capturable
     backend = choose_backend(None, head.attention_traits(), CUDA)
-    head.bind(KVPools(9, PAGE_SIZE, head.dtype, CUDA))
-    recording = Capture(
-        recurrent_shapes(max_rows=2, max_draft_tokens=5, width=width), CudaGraphs(), TritonDraws()
+    capture = LoopCapture(
+        recurrent_shapes(max_rows=2, max_draft_tokens=5, width=width),
+        CudaGraphs(),
+        triton_sampler(),
     )
-    loops = RecurrentLoops(
-        head, backend, recording, page_size=PAGE_SIZE, scratch_page=8, max_model_len=100
-    )
-    eager = HeadDrafter(head, backend, PAGE_SIZE)
+    limits = ProposerLimits(max_model_len=100, max_draft_tokens=5, tree_width=width)
+    pools = KVPools(9, PAGE_SIZE, head.dtype, CUDA)
+    loops = RecurrentDrafter(head, pools, backend, limits, capture)
     states = torch.randn(23, head.state_size, generator=torch.Generator().manual_seed(0)).bfloat16()
     tokens = [(7 * i) % made.VOCAB_SIZE for i in range(23)]
     table = [5, 1, 3, 2]
     prompt = RowSlice(tokens[:20], 0, table, 1)
-    loops.chains([prompt], [states[:20]], [])
-    for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=4)):
-        row, ready = RowSlice(tokens[20:], 20, table, 1), ReadyRow(24, 5, params)
-        given = [row], [states[20:]], [ready]
+    greedy = SamplingParams(temperature=0.0)
+    loops.chains([DraftInput(prompt, 0, greedy, features=states[:20])])
+    for params in (greedy, SamplingParams(temperature=1.0, seed=4)):
+        row = RowSlice(tokens[20:], 20, table, 1)
+        given = [DraftInput(row, 5, params, features=states[20:])]
         if width == 1:
-            assert loops.chains(*given) == eager.chains(*given)
+            assert loops.chains(given) == loops._eager_chains(given)
         else:
-            trees, found = eager.trees(*given, width), loops.trees(*given, width)
+            trees, found = loops._eager_trees(given), loops.trees(given)
             assert found[0][0][:2] == trees[0][0][:2]  # but for near ties

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 
 from outrider.config import EngineConfig
 from outrider.draft_port import DraftOffer, PostedBlock
-from outrider.drafting.ahead.outcomes import NO_PACE
 from outrider.drafting.copying.deterministic import DeterministicProposer
 from outrider.drafting.copying.ngram import NgramProposer
 from outrider.drafting.copying.suffix import SuffixProposer
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.hybrid import HybridProposer
-from outrider.drafting.proposer import DraftRound, Proposer, SessionStart
+from outrider.drafting.proposer import NO_PACE, DraftRound, Proposer, SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.policy.fixed import FixedPolicy
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams

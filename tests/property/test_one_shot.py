@@ -9,12 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.drafting.ahead.outcomes import NO_PACE, Pace
 from outrider.drafting.hidden_states.heads.base import OneShotHead
 from outrider.drafting.hidden_states.heads.medusa import MedusaHead, MedusaWeights
 from outrider.drafting.hidden_states.heads.mlp_speculator import MlpSpeculatorHead, SpeculatorStage
 from outrider.drafting.hidden_states.one_shot import OneShotProposer
-from outrider.drafting.proposer import DraftRound, SessionKey
+from outrider.drafting.proposer import NO_PACE, DraftRound, Pace, ProposerLimits, SessionKey
 from tests.support.feature_world import feature_world, run_random_requests
 from tests.support.features import SIZE
 from tests.support.one_shot_checkpoints import random as weight
@@ -67,7 +66,8 @@ def test_text_is_that_of_no_speculation(
 ) -> None:
     """With chunked prompts, preemptions, shared prefixes, broken streams."""
     world = feature_world(random.Random(seed), k, (0.0, 0.02), max(budget, k + 1))
-    proposer = Counting(make(), method="medusa", name="test", tree_width=width)
+    limits = ProposerLimits(tree_width=width)
+    proposer = Counting(make(), method="medusa", name="test", limits=limits)
     world.add((proposer, Clock()), net)
     run_random_requests(world)
     longest = max(len(committed) for committed in world.committed.values())

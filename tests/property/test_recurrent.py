@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.ahead.outcomes import NO_PACE
 from outrider.drafting.hidden_states import recurrent
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.drafting.hidden_states.recurrent import RecurrentProposer
-from outrider.drafting.proposer import DraftRound, SessionStart
+from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
+from outrider.drafting.proposer import NO_PACE, DraftRound, ProposerLimits, SessionStart
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
 from outrider.params import SamplingParams, VerificationRule
@@ -42,17 +42,18 @@ def _load(kind: str, folder: Path) -> RecurrentHead:
 def _proposer(
     head: RecurrentHead, num_pages: int, prefill_budget: int, tree_width: int = 4
 ) -> RecurrentProposer:
-    return RecurrentProposer(
+    drafter = RecurrentDrafter(
         head,
         KVPools(num_pages, PAGE_SIZE, head.dtype, CPU),
         choose_backend(None, head.attention_traits(), CPU),
-        method="eagle3",
-        name="tiny",
-        max_sessions=4,
-        max_draft_tokens=6,
-        prefill_budget=prefill_budget,
-        tree_width=tree_width,
+        ProposerLimits(
+            max_sessions=4,
+            max_draft_tokens=6,
+            prefill_budget=prefill_budget,
+            tree_width=tree_width,
+        ),
     )
+    return RecurrentProposer(drafter, method="eagle3", name="tiny")
 
 
 def _rows(tokens: Sequence[int], start: int, end: int, width: int) -> bytes:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.ahead.outcomes import NO_PACE, Pace
 from outrider.drafting.hidden_states.session import FeatureMethod, FeatureSession
-from outrider.drafting.proposer import DraftRound, ProposerTraits, SessionKey
+from outrider.drafting.proposer import NO_PACE, DraftRound, Pace, ProposerTraits, SessionKey
 from outrider.engine.batch import PackedBatch
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
 from outrider.engine.kv_cache.memory import move

@@ -7,12 +7,12 @@ import random
 import torch
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.graphs.loops import Capture
+from outrider.drafting.graphs.loops import LoopCapture
 from outrider.drafting.hidden_states.heads.base import OneShotHead
 from outrider.drafting.hidden_states.heads.medusa import MedusaHead, MedusaWeights
 from outrider.drafting.hidden_states.heads.mlp_speculator import MlpSpeculatorHead, SpeculatorStage
 from outrider.drafting.hidden_states.one_shot import OneShotProposer
-from outrider.drafting.proposer import SessionStart
+from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.params import SamplingParams, VerificationRule
 from tests.support import one_shot_checkpoints as made
 
@@ -49,15 +49,14 @@ def mlp_speculator(dtype: torch.dtype, device: torch.device) -> OneShotHead:
 HEADS = {"medusa": medusa, "mlp_speculator": mlp_speculator}
 
 
-def drafts(head: OneShotHead, tree_width: int, recording: Capture | None) -> list[DraftTree]:
+def drafts(head: OneShotHead, tree_width: int, capture: LoopCapture | None) -> list[DraftTree]:
     """Those of random requests, which do not depend on what is drafted."""
     method = OneShotProposer(
         head,
         method="medusa",
         name="test",
-        max_model_len=MAX_LEN,
-        tree_width=tree_width,
-        recording=recording,
+        limits=ProposerLimits(max_model_len=MAX_LEN, tree_width=tree_width),
+        capture=capture,
     )
     rng = random.Random(tree_width)
     states = made.random(MAX_LEN, made.HIDDEN, seed=9, std=1.0).bfloat16()

@@ -1,4 +1,4 @@
-"""Models whose draft loop can be "recorded" on a CPU, where recording is running it again."""
+"""Models whose loops can be "captured" on a CPU, where a capture runs its work again."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.support.hash_model import HashModel, context_hash
 
 
 def rerun(work: Work) -> Work:
-    """A `Record` for a device on which nothing is enqueued. It runs the work once, as CUDA does."""
+    """A `Capture` for a device that runs each operation at once; runs the work once, as CUDA."""
     work()
     return work
 
 
 class Counted:
-    """`rerun`, counting how often work is repeated."""
+    """`rerun`, which counts the repetitions of work."""
 
     def __init__(self) -> None:
         self.repeated = 0
@@ -42,7 +42,7 @@ class Counted:
 
 
 class RecordableHashModel(HashModel):
-    """Rows may be filled up by inert tokens on the scratch page.
+    """Rows may be filled up by padding tokens on the scratch page.
 
     What they leave there is no token: a row that reads it gets logits of its own, wrong ones.
     """
@@ -106,8 +106,7 @@ class NoHostTensors(TorchFunctionMode):
 
 
 def rerun_strictly(work: Work) -> Work:
-    """`rerun` on the device "meta", of what a CUDA graph can hold: meta tensors have no numbers, so
-    whatever looks at some raises, and so do shapes that follow from them."""
+    """`rerun` on the device "meta", where whatever looks at numbers raises, as under capture."""
 
     def again() -> None:
         with NoHostTensors():

@@ -18,13 +18,13 @@ from torch import Tensor
 from outrider.config import EngineConfig
 from outrider.draft_port import NO_DRAFTS, DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
-from outrider.drafting.ahead.branches import EagerForks
 from outrider.drafting.copying.deterministic import DeterministicProposer
 from outrider.drafting.copying.ngram import NgramProposer
 from outrider.drafting.copying.suffix import SuffixProposer
+from outrider.drafting.draft_model.loops import EagerForks
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.hybrid import HybridProposer
-from outrider.drafting.proposer import DraftRound, Proposer, SessionStart
+from outrider.drafting.proposer import DraftRound, Proposer, ProposerLimits, SessionStart
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
 from outrider.engine.hidden_states.streams import HiddenStateStreams
@@ -120,7 +120,11 @@ def draft_model(
         clock, eps, forward_s, row_s, page_size=4, num_pages=num_pages, max_model_len=max_model_len
     )
     method = DraftModelProposer(
-        model, name="hash", fork_drafter=EagerForks(model), max_branches=max_branches, clock=clock
+        model,
+        name="hash",
+        limits=ProposerLimits(max_branches=max_branches),
+        fork_drafter=EagerForks(model),
+        clock=clock,
     )
     return method, clock
 

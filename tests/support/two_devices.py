@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.config import EngineConfig
-from outrider.drafting.ahead.branches import EagerForks
+from outrider.drafting.draft_model.loops import EagerForks
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.proposer import DraftRound
+from outrider.drafting.proposer import DraftRound, ProposerLimits
 from outrider.engine.batch import PackedBatch
 from outrider.engine.policy.adaptive import AdaptivePolicy
 from outrider.engine.policy.draft_mode import DraftMode
@@ -129,9 +129,8 @@ class TwoDevices(World):
         method = DraftModelProposer(
             draft,
             name="draft",
+            limits=ProposerLimits(max_branches=max_branches, prefill_budget=1024),
             fork_drafter=EagerForks(draft),
-            max_branches=max_branches,
-            prefill_budget=1024,
             clock=clock,
         )
         self.add((method, clock), Net(_WAY_S), own_device=own_device)

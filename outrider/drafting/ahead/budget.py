@@ -1,7 +1,19 @@
-"""Choosing outcomes and their number, as branch_plan.py says it, for all sessions at once.
+"""The number of outcomes to draft for, and of tokens for each, for all sessions at once.
 
-The loops are compiled: each is over a few numbers, and NumPy takes longer to begin than they take.
-All of them are in this one file: Numba notices a changed file, not a changed callee elsewhere.
+With T the scorer's step, R the way there and back, f(M) a forward of M branches, h(M) the sum of
+their chances and C the time of a draft made on demand, branches of k tokens are there
+A = k * f(M) + R after the last output. One more forward finds the candidates at their ends. What
+comes late delays the next output, too, which gives the branches after that a start: in the long run
+a round is longer by half of A - T. So it takes
+
+    max(T, (T + A) / 2, (k + 1) * f(M)) + (1 - h(M)) * (C + R)
+
+and brings E(k) = 1 + a + .. + a^k tokens of acceptance a: short branches that come in time often
+bring more per second than long ones that are waited for. M = 0 is drafting on demand. The shortest
+of nearly equal choices is taken: what comes late may be waited for in vain.
+
+The loops are compiled, because NumPy takes longer to begin than these few numbers take. They share
+this file, because Numba notices a changed file, not a changed callee elsewhere.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -9,13 +21,14 @@ All of them are in this one file: Numba notices a changed file, not a changed ca
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafting.ahead.outcomes import Pace
 from outrider.drafting.cpu.compiled import compiled
+from outrider.drafting.proposer import Pace
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -24,16 +37,17 @@ _NEARLY = 0.95  # of the most tokens per second
 _SLACK = 0.1  # of a step, by which drafting takes longer now and then
 
 
-class Plans(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Plans:
     """The outcomes of sessions that are worth a branch, each session's likeliest first."""
 
     chances: NDArray[np.float64]  # [sessions, B]; 0: no outcome, which come last
     outcomes: NDArray[np.int64]  # [sessions, B]: place a * F + r is outcome (a, r)
 
     def best(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The sessions and outcomes of each session's `count` likeliest, the likeliest first.
+        """Return sessions and outcomes of each session's `count` likeliest, the likeliest first.
 
-        Of equally likely ones it is the first session's.
+        Of equally likely ones the first session's come first.
         """
         chances = self.chances[:, :count]
         sessions, columns = chances.nonzero()
@@ -43,7 +57,7 @@ class Plans(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """What to draft ahead: so many branches per session, of so many tokens."""
+    """The branches per session to draft ahead, and their tokens."""
 
     branches: int
     tokens: int
@@ -56,9 +70,9 @@ def plan_branches(
     budget: int,
     undrafted: NDArray[np.float64],
 ) -> Plans:
-    """At most `budget` outcomes of each session.
+    """Return at most `budget` outcomes of each session.
 
-    chances [places, F] are of the sessions' places, one session's `sizes` after the other's; its
+    chances [places, F] are of the sessions' places, one session's `sizes` after the other's. Its
     first `verified` matter, and (size - 1, 0) stands for the guess that goes on.
     """
     best = np.zeros((len(sizes), budget))
@@ -76,10 +90,9 @@ def choose_budget(
     wanted: int,
     acceptance: float,
 ) -> Budget:
-    """What brings most tokens per second; no branches: better drafted on demand.
+    """Return the budget of most tokens per second; without branches to draft on demand.
 
-    `forward_s(n)` is what a forward of n branches takes, `draft_s` what a draft of `wanted` tokens
-    on demand does.
+    A forward of n branches takes `forward_s(n)`, a draft of `wanted` tokens on demand `draft_s`.
     """
     rows = (plans.chances > 0.0).sum(axis=0)
     most = int(np.count_nonzero(rows))
@@ -101,7 +114,7 @@ def choose_budget(
 
 @compiled
 def _enter(best: Floats, outcomes: Ints, row: int, chance: float, outcome: int) -> None:
-    """Enters an outcome into a row, the likeliest first; behind its equals, if there is room."""
+    """Enter an outcome into a row, the likeliest first; behind its equals, if there is room."""
     i = best.shape[1] - 1
     if i < 0 or chance <= best[row, i]:
         return
@@ -152,7 +165,7 @@ def _rates(
     on_demand_s: float,
     slack_s: float,
 ) -> Floats:
-    """Tokens per second [M, k], of M branches, from 0 on, and k tokens, from 1 on."""
+    """Return tokens per second [M, k] of M branches, from 0 on, and k tokens, from 1 on."""
     wanted = len(tokens) - 1
     found = np.zeros((len(hits) + 1, wanted))
     found[0, wanted - 1] = tokens[wanted] / (step_s + on_demand_s)

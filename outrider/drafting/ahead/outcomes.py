@@ -1,4 +1,4 @@
-"""Which outcomes of a verification to draft for ahead of it: the likeliest, by measurement.
+"""Measured chances of the outcomes of a verification, for drafts made ahead of it.
 
 A proposer guesses c1 .. cn, and knows F candidates at each of these n places; the scorer verifies
 the first v of them. Outcome (a, r): c1 .. ca come true, and then the candidate ranked r-th there,
@@ -10,9 +10,9 @@ after `a` true tokens,
 Where nothing is refused the guess must go on past its end: that is outcome (n - 1, 0), one branch
 too. Its chance is that of all that is verified and, if it is known, of the token after that.
 
-A candidate's chance is measured by its rank and its gap: how far its score (the logit over the
-temperature, plus the request's noise) is behind the best's. The best's own is taken by the gap of
-the runner-up. So a place where the draft hesitates gets branches, and one where it does not, none.
+A candidate's chance is measured by its rank and its gap, the distance of its score (the logit over
+the temperature, plus the request's noise) from the best. The best's own is taken by the gap of the
+runner-up. So a place where the draft hesitates gets branches, and one where it does not, none.
 
 A row may also go on without its draft, as it does when the draft is late after a miss. Then one
 token is decided, c1 or an alternative to it; with `undrafted` the share of such rounds,
@@ -20,27 +20,13 @@ token is decided, c1 or an alternative to it; with `undrafted` the share of such
     P'(a, r) = (1 - undrafted) * P(a, r) + undrafted * [a = 0] * chances[0][r]
 
 Outcomes exclude one another and each costs one branch, so the best use of a budget is to take the
-likeliest ones.
-
-How many branches, and of how many tokens, depends on time. With T the scorer's step, R the way
-there and back, f(M) a forward of M branches, h(M) the sum of their chances and C what a draft takes
-that is made on demand, branches of k tokens are there A = k * f(M) + R after the verdict before;
-one forward more, while they are on their way, finds the candidates at their ends. What comes late
-delays the next verdict, too, which gives the branches after that a start: in the long run a round
-is longer by half of A - T. So it takes
-
-    max(T, (T + A) / 2, (k + 1) * f(M)) + (1 - h(M)) * (C + R)
-
-and brings E(k) = 1 + a + .. + a^k tokens of acceptance a: short branches that come in time often
-bring more per second than long ones that are waited for. M = 0 is drafting on demand. Of nearly
-equal choices it is the shortest: what comes late may be waited for in vain.
+likeliest ones. `budget` chooses their number.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,17 +44,6 @@ _PRIOR_UNDRAFTED = 0.1
 _MAX_NOTED = 1024  # rounds, of which the ones before would have faded to an eighth
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """What drafting ahead is to be hidden behind, as measured. Zeros: not known yet."""
-
-    step_s: float = 0.0  # the scorer's step
-    network_s: float = 0.0  # the way to the scorer and back
-
-
-NO_PACE = Pace()
-
-
 class Outcomes:
     """Measures the chances of candidates from what was drafted and what then came true."""
 
@@ -84,7 +59,7 @@ class Outcomes:
         self._noted = deque(maxlen=_MAX_NOTED)
 
     def chances(self, gaps: NDArray[np.float32]) -> NDArray[np.float64]:
-        """The chance of each candidate: gaps [n, F], best first, to [n, F]; never rising."""
+        """Return the chances [n, F] of candidates with gaps [n, F], best first; they never rise."""
         self._count()
         cells = _cells(gaps)
         chances: NDArray[np.float64] = self._true.take(cells) / self._seen.take(cells)
@@ -101,7 +76,7 @@ class Outcomes:
         return float(self._true[0].sum() / self._seen[0].sum())
 
     def undrafted(self, *, hit: bool) -> float:
-        """The share of rounds that verified no draft; `hit`: it was at hand when wanted."""
+        """Return the share of rounds that verified no draft, though (`hit`) it was at hand."""
         self._count()
         successes, trials = self._undrafted[hit]
         return successes / trials
@@ -114,16 +89,15 @@ class Outcomes:
         *,
         hit: bool,
     ) -> None:
-        """`truth` followed where these were drafted: [n, F] each, the draft's own first.
+        """Note that `truth` followed where these were drafted: [n, F] each, the draft's own first.
 
-        It is only noted here, and counted when chances are asked for: a commit's draft may be
-        waited for, branches are made in spare time. Where none are made for long, the last rounds
-        stay noted.
+        It is counted when chances are asked for, in spare time: somebody may wait for the draft
+        after a commit.
         """
         self._noted.append((candidates, gaps, truth, hit))
 
     def _count(self) -> None:
-        """Take in what was noted: per place up to the first where the draft was wrong."""
+        """Count what was noted, up to the first place where each draft was wrong."""
         if not self._noted:
             return
         gaps: list[NDArray[np.float32]] = []
@@ -150,7 +124,7 @@ class Outcomes:
 
 
 def _cells(gaps: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Where the measurements of candidates are: gaps [n, F] to [n, F]."""
+    """Return the cells in which candidates with gaps [n, F] are measured."""
     buckets: NDArray[np.int64] = _EDGES.searchsorted(gaps)
     buckets[:, 0] = buckets[:, min(1, gaps.shape[1] - 1)]
     buckets += _FIRST_CELLS[: gaps.shape[1]]

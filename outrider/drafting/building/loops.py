@@ -1,4 +1,4 @@
-"""Drafting on a CUDA device: the loops that are recorded at start."""
+"""The draft loops that are captured at start on a CUDA device."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from outrider.drafting.ahead.outcomes import NUM_RANKS
 from outrider.drafting.building.config import Say
-from outrider.drafting.graphs.draft_model import DraftModelLoops
-from outrider.drafting.graphs.loop_inputs import LoopShape
-from outrider.drafting.graphs.loops import Capture, make_shapes
+from outrider.drafting.draft_model.loops import DraftModelLoops
+from outrider.drafting.graphs.loop_inputs import LoopShape, make_shapes
+from outrider.drafting.graphs.loops import LoopCapture, triton_sampler
 from outrider.engine.graphs.capture import CudaGraphs, replay_seconds
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.prefill_inputs import make_prefill_buckets
@@ -21,25 +21,25 @@ from outrider.engine.tree_mask import MAX_TREE_NODES
 from outrider.errors import ConfigError
 
 _ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
-"""Of one loop; what fills up costs little, as long as the weights are what takes the time."""
+"""Rows of a loop; padding costs little, as long as the weights are what takes the time."""
 _FEW_ROWS = (4, 32, 128)
-"""Of loops that are seldom needed: long catch-ups, and rows with cuts."""
+"""Rows of loops that are seldom needed: long catch-ups, and rows with cuts."""
 _CATCH_UP, _LONG_CATCH_UP = 2, 16
-"""Tokens: after most rounds, and after some that went on without a draft."""
+"""Tokens after most rounds, and after rounds without a draft."""
 _NUM_TOKENS = (1, 2, 3, 4, 6, 8, 12)
-"""Of a draft. With candidates one less is fed: the last token's place is known without it."""
+"""Draft tokens. With candidates one less is fed: the last token's place is known without it."""
 
 
 def loop_shapes(*, max_sessions: int, max_draft_tokens: int, max_branches: int) -> list[LoopShape]:
-    """What is recorded: chains, and for running ahead chains with candidates and branches."""
+    """Return a draft model's loops: chains, and ahead chains with candidates and branches."""
     lengths = _lengths(max_draft_tokens)
-    kinds = [(max_sessions, (_CATCH_UP,), 0)]
+    kinds = [(max_sessions, _CATCH_UP, 0)]
     if max_branches:
-        kinds.append((max_sessions, (_CATCH_UP,), NUM_RANKS))
-        kinds.append((max_sessions * max_branches, (1,), NUM_RANKS))
+        kinds.append((max_sessions, _CATCH_UP, NUM_RANKS))
+        kinds.append((max_sessions * max_branches, 1, NUM_RANKS))
     # One session often lacks but one token, and products of one row are the fastest by far.
     shapes = make_shapes(rows=(1,), query_lens=(1,), num_tokens=lengths)
-    for fanout in {fanout for _, _, fanout in kinds}:
+    for fanout in {fanout for *_, fanout in kinds}:
         shapes += make_shapes(
             rows=_up_to(max_sessions, _FEW_ROWS),
             query_lens=(_LONG_CATCH_UP,),
@@ -47,23 +47,22 @@ def loop_shapes(*, max_sessions: int, max_draft_tokens: int, max_branches: int) 
             fanout=fanout,
         )
     for cut, sizes in ((False, _ROWS), (True, _FEW_ROWS)):
-        for count, query_lens, fanout in kinds:
-            if cut and not fanout:
-                continue  # a chain's draws cut in any loop
-            shapes += make_shapes(
-                rows=_up_to(count, sizes),
-                query_lens=query_lens,
-                num_tokens=_fed(lengths, fanout),
-                fanout=fanout,
-                cut=cut,
-            )
+        for count, query_len, fanout in kinds:
+            if fanout or not cut:  # any loop of chains can cut
+                shapes += make_shapes(
+                    rows=_up_to(count, sizes),
+                    query_lens=(query_len,),
+                    num_tokens=_fed(lengths, fanout),
+                    fanout=fanout,
+                    cut=cut,
+                )
     return shapes
 
 
 def recurrent_shapes(*, max_rows: int, max_draft_tokens: int, width: int = 1) -> list[LoopShape]:
-    """Of a draft module: it is fed again what was accepted, and one row more.
+    """Return a draft module's loops: it is fed what was accepted again, and one row more.
 
-    `width`: of its trees, whose nodes are no more than a mask has bits. 1: chains.
+    `width` is that of trees, whose nodes are no more than a mask has bits. 1: chains.
     """
     if width > 1:
         max_draft_tokens = min(max_draft_tokens, 1 + MAX_TREE_NODES // width)
@@ -79,14 +78,12 @@ def recurrent_shapes(*, max_rows: int, max_draft_tokens: int, width: int = 1) ->
 
 
 def one_shot_shapes(*, max_rows: int, max_depth: int) -> list[LoopShape]:
-    """Of a head that guesses from one state: `max_rows` at once, any depth."""
-    depths = range(1, max_depth + 1)
+    """Return the loops of a head that guesses from one state: `max_rows` at once, any depth."""
     return [
-        shape
+        LoopShape(rows, 1, depth, cut=cut)
         for cut, sizes in ((False, _ROWS), (True, _FEW_ROWS))
-        for shape in make_shapes(
-            rows=_up_to(max_rows, sizes), query_lens=(1,), num_tokens=depths, cut=cut
-        )
+        for rows in _up_to(max_rows, sizes)
+        for depth in range(1, max_depth + 1)
     ]
 
 
@@ -95,43 +92,43 @@ def _lengths(max_draft_tokens: int) -> list[int]:
 
 
 def _fed(lengths: Sequence[int], fanout: int) -> list[int]:
-    """The chains of a loop whose drafts have these lengths."""
+    """Return the chains of loops whose drafts have these lengths."""
     return [k - 1 for k in lengths] if fanout else list(lengths)
 
 
 def _up_to(count: int, sizes: Sequence[int]) -> list[int]:
-    """The sizes below `count`, and the next one if there is one."""
+    """Return the sizes below `count`, and the next one if there is one."""
     return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < count]
 
 
 def capture_loops(
     model: PagedModel, shapes: Sequence[LoopShape], max_sessions: int, say: Say
 ) -> DraftModelLoops | None:
-    """The recorded draft loops, or None (and says why) if the attention cannot be recorded.
-
-    Forwards of prompts are recorded, too. Raises `ConfigError` if they do not fit into the device's
-    memory.
-    """
-    if not model.capturable:
-        say("this attention backend cannot be recorded: every forward is launched")
-        return None
-    with recording(shapes, model.device, say) as how:
-        forwards = None
-        if model.layered:
-            ragged = make_prefill_buckets(model.max_model_len, max_sessions)
-            forwards = PrefillGraphs(model, ragged, record=how.record, seconds=replay_seconds)
-        return DraftModelLoops(model, how, forwards)
-
-
-@contextlib.contextmanager
-def recording(shapes: Sequence[LoopShape], device: torch.device, say: Say) -> Iterator[Capture]:
-    """For what records loops within; how far it is gets said.
+    """Capture draft loops and forwards of prompts; None, said, if the attention prevents it.
 
     Raises `ConfigError` if they do not fit into the device's memory.
     """
-    # Imported here: without CUDA there may be no Triton.
-    from outrider.drafting.graphs.triton_draws import TritonDraws
+    if not model.capturable:
+        say("CUDA graphs cannot capture this attention: every forward runs eagerly")
+        return None
+    with loop_capture(shapes, model.device, say) as capture:
+        forwards = None
+        if model.layered:
+            buckets = make_prefill_buckets(model.max_model_len, max_sessions)
+            forwards = PrefillGraphs(
+                model, buckets, capture=capture.capture, seconds=replay_seconds
+            )
+        return DraftModelLoops(model, capture, forwards)
 
+
+@contextlib.contextmanager
+def loop_capture(
+    shapes: Sequence[LoopShape], device: torch.device, say: Say
+) -> Iterator[LoopCapture]:
+    """Yield what captures loops within, and say its progress.
+
+    Raises `ConfigError` if they do not fit into the device's memory.
+    """
     began = time.perf_counter()
     free = torch.cuda.mem_get_info(device)[0]
 
@@ -139,12 +136,12 @@ def recording(shapes: Sequence[LoopShape], device: torch.device, say: Say) -> It
         if done * 10 // total > (done - 1) * 10 // total:
             seconds = time.perf_counter() - began
             mib = (free - torch.cuda.mem_get_info(device)[0]) // 2**20
-            say(f"recorded {done} of {total} draft loops: {seconds:.1f} s, {mib} MiB")
+            say(f"captured {done} of {total} draft loops: {seconds:.1f} s, {mib} MiB")
 
     try:
-        yield Capture(shapes, CudaGraphs(), TritonDraws(), on_progress)
+        yield LoopCapture(shapes, CudaGraphs(), triton_sampler(), on_progress)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            "The recorded draft loops do not fit into the device's memory: lower "
+            "The captured draft loops do not fit into the device's memory: lower "
             "--kv-cache-memory, --max-draft-tokens or --max-sessions (a scorer's --max-num-seqs)."
         ) from error

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
-from outrider.drafting.ahead.outcomes import NO_PACE
 from outrider.drafting.building.config import (
     DeterministicConfig,
     DraftModelConfig,
@@ -20,7 +19,13 @@ from outrider.drafting.building.config import (
 from outrider.drafting.copying.deterministic import DeterministicProposer
 from outrider.drafting.copying.ngram import NgramProposer
 from outrider.drafting.hybrid import HybridProposer
-from outrider.drafting.proposer import FeatureProposer, Proposer, SessionStart
+from outrider.drafting.proposer import (
+    NO_PACE,
+    FeatureProposer,
+    Proposer,
+    ProposerLimits,
+    SessionStart,
+)
 from outrider.params import SamplingParams
 
 _PREFILL_BUDGET = {"cpu": 256, "cuda": 4096}
@@ -85,7 +90,6 @@ def _build_draft_model(
     # Imported here: prompt lookup starts without torch.
     import torch
 
-    from outrider.drafting.ahead.branches import EagerForks, ForkDrafter
     from outrider.drafting.building.weights import (
         PAGE_SIZE,
         choose_dtype,
@@ -93,8 +97,9 @@ def _build_draft_model(
         prepare_device,
     )
     from outrider.drafting.cpu.llama_chains import LlamaChains
-    from outrider.drafting.draft_model.chains import ChainDrafter
+    from outrider.drafting.draft_model.loops import EagerForks
     from outrider.drafting.draft_model.proposer import DraftModelProposer
+    from outrider.drafting.drafters import ChainDrafter, ForkDrafter
     from outrider.engine.kv_cache.memory import fitting
     from outrider.engine.model.loader import (
         ModelOptions,
@@ -143,14 +148,16 @@ def _build_draft_model(
     proposer = DraftModelProposer(
         model,
         name=method.model,
-        max_sessions=max_sessions,
-        max_draft_tokens=method.max_draft_tokens,
+        limits=ProposerLimits(
+            max_sessions=max_sessions,
+            max_draft_tokens=method.max_draft_tokens,
+            max_branches=method.max_branches,
+            prefill_budget=_PREFILL_BUDGET[method.device],
+        ),
         chain_drafter=chain_drafter,
         fork_drafter=fork_drafter,
-        max_branches=method.max_branches,
-        # Masked drafts are eager: on a GPU that costs more than unmasked captured loops lose.
+        # Masked drafts are made eagerly: on a GPU that costs more than the mask gains.
         masks=load_masks(folder, model.vocab_size, say) if method.device == "cpu" else None,
-        prefill_budget=_PREFILL_BUDGET[method.device],
     )
     say("warming up")
     _warm_up(proposer, _PREFILL_BUDGET[method.device])

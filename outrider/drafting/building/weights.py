@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from outrider.drafting.building.config import ModelConfig, Say
-from outrider.drafting.draft_model.masks import DraftMasks
+from outrider.drafting.masks import DraftMasks
 from outrider.engine.sampling.constraint import ConstraintCompiler
 from outrider.errors import ConfigError
 from outrider.models.eos import read_eos_token_ids

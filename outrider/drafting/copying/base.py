@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypedDict
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.ahead.outcomes import NO_PACE, Pace
 from outrider.drafting.proposer import (
+    NO_PACE,
     DraftRound,
     Follower,
+    Pace,
     ProposerTraits,
     SessionKey,
     SessionStart,

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.drafting.cpu.llama_kernels import Draws, Fed, draft
 from outrider.drafting.cpu.llama_weights import Floats, Weights, read_weights
-from outrider.drafting.draft_model.chains import ReadyRow
+from outrider.drafting.drafters import DraftInput
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.pools import HeadMajorPool, KVPools
 from outrider.engine.model.llama import fits
@@ -54,17 +54,18 @@ class LlamaChains:
         """Feed nothing, since a prompt is no faster here."""
         return False
 
-    def draft(self, slices: Sequence[RowSlice], ready: Sequence[ReadyRow]) -> list[list[int]]:
+    def draft(self, inputs: Sequence[DraftInput]) -> list[list[int]]:
         """Feed the rows' tokens and draft their chains, as `draft_chains` does."""
+        slices = [row.slice for row in inputs]
         tokens = [token for row in slices for token in row.token_ids]
         positions = [row.start + i for row in slices for i in range(len(row.token_ids))]
         rows = [i for i, row in enumerate(slices) for _ in row.token_ids]
-        lengths = [row.length + row.wanted - 1 for row in ready]
+        lengths = [row.end + row.wanted - 1 for row in inputs]
         tables = np.zeros((len(slices), -(-max(lengths) // self._page_size)), np.int64)
         for table, row in zip(tables, slices, strict=True):
             pages = row.block_table[: len(table)]
             table[: len(pages)] = pages
-        params = [row.sampling for row in ready]
+        params = [row.sampling for row in inputs]
         chains = draft(
             self._weights,
             self._pools,
@@ -74,7 +75,7 @@ class LlamaChains:
                 np.asarray(rows, np.int64),
                 tables,
             ),
-            np.asarray([row.wanted for row in ready], np.int64),
+            np.asarray([row.wanted for row in inputs], np.int64),
             Draws(
                 np.asarray([each.temperature for each in params], np.float32),
                 np.asarray([each.top_k for each in params], np.int64),
@@ -83,7 +84,7 @@ class LlamaChains:
                 seed_keys([each.seed for each in params]).numpy().astype(np.uint32),
             ),
         )
-        return [chain[: row.wanted] for chain, row in zip(chains.tolist(), ready, strict=True)]
+        return [chain[: row.wanted] for chain, row in zip(chains.tolist(), inputs, strict=True)]
 
 
 def can_run(model: nn.Module, max_model_len: int) -> bool:

@@ -1,19 +1,19 @@
-"""Drafts behind a verification on the same device, enqueued before anybody knows its verdict.
+"""Async drafts: loops enqueued behind a verification step on the same device.
 
-A draft goes on from what the target chose. Where both models are on one stream the device has that
-the moment the verification ends; the host has it later, and takes as long again to say so. So the
-draft loop is enqueued behind the step, and reads from the step's own output where each text ends
-and with which tokens (`ChainInputs.follow`). While it runs the host does what the verdict asks for.
+A draft goes on from what the target chose. Where both models are on one stream the device knows
+that when the verification ends, and the host knows it later. So the draft loop is enqueued behind
+the step, and reads from the step's output where each text ends and with which tokens
+(`LoopInputs.follow`). Meanwhile the host processes the output.
 
-It is a bet that the text goes on. Where it has ended or the session is gone the draft is dropped,
-where the host has told nothing new it is made anew. Nothing has to be undone: a loop writes behind
-what was committed when it began, on pages that were the session's then, and whoever is given these
-pages writes to them later on the stream.
+An async draft is a bet that the text goes on. Where it has ended or the session is gone the draft
+is dropped; where the text went on otherwise it is made anew. Nothing has to be undone: a loop
+writes behind what was committed when it began, on pages that were the session's then, and later
+owners of these pages write to them later on the stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -22,18 +22,18 @@ from torch import Tensor
 from outrider.draft_port import DeviceDrafts
 from outrider.draft_tree import DraftTree
 from outrider.drafting.draft_model.session import DraftState
+from outrider.drafting.drafters import AsyncDrafter, AsyncLine, AsyncLoop
 from outrider.drafting.proposer import SessionKey
-from outrider.engine.graphs.staging import picked
+from outrider.engine.graphs.staging import select_rows
 from outrider.engine.kv_cache.block_pool import BlockPool
-from outrider.params import SamplingParams
 
 
 class AsyncRow(NamedTuple):
     """A row of the step in flight, in which a session's text is verified."""
 
     session: SessionKey
-    place: int  # in the verdicts
-    num_verified: int  # of the draft that was made for it last
+    place: int  # in the step's output
+    num_verified: int  # tokens of the session's latest draft
     wanted: int  # draft tokens after it, at least 1
 
 
@@ -42,62 +42,29 @@ class AsyncProposer(Protocol):
     """A method that drafts behind a step."""
 
     def launch_after_verify(self, rows: Sequence[AsyncRow], verify_output: Tensor) -> None:
-        """Enqueues drafts for what the step's rows will say, if it can for most of them.
+        """Enqueue drafts that go on from the step's output, if most of the rows can have one.
 
-        `verify_output` as `Verdicts.tokens` says it. The next `draft` hands them out.
+        `verify_output` is `VerifyOutput.tokens`. The next `draft` hands the drafts out.
         """
         ...
 
     def can_launch_after_verify(self, sessions: Sequence[SessionKey]) -> DeviceDrafts | None:
-        """Where the device will have what the next `draft` says of `sessions`, to which what was
-        committed has been told; None: not of all of them.
-        """
-        ...
+        """Return the place on the device of the drafts that the next `draft` returns.
 
-
-class AsyncLine(NamedTuple):
-    """What the cache holds of a session when its draft is enqueued."""
-
-    length: int  # of its text, all in the cache
-    num_guesses: int  # after the text
-    block_table: Sequence[int]  # covers two tokens more than the guesses, and the draft's
-
-
-class AsyncLoop(NamedTuple):
-    """Chains on their way."""
-
-    tokens: Tensor  # int32 [at least lines, num_tokens]: on the device, for work enqueued behind
-    wait: Callable[[], list[list[int]]]  # on the host; once
-
-
-@runtime_checkable
-class AsyncDrafter(Protocol):
-    """Drafts chains behind a step."""
-
-    def launch_after_verify(
-        self,
-        lines: Sequence[AsyncLine],
-        sampling: Sequence[SamplingParams],
-        num_tokens: int,
-        verify_output: Tensor,
-    ) -> AsyncLoop | None:
-        """Enqueues drafts of `num_tokens` each, by the lines' own `verify_output`. None: it cannot.
-
-        Of each line's guesses the verified ones are as many as there are, or one more. It must be
-        waited for before anything else is asked of the drafter.
+        The commits of `sessions` have been made. None unless all of them have such a draft.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class _AsyncDraft:
-    """Drafts on their way."""
+class _Launched:
+    """A loop in progress."""
 
-    drafted: AsyncLoop
+    loop: AsyncLoop
     lines: dict[SessionKey, tuple[int, AsyncLine]]  # with the place of each
 
     def place(self, state: DraftState) -> int | None:
-        """Of a session's draft, if one is wanted and goes on from what was committed since."""
+        """Return the place of a session's draft, if it is wanted and fits the commits since."""
         place, line = self.lines.get(state.key, (0, None))
         length = len(state.follower.tokens)
         if line is None or length <= line.length or not state.follower.wanted:
@@ -108,63 +75,62 @@ class _AsyncDraft:
 
 
 class AsyncDrafts:
-    """The drafts that one method has behind the step in flight, over the pages of `pool`."""
+    """A method's drafts behind the step in flight, over the pages of `pool`."""
 
-    def __init__(self, drafter: AsyncDrafter, pool: BlockPool) -> None:
+    def __init__(self, drafter: AsyncDrafter, pool: BlockPool, page_size: int) -> None:
         self._drafter = drafter
         self._pool = pool
-        self._trail: _AsyncDraft | None = None
+        self._page_size = page_size
+        self._launched: _Launched | None = None
 
     @property
-    def launched(self) -> bool:
-        """Whether some are on their way, or there and not taken."""
-        return self._trail is not None
+    def in_flight(self) -> bool:
+        """Whether a loop was launched and not taken."""
+        return self._launched is not None
 
-    def launch(
-        self, trailing: Sequence[tuple[DraftState, AsyncRow]], verify_output: Tensor, page_size: int
-    ) -> None:
+    def launch(self, pairs: Sequence[tuple[DraftState, AsyncRow]], verify_output: Tensor) -> None:
         """Enqueue drafts of sessions, if pages and a loop are free."""
-        assert self._trail is None, "they are taken first"
+        assert not self.in_flight, "they are taken first"
         lines = [
-            AsyncLine(len(s.follower.tokens), len(s.ahead.line), s.block_table) for s, _ in trailing
+            AsyncLine(len(s.follower.tokens), len(s.ahead.line), s.block_table) for s, _ in pairs
         ]
-        num_tokens = max([row.wanted for _, row in trailing])
-        for line, (state, _) in zip(lines, trailing, strict=True):
+        num_tokens = max([row.wanted for _, row in pairs])
+        for line, (state, _) in zip(lines, pairs, strict=True):
             num_rows = line.length + line.num_guesses + 2 + num_tokens - 1
-            if not state.cover(self._pool, num_rows, page_size):
+            if not state.cover(self._pool, num_rows, self._page_size):
                 return
-        sampling = [state.follower.sampling for state, _ in trailing]
-        theirs = picked(verify_output, [row.place for _, row in trailing])
-        drafted = self._drafter.launch_after_verify(lines, sampling, num_tokens, theirs)
-        if drafted is not None:
-            keys = [state.key for state, _ in trailing]
-            self._trail = _AsyncDraft(drafted, dict(zip(keys, enumerate(lines), strict=True)))
+        sampling = [state.follower.sampling for state, _ in pairs]
+        output = select_rows(verify_output, [row.place for _, row in pairs])
+        loop = self._drafter.launch_after_verify(lines, sampling, num_tokens, output)
+        if loop is not None:
+            keys = [state.key for state, _ in pairs]
+            self._launched = _Launched(loop, dict(zip(keys, enumerate(lines), strict=True)))
 
-    def late(self, states: Sequence[DraftState]) -> DeviceDrafts | None:
-        """Where the device will have what `take` gives to all of `states`; None: not to all."""
-        trail = self._trail
-        if trail is None:
+    def on_device(self, states: Sequence[DraftState]) -> DeviceDrafts | None:
+        """Return the place on the device of what `take` returns; None unless it has all."""
+        launched = self._launched
+        if launched is None:
             return None
-        places = {state.key: trail.place(state) for state in states}
+        places = {state.key: launched.place(state) for state in states}
         found = {key: place for key, place in places.items() if place is not None}
         if len(found) < len(states):
             return None
-        most = trail.drafted.tokens.shape[1]
+        most = launched.loop.tokens.shape[1]
         lengths = {state.key: min(most, state.follower.wanted) for state in states}
-        return DeviceDrafts(trail.drafted.tokens, found, lengths)
+        return DeviceDrafts(launched.loop.tokens, found, lengths)
 
     def take(self, states: Sequence[DraftState]) -> dict[DraftState, DraftTree]:
-        """Wait for the drafts, and hands out those of `states`, of which the cache has them."""
-        trail, self._trail = self._trail, None
-        if trail is None:
+        """Wait for the drafts, if any, and hand out those of `states`, which the cache has."""
+        launched, self._launched = self._launched, None
+        if launched is None:
             return {}
-        chains = trail.drafted.wait()
+        chains = launched.loop.wait()
         drafts: dict[DraftState, DraftTree] = {}
         for state in states:
-            place = trail.place(state)
+            place = launched.place(state)
             if place is not None:
                 chain = chains[place][: state.follower.wanted]
-                state.settle(self._pool)
+                state.give_up_guesses(self._pool)
                 state.computed = length = len(state.follower.tokens)
                 state.ahead.line, state.patient = chain[:-1], False
                 drafts[state] = state.push(DraftTree.chain(length, chain))
@@ -172,7 +138,7 @@ class AsyncDrafts:
 
 
 def may_launch_after_verify(state: DraftState, row: AsyncRow) -> bool:
-    """Whether a session's next draft can be made behind the step that verifies `row`."""
+    """Return whether a session's next draft can be made behind the step that verifies `row`."""
     tokens = state.follower.tokens
     return (
         bool(tokens)

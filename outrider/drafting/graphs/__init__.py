@@ -1,1 +1,1 @@
-"""Draft loops captured as CUDA graphs."""
+"""Draft loops, captured as CUDA graphs or run eagerly."""

@@ -1,135 +1,156 @@
-"""Draft loops recorded at start, and which of them a batch takes.
+"""Draft loops captured at start, and the choice of a loop for a batch.
 
-Between the copy of the inputs and the copy of what was drafted the host does nothing. Loops are
-recorded for some numbers of rows, tokens to catch up and draft tokens; a batch takes the smallest
-that holds it. Rows that want fewer tokens get more, and are cut. Of a catch-up that is longer than
-any loop's (a prompt) all but the last token is fed first, in a forward of its own.
+The host does nothing between the copy of the inputs and the copy of the drafts. Loops are captured
+for some numbers of rows, tokens to catch up and draft tokens. A batch takes the smallest that holds
+it. Rows that want fewer tokens get more, and are cut. Where no loop holds a catch-up (a prompt), a
+forward of its own feeds all of it but the last token first.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafting.draft_model.chains import ReadyRow
-from outrider.drafting.graphs.draws import Draws
+from outrider.drafting.drafters import DraftInput
 from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
+from outrider.drafting.likeliest import cut_to_likeliest, noised, top_candidates
 from outrider.engine.batch import RowSlice
-from outrider.engine.graphs.capture import Record, Work
+from outrider.engine.graphs.buckets import CapturedBuckets
+from outrider.engine.graphs.capture import Capture, Work, make_events
+from outrider.engine.sampling.coupled import SamplingBatch, sample
 from outrider.params import SamplingParams
 
 Draft = TypeVar("Draft")
-Numbered = Mapping[int, RowSlice]
-"""Rows of a batch, by their place in it."""
-
-
-def make_shapes(
-    *,
-    rows: Iterable[int],
-    query_lens: Sequence[int],
-    num_tokens: Sequence[int],
-    fanout: int = 0,
-    cut: bool = False,
-) -> list[LoopShape]:
-    """Loops for all combinations."""
-    return [
-        LoopShape(n, query_len, k, fanout, cut)
-        for n in rows
-        for query_len in query_lens
-        for k in num_tokens
-    ]
 
 
 @dataclass(frozen=True, slots=True)
-class Capture:
-    """Which loops a method is to record, and how."""
+class DraftSampler:
+    """How a loop samples from logits [n, vocab] of any dtype."""
+
+    choose: Callable[[Tensor, SamplingBatch], Tensor]  # as `sample`
+    candidates: Callable[[Tensor, SamplingBatch, int], tuple[Tensor, Tensor]]
+    """As `top_candidates`."""
+    noised: Callable[[Tensor, SamplingBatch, int], Tensor]  # as `likeliest.noised`
+
+
+TORCH_SAMPLER: Final = DraftSampler(sample, top_candidates, noised)
+"""Not to be captured where rows have cuts, which wait for the device."""
+
+
+def triton_sampler() -> DraftSampler:
+    """Return kernels that store no noise and cut without a wait; safe to capture."""
+    # Imported here: without CUDA there may be no Triton.
+    from outrider.engine.cuda import sampling as kernels
+
+    def candidates(logits: Tensor, batch: SamplingBatch, count: int) -> tuple[Tensor, Tensor]:
+        logits = cut_to_likeliest(logits, batch)
+        return kernels.choose_top(logits, batch.temperature, batch.seed, batch.position, count)
+
+    def noised(logits: Tensor, batch: SamplingBatch, depth: int) -> Tensor:
+        return kernels.noised(logits, batch.temperature, batch.seed, batch.position, depth)
+
+    return DraftSampler(kernels.sample, candidates, noised)
+
+
+@dataclass(frozen=True, slots=True)
+class LoopCapture:
+    """The loops that a method captures, and how."""
 
     shapes: Sequence[LoopShape]
-    record: Record
-    draws: Draws
+    capture: Capture
+    sampler: DraftSampler
     on_progress: Callable[[int, int], None] = lambda done, total: None  # noqa: ARG005
 
 
 class CapturedLoops:
-    """The loops of one method, which share their inputs and the place of what they leave.
+    """The loops of one method, which share their inputs and the place of their output.
 
-    `body` enqueues a loop and returns what it drafted, int32 of `output_shape`, rows first.
-    Building it records them. Used from one thread.
+    `body` enqueues a loop and returns its drafts, int32 of `output_shape`, rows first. Used from
+    one thread.
     """
 
     def __init__(
         self,
-        recording: Capture,
+        capture: LoopCapture,
         inputs: LoopInputs,
         body: Callable[[LoopShape], Tensor],
         output_shape: Callable[[LoopShape], tuple[int, ...]],
     ) -> None:
-        # The largest first: what they allocate serves the others.
-        ordered = sorted(set(recording.shapes), key=_cost, reverse=True)
-        self._smallest_first = ordered[::-1]
+        shapes = set(capture.shapes)
         self._inputs = inputs
-        self._output_shapes = {shape: output_shape(shape) for shape in ordered}
+        self._output_shapes = {shape: output_shape(shape) for shape in shapes}
         size = max(math.prod(each) for each in self._output_shapes.values())
         self._output = _Output(size, inputs.device)
         self._find = lru_cache(maxsize=4096)(self._smallest)
-        self._loops: dict[LoopShape, Work] = {}
-        for done, shape in enumerate(ordered, start=1):
+        done = 0
+
+        def captured(shape: LoopShape) -> Work:
+            nonlocal done
             inputs.fill(shape, (), ())
-            self._loops[shape] = recording.record(self._work(shape, body))
-            recording.on_progress(done, len(ordered))
+            work = capture.capture(self._work(shape, body))
+            done += 1
+            capture.on_progress(done, len(shapes))
+            return work
+
+        self._loops = CapturedBuckets(shapes, captured, lambda shape: shape.cost)
 
     def drafts(
         self,
-        slices: Sequence[RowSlice],
-        ready: Sequence[ReadyRow],
+        rows: Sequence[DraftInput],
         read: Callable[[NDArray[np.int32], Sequence[int]], list[Draft]],
-        feed: Callable[[Numbered], None],
-        eager: Callable[[Numbered], list[Draft]],
-        load: Callable[[Numbered], None] | None = None,
+        eager: Callable[[Sequence[DraftInput]], list[Draft]],
+        load: Callable[[Sequence[DraftInput]], None] = lambda rows: None,  # noqa: ARG005
     ) -> list[Draft]:
-        """Feed `slices`, then makes a draft for each of `ready`, which are the first of them.
+        """Feed rows, most tokens wanted first, and make a draft for each that wants one.
 
-        `read` makes them of what a loop left, and of how many tokens each row wanted. `feed` is
-        told before what no loop catches up; `load`, which rows run next: it brings what they need
-        besides their slices. `eager` drafts for the rows that no loop holds.
+        `read` makes drafts of a loop's output and the numbers of tokens wanted. `load` brings what
+        the next loop's rows need besides their slices. `eager` feeds or drafts what no loop holds.
         """
         # A mask looks at every token before the next: no loop is that long.
-        wanted = [row.wanted if row.mask is None else sys.maxsize for row in ready]
-        sampling = [row.sampling for row in ready]
-        if len(slices) == len(ready):  # as nearly always
-            shape = self.find(slices, sampling, max(wanted), 0)
-            if shape is not None:
-                if load is not None:
-                    load(dict(enumerate(slices)))
-                return read(self.run(shape, slices, sampling), wanted)
-        left = self._feed_long(slices, ready, feed)
-        pieces, others = self.divide(left, wanted, 0)
+        wanted = [row.wanted if row.mask is None else sys.maxsize for row in rows if row.wanted]
+        if len(wanted) == len(rows):  # as nearly always
+            drafted = self._draft(rows, wanted, read, load)
+            if drafted is not None:
+                return drafted
+        left = self._feed_long(rows, eager)
+        pieces, others = self.divide([row.slice for row in left], wanted, 0)
         drafts: dict[int, Draft] = {}
         for piece in pieces:
-            rows, theirs = [left[i] for i in piece], [wanted[i] for i in piece]
-            params = [sampling[i] for i in piece]
-            shape = self.find(rows, params, max(theirs), 0)
-            assert shape is not None
-            if load is not None:
-                load(dict(zip(piece, rows, strict=True)))
-            drafts.update(zip(piece, read(self.run(shape, rows, params), theirs), strict=True))
+            drafted = self._draft([left[i] for i in piece], [wanted[i] for i in piece], read, load)
+            assert drafted is not None
+            drafts.update(zip(piece, drafted, strict=True))
         if others:
-            drafts.update(zip(others, eager({i: left[i] for i in others}), strict=True))
-        return [drafts[i] for i in range(len(ready))]
+            drafts.update(zip(others, eager([left[i] for i in others]), strict=True))
+        return [drafts[i] for i in range(len(left))]
+
+    def _draft(
+        self,
+        rows: Sequence[DraftInput],
+        wanted: Sequence[int],
+        read: Callable[[NDArray[np.int32], Sequence[int]], list[Draft]],
+        load: Callable[[Sequence[DraftInput]], None],
+    ) -> list[Draft] | None:
+        """Draft in one loop; None if no loop holds all of the rows."""
+        slices, sampling = [row.slice for row in rows], [row.sampling for row in rows]
+        shape = self.find(slices, sampling, max(wanted), 0)
+        if shape is None:
+            return None
+        load(rows)
+        return read(self.run(shape, slices, sampling), wanted)
 
     def divide(
         self, slices: Sequence[RowSlice], wanted: Sequence[int], fanout: int
     ) -> tuple[list[list[int]], list[int]]:
-        """The rows that recorded loops hold, by loop, and those that none holds; in order."""
+        """Return the rows that captured loops hold, by loop, and those that none holds."""
         rows = range(len(slices))
         lengths = [len(row.token_ids) for row in slices]
         held = [i for i in rows if self._find(1, lengths[i], wanted[i], fanout, False)]
@@ -148,7 +169,7 @@ class CapturedLoops:
         num_tokens: int,
         fanout: int,
     ) -> LoopShape | None:
-        """The smallest loop that holds all of these rows; None if there is none."""
+        """Return the smallest loop that holds all of these rows, or None."""
         longest = max([len(row.token_ids) for row in slices])
         cut = any(params.top_k or params.top_p < 1.0 or params.min_p for params in sampling)
         return self._find(len(slices), longest, num_tokens, fanout, cut)
@@ -160,22 +181,22 @@ class CapturedLoops:
         sampling: Sequence[SamplingParams],
         copies: Sequence[tuple[int, int]] = (),
     ) -> NDArray[np.int32]:
-        """What the loop of `shape` leaves for these rows, which it holds: int32 [rows, ...]."""
+        """Run a loop that holds these rows and return its output for them: int32 [rows, ...]."""
         with torch.inference_mode():
             self._inputs.fill(shape, slices, sampling, copies)
             return self._launch(shape, len(slices))()
 
-    def launch_behind(
+    def launch_after_verify(
         self,
         shape: LoopShape,
         slices: Sequence[RowSlice],
         sampling: Sequence[SamplingParams],
         verify_output: Tensor,
     ) -> tuple[Tensor, Callable[[], NDArray[np.int32]]]:
-        """Enqueues the loop for rows that `ChainInputs.follow` makes go on.
+        """Enqueue the loop for rows that `LoopInputs.follow` updates.
 
-        Returns where it leaves its output, and what reads it: that is to be called before anything
-        else of these loops is asked for.
+        Returns the output on the device, and a function that reads it, to be called before any
+        other of these loops is used.
         """
         with torch.inference_mode():
             self._inputs.fill(shape, slices, sampling)
@@ -184,32 +205,31 @@ class CapturedLoops:
         return self._output.on_device(self._output_shapes[shape]), read
 
     def _launch(self, shape: LoopShape, count: int) -> Callable[[], NDArray[np.int32]]:
-        """Enqueues the loop over what its inputs hold; what waits for the first `count` rows."""
+        """Enqueue the loop over its inputs; return a function that waits for `count` rows."""
         output_shape = self._output_shapes[shape]
         self._loops[shape]()
         self._output.send(output_shape)
         return lambda: self._output.read(output_shape)[:count]
 
     def _feed_long(
-        self,
-        slices: Sequence[RowSlice],
-        ready: Sequence[ReadyRow],
-        feed: Callable[[Numbered], None],
-    ) -> list[RowSlice]:
-        """What is left to catch up of the rows that are ready.
+        self, rows: Sequence[DraftInput], feed: Callable[[Sequence[DraftInput]], list[Draft]]
+    ) -> list[DraftInput]:
+        """Feed what no loop catches up and return the rest of the rows that want drafts.
 
-        `feed` gets what no loop catches up: of ready rows all but the last token, whose logits the
-        draft begins with, and whatever is not ready. A drafting of its own for these would be many
-        launches, and kernels that nobody compiled at the start.
+        Of such a row that is all but the last token, whose logits the draft begins with. A draft of
+        its own would be many launches, and kernels that nobody compiled at start.
         """
-        left = list(slices[: len(ready)])
-        long = dict(enumerate(slices[len(ready) :], start=len(ready)))
-        for i, row in enumerate(ready):
-            tokens, start = left[i].token_ids, left[i].start
-            too_long = row.mask is None and not self._holds(len(tokens), row.wanted)
-            if too_long and self._holds(1, row.wanted):
-                long[i] = left[i]._replace(token_ids=tokens[:-1])
-                left[i] = left[i]._replace(token_ids=tokens[-1:], start=start + len(tokens) - 1)
+        left: list[DraftInput] = []
+        long: list[DraftInput] = []
+        for row in rows:
+            if not row.wanted:
+                long.append(row)
+                continue
+            too_long = not self._holds(len(row.slice.token_ids), row.wanted)
+            if row.mask is None and too_long and self._holds(1, row.wanted):
+                begin, row = row.split()
+                long.append(begin)
+            left.append(row)
         if long:
             feed(long)
         return left
@@ -221,15 +241,14 @@ class CapturedLoops:
         self, rows: int, query_len: int, num_tokens: int, fanout: int, cut: bool
     ) -> LoopShape | None:
         fitting = [s for s in self._fitting(query_len, num_tokens, fanout) if s.rows >= rows]
-        # Chains are cut in any loop. Else, without one that cuts, rows are drafted for as if they
-        # did not.
+        # Chains are cut in any loop. Others are drafted without cuts if no loop makes them.
         return next((shape for shape in fitting if shape.cut == cut), next(iter(fitting), None))
 
     def _fitting(self, query_len: int, num_tokens: int, fanout: int) -> list[LoopShape]:
-        """The loops that hold such rows, the smallest first."""
+        """Return the loops that hold such rows, the smallest first."""
         return [
             shape
-            for shape in self._smallest_first
+            for shape in self._loops
             if shape.query_len >= query_len
             and shape.num_tokens >= num_tokens
             and (shape.fanout >= fanout if fanout else shape.fanout == 0)
@@ -243,46 +262,34 @@ class CapturedLoops:
         return work
 
 
-def chains(drafted: NDArray[np.int32], wanted: Sequence[int]) -> list[list[int]]:
-    """Of what a loop of chains left, int32 [rows, tokens, 1], each row's first tokens."""
+def read_chains(drafted: NDArray[np.int32], wanted: Sequence[int]) -> list[list[int]]:
+    """Return each row's first tokens of a loop's output, int32 [rows, tokens, 1]."""
     tokens: list[list[int]] = drafted[:, :, 0].tolist()
     return [row[:n] for row, n in zip(tokens, wanted, strict=True)]
 
 
 class _Output:
-    """What a loop leaves, at one place of the device for all loops, and its copy on the host."""
+    """The output of a loop, at one place of the device for all loops, and its copy on the host."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._numbers: NDArray[np.int32] = self._host.numpy()
-        self._done: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        (self._done,) = make_events(device, 1)
 
     def write(self, numbers: Tensor) -> None:
         self._device[: numbers.numel()].copy_(numbers.flatten())
 
     def on_device(self, shape: tuple[int, ...]) -> Tensor:
-        """What was left last, or will be by what is enqueued."""
         return self._device[: math.prod(shape)].view(shape)
 
     def send(self, shape: tuple[int, ...]) -> None:
-        """Enqueues the copy to the host."""
+        """Enqueue the copy to the host."""
         size = math.prod(shape)
         self._host[:size].copy_(self._device[:size], non_blocking=True)
-        if self._done is not None:
-            self._done.record()
+        self._done.record()
 
     def read(self, shape: tuple[int, ...]) -> NDArray[np.int32]:
-        """Wait for what was sent; a copy."""
-        size = math.prod(shape)
-        if self._done is not None:
-            self._done.synchronize()
-        return self._numbers[:size].reshape(shape).copy()
-
-
-def _cost(shape: LoopShape) -> tuple[int, int, int, bool]:
-    """Orders shapes: a forward more costs more than rows do."""
-    tokens = shape.rows * (shape.query_len + shape.num_fed)
-    return shape.num_steps, tokens, shape.fanout, shape.cut
+        """Wait for what was sent and return a copy."""
+        self._done.synchronize()
+        return self._numbers[: math.prod(shape)].reshape(shape).copy()

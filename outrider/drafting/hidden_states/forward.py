@@ -1,6 +1,8 @@
-"""A draft module's forwards of one round, as those of a language model."""
+"""The forwards of a draft module in one round, as those of a language model."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,13 +10,14 @@ from torch import Tensor
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.batch import PackedBatch
+from outrider.engine.graphs.staging import Staging
 
 LEAD = 2
-"""Row p of a draft module reads the token at p + 1: what it puts out is for p + 2."""
+"""Row p of a draft module reads the token at p + 1 and predicts that at p + 2."""
 
 
 class HeadForward:
-    """The first forward takes true states, each later one what the one before put out."""
+    """Forwards of which the first takes true states, and each later one its predecessor's."""
 
     def __init__(
         self, head: RecurrentHead, backend: AttentionBackend, page_size: int, features: Tensor
@@ -30,11 +33,15 @@ class HeadForward:
     def device(self) -> torch.device:
         return self._head.device
 
-    def forward(self, batch: PackedBatch, sources: Tensor | None = None) -> Tensor:
-        """Write keys and values; logits [num_logits, vocab_size].
+    @property
+    def max_model_len(self) -> int:
+        return self._head.max_model_len
 
-        Each token goes on from what the forward before put out for one of its logits: `sources`
-        int64 [tokens] says which, None: the first token from the first, and so on.
+    def forward(self, batch: PackedBatch, sources: Tensor | None = None) -> Tensor:
+        """Write keys and values and return logits [num_logits, vocab_size].
+
+        Each token continues one of the outputs of the forward before: `sources` int64 [tokens]
+        says which. None: the first token the first, and so on.
         """
         head, step = self._head, self._step
         if step:
@@ -49,3 +56,33 @@ class HeadForward:
         self._outputs = outputs
         self._step += 1
         return head.logits(outputs)
+
+
+class FeatureRows:
+    """Staging of the target's states of a loop's rows, one after the other, without padding."""
+
+    def __init__(self, num_rows: int, width: int, device: torch.device) -> None:
+        self._staging = Staging({"states": (torch.bfloat16, (num_rows, width))}, device)
+        self._host, self._device = self._staging.host("states"), self._staging.device("states")
+
+    def fill(self, rows: Sequence[Tensor]) -> None:
+        """Write bfloat16 [any, width] each and enqueue the copy; none may be in progress."""
+        end = sum(map(len, rows))
+        torch.cat(list(rows), out=self._host[:end])
+        self._staging.send("states", end)
+
+    def first(self, count: int) -> Tensor:
+        """Return the states of rows of one token each: [count, width]. May be captured."""
+        return self._device[:count]
+
+    def spread(self, batch: PackedBatch) -> Tensor:
+        """Return those of a captured catch-up's tokens: [tokens, width]. May be captured.
+
+        Padding tokens of a row have the states of its last token.
+        """
+        last = batch.logits_index - batch.cu_seqlens_q[:-1]  # of a row's own tokens: [rows]
+        counts = last + 1
+        begin = counts.cumsum(0) - counts
+        places = torch.arange(batch.max_query_len, device=self._device.device)
+        place = torch.minimum(places, last[:, None])
+        return self._device.index_select(0, (begin[:, None] + place).flatten())

@@ -1,140 +1,136 @@
-"""The forwards of a drafting round that makes trees: EAGLE-2's (Li et al., arXiv 2406.16858).
+"""The loop that drafts trees as EAGLE-2 does (Li et al., arXiv 2406.16858).
 
 Level by level the best nodes get children, all of a level in one forward whose mask lets a node see
-only its ancestors. Of all children that were looked at the best become the draft. A node whose
-children cannot be among these gets none: where the module is sure, a tree costs what a chain does.
+only its ancestors. The best of all children become the draft.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.drafting.draft_model.chains import ReadyRow
-from outrider.drafting.hidden_states.forward import HeadForward
-from outrider.drafting.hidden_states.trees import Nodes, TargetDraws, best_nodes
-from outrider.engine.batch import RowSlice, pack
+from outrider.drafting.drafters import DraftInput
+from outrider.drafting.graphs.batches import LoopBatches, eager_batches
+from outrider.drafting.graphs.chains import feed
+from outrider.drafting.hidden_states.forward import LEAD, HeadForward
+from outrider.drafting.hidden_states.trees import Nodes, TargetDraws
 from outrider.engine.tree_mask import MAX_TREE_NODES
 
+Level = tuple[Tensor, Tensor, Tensor]
+"""Nodes of one level: tokens, parents' numbers and scores, each [rows, nodes]."""
 
-def max_fed_nodes(num_nodes: int, width: int, *, recorded: bool = False) -> int:
-    """Slots that nodes take at most while a tree of `num_nodes` is drafted.
 
-    `recorded`: by a loop, whose levels are all of one width.
+def max_fed_nodes(num_nodes: int, width: int, *, captured: bool = False) -> int:
+    """Return the most slots that nodes take while a tree of `num_nodes` is drafted.
+
+    The levels of captured loops all have one width.
     """
-    per_level = width if recorded else min(num_nodes, width)
+    per_level = width if captured else min(num_nodes, width)
     return min(MAX_TREE_NODES, per_level * (num_nodes - 1))
 
 
-def draft_trees(
-    forward: HeadForward, slices: Sequence[RowSlice], ready: Sequence[ReadyRow], width: int
-) -> list[Nodes]:
-    """Feed `slices`, then drafts a tree of `wanted` nodes for each of `ready`, the first of them.
+def draft_trees(forward: HeadForward, rows: Sequence[DraftInput], width: int) -> list[Nodes]:
+    """Feed rows, most nodes wanted first, and draft a tree for each that wants one.
 
-    At most `width` nodes of a level get children, `width` each; page tables must cover
-    `max_fed_nodes` more than the slices. Trees do not depend on those beside them.
+    At most `width` nodes of a level get children, `width` each. A node whose children cannot be
+    among the best gets none: where the module is sure, a tree costs what a chain does. Page tables
+    must cover `max_fed_nodes` of the largest tree more than the slices. Trees do not depend on
+    those beside them.
     """
-    device, page_size = forward.device, forward.page_size
     with torch.inference_mode():
-        logits = forward.forward(pack(slices, page_size, device))
-        if not ready:
-            logits[-1:, :1].tolist()  # waits for the device: its time belongs to this round
+        if not rows[0].wanted:
+            feed(forward, rows)
             return []
-        width = min(width, max(row.wanted for row in ready))
-        trees = [_Tree(row, trunk, width) for row, trunk in zip(ready, slices, strict=False)]
-        growing, depth = trees, 0
-        while True:
-            _add_children(growing, logits, depth, width)
-            first, sources = 0, []
-            for tree in growing:
-                sources.extend([first + place for place in tree.places])
-                first += tree.num_parents
-            growing = [tree for tree in growing if tree.places]
-            if not growing:
-                return [tree.best() for tree in trees]
-            batch = pack([tree.feed() for tree in growing], page_size, device)
-            logits, depth = forward.forward(batch, torch.tensor(sources, device=device)), depth + 1
+        wanted = [row.wanted for row in rows if row.wanted]
+        width = min(width, wanted[0])
+        num_fed = max_fed_nodes(wanted[0], width)
+        batches = eager_batches(rows, forward, lead=LEAD, num_fed=num_fed)
+        sizes = torch.tensor(wanted, device=forward.device)[:, None]
+
+        def num_parents(levels: Sequence[Level], num_nodes: int) -> int:
+            scores = torch.cat([scores for *_, scores in levels], dim=1)
+            ordered = scores.sort(dim=1, descending=True).values
+            last = ordered.gather(1, (sizes - 1).clamp(max=ordered.shape[1] - 1))
+            last = last.masked_fill(sizes > ordered.shape[1], -torch.inf)
+            promising = int((levels[-1][2] > last).sum(dim=1).max())
+            return min(promising, width, MAX_TREE_NODES - num_nodes)
+
+        draws = TargetDraws(batches.sampling)
+        grown = grow_trees(forward, batches, draws, width, wanted[0], num_parents)
+        return read_trees(grown.cpu().numpy(), wanted)
 
 
-def _add_children(trees: Sequence[_Tree], logits: Tensor, depth: int, width: int) -> None:
-    """`logits` [nodes, vocab] are those of the trees' latest levels, one after the other."""
-    sizes = [tree.num_fed for tree in trees]
-    most, first = max(sizes), 0
-    if min(sizes) < most:  # repeats a tree's last node: noise is made once per tree
-        padded: list[int] = []
-        for size in sizes:
-            padded.extend([first + min(i, size - 1) for i in range(most)])
-            first += size
-        logits = logits.index_select(0, torch.tensor(padded, device=logits.device))
-    rows = [tree.row for tree in trees]
-    draws = TargetDraws.of([r.sampling for r in rows], [r.length for r in rows], logits.device)
-    places = logits[: len(trees) * most].view(len(trees), most, -1)
-    ids, log_probs = draws.likeliest(places, depth, width)
-    for tree, size, tokens, gains in zip(
-        trees, sizes, ids.cpu().numpy(), log_probs.cpu().numpy(), strict=True
-    ):
-        tree.add(tokens[:size], gains[:size])
+def grow_trees(
+    forward: HeadForward,
+    batches: LoopBatches,
+    draws: TargetDraws,
+    width: int,
+    num_tokens: int,
+    num_parents: Callable[[Sequence[Level], int], int] | None = None,
+) -> Tensor:
+    """Return the best `num_tokens` nodes of each row, best first: int32 [rows, nodes, 3].
+
+    The numbers of a node are its token, its parent and its score. `num_parents` returns, given all
+    levels and the number of nodes fed so far, how many nodes of the latest level get children. By
+    default `width` do, and the loop may be captured.
+    """
+    rows = batches.num_rows[0]
+    row = torch.arange(rows, device=forward.device)[:, None]
+    logits = forward.forward(batches.catch_up)[:rows]
+    ids, gains = draws.likeliest(logits[:, None], 0, width)
+    tokens, scores = ids[:, 0], gains[:, 0]  # of the latest level's nodes: [rows, nodes]
+    levels: list[Level] = [(tokens, torch.full_like(tokens, -1), scores)]
+    fan = tokens.shape[1]
+    num_fed = num_nodes = 0
+    visible = row  # of the nodes that were fed last: [rows, fed]
+    for depth in range(num_tokens - 1):
+        count = fan if num_parents is None else num_parents(levels, num_fed)
+        if not count:
+            break
+        bits = torch.ones_like(row) << (torch.arange(count, device=forward.device) + num_fed)
+        if depth == 0:  # nodes come the best first
+            best = torch.arange(count, device=forward.device).expand(rows, -1)
+            tokens, scores = tokens[:, :count], scores[:, :count]
+            sources, visible = row.expand(-1, count), bits
+        else:
+            best = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+            tokens, scores = tokens.gather(1, best), scores.gather(1, best)
+            parents = best // fan
+            sources = row * visible.shape[1] + parents
+            visible = visible.gather(1, parents) | bits
+        batch = batches.level(tokens, visible, depth, num_fed)
+        logits = forward.forward(batch, sources.flatten()).view(rows, count, -1)
+        ids, gains = draws.likeliest(logits, depth + 1, width)
+        above = (best + num_nodes)[:, :, None].expand_as(ids)
+        num_fed, num_nodes = num_fed + count, num_nodes + levels[-1][0].shape[1]
+        tokens, scores = ids.flatten(1), (scores[:, :, None] + gains).flatten(1)
+        levels.append((tokens, above.flatten(1), scores))
+    return _best([torch.cat(parts, dim=1) for parts in zip(*levels, strict=True)], num_tokens)
 
 
-class _Tree:
-    """One row's nodes. They are numbered in the order in which they were looked at."""
+def _best(nodes: Sequence[Tensor], count: int) -> Tensor:
+    """Return the nodes of highest score, of tokens, parents and scores [rows, any].
 
-    def __init__(self, row: ReadyRow, trunk: RowSlice, width: int) -> None:
-        self.row = row
-        self.num_parents = 0  # of the latest level's nodes
-        self.places: list[int] = []  # of the parents of those to be fed, among these
-        self._trunk = trunk
-        self._width = min(width, row.wanted)
-        self._tokens: list[int] = []
-        self._parents: list[int] = []
-        self._scores: list[float] = []
-        self._level = [-1]  # nodes whose children come next
-        self._slots: list[int] = []  # nodes that were fed, in order
-        self._slot_parents: list[int] = []
+    Of equal ones the first, so that a parent comes before its children.
+    """
+    tokens, parents, scores = nodes
+    best = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    above = parents.gather(1, best)
+    places = (best[:, None] == above[:, :, None]).to(torch.int32).argmax(dim=2)
+    places = torch.where(above < 0, -1, places)
+    ints = (tokens.gather(1, best).to(torch.int32), places.to(torch.int32))
+    return torch.stack((*ints, scores.gather(1, best).view(torch.int32)), dim=2)
 
-    @property
-    def num_fed(self) -> int:
-        """Nodes of the latest level that was fed; the root at first."""
-        return len(self._level)
 
-    def add(self, tokens: NDArray[np.int64], log_probs: NDArray[np.float32]) -> None:
-        """Children of the latest level's nodes, [nodes, width]: chooses those to be fed next."""
-        above = [self._scores[node] if node >= 0 else 0.0 for node in self._level]
-        scores = np.asarray(above, np.float32)[:, None] + log_probs
-        first, width = len(self._tokens), scores.shape[1]
-        self._tokens.extend(tokens.flatten().tolist())
-        self._scores.extend(scores.flatten().tolist())
-        self._parents.extend([node for node in self._level for _ in range(width)])
-        wanted = self.row.wanted
-        kth = sorted(self._scores)[-wanted] if wanted <= len(self._scores) else -math.inf
-        room = min(self._width, MAX_TREE_NODES - len(self._slots))
-        best = np.argsort(-scores, axis=None, kind="stable")[:room].tolist()
-        best = [i for i in best if scores.flat[i] > kth] if wanted > 1 else []
-        self.num_parents = len(self._level)
-        self.places = [i // width for i in best]
-        self._level = [first + i for i in best]
-
-    def feed(self) -> RowSlice:
-        """The chosen nodes, behind those that were fed before."""
-        start = self._trunk.start + len(self._trunk.token_ids) + len(self._slots)
-        slot_of = {node: slot for slot, node in enumerate(self._slots)} | {-1: -1}
-        self._slot_parents.extend([slot_of[self._parents[node]] for node in self._level])
-        self._slots.extend(self._level)
-        tokens = [self._tokens[node] for node in self._level]
-        return RowSlice(
-            tokens, start, self._trunk.block_table, len(tokens), tuple(self._slot_parents)
-        )
-
-    def best(self) -> Nodes:
-        """The draft."""
-        return best_nodes(
-            np.array(self._tokens),
-            np.array(self._parents),
-            np.array(self._scores, np.float32),
-            self.row.wanted,
-        )
+def read_trees(grown: NDArray[np.int32], wanted: Sequence[int]) -> list[Nodes]:
+    """Return each row's best nodes of a loop's output, int32 [rows, nodes, 3]."""
+    trees: list[Nodes] = []
+    for row, size in zip(grown, wanted, strict=True):
+        tokens, parents, scores = row[:size].T
+        count = int((np.ascontiguousarray(scores).view(np.float32) > -np.inf).sum())
+        trees.append((tokens[:count].tolist(), parents[:count].tolist()))
+    return trees

@@ -1,4 +1,4 @@
-"""Drafting from one state of the target, without keys and values: Medusa, MLP speculator.
+"""Draft from one state of the target, without keys and values: Medusa, MLP speculator.
 
 After n committed tokens the head sees the target's state at n - 2, which is the last known one, and
 the token at n - 1, which was drawn from it. So of a session's rows only the last is kept, a prompt
@@ -10,26 +10,91 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.draft_tree import DraftProbs, DraftTree
-from outrider.drafting.ahead.outcomes import NO_PACE, Pace
-from outrider.drafting.draft_model.masks import DraftMasks
-from outrider.drafting.graphs.loops import Capture
-from outrider.drafting.graphs.one_shot_heads import OneShotLoops
+from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
+from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture
+from outrider.drafting.hidden_states.forward import LEAD, FeatureRows
 from outrider.drafting.hidden_states.heads.base import OneShotHead
 from outrider.drafting.hidden_states.session import FeatureMethod, FeatureSession
 from outrider.drafting.hidden_states.trees import TargetDraws, max_trees
 from outrider.drafting.likeliest import draw_of_likeliest, possible
-from outrider.drafting.proposer import TREE_WIDTH, DraftRound, ProposerTraits, SessionKey
+from outrider.drafting.masks import DraftMasks
+from outrider.drafting.proposer import (
+    DEFAULT_LIMITS,
+    NO_PACE,
+    DraftRound,
+    Pace,
+    ProposerLimits,
+    ProposerTraits,
+    SessionKey,
+)
+from outrider.engine.batch import RowSlice
+from outrider.engine.graphs.staging import PageLayout
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.sampling.coupled import Lane, SamplingBatch, sample
-from outrider.errors import ConfigError
+from outrider.params import SamplingParams
 
-MAX_MODEL_LEN = 2**20
-"""Of a session that is followed. The head itself sees one state, however long the text is."""
+_MAX_MODEL_LEN = 2**20
+"""Longest session by default. The head itself sees one state, however long the text is."""
+
+_ALL_POSITIONS: Final = 2**30  # on one page, which nobody reads
+
+
+class OneShotLoops:
+    """Guesses of `width` by captured loops of one row to catch up. Used from one thread.
+
+    `num_tokens` of their shapes are levels. There are loops of as many rows for all levels.
+    """
+
+    def __init__(self, head: OneShotHead, capture: LoopCapture, width: int) -> None:
+        self._head = head
+        self._width = width
+        self._sampler = capture.sampler
+        layout = PageLayout(_ALL_POSITIONS, 2 * _ALL_POSITIONS, 0, head.device)
+        self._inputs = LoopInputs(capture.shapes, layout, LEAD)
+        self._most = max(shape.rows for shape in capture.shapes)
+        self._features = FeatureRows(self._most, head.features.width, head.device)
+        self._loops = CapturedLoops(capture, self._inputs, self._loop, self._output_shape)
+
+    def guess(
+        self,
+        features: Sequence[Tensor],
+        tokens: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        depth: int,
+    ) -> NDArray[np.int32]:
+        """Return what `OneShotHead.guess` does, of `depth` levels or more, which a loop must have.
+
+        `features` are each row's last known state, bfloat16 [1, width] on the host, `tokens` its
+        committed text.
+        """
+        slices = [RowSlice(text[-1:], len(text) - LEAD, (), 1) for text in tokens]
+        guesses: list[NDArray[np.int32]] = []
+        for start in range(0, len(slices), self._most):
+            rows = slice(start, start + self._most)
+            shape = self._loops.find(slices[rows], sampling[rows], depth, 0)
+            assert shape is not None
+            self._features.fill(features[rows])
+            guesses.append(self._loops.run(shape, slices[rows], sampling[rows]))
+        return np.concatenate(guesses)
+
+    def _loop(self, shape: LoopShape) -> Tensor:
+        rows = self._inputs.rows(shape)
+        draws = TargetDraws(rows.sampling, self._sampler.noised)
+        states = self._features.first(shape.rows)
+        return self._head.guess(states, rows.tokens[:, 0], draws, shape.num_tokens, self._width)
+
+    def _output_shape(self, shape: LoopShape) -> tuple[int, ...]:
+        self._inputs.fill(shape, (), ())
+        with torch.inference_mode():
+            return tuple(self._loop(shape).shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +109,17 @@ class _Row:
         return self.state.follower.length
 
     def features(self) -> Tensor:
-        """The last known state: bfloat16 [1, width] on the host."""
+        """Return the last known state: bfloat16 [1, width] on the host."""
         return self.state.rows(self.length - 2, self.length - 1)
 
 
 class OneShotProposer(FeatureMethod):
-    """Drafts with a `OneShotHead`, batched over sessions. Raises `ConfigError`.
+    """Drafts with a `OneShotHead`, batched over sessions.
 
-    With `tree_width` 1 a draft is a chain, no longer than the head foresees; else a tree of as many
-    nodes as draft tokens are wanted. Always a chain is what rejection verifies, drawn with noise of
-    its own, and what `masks` keep within the session's constraint. With `recording` all others are
-    guessed by loops of one row to catch up, which are recorded now and must hold any batch.
+    With a tree width of 1 a draft is a chain, no longer than the head foresees; else a tree of as
+    many nodes as draft tokens are wanted. Under rejection and within a constraint it is always a
+    chain. With `capture` all others are guessed by loops of one row to catch up, which are captured
+    now and must hold any batch.
     """
 
     def __init__(
@@ -63,36 +128,29 @@ class OneShotProposer(FeatureMethod):
         *,
         method: str,
         name: str,
-        max_model_len: int = MAX_MODEL_LEN,
-        max_sessions: int = 256,
-        max_draft_tokens: int = 16,
-        tree_width: int = TREE_WIDTH,
+        limits: ProposerLimits = DEFAULT_LIMITS,
         masks: DraftMasks | None = None,
-        recording: Capture | None = None,
+        capture: LoopCapture | None = None,
     ) -> None:
-        if max_sessions < 1 or max_draft_tokens < 1 or tree_width < 1:
-            raise ConfigError("max_sessions, max_draft_tokens and tree_width are at least 1.")
-        chains = tree_width == 1
+        max_draft_tokens, width = limits.max_draft_tokens, limits.tree_width
+        if width == 1:
+            max_draft_tokens = min(max_draft_tokens, head.max_depth)
         super().__init__(
             ProposerTraits(
                 method=method,
                 model=name,
                 vocab_size=head.vocab_size,
-                max_sessions=max_sessions,
-                max_draft_tokens=min(max_draft_tokens, head.max_depth)
-                if chains
-                else max_draft_tokens,
-                max_model_len=max_model_len,
+                max_sessions=limits.max_sessions,
+                max_draft_tokens=max_draft_tokens,
+                max_model_len=limits.max_model_len or _MAX_MODEL_LEN,
                 features=head.features,
             ),
             masks,
         )
         self._head = head
-        self._width = tree_width
-        self._at_once = max_trees(tree_width, head.vocab_size)
-        self._loops: OneShotLoops | None = None
-        if recording is not None:
-            self._loops = OneShotLoops(head, recording, tree_width)
+        self._width = width
+        self._at_once = max_trees(width, head.vocab_size)
+        self._loops = None if capture is None else OneShotLoops(head, capture, width)
 
     def draft(self, sessions: Sequence[SessionKey], pace: Pace = NO_PACE) -> DraftRound:  # noqa: ARG002
         done = DraftRound()
@@ -119,7 +177,7 @@ class OneShotProposer(FeatureMethod):
                 for i in range(0, len(rows), self._at_once):
                     done.drafts.extend(self._chain(rows[i : i + self._at_once], lane))
         forward_s = time.perf_counter() - started if trees or chains else 0.0
-        done.lost.extend(self._take_lost())  # at last: if the head fails, the next round says it
+        done.lost.extend(self._take_lost())  # last: if the head fails, the next round reports it
         return replace(done, forward_s=forward_s)
 
     def _grow(self, rows: Sequence[_Row]) -> list[tuple[SessionKey, DraftTree]]:
@@ -140,7 +198,7 @@ class OneShotProposer(FeatureMethod):
         ]
 
     def _chain(self, rows: Sequence[_Row], lane: Lane) -> list[tuple[SessionKey, DraftTree]]:
-        """Draws token by token; with `Lane.DRAFT` tells from which distributions."""
+        """Draw token by token, with `Lane.DRAFT` also the distributions."""
         states, tokens = self._inputs(rows)
         states = self._head.begin(states)
         wanted = [row.state.follower.wanted for row in rows]
@@ -174,7 +232,7 @@ class OneShotProposer(FeatureMethod):
         ]
 
     def _inputs(self, rows: Sequence[_Row]) -> tuple[Tensor, Tensor]:
-        """The last known state and the last token of each."""
+        """Return the last known state and the last token of each."""
         states = torch.cat([row.features() for row in rows]).to(
             self._head.device, non_blocking=True
         )

@@ -1,7 +1,6 @@
-"""What methods that read the target's hidden states share: sessions, their text and feature rows.
+"""Sessions of methods that read the target's hidden states: their text and feature rows.
 
-Row p of a session holds the target's states at position p (`outrider.features`). A subclass of
-`FeatureMethod` says how to draft, and forgets rows that it has used.
+Row p of a session holds the target's states at position p (`outrider.features`).
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.drafting.ahead.outcomes import Pace
-from outrider.drafting.draft_model.masks import DraftMask, DraftMasks, open_mask
+from outrider.drafting.masks import DraftMask, DraftMasks, open_mask
 from outrider.drafting.proposer import (
     DraftRound,
     Follower,
+    Pace,
     ProposerTraits,
     SessionKey,
     SessionStart,
@@ -25,7 +24,7 @@ from outrider.drafting.sessions import SessionMethod
 from outrider.features import FeatureSpec
 
 MAX_FEATURE_BYTES = 2**30
-"""Rows that wait to be used, all sessions together."""
+"""Bound of the rows that wait to be used, all sessions together."""
 
 with warnings.catch_warnings():  # torch says once that nobody may write to a tensor of bytes
     warnings.simplefilter("ignore")
@@ -33,7 +32,7 @@ with warnings.catch_warnings():  # torch says once that nobody may write to a te
 
 
 class HeldRows:
-    """How many rows the sessions of a method hold together."""
+    """The number of rows that the sessions of a method hold together."""
 
     __slots__ = ("count",)
 
@@ -66,7 +65,7 @@ class FeatureSession:
 
     @property
     def num_rows(self) -> int:
-        """Rows p whose state and next token are known: a draft can begin after all of them."""
+        """Rows whose state and next token are known: a draft can begin after all of them."""
         return max(0, min(self.end, len(self.follower.tokens) - 1))
 
     @property
@@ -79,7 +78,7 @@ class FeatureSession:
         return self.end - self.first
 
     def add(self, start: int, rows: Tensor) -> bool:
-        """Append what is new of `rows` [n, width], from position `start`; False for a gap."""
+        """Append the new part of `rows` [n, width] from position `start`; False for a gap."""
         if start > self.end:
             return False
         fresh = rows[self.end - start :]
@@ -92,7 +91,7 @@ class FeatureSession:
         return True
 
     def rows(self, start: int, end: int) -> Tensor:
-        """The rows of positions `start` to `end` - 1, which are held: bfloat16 [n, width]."""
+        """Return the held rows of positions `start` to `end` - 1: bfloat16 [n, width]."""
         assert self.first <= start < end <= self.end
         parts: list[Tensor] = []
         first = self.first
@@ -124,10 +123,10 @@ class FeatureSession:
 
 
 class FeatureMethod(SessionMethod[FeatureSession]):
-    """Bookkeeping of a `FeatureProposer`; a subclass has `draft`, and may extend the hooks.
+    """Bookkeeping of a `FeatureProposer`; a subclass drafts, and forgets rows that it has used.
 
-    The rows that sessions hold are bounded by `max_feature_bytes`; beyond it the session that has
-    not been drafted for the longest is lost, but none that holds few rows itself.
+    `max_feature_bytes` bounds the rows that sessions hold. Beyond it a session is lost that holds
+    many rows, the one that has not been drafted for the longest.
     """
 
     def __init__(
@@ -181,10 +180,10 @@ class FeatureMethod(SessionMethod[FeatureSession]):
             self._used(state)
 
     def _used(self, state: FeatureSession) -> None:
-        """Rows or tokens came: what is of no more use may be forgotten."""
+        """Forget rows of no more use, after rows or tokens came."""
 
     def _release(self, state: FeatureSession) -> None:
-        """Also for a session that is silent."""
+        """Give up what a session holds, also one that is silent."""
         state.drop()
 
     def _unpack(self, rows: bytes | memoryview) -> Tensor:

@@ -1,4 +1,4 @@
-"""Trees of guesses spent by score: which K nodes to verify, given how likely each token is.
+"""Trees of the K guesses of highest score.
 
 A node's score is the estimated probability that the target's text reaches it: the product of its
 tokens' probabilities from the root on. It never grows on the way down, so the K best nodes are a
@@ -28,12 +28,12 @@ _MAX_SCORES: Final = 2**25  # of one forward: float32, with as much again for no
 
 
 def max_trees(width: int, vocab_size: int) -> int:
-    """Trees of up to `width` places a level that are grown at once, for the memory it takes."""
+    """Return how many trees of up to `width` places a level are grown at once, to bound memory."""
     return max(1, _MAX_SCORES // (width * vocab_size))
 
 
 class TargetDraws:
-    """How likely the target is to draw a token, where its logits are guessed and its noise known.
+    """Probabilities of the target's draws, where its logits are guessed and its noise is known.
 
     The target draws argmax(logits + T * noise). With logits that are off by Gumbel noise of scale 1
     (what a head trained by cross-entropy believes) it draws a token with the probability
@@ -46,7 +46,7 @@ class TargetDraws:
         batch: SamplingBatch | None,
         noised: Callable[[Tensor, SamplingBatch, int], Tensor] = noised,
     ) -> None:
-        """`batch` has a row each, at the position that depth 0 is drawn at; None: all greedy."""
+        """Take a row each, at the position that depth 0 is drawn at; None: all greedy."""
         self._batch = batch
         self._noised = noised
 
@@ -54,16 +54,16 @@ class TargetDraws:
     def of(
         cls, sampling: Sequence[SamplingParams], lengths: Sequence[int], device: torch.device
     ) -> TargetDraws:
-        """Row i's text is `lengths[i]` tokens long: depth d of it is drawn at that plus d."""
+        """Return the draws after texts of these lengths."""
         if all(params.greedy for params in sampling):
             return cls(None)
         return cls(SamplingBatch.build(sampling, lengths, device))
 
     def likeliest(self, logits: Tensor, depth: int, count: int) -> tuple[Tensor, Tensor]:
-        """The `count` likeliest tokens at `depth` of m places per row, and their log probabilities.
+        """Return the `count` likeliest tokens at `depth` and their log probabilities.
 
-        logits [n, m, vocab] to int64 and float32 [n, m, count], the best first; fewer if the
-        vocabulary is smaller. What top_k, top_p or min_p cut has a probability of 0.
+        Logits [n, m, vocab] of m places per row become int64 and float32 [n, m, count], the best
+        first; fewer if the vocabulary is smaller. Cut tokens have a probability of 0.
         """
         scores = logits.float()
         batch = self._batch
@@ -74,7 +74,7 @@ class TargetDraws:
 
 
 def _cut(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """`logits` [n, m, vocab] with what parameters cut at -inf; greedy rows cut nothing."""
+    """Return `logits` [n, m, vocab] with cut tokens at -inf; greedy rows cut nothing."""
     if not (batch.any_sorted or batch.any_min_p):
         return logits
     n, m, vocab_size = logits.shape
@@ -86,9 +86,9 @@ def _cut(logits: Tensor, batch: SamplingBatch) -> Tensor:
 def best_products(
     token_ids: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]], num_nodes: int
 ) -> Nodes:
-    """The `num_nodes` best of all paths, where tokens at each depth do not depend on those before.
+    """Return the `num_nodes` best of all paths, best first, if tokens do not depend on each other.
 
-    `token_ids[d]` are the candidates at depth d, the likeliest first. Nodes come the best first.
+    `token_ids[d]` are the candidates at depth d, the likeliest first.
     """
     tokens: list[int] = []
     parents: list[int] = []
@@ -117,9 +117,9 @@ def best_nodes(
     scores: NDArray[np.float32],
     num_nodes: int,
 ) -> Nodes:
-    """The `num_nodes` of highest score of a tree, all [m]; a parent comes before its children.
+    """Return the `num_nodes` of highest score of a tree, best first, given all nodes [m].
 
-    No child may score higher than its parent. Nodes come the best first.
+    No child may score higher than its parent, and a parent comes before its children.
     """
     order = np.argsort(-scores, kind="stable")[:num_nodes]
     chosen = [int(node) for node in order if scores[node] > -math.inf]

@@ -1,26 +1,27 @@
-"""Work recorded once and repeated by one launch."""
+"""Capture work once and repeat it by one launch."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
 
 Work = Callable[[], None]
-Record = Callable[[Work], Work]
-"""Makes of `work` what does the same again, on whatever its tensors hold by then.
+Capture = Callable[[Work], Work]
+"""Returns work that repeats `work` on the contents that its tensors have by then.
 
-`work` runs once or more. Everything it reads and writes must stay where it is.
+A capture runs `work` once or more. All that `work` reads and writes must stay where it is.
 """
 
 
 class CudaGraphs:
-    """A `Record` by CUDA graphs, which share one stream and the memory of what they allocate.
+    """`Capture` by CUDA graphs, which share a stream and the memory that they allocate.
 
-    So no two may run at once, and what a later one needs must not live in an earlier one's memory.
+    No two graphs may run at once. A graph must not need the memory of an earlier one.
     """
 
     def __init__(self) -> None:
@@ -28,13 +29,13 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Work) -> Work:
-        # Once without capturing: kernels are compiled, libraries make their workspaces.
+        # The first run is eager: it compiles kernels and makes the libraries' workspaces.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             work()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile: only this one's mistakes count.
+        # Other threads may use the device meanwhile, so only this thread's mistakes count.
         with (
             _no_collection(),
             torch.cuda.graph(
@@ -45,24 +46,53 @@ class CudaGraphs:
         return graph.replay
 
 
-def replay_seconds(work: Work) -> float:
-    """How long recorded work takes the device: the shortest of three times."""
-    marks = [
+class HostEvent:
+    """An event, as CUDA has them, of a device that runs each operation at once."""
+
+    def record(self) -> None:
+        self._at = time.perf_counter()
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        return (end._at - self._at) * 1e3
+
+
+Event = torch.cuda.Event | HostEvent
+
+
+def make_events(device: torch.device, count: int) -> list[Event]:
+    """Return events that note moments of the device's current stream."""
+    if device.type != "cuda":
+        return [HostEvent() for _ in range(count)]
+    return [
         torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        for _ in range(4)
+        for _ in range(count)
     ]
-    marks[0].record()
-    for mark in marks[1:]:
+
+
+def elapsed_seconds(events: Sequence[Event]) -> list[float]:
+    """Wait for the last event; return the seconds between each two that follow one another."""
+    events[-1].synchronize()
+    return [
+        began.elapsed_time(ended) * 1e-3  # type: ignore[arg-type]
+        for began, ended in pairwise(events)
+    ]
+
+
+def replay_seconds(work: Work) -> float:
+    """Return how long captured work takes a CUDA device, the shortest of three times."""
+    events = make_events(torch.device("cuda"), 4)
+    events[0].record()
+    for event in events[1:]:
         work()
-        mark.record()
-    marks[-1].synchronize()
-    times: list[float] = [began.elapsed_time(ended) for began, ended in pairwise(marks)]
-    return min(times) * 1e-3
+        event.record()
+    return min(elapsed_seconds(events))
 
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Nothing is found to be garbage meanwhile: a graph that goes ends the capture of another."""
+    """Disable garbage collection: a graph that is destroyed ends the capture of another."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,10 +1,10 @@
-"""Steps of fixed shape: what a recorded step reads, always at the same place.
+"""Inputs of captured steps of fixed shape.
 
-A bucket is R rows of exactly Q tokens. A row with fewer tokens is filled up at its end, a step with
-fewer rows by whole rows; what fills up is *inert*: its keys and values go to the scratch page, its
-outputs are not looked at. A row's length in the bucket is start + Q, so that its last query, inert
-or not, is its last key, as attention kernels have it; causality hides inert keys from real queries.
-Draft trees run in buckets of their own, whose attention also reads who descends from whom.
+A bucket is R rows of exactly Q tokens. Padding tokens fill up a row at its end, padding rows fill
+up the batch: their keys and values go to the scratch page, and their outputs are not read. A row's
+length in the bucket is start + Q, so that its last query is its last key, as attention kernels have
+it. Causality hides the padding keys from real queries. Draft trees run in buckets of their own,
+whose attention also reads which nodes descend from which.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider.draft_port import DeviceDrafts
 from outrider.engine.batch import PackedBatch
-from outrider.engine.graphs.staging import PinnedMirror, picked
+from outrider.engine.graphs.staging import PageLayout, Staging, select_rows
 from outrider.engine.graphs.tree_inputs import TreeViews
 from outrider.engine.sampling.coupled import SamplingBatch, seed_keys
 from outrider.engine.sampling.verify import VerifyBatch
@@ -30,16 +30,21 @@ from outrider.engine.tree_mask import TreeMask
 from outrider.params import SamplingParams
 
 _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)  # then every 64th
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # of `SamplingParams` and `SamplingBatch`
+_SAMPLING = {  # columns of `SamplingParams` and `SamplingBatch`
+    "temperature": torch.float32,
+    "top_k": torch.int64,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+}
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Bucket:
-    """The shape of a recorded step."""
+    """The shape of a captured step."""
 
     query_len: int
     rows: int
-    trees: bool = False  # of rows that hold trees, or chains
+    trees: bool = False  # rows hold trees or chains
 
     @property
     def tokens(self) -> int:
@@ -49,37 +54,16 @@ class Bucket:
 def make_buckets(
     max_num_seqs: int, query_lens: Sequence[int], tree_lens: Sequence[int] = ()
 ) -> list[Bucket]:
-    """All buckets for up to `max_num_seqs` rows, smallest first; `tree_lens` with trees."""
+    """Return all buckets for up to `max_num_seqs` rows, smallest first; `tree_lens` with trees."""
     sizes = (*_ROWS, *range(128, max_num_seqs, 64))
     rows = (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
     shapes = {(q, False) for q in query_lens} | {(q, True) for q in tree_lens}
     return sorted(Bucket(q, n, trees) for q, trees in shapes for n in rows)
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeSizes:
-    """How large the inputs of the largest bucket are."""
-
-    rows: int
-    query_len: int
-    max_model_len: int
-    page_size: int
-    scratch_page: int
-    trees: bool = False  # some bucket holds them
-
-    @property
-    def max_seq_len(self) -> int:
-        """Tokens of the longest row, filled up."""
-        return self.max_model_len + self.query_len - 1
-
-    @property
-    def table_width(self) -> int:
-        return -(-self.max_seq_len // self.page_size)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _BucketViews:
-    """Where a bucket's inputs are in the host's buffer, and what its shape alone decides."""
+    """A bucket's columns in the host's buffer, and what follows from its shape alone."""
 
     input_ids: NDArray[Any]  # int64 [rows, query_len]
     positions: NDArray[Any]  # int64 [rows, query_len]
@@ -89,111 +73,112 @@ class _BucketViews:
     first_pages: NDArray[Any]  # int64 [rows, 1]: where each row's page table starts
     steps: NDArray[Any]  # int64 [query_len]: 0, 1, ...
     trees: TreeViews | None
-    on_host: Tensor  # the bytes that hold all of it,
-    on_device: Tensor  # and their place there
 
 
 @dataclass(slots=True, eq=False)
-class _Constants:
-    """What stays as it is in a row from step to step; converting it again would take too long.
+class _RowConstants:
+    """The part of a row that stays from step to step, converted once.
 
-    A page table may grow; any other change of it is another list. No two sequences share one.
+    A page table may grow at its end. Any other change of it is another list, and no two sequences
+    share one.
     """
 
     table: Sequence[int]
-    pages: NDArray[Any]  # int32: `table` as far as it was known, then the scratch page
+    pages: NDArray[Any]  # int32: the known part of `table`, then the scratch page
     sampling: SamplingParams
     keys: NDArray[Any]  # int64 [2]
-    apart: bool  # drawing its tokens takes more than is recorded
+    needs_eager_sampling: bool
     num_pages: int = 0
 
 
 class DecodeInputs:
-    """The inputs of a step, where every recorded step finds them.
+    """Staging of a step's inputs, shared by all buckets.
 
     Page tables come last in the buffer, so that one copy brings what a bucket needs and no more.
     """
 
-    def __init__(self, sizes: DecodeSizes, device: torch.device) -> None:
-        self._sizes = sizes
-        rows, tokens = sizes.rows, sizes.rows * sizes.query_len
+    def __init__(self, buckets: Sequence[Bucket], layout: PageLayout) -> None:
+        self._layout = layout
+        self._num_rows = rows = max(bucket.rows for bucket in buckets)
+        query_len = max(bucket.query_len for bucket in buckets)
+        tokens = rows * query_len
+        self._max_seq_len = layout.max_model_len + query_len - 1  # of a row with its padding
+        self._table_width = -(-self._max_seq_len // layout.page_size)
         trees: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "tree_starts": (torch.int32, (rows,)),
             "visible": (torch.int64, (tokens,)),
             "parents": (torch.int64, (tokens,)),
         }
-        self._twins = twins = PinnedMirror(
+        self._staging = Staging(
             {
                 "input_ids": (torch.int64, (tokens,)),
                 "positions": (torch.int64, (tokens,)),
                 "slots": (torch.int64, (tokens,)),
                 "keys": (torch.int64, (rows, 2)),
-                "temperature": (torch.float32, (rows,)),
-                "top_k": (torch.int64, (rows,)),
-                "top_p": (torch.float32, (rows,)),
-                "min_p": (torch.float32, (rows,)),
+                **{name: (dtype, (rows,)) for name, dtype in _SAMPLING.items()},
                 "draft_lens": (torch.int32, (rows,)),
                 "seq_lens": (torch.int32, (rows,)),
-                **(trees if sizes.trees else {}),
-                "block_table": (torch.int32, (rows, sizes.table_width)),
+                **(trees if any(bucket.trees for bucket in buckets) else {}),
+                "block_table": (torch.int32, (rows, self._table_width)),
             },
-            device,
+            layout.device,
         )
         self._views: dict[Bucket, _BucketViews] = {}
-        self._keys = twins.host("keys")
-        self._sampling = {name: twins.host(name) for name in _SAMPLING}
-        self._tables = twins.host("block_table")
-        self._tables.fill(sizes.scratch_page)
+        self._keys = self._staging.array("keys")
+        self._sampling = {name: self._staging.array(name) for name in _SAMPLING}
+        self._tables = self._staging.array("block_table")
+        self._tables.fill(layout.scratch_page)
         self._flat_tables = self._tables.ravel()
-        pages = np.full(sizes.table_width, sizes.scratch_page, np.int32)
-        self._inert = _Constants(
-            (), pages, SamplingParams(temperature=0.0), np.zeros(2, np.int64), apart=False
+        self._padding = _RowConstants(
+            table=(),
+            pages=np.full(self._table_width, layout.scratch_page, np.int32),
+            sampling=SamplingParams(temperature=0.0),
+            keys=np.zeros(2, np.int64),
+            needs_eager_sampling=False,
         )
-        self._known: dict[object, _Constants] = {}  # by sequence
-        self._at: list[_Constants] = [self._inert] * rows  # what each row of the buffer holds,
-        self._lengths = [0] * rows  # and so much of its table
+        self._known: dict[object, _RowConstants] = {}  # by sequence
+        self._at: list[_RowConstants] = [self._padding] * rows  # of each row of the buffer,
+        self._lengths = [0] * rows  # and how many of its pages the buffer has
 
     def batch(self, bucket: Bucket) -> PackedBatch:
-        """A bucket's batch: views of the device's buffer, and constants for the host's numbers."""
-        twins, rows, tokens = self._twins, bucket.rows, bucket.tokens
-        device = twins.device("seq_lens").device
+        """Return a bucket's batch: views of the device's buffer, and constants."""
+        column, rows, tokens = self._staging.device, bucket.rows, bucket.tokens
+        device = self._layout.device
+        trees = None
+        if bucket.trees:
+            trees = TreeMask(column("tree_starts")[:rows], column("visible")[:tokens])
         return PackedBatch(
-            input_ids=twins.device("input_ids")[:tokens],
-            positions=twins.device("positions")[:tokens],
-            slot_mapping=twins.device("slots")[:tokens],
+            input_ids=column("input_ids")[:tokens],
+            positions=column("positions")[:tokens],
+            slot_mapping=column("slots")[:tokens],
             cu_seqlens_q=torch.arange(
                 0, tokens + 1, bucket.query_len, dtype=torch.int32, device=device
             ),
-            seq_lens=twins.device("seq_lens")[:rows],
-            block_table=twins.device("block_table")[:rows],
+            seq_lens=column("seq_lens")[:rows],
+            block_table=column("block_table")[:rows],
             logits_index=torch.arange(tokens, device=device),
             query_lens=(bucket.query_len,) * rows,
-            context_lens=(self._sizes.max_seq_len,) * rows,
-            page_size=self._sizes.page_size,
+            context_lens=(self._max_seq_len,) * rows,
+            page_size=self._layout.page_size,
             recorded=True,
-            trees=TreeMask(
-                starts=twins.device("tree_starts")[:rows],
-                visible=twins.device("visible")[:tokens],
-            )
-            if bucket.trees
-            else None,
+            trees=trees,
         )
 
     def parents(self, bucket: Bucket) -> Tensor:
-        """Of a bucket's nodes, int64 [rows, query_len - 1]: a view of the device's buffer."""
-        parents = self._twins.device("parents")[: bucket.tokens]
+        """Return the parents of a bucket's nodes: a device view, int64 [rows, query_len - 1]."""
+        parents = self._staging.device("parents")[: bucket.tokens]
         return parents.view(bucket.rows, -1)[:, :-1]
 
     def verify_batch(self, bucket: Bucket) -> VerifyBatch:
-        """What a bucket's verification reads: views of the device's buffer."""
-        twins, rows, tokens = self._twins, bucket.rows, bucket.tokens
+        """Return what a bucket's verification reads: views of the device's buffer."""
+        column, rows, tokens = self._staging.device, bucket.rows, bucket.tokens
         return VerifyBatch(
-            input_ids=twins.device("input_ids")[:tokens].view(rows, -1),
-            draft_lens=twins.device("draft_lens")[:rows],
+            input_ids=column("input_ids")[:tokens].view(rows, -1),
+            draft_lens=column("draft_lens")[:rows],
             sampling=SamplingBatch(
-                **{name: twins.device(name)[:rows] for name in _SAMPLING},
-                seed=twins.device("keys")[:rows],
-                position=twins.device("positions")[:tokens],
+                **{name: column(name)[:rows] for name in _SAMPLING},
+                seed=column("keys")[:rows],
+                position=column("positions")[:tokens],
                 all_greedy=False,
                 any_greedy=True,
                 any_sorted=True,
@@ -202,42 +187,42 @@ class DecodeInputs:
         )
 
     def fill(self, rows: Sequence[ScheduledRow], bucket: Bucket) -> bool:
-        """Write a step's rows, and inert ones after them, to the host's buffer.
+        """Write a step's rows, and padding rows after them, to the host's buffer.
 
-        Nothing may be copying from it. Returns whether drawing takes more than is recorded.
+        No copy of the buffer may be in progress. Returns whether some row needs eager sampling.
         """
-        sizes, query_len, any_apart = self._sizes, bucket.query_len, False
+        layout, query_len, eager_sampling = self._layout, bucket.query_len, False
         slices = [row.slice for row in rows]
         tokens, starts, tables, *_ = zip(*slices, strict=True) if rows else ((),) * 3
         for i, table in enumerate(tables):
             constants = self._at[i]
             if constants.table is not table:
-                constants = self._known.get(rows[i].seq, self._inert)
+                constants = self._known.get(rows[i].seq, self._padding)
                 if constants.table is not table:
                     constants = self._learn(rows[i])
                 self._place(i, constants)
             if self._lengths[i] < len(table):
                 self._grow(i, constants)
-            any_apart = any_apart or constants.apart
+            eager_sampling = eager_sampling or constants.needs_eager_sampling
         for i in range(len(rows), bucket.rows):
-            if self._at[i] is not self._inert:
-                self._place(i, self._inert)
-        if len(self._known) > 2 * sizes.rows:
+            if self._at[i] is not self._padding:
+                self._place(i, self._padding)
+        if len(self._known) > 2 * self._num_rows:
             self._known = {row.seq: at for row, at in zip(rows, self._at, strict=False)}
 
-        to = self._view(bucket)
+        to = self._views.get(bucket) or self._view(bucket)
         padding = (0,) * (bucket.rows - len(rows))
         counts = np.array([*map(len, tokens), *padding])
         first = np.array(starts + padding)
         np.subtract(counts, 1, out=to.draft_lens, casting="same_kind")
         np.add(first, query_len, out=to.seq_lens, casting="same_kind")
         np.add(first[:, None], to.steps, out=to.positions)
-        # Behind the longest context there are no positions any more; only inert tokens get there.
-        np.minimum(to.positions, sizes.max_model_len - 1, out=to.positions)
-        pages = to.positions // sizes.page_size
-        # A position p of a page that is the table's n-th: (table[n] - n) * page_size + p.
+        # There are no positions behind the longest context, which only padding tokens reach.
+        np.minimum(to.positions, layout.max_model_len - 1, out=to.positions)
+        pages = to.positions // layout.page_size
+        # A position p of the table's n-th page has the slot (table[n] - n) * page_size + p.
         np.subtract(self._flat_tables.take(pages + to.first_pages), pages, out=to.slots)
-        np.multiply(to.slots, sizes.page_size, out=to.slots)
+        np.multiply(to.slots, layout.page_size, out=to.slots)
         np.add(to.slots, to.positions, out=to.slots)
         num_tokens = int(counts.sum())
         flat = np.fromiter(chain.from_iterable(tokens), np.int64, num_tokens)
@@ -247,80 +232,74 @@ class DecodeInputs:
             real = to.steps < counts[:, None]  # [rows, query_len]
             to.input_ids.fill(0)
             to.input_ids[real] = flat
-            to.slots[~real] = sizes.scratch_page * sizes.page_size
+            to.slots[~real] = layout.scratch_page * layout.page_size
         if to.trees is not None:
-            to.trees.plant(slices, to.seq_lens, to.positions)
-        return any_apart
+            to.trees.fill(slices, to.seq_lens, to.positions)
+        return eager_sampling
+
+    def send(self, bucket: Bucket) -> None:
+        """Enqueue the copy of what a bucket needs to the device."""
+        self._staging.send("block_table", bucket.rows)
+
+    def take_device_drafts(
+        self, late: DeviceDrafts, rows: Sequence[ScheduledRow], bucket: Bucket
+    ) -> None:
+        """Enqueue, behind the copy, what replaces the rows' drafts by those on the device.
+
+        Rows with fewer tokens get more than they have, which nobody reads.
+        """
+        count, width = len(rows), min(bucket.query_len - 1, late.tokens.shape[1])
+        places = [late.places[row.seq.session_id] for row in rows]
+        drafts = select_rows(late.tokens[:, :width], places)
+        ids = self._staging.device("input_ids")[: bucket.tokens].view(bucket.rows, -1)
+        ids[:count, 1 : 1 + width] = drafts
 
     def _view(self, bucket: Bucket) -> _BucketViews:
-        if bucket in self._views:
-            return self._views[bucket]
-        rows, tokens, shape = bucket.rows, bucket.tokens, (bucket.rows, bucket.query_len)
-        host = self._twins.host
-        table_bytes = rows * self._sizes.table_width * torch.int32.itemsize
-        on_host, on_device = self._twins.first(self._twins.offsets["block_table"] + table_bytes)
+        rows, shape = bucket.rows, (bucket.rows, bucket.query_len)
+
+        def by_token(name: str) -> NDArray[Any]:
+            return self._staging.array(name)[: bucket.tokens].reshape(shape)
+
+        trees = None
+        if bucket.trees:
+            starts = self._staging.array("tree_starts")[:rows]
+            trees = TreeViews(starts, by_token("visible"), by_token("parents"))
         self._views[bucket] = views = _BucketViews(
-            input_ids=host("input_ids")[:tokens].reshape(shape),
-            positions=host("positions")[:tokens].reshape(shape),
-            slots=host("slots")[:tokens].reshape(shape),
-            draft_lens=host("draft_lens")[:rows],
-            seq_lens=host("seq_lens")[:rows],
-            first_pages=np.arange(rows)[:, None] * self._sizes.table_width,
+            input_ids=by_token("input_ids"),
+            positions=by_token("positions"),
+            slots=by_token("slots"),
+            draft_lens=self._staging.array("draft_lens")[:rows],
+            seq_lens=self._staging.array("seq_lens")[:rows],
+            first_pages=np.arange(rows)[:, None] * self._table_width,
             steps=np.arange(bucket.query_len),
-            trees=TreeViews(
-                starts=host("tree_starts")[:rows],
-                visible=host("visible")[:tokens].reshape(shape),
-                parents=host("parents")[:tokens].reshape(shape),
-            )
-            if bucket.trees
-            else None,
-            on_host=on_host,
-            on_device=on_device,
+            trees=trees,
         )
         return views
 
-    def _learn(self, row: ScheduledRow) -> _Constants:
+    def _learn(self, row: ScheduledRow) -> _RowConstants:
         params = row.seq.request.sampling
-        self._known[row.seq] = constants = _Constants(
+        self._known[row.seq] = constants = _RowConstants(
             table=row.slice.block_table,
-            pages=np.full(self._sizes.table_width, self._sizes.scratch_page, np.int32),
+            pages=self._padding.pages.copy(),
             sampling=params,
             keys=seed_keys([params.seed])[0].numpy(),
-            apart=row.seq.needs_eager_sampling,
+            needs_eager_sampling=row.seq.needs_eager_sampling,
         )
         return constants
 
-    def _place(self, i: int, constants: _Constants) -> None:
+    def _place(self, i: int, constants: _RowConstants) -> None:
         self._at[i], self._lengths[i] = constants, constants.num_pages
         self._tables[i] = constants.pages
         for name, column in self._sampling.items():
             column[i] = getattr(constants.sampling, name)
         self._keys[i] = constants.keys
 
-    def _grow(self, i: int, constants: _Constants) -> None:
-        """Take in what was appended to the table of the row at place i."""
-        # Trees may reach beyond the longest context, and are not recorded then.
-        known, length = constants.num_pages, min(len(constants.table), self._sizes.table_width)
+    def _grow(self, i: int, constants: _RowConstants) -> None:
+        """Take in what was appended to the page table of row i of the buffer."""
+        # Trees may reach beyond the longest context, and run eagerly then.
+        known, length = constants.num_pages, min(len(constants.table), self._table_width)
         constants.pages[known:length] = constants.table[known:length]
         constants.num_pages = length
         new = slice(self._lengths[i], length)
         self._tables[i, new] = constants.pages[new]
         self._lengths[i] = length
-
-    def take_device_drafts(
-        self, late: DeviceDrafts, rows: Sequence[ScheduledRow], bucket: Bucket
-    ) -> None:
-        """Enqueues, behind the copy, what puts the rows' true drafts in the place of their own.
-
-        Rows with fewer tokens get some that are not theirs, where nobody looks.
-        """
-        count, width = len(rows), min(bucket.query_len - 1, late.tokens.shape[1])
-        places = [late.places[row.seq.session_id] for row in rows]
-        drafts = picked(late.tokens[:, :width], places)
-        ids = self._twins.device("input_ids")[: bucket.tokens].view(bucket.rows, -1)
-        ids[:count, 1 : 1 + width] = drafts
-
-    def copy(self, bucket: Bucket) -> None:
-        """Enqueues the copy of what a bucket needs to the device."""
-        to = self._view(bucket)
-        to.on_device.copy_(to.on_host, non_blocking=True)

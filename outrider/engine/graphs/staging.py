@@ -1,9 +1,10 @@
-"""Arrays that the host fills and one copy brings to the device."""
+"""Inputs that the host writes and one copy brings to the device."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,40 +14,57 @@ from torch import Tensor
 _ALIGNMENT = 256  # bytes: kernels read their inputs in wide words
 
 
-def picked(rows: Tensor, places: Sequence[int]) -> Tensor:
-    """Rows of a tensor by their places in it, without waiting for its device."""
-    if list(places) == list(range(len(places))):
-        return rows[: len(places)]
-    index = torch.tensor(places, pin_memory=rows.device.type == "cuda")
-    return rows.index_select(0, index.to(rows.device, non_blocking=True))
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """The paged KV cache that captured work reads and writes."""
+
+    max_model_len: int
+    page_size: int
+    scratch_page: int  # belongs to no sequence; padding rows and tokens write to it
+    device: torch.device
 
 
-class PinnedMirror:
-    """Named arrays in one buffer on the host (pinned for CUDA), and the same on the device."""
+class Staging:
+    """Named columns in one buffer on the host (pinned for CUDA) and their mirror on the device."""
 
     def __init__(
-        self, fields: dict[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device
+        self, columns: dict[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device
     ) -> None:
-        self.offsets: dict[str, int] = {}
+        self._columns = columns
+        self._starts: dict[str, int] = {}
         end = 0
-        for name, (dtype, shape) in fields.items():
-            self.offsets[name] = -(-end // _ALIGNMENT) * _ALIGNMENT
-            end = self.offsets[name] + dtype.itemsize * math.prod(shape)
+        for name, (dtype, shape) in columns.items():
+            self._starts[name] = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = self._starts[name] + dtype.itemsize * math.prod(shape)
         self._host = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._device = torch.zeros(end, dtype=torch.uint8, device=device)
-        self._fields = fields
 
-    def host(self, name: str) -> NDArray[Any]:
-        return self._view(self._host, name).numpy()
+    def host(self, name: str) -> Tensor:
+        return self._view(self._host, name)
+
+    def array(self, name: str) -> NDArray[Any]:
+        """Return the host's column as an array."""
+        array: NDArray[Any] = self.host(name).numpy()
+        return array
 
     def device(self, name: str) -> Tensor:
         return self._view(self._device, name)
 
-    def first(self, end: int) -> tuple[Tensor, Tensor]:
-        """The first `end` bytes on the host and on the device."""
-        return self._host[:end], self._device[:end]
+    def send(self, last: str, num_rows: int) -> None:
+        """Enqueue the copy of all columns before `last` and of the first rows of `last`."""
+        dtype, (_, *shape) = self._columns[last]
+        end = self._starts[last] + num_rows * dtype.itemsize * math.prod(shape)
+        self._device[:end].copy_(self._host[:end], non_blocking=True)
 
     def _view(self, buffer: Tensor, name: str) -> Tensor:
-        dtype, shape = self._fields[name]
-        start = self.offsets[name]
+        dtype, shape = self._columns[name]
+        start = self._starts[name]
         return buffer[start : start + dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
+
+
+def select_rows(rows: Tensor, places: Sequence[int]) -> Tensor:
+    """Return `rows[places]` without waiting for the device."""
+    if list(places) == list(range(len(places))):
+        return rows[: len(places)]
+    index = torch.tensor(places, pin_memory=rows.device.type == "cuda")
+    return rows.index_select(0, index.to(rows.device, non_blocking=True))

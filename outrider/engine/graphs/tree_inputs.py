@@ -1,4 +1,4 @@
-"""The trees of a recorded step, where its inputs are on the host."""
+"""The draft trees of a captured step, where the host writes its inputs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from outrider.engine.tree_mask import depths, lineages
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeViews:
-    """Where a bucket's trees are in the host's buffer."""
+    """A bucket's tree columns in the host's buffer."""
 
     starts: NDArray[Any]  # int32 [rows], as `TreeMask.starts`
     visible: NDArray[Any]  # int64 [rows, query_len], as `TreeMask.visible`
-    parents: NDArray[Any]  # int64 [rows, query_len]: of nodes 0, 1, ...; the last is none's
+    parents: NDArray[Any]  # int64 [rows, query_len]: of nodes 0, 1, ...; the last is unused
 
-    def plant(
+    def fill(
         self, rows: Sequence[RowSlice], seq_lens: NDArray[Any], positions: NDArray[Any]
     ) -> None:
         """Write the rows' trees, chains as trees of which nothing is hidden.
 
-        `seq_lens` [rows] and `positions` [rows, query_len] are the bucket's: the nodes' positions
-        are put right.
+        `seq_lens` [rows] and `positions` [rows, query_len] are the bucket's. The positions of
+        nodes are corrected.
         """
         self.starts[:] = seq_lens
         self.visible.fill(0)

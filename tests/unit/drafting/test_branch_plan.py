@@ -10,7 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from outrider.drafting.ahead.budget import Budget, Plans, choose_budget, plan_branches
-from outrider.drafting.ahead.outcomes import Outcomes, Pace
+from outrider.drafting.ahead.outcomes import Outcomes
+from outrider.drafting.proposer import Pace
 
 # The embedded pair at temperature 1, shared noise (benchmarks/shared_noise.py): acceptance .54, the
 # rest by rank. Four tokens are verified, and what may follow them is known.
@@ -47,7 +48,7 @@ def plan_one(chances: Chances, verified: int, budget: int, undrafted: float = 0.
     return listed(plan_all([(chances, verified, undrafted)], budget), chances.shape[1])[0]
 
 
-def test_chances_are_the_formula() -> None:
+def test_plan_branches_equals_the_formula() -> None:
     chances = {(a, r): chance for a, r, chance in plan_one(CHANCES, K, 99)}
     assert chances[0, 1] == pytest.approx(0.15)
     assert chances[2, 2] == pytest.approx(0.54**2 * 0.07)
@@ -57,7 +58,7 @@ def test_chances_are_the_formula() -> None:
     assert sum(chances.values()) == pytest.approx(1 - beyond)
 
 
-def test_the_budget_goes_to_the_likeliest() -> None:
+def test_plan_branches_spends_budget_on_the_likeliest() -> None:
     plan = plan_one(CHANCES, K, 5)
     assert [(a, r) for a, r, _ in plan] == [(0, 1), (1, 1), (0, 2), (4, 0), (2, 1)]
     every = plan_one(CHANCES, K, 99)
@@ -66,7 +67,7 @@ def test_the_budget_goes_to_the_likeliest() -> None:
     assert plan_one(CHANCES, K, 0) == []
 
 
-def test_sessions_that_are_planned_together_get_what_each_gets_alone() -> None:
+def test_plan_branches_of_several_sessions_equals_each_alone() -> None:
     rng = np.random.default_rng(7)
     for _ in range(50):
         sessions = []
@@ -78,7 +79,7 @@ def test_sessions_that_are_planned_together_get_what_each_gets_alone() -> None:
         assert together == [plan_one(chances, v, 5, u) for chances, v, u in sessions]
 
 
-def test_the_best_of_all_sessions_come_first() -> None:
+def test_plans_best_orders_sessions_by_chance() -> None:
     chances = np.array([[0.5, 0.4, 0.1, 0.0], [0.3, 0.2, 0.2, 0.0], [0.5, 0.4, 0.0, 0.0]])
     outcomes = np.array([[1, 2, 3, 0], [4, 5, 6, 0], [7, 8, 0, 0]])
     sessions, best = Plans(chances, outcomes).best(3)
@@ -89,7 +90,7 @@ def test_the_best_of_all_sessions_come_first() -> None:
 
 @pytest.mark.parametrize("known", [1, 2, 4, 5, 8])
 @pytest.mark.parametrize("verified", [1, 2, 4])
-def test_the_guess_goes_on_where_all_of_it_comes_true(known: int, verified: int) -> None:
+def test_plan_branches_includes_continuation_of_the_guess(known: int, verified: int) -> None:
     """From its end, which may be what is verified, what follows that, or beyond."""
     verified = min(verified, known)
     chances = {(a, r): p for a, r, p in plan_one(CHANCES[[0] * known], verified, 99)}
@@ -98,13 +99,13 @@ def test_the_guess_goes_on_where_all_of_it_comes_true(known: int, verified: int)
     assert {a for a, _ in chances} == set(range(min(verified + 1, known)))
 
 
-def test_a_place_without_doubt_gets_no_branch() -> None:
+def test_plan_branches_without_doubt_leaves_place_out() -> None:
     chances = CHANCES.copy()
     chances[1] = (0.999, 0.001, 0, 0, 0, 0, 0, 0)
     assert 1 not in {a for a, _, _ in plan_one(chances, K, 8)}
 
 
-def test_rows_that_go_on_undrafted_move_it_to_the_first_place() -> None:
+def test_plan_branches_when_undrafted_prefers_first_place() -> None:
     assert [a for a, _, _ in plan_one(CHANCES, K, 3, undrafted=0.9)] == [0, 0, 0]
     assert {a for a, _, _ in plan_one(CHANCES, K, 99, undrafted=1.0)} == {0}
 
@@ -112,7 +113,7 @@ def test_rows_that_go_on_undrafted_move_it_to_the_first_place() -> None:
 GAPS = np.array([[0, 0.05, 1.2, 4], [0, 7, 9, np.inf], [0, 0.6, 1.2, 4]], np.float32)
 
 
-def test_before_anything_is_measured_a_gap_means_confidence() -> None:
+def test_outcomes_before_measurement_follow_gaps() -> None:
     chances = Outcomes().chances(GAPS)
     assert chances[1, 0] > 0.95 > chances[2, 0] > chances[0, 0]
     assert chances[0, 1] > 3 * chances[0, 3]
@@ -121,7 +122,7 @@ def test_before_anything_is_measured_a_gap_means_confidence() -> None:
     assert (np.diff(chances, axis=1) <= 0).all()
 
 
-def test_chances_follow_what_came_true() -> None:
+def test_outcomes_after_rounds_follow_truth() -> None:
     outcomes = Outcomes()
     candidates = np.array([[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]], np.int32)
     for i in range(400):
@@ -135,7 +136,7 @@ def test_chances_follow_what_came_true() -> None:
     assert outcomes.chances(other) == pytest.approx(Outcomes().chances(other)), "other cases"
 
 
-def test_where_nobody_asks_the_last_rounds_alone_are_kept() -> None:
+def test_outcomes_when_never_asked_keep_last_rounds() -> None:
     rng = np.random.default_rng(0)
     long, short = Outcomes(), Outcomes()
     for i in range(5000):
@@ -146,7 +147,7 @@ def test_where_nobody_asks_the_last_rounds_alone_are_kept() -> None:
     assert (long.chances(GAPS) == short.chances(GAPS)).all()
 
 
-def test_rounds_without_a_draft_are_told_by_their_single_token() -> None:
+def test_outcomes_with_single_token_count_undrafted_round() -> None:
     outcomes = Outcomes()
     candidates = np.array([[1, 2], [5, 6], [9, 10]], np.int32)
     gaps = np.array([[0, 1]] * 3, np.float32)
@@ -157,7 +158,7 @@ def test_rounds_without_a_draft_are_told_by_their_single_token() -> None:
     assert outcomes.undrafted(hit=True) == pytest.approx(0.1)
 
 
-def test_a_round_counts_once_however_often_it_is_asked_about() -> None:
+def test_outcomes_when_asked_twice_count_a_round_once() -> None:
     outcomes, again = Outcomes(), Outcomes()
     candidates = np.array([[1, 2, 3, 4], [5, 6, 7, 8]], np.int32)
     for each in (outcomes, again):
@@ -170,7 +171,7 @@ def test_a_round_counts_once_however_often_it_is_asked_about() -> None:
 
 
 @pytest.mark.parametrize("every", [2, 4])
-def test_the_share_of_rounds_without_a_draft_is_measured(every: int) -> None:
+def test_outcomes_undrafted_is_the_measured_share(every: int) -> None:
     outcomes = Outcomes()
     candidates = np.array([[1, 2], [5, 6]], np.int32)
     for i in range(400):
@@ -178,7 +179,7 @@ def test_the_share_of_rounds_without_a_draft_is_measured(every: int) -> None:
     assert outcomes.undrafted(hit=True) == pytest.approx(1 / every, abs=0.03)
 
 
-def test_acceptance_is_that_of_the_best_candidates() -> None:
+def test_outcomes_acceptance_is_that_of_best_candidates() -> None:
     outcomes = Outcomes()
     for i in range(400):
         outcomes.observe(np.array([[1, 2]]), GAPS[:1, :2], (1 if i % 4 else 2,), hit=True)
@@ -201,30 +202,30 @@ def budget(
     return choose_budget(plans, forward_s, K * forward_s(1), pace, wanted=K, acceptance=acceptance)
 
 
-def test_branches_are_as_long_as_the_step_hides() -> None:
+def test_choose_budget_fills_the_step_that_hides_it() -> None:
     assert budget(lambda _: 0.0009).tokens == 4
     assert budget(lambda _: 0.00114).tokens == 3, "a fourth token would be late"
     assert budget(lambda _: 0.0018).tokens == 2
 
 
-def test_what_is_seldom_accepted_is_not_drafted() -> None:
+def test_choose_budget_at_low_acceptance_drafts_short() -> None:
     assert budget(lambda _: 0.0003, acceptance=0.1).tokens == 1
 
 
-def test_a_step_too_short_to_hide_anything_hides_no_fewer_tokens() -> None:
+def test_choose_budget_with_short_step_keeps_tokens() -> None:
     assert budget(lambda _: 0.0006, Pace(step_s=0.0045, network_s=0.005)).tokens >= 3
 
 
-def test_rows_that_cost_must_buy_hits() -> None:
+def test_choose_budget_with_costly_rows_wants_hits() -> None:
     free, dear = budget(lambda _: 0.0009), budget(lambda n: 0.0008 + 0.0001 * n)
     assert free.branches > dear.branches > 0
 
 
-def test_drafting_on_demand_where_ahead_does_not_pay() -> None:
+def test_choose_budget_when_ahead_does_not_pay_is_on_demand() -> None:
     on_demand = Budget(0, K)
     assert budget(lambda n: 0.02 * n) == on_demand
     assert budget(lambda n: 0.001 * n, sessions=32) == on_demand
 
 
-def test_nothing_measured_yet_tries_all() -> None:
+def test_choose_budget_before_measurement_tries_all() -> None:
     assert budget(lambda _: 0.0, Pace()) == Budget(16, K)

@@ -12,16 +12,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.drafting.ahead.branches import (
     Branch,
-    BranchingModel,
     DraftedBranch,
-    EagerForks,
     Trunk,
     adopt,
     draft_branches,
     drop,
     lengthen,
 )
-from outrider.drafting.draft_model.chains import Forks, ReadyRow, draft_chains
+from outrider.drafting.draft_model.loops import BranchingModel, EagerForks
+from outrider.drafting.drafters import DraftInput, Forks
+from outrider.drafting.graphs.chains import draft_chains
 from outrider.drafting.likeliest import cut_to_likeliest, top_candidates
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
@@ -83,8 +83,8 @@ class Bench:
 
     def from_scratch(self, text: list[int], sampling: SamplingParams) -> list[int]:
         table = self.pages(len(text) + self.k)
-        rows = [RowSlice(text, 0, table, 1)]
-        [chain] = draft_chains(self.model, rows, [ReadyRow(len(text), self.k, sampling)])
+        row = RowSlice(text, 0, table, 1)
+        [chain] = draft_chains(self.model, [DraftInput(row, self.k, sampling)])
         self.pool.release(table)
         return chain
 
@@ -109,9 +109,10 @@ class Bench:
 
     def draft(self, branches: list[Branch]) -> list[DraftedBranch]:
         trunks = [Trunk(len(s.tokens), s.table, s.sampling) for s in self.sessions]
-        return draft_branches(
+        drafted, _ = draft_branches(
             self.drafter, self.pool, trunks, branches, num_tokens=self.k, fanout=self.fanout
         )
+        return drafted
 
     def lengthen(self, drafted: list[DraftedBranch]) -> Forks:
         trunks = [Trunk(len(s.tokens), s.table, s.sampling) for s in self.sessions]
@@ -129,7 +130,7 @@ class Bench:
 
 @pytest.mark.parametrize("make", [hash_model, llama])
 @pytest.mark.parametrize("k", [1, 3, 6])
-def test_branches_equal_drafting_from_scratch_round_after_round(make: object, k: int) -> None:
+def test_branches_after_any_round_equal_drafts_from_scratch(make: object, k: int) -> None:
     rng = random.Random(k)
     model: BranchingModel = make()  # type: ignore[operator]
     bench = Bench(model, k, 2, rng)
@@ -162,7 +163,7 @@ def test_branches_equal_drafting_from_scratch_round_after_round(make: object, k:
 
 
 @pytest.mark.parametrize("make", [hash_model, llama])
-def test_branches_are_lengthened_within_their_pages(make: object) -> None:
+def test_lengthen_stays_within_branch_pages(make: object) -> None:
     model: BranchingModel = make()  # type: ignore[operator]
     bench = Bench(model, 3, 3, random.Random(2))
     for length, sampling in zip((9, 4, 15), SAMPLINGS, strict=True):
@@ -179,7 +180,7 @@ def test_branches_are_lengthened_within_their_pages(make: object) -> None:
     assert bench.pool.num_free == free
 
 
-def test_branches_that_find_no_page_are_left_out() -> None:
+def test_draft_branches_without_pages_leaves_branches_out() -> None:
     bench = Bench(hash_model(), 3, 3, random.Random(1))
     bench.open(9, SAMPLINGS[0])
     spare = bench.pages(4 * (bench.pool.num_free - 3))
@@ -192,7 +193,7 @@ def test_branches_that_find_no_page_are_left_out() -> None:
     bench.check([])
 
 
-def test_a_model_that_fails_keeps_no_page() -> None:
+def test_draft_branches_when_model_fails_keeps_no_page() -> None:
     model = hash_model()
     bench = Bench(model, 3, 2, random.Random(1))
     bench.open(9, SAMPLINGS[0])
@@ -202,7 +203,7 @@ def test_a_model_that_fails_keeps_no_page() -> None:
     bench.check([])
 
 
-def test_candidates_are_the_best_scores_and_begin_with_the_drawn_token() -> None:
+def test_top_candidates_begin_with_the_drawn_token() -> None:
     logits = torch.randn(3, 64, generator=torch.Generator().manual_seed(3))
     logits[0, 5] = logits[0, 9] = logits[0].max() + 1  # the first of equals is drawn
     batch = SamplingBatch.build(SAMPLINGS, [4, 9, 70])
@@ -218,7 +219,7 @@ def test_candidates_are_the_best_scores_and_begin_with_the_drawn_token() -> None
     assert gaps.diff(dim=1).min() >= 0
 
 
-def test_cuts_without_waiting_are_the_same_where_the_likeliest_decide() -> None:
+def test_cut_to_likeliest_when_decided_equals_full_cut() -> None:
     logits = 4 * torch.randn(6, 1000, generator=torch.Generator().manual_seed(4))
     logits[5] *= 0.01  # nearly uniform: 256 tokens do not reach the top_p
     params = [

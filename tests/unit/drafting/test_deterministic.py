@@ -7,10 +7,9 @@ import tracemalloc
 
 import pytest
 
-from outrider.drafting.ahead.outcomes import NO_PACE
 from outrider.drafting.copying.deterministic import DeterministicProposer, _Edited
 from outrider.drafting.copying.edit_cursor import MAX_SEARCHES, EditCursor, Original
-from outrider.drafting.proposer import Follower, SessionStart
+from outrider.drafting.proposer import NO_PACE, Follower, SessionStart
 from outrider.params import Advice, SamplingParams
 from outrider.types import common_prefix_len
 

@@ -8,13 +8,12 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from outrider.drafting.ahead.branches import EagerForks
-from outrider.drafting.ahead.outcomes import Pace
 from outrider.drafting.copying.ngram import NgramProposer
-from outrider.drafting.draft_model.masks import DraftMask, DraftMasks
+from outrider.drafting.draft_model.loops import EagerForks
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.hybrid import HybridProposer
-from outrider.drafting.proposer import SessionStart
+from outrider.drafting.masks import DraftMask, DraftMasks
+from outrider.drafting.proposer import Pace, ProposerLimits, SessionStart
 from outrider.engine.sampling.constraint import ConstraintCompiler, ConstraintEditor
 from outrider.engine.sampling.coupled import Lane, SamplingBatch, sample
 from outrider.params import (
@@ -73,7 +72,7 @@ def masked_chain(
 
 @pytest.mark.parametrize("rule", [VerificationRule.COUPLED, VerificationRule.REJECTION])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafts_are_the_masked_model_s(temperature: float, rule: VerificationRule) -> None:
+def test_masked_drafts_equal_the_masked_model(temperature: float, rule: VerificationRule) -> None:
     sampling = SamplingParams(temperature=temperature, seed=4, top_k=20)
     samples = temperature > 0 and rule is VerificationRule.REJECTION
     lane = Lane.DRAFT if samples else Lane.SHARED
@@ -98,7 +97,7 @@ def test_drafts_are_the_masked_model_s(temperature: float, rule: VerificationRul
         text += came_true
 
 
-def test_a_session_begins_in_the_middle_of_its_output() -> None:
+def test_draft_mask_of_resumed_session_knows_its_output() -> None:
     text = [7, 7, *TOKENIZER.encode("[12").ids]
     method = proposer()
     start = SessionStart(text, GREEDY, K, 250, constraint=SCHEMA, num_output_tokens=len(text) - 2)
@@ -114,7 +113,7 @@ def test_a_session_begins_in_the_middle_of_its_output() -> None:
         (SCHEMA, "no array"),  # before `open`
     ],
 )
-def test_drafts_go_without_a_mask_that_cannot_be_made(constraint: Constraint, output: str) -> None:
+def test_draft_mask_when_not_compilable_is_left_out(constraint: Constraint, output: str) -> None:
     text = [7, 7, *TOKENIZER.encode(output).ids]
     method = proposer()
     start = SessionStart(
@@ -126,7 +125,7 @@ def test_drafts_go_without_a_mask_that_cannot_be_made(constraint: Constraint, ou
     assert drafts[1].token_ids == drafts[2].token_ids
 
 
-def test_output_that_breaks_the_constraint_ends_its_mask() -> None:
+def test_draft_mask_when_output_breaks_it_ends() -> None:
     method = proposer()
     method.open(1, SessionStart([7], GREEDY, K, 250, constraint=SCHEMA))
     method.open(2, SessionStart([7], GREEDY, K, 250))
@@ -138,7 +137,7 @@ def test_output_that_breaks_the_constraint_ends_its_mask() -> None:
     assert drafts[1].token_ids == drafts[2].token_ids
 
 
-def test_no_draft_waits_for_a_compilation() -> None:
+def test_draft_mask_while_compiling_delays_no_draft() -> None:
     compiling: Future[ConstraintEditor] = Future()
     mask = DraftMask(compiling, 1)
     assert mask.after([7]) is None
@@ -149,7 +148,7 @@ def test_no_draft_waits_for_a_compilation() -> None:
     assert editor.num_allowed(tuple(TOKENIZER.encode(",2x").ids)) == 2
 
 
-def test_what_ended_before_it_was_compiled_is_compiled_no_more() -> None:
+def test_draft_mask_when_closed_early_is_not_compiled() -> None:
     masks, compiling, go_on = DraftMasks(COMPILER), threading.Event(), threading.Event()
     masks._pool.submit(lambda: (compiling.set(), go_on.wait(60)))
     assert compiling.wait(60)
@@ -164,15 +163,17 @@ def test_what_ended_before_it_was_compiled_is_compiled_no_more() -> None:
     assert mask.after([7]) is None
 
 
-def test_a_compilation_that_fails_in_any_way_leaves_drafts_without_a_mask() -> None:
+def test_draft_mask_when_compilation_fails_is_left_out() -> None:
     compiled: Future[ConstraintEditor] = Future()
     compiled.set_exception(RuntimeError("llguidance fell over"))
     assert DraftMask(compiled, 3).after([7, 7, 7]) is None
 
 
-def test_a_session_that_a_hybrid_gives_back_is_masked_from_its_output_on() -> None:
+def test_draft_mask_of_returned_session_knows_its_output() -> None:
     model = HashModel(VOCAB, num_pages=512, max_model_len=256)
-    small = DraftModelProposer(model, name="hash", max_sessions=1, masks=Ready(COMPILER))
+    small = DraftModelProposer(
+        model, name="hash", limits=ProposerLimits(max_sessions=1), masks=Ready(COMPILER)
+    )
     method = HybridProposer([NgramProposer(), small])
     start = SessionStart([7, 7], GREEDY, K, 250, constraint=SCHEMA, methods=("draft_model",))
     method.open(1, start)

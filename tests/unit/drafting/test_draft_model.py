@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.ahead.branches import EagerForks
-from outrider.drafting.ahead.outcomes import NO_PACE, Pace
+from outrider.drafting.draft_model.loops import EagerForks
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.proposer import DraftRound, SessionStart
+from outrider.drafting.proposer import NO_PACE, DraftRound, Pace, ProposerLimits, SessionStart
 from outrider.drafting.sessions import IDLE_S
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.model.loader import ModelOptions, build_paged_model
@@ -91,11 +90,11 @@ class Bench:
         self.proposer = DraftModelProposer(
             self.model,
             name="hash",
-            max_sessions=max_sessions,
-            prefill_budget=prefill_budget,
+            limits=ProposerLimits(
+                max_sessions=max_sessions, prefill_budget=prefill_budget, max_branches=max_branches
+            ),
             fork_drafter=EagerForks(self.model),
-            max_branches=max_branches,
-            clock=partial(next, count(0.0, 1e-3)),  # times decide how much is guessed ahead
+            clock=partial(next, count(0.0, 1e-3)),
         )
         self.text: dict[int, list[int]] = {}
         self.sampling: dict[int, SamplingParams] = {}
@@ -237,7 +236,7 @@ def path_to(tree: DraftTree, node: int) -> list[int]:
     prefill_budget=st.sampled_from([1, 5, 17, 256]),
     max_branches=st.sampled_from([0, 1, 3, 8]),
 )
-def test_drafts_equal_generate_under_any_history(
+def test_draft_model_under_any_history_equals_generate(
     history: list[tuple[str, object, object, object]],
     num_pages: int,
     max_sessions: int,
@@ -280,11 +279,13 @@ def llama() -> tuple[LlamaForCausalLM, DraftModelProposer]:
     reference, model = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config)
     model.load_state_dict(reference.state_dict())
     paged = build_paged_model(model, ModelOptions(page_size=8, num_pages=64, self_test=False))
-    return reference, DraftModelProposer(paged, name="llama", prefill_budget=40)
+    return reference, DraftModelProposer(
+        paged, name="llama", limits=ProposerLimits(prefill_budget=40)
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_equals_transformers_generate(
+def test_draft_model_equals_transformers_generate(
     llama: tuple[LlamaForCausalLM, DraftModelProposer], temperature: float
 ) -> None:
     """A real model in float32: rounds of every accept length, two sessions in one batch."""
@@ -327,9 +328,9 @@ def test_equals_transformers_generate(
     proposer.check_invariants()
 
 
-def test_a_reopened_session_finds_its_prefix_in_the_cache() -> None:
+def test_draft_model_when_session_reopens_finds_its_prefix() -> None:
     model = HashModel()
-    proposer = DraftModelProposer(model, name="hash", prefill_budget=20)
+    proposer = DraftModelProposer(model, name="hash", limits=ProposerLimits(prefill_budget=20))
     prefix = [i % 32 for i in range(45)]
     proposer.open(1, SessionStart(prefix, GREEDY, 2, 60))
     assert proposer.draft([1]).unfinished == [1]
@@ -341,7 +342,7 @@ def test_a_reopened_session_finds_its_prefix_in_the_cache() -> None:
     proposer.check_invariants()
 
 
-def test_pages_are_shared_in_spare_time_or_when_a_session_begins(
+def test_draft_model_in_spare_time_publishes_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shared: list[int] = []
@@ -367,7 +368,7 @@ def test_pages_are_shared_in_spare_time_or_when_a_session_begins(
     proposer.check_invariants()
 
 
-def test_a_prompt_lets_others_have_their_drafts_first_but_once_only() -> None:
+def test_draft_model_prompt_beside_drafts_waits_one_round() -> None:
     proposer = DraftModelProposer(HashModel(32, 4, 200, 512), name="hash")
     for key in (1, 2):
         proposer.open(key, SessionStart([key] * 8, GREEDY, 4, 100))
@@ -386,7 +387,7 @@ def test_a_prompt_lets_others_have_their_drafts_first_but_once_only() -> None:
     assert (tree.base_len, len(tree.token_ids)) == (61, 4)
 
 
-def test_a_prompt_gets_its_draft_at_once_where_it_is_all_there_is() -> None:
+def test_draft_model_prompt_alone_is_drafted_at_once() -> None:
     proposer = DraftModelProposer(HashModel(32, 4, 200, 512), name="hash")
     for key in (1, 2):  # both at the same time
         proposer.open(key, SessionStart([key] * 60, GREEDY, 4, 100))
@@ -395,7 +396,7 @@ def test_a_prompt_gets_its_draft_at_once_where_it_is_all_there_is() -> None:
     assert [len(tree.token_ids) for _, tree in proposer.draft([3]).drafts] == [4]
 
 
-def test_who_was_drafted_for_and_fell_behind_is_drafted_for_at_once() -> None:
+def test_draft_model_session_that_fell_behind_is_drafted_at_once() -> None:
     proposer = DraftModelProposer(HashModel(32, 4, 200, 512), name="hash")
     for key in (1, 2):
         proposer.open(key, SessionStart([key] * 8, GREEDY, 4, 100))
@@ -404,7 +405,7 @@ def test_who_was_drafted_for_and_fell_behind_is_drafted_for_at_once() -> None:
     assert [len(tree.token_ids) for _, tree in proposer.draft([1]).drafts] == [4]
 
 
-def test_full_acceptance_feeds_the_last_draft_again_in_one_forward() -> None:
+def test_draft_model_after_full_acceptance_feeds_last_draft_token() -> None:
     model = HashModel()
     proposer = DraftModelProposer(model, name="hash")
     proposer.open(1, SessionStart([1, 2, 3], GREEDY, 4, 60))
@@ -415,9 +416,11 @@ def test_full_acceptance_feeds_the_last_draft_again_in_one_forward() -> None:
     assert model.forwards - before == 4  # one that catches up two tokens, three of one
 
 
-def test_when_pages_run_out_the_newcomer_is_lost_or_one_that_is_idle() -> None:
+def test_draft_model_without_pages_loses_newcomer_or_idle_session() -> None:
     model, clock = HashModel(num_pages=16), Clock()
-    proposer = DraftModelProposer(model, name="hash", prefill_budget=16, clock=clock)
+    proposer = DraftModelProposer(
+        model, name="hash", limits=ProposerLimits(prefill_budget=16), clock=clock
+    )
     for session in (1, 2):
         proposer.open(session, SessionStart([session] * 24, GREEDY, 4, 60))
     while proposer.draft([1, 2]).unfinished:
@@ -437,10 +440,14 @@ def test_when_pages_run_out_the_newcomer_is_lost_or_one_that_is_idle() -> None:
     proposer.check_invariants()
 
 
-def test_branches_give_their_pages_to_a_newcomer() -> None:
+def test_draft_model_without_pages_drops_branches_for_newcomer() -> None:
     model, clock = HashModel(num_pages=16), Clock()
     proposer = DraftModelProposer(
-        model, name="hash", fork_drafter=EagerForks(model), max_branches=16, clock=clock
+        model,
+        name="hash",
+        limits=ProposerLimits(max_branches=16),
+        fork_drafter=EagerForks(model),
+        clock=clock,
     )
     for session in (1, 2):
         proposer.open(session, SessionStart([session] * 16, GREEDY, 4, 60))
@@ -456,9 +463,9 @@ def test_branches_give_their_pages_to_a_newcomer() -> None:
     proposer.check_invariants()
 
 
-def test_a_newcomer_without_room_is_lost_before_its_prompt_is_processed() -> None:
+def test_draft_model_newcomer_without_room_is_lost_unfed() -> None:
     model = HashModel()
-    proposer = DraftModelProposer(model, name="hash", max_sessions=2)
+    proposer = DraftModelProposer(model, name="hash", limits=ProposerLimits(max_sessions=2))
     for session in (1, 2):
         proposer.open(session, SessionStart([1], GREEDY, 4, 60))
     assert [key for key, _ in proposer.draft([1, 2]).drafts] == [1, 2]
@@ -470,9 +477,9 @@ def test_a_newcomer_without_room_is_lost_before_its_prompt_is_processed() -> Non
     proposer.check_invariants()
 
 
-def test_a_failure_does_not_hide_who_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_model_after_failure_reports_lost_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     model = HashModel(32, 4, 64, 64)
-    method = DraftModelProposer(model, name="hash", max_sessions=1)
+    method = DraftModelProposer(model, name="hash", limits=ProposerLimits(max_sessions=1))
     method.open(1, SessionStart([1, 2, 3], GREEDY, 4, 64))
     method.open(2, SessionStart([1, 2, 3], GREEDY, 4, 64))  # there is no room
 
@@ -487,7 +494,7 @@ def test_a_failure_does_not_hide_who_was_lost(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("prefix", [[1] * 65, [1, 32], []])
-def test_unusable_prefixes_are_followed_in_silence(prefix: list[int]) -> None:
+def test_draft_model_with_unusable_prefix_is_silent(prefix: list[int]) -> None:
     """Too long, outside the vocabulary, empty: no draft, no Lost that would be opened again."""
     proposer = DraftModelProposer(HashModel(), name="hash")
     proposer.open(1, SessionStart(prefix, GREEDY, 4, 1000))
@@ -495,7 +502,7 @@ def test_unusable_prefixes_are_followed_in_silence(prefix: list[int]) -> None:
     proposer.check_invariants()
 
 
-def test_a_token_outside_the_vocabulary_frees_the_pages() -> None:
+def test_draft_model_with_unknown_token_frees_pages() -> None:
     proposer = DraftModelProposer(HashModel(), name="hash")
     proposer.open(1, SessionStart([1, 2, 3], GREEDY, 4, 60))
     proposer.draft([1])
@@ -506,7 +513,7 @@ def test_a_token_outside_the_vocabulary_frees_the_pages() -> None:
     assert proposer.draft([1]).drafts == [(1, DraftTree.chain(6, ()))]
 
 
-def test_drafts_stay_within_the_model_length() -> None:
+def test_draft_model_at_model_length_drafts_within_it() -> None:
     proposer = DraftModelProposer(HashModel(max_model_len=16), name="hash")
     proposer.open(1, SessionStart([1] * 13, GREEDY, 8, 1000))
     [(_, tree)] = proposer.draft([1]).drafts
@@ -515,6 +522,6 @@ def test_drafts_stay_within_the_model_length() -> None:
     assert proposer.draft([1]).drafts[0][1].token_ids == ()
 
 
-def test_a_pool_too_small_is_refused() -> None:
+def test_draft_model_with_too_small_pool_is_refused() -> None:
     with pytest.raises(ConfigError, match="KV-cache memory"):
         DraftModelProposer(HashModel(num_pages=1, max_model_len=64), name="hash")

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.drafting.ahead.outcomes import NO_PACE
 from outrider.drafting.copying.deterministic import DeterministicProposer
 from outrider.drafting.copying.ngram import NgramProposer
 from outrider.drafting.copying.suffix import SuffixProposer
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.hidden_states.one_shot import OneShotProposer
 from outrider.drafting.hybrid import HybridProposer
-from outrider.drafting.proposer import DraftRound, SessionStart
+from outrider.drafting.proposer import NO_PACE, DraftRound, ProposerLimits, SessionStart
 from outrider.errors import ConfigError
 from outrider.params import Advice, SamplingParams
 from tests.support.hash_model import HashModel
@@ -170,7 +169,9 @@ def test_hybrid_answers_every_session_once(seed: int) -> None:
     """Also where methods lose sessions, to each other's room, while drafts are made."""
     chance = random.Random(seed)
     children = [
-        DraftModelProposer(HashModel(num_pages=16), name="hash", prefill_budget=18),
+        DraftModelProposer(
+            HashModel(num_pages=16), name="hash", limits=ProposerLimits(prefill_budget=18)
+        ),
         NgramProposer(max_tokens=80),
         SuffixProposer(max_tokens=80),
     ]
@@ -258,7 +259,9 @@ def test_hybrid_with_a_gap_loses_the_session_once() -> None:
 
 
 def test_hybrid_long_prompt_is_unfinished_only_without_another_guess() -> None:
-    model = DraftModelProposer(HashModel(num_pages=64), name="hash", prefill_budget=4)
+    model = DraftModelProposer(
+        HashModel(num_pages=64), name="hash", limits=ProposerLimits(prefill_budget=4)
+    )
     proposer = HybridProposer([NgramProposer(), model])
     proposer.open(1, SessionStart(list(range(30)), GREEDY, 2, 100))
     assert proposer.draft([1]).unfinished == [1]

@@ -28,8 +28,9 @@ from outrider.drafting.building.methods import build_proposer
 from outrider.drafting.cpu import llama_kernels
 from outrider.drafting.cpu.llama_chains import LlamaChains, can_run
 from outrider.drafting.cpu.llama_kernels import Draws, compiled, draw
-from outrider.drafting.draft_model.chains import ReadyRow, draft_chains
 from outrider.drafting.draft_model.proposer import DraftModelProposer
+from outrider.drafting.drafters import DraftInput
+from outrider.drafting.graphs.chains import draft_chains
 from outrider.drafting.proposer import SessionStart
 from outrider.engine.batch import RowSlice
 from outrider.engine.model.loader import ModelOptions, load_model
@@ -107,16 +108,17 @@ def test_llama_chains_over_scattered_pages_equal_the_model(
     for num_rows in (1, 2, 3, 6):
         pages = rng.permutation(64)
         wanted = sorted((int(n) for n in rng.integers(1, 7, num_rows)), reverse=True)
-        slices, ready = [], []
+        rows: list[DraftInput] = []
         for row in range(num_rows):
             start, fed = int(rng.integers(1, 60)), int(rng.integers(1, 4))
             text = rng.integers(0, 101, start + fed).tolist()
             table = pages[row * 10 : (row + 1) * 10].tolist()
-            draft_chains(paged, [RowSlice(text[:start], 0, table, 1)], [])
-            slices.append(RowSlice(text[start:], start, table, 1))
-            ready.append(ReadyRow(start + fed, wanted[row], SAMPLINGS[row]))
-        expected = draft_chains(paged, slices, ready)
-        assert chains.draft(slices, ready) == expected
+            prefix = RowSlice(text[:start], 0, table, 1)
+            draft_chains(paged, [DraftInput(prefix, 0, SAMPLINGS[row])])
+            rest = RowSlice(text[start:], start, table, 1)
+            rows.append(DraftInput(rest, wanted[row], SAMPLINGS[row]))
+        expected = draft_chains(paged, rows)
+        assert chains.draft(rows) == expected
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLINGS[1]], ids=["greedy", "sampled"])
@@ -132,9 +134,9 @@ def test_llama_chains_in_a_proposer_give_the_same_drafts(
             self.max_tokens = chains.max_tokens
             self._chains = chains
 
-        def draft(self, slices: Sequence[RowSlice], ready: Sequence[ReadyRow]) -> list[list[int]]:
-            taken.append([len(row.token_ids) for row in slices])
-            return self._chains.draft(slices, ready)
+        def draft(self, rows: Sequence[DraftInput]) -> list[list[int]]:
+            taken.append([len(row.slice.token_ids) for row in rows])
+            return self._chains.draft(rows)
 
         def feed(self, slices: Sequence[RowSlice]) -> bool:
             return self._chains.feed(slices)

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.ahead.outcomes import NO_PACE
 from outrider.drafting.copying.ngram import NgramProposer, Prefer
-from outrider.drafting.proposer import DraftRound, SessionStart
+from outrider.drafting.proposer import NO_PACE, DraftRound, SessionStart
 from outrider.drafting.sessions import IDLE_S
 from outrider.errors import ConfigError
 from outrider.params import Advice, SamplingParams

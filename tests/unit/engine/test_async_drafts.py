@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.config import EngineConfig
-from outrider.drafting.draft_model.async_drafts import AsyncLoop, AsyncRow
+from outrider.drafting.draft_model.async_drafts import AsyncRow
+from outrider.drafting.draft_model.loops import DraftModelLoops
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.graphs.draft_model import DraftModelLoops
-from outrider.drafting.graphs.draws import TorchDraws
-from outrider.drafting.graphs.loops import Capture, make_shapes
-from outrider.drafting.proposer import SessionKey, SessionStart
+from outrider.drafting.drafters import AsyncLoop
+from outrider.drafting.graphs.loop_inputs import make_shapes
+from outrider.drafting.graphs.loops import TORCH_SAMPLER, LoopCapture
+from outrider.drafting.proposer import ProposerLimits, SessionKey, SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import DecodeInputs, make_buckets
@@ -48,13 +49,15 @@ class Drafting:
         self.rng = random.Random(seed)
         model = RecordableHashModel(num_pages=num_pages)
         shapes = make_shapes(rows=(1, 2, 4), query_lens=(1, 2, 16), num_tokens=(1, 2, K, 6))
-        loops = DraftModelLoops(model, Capture(shapes, rerun, TorchDraws()))
-        self.proposer = DraftModelProposer(model, name="hash", chain_drafter=loops, max_branches=0)
+        loops = DraftModelLoops(model, LoopCapture(shapes, rerun, TORCH_SAMPLER))
+        self.proposer = DraftModelProposer(
+            model, name="hash", limits=ProposerLimits(max_branches=0), chain_drafter=loops
+        )
         self.lengths: dict[SessionKey, int] = {}
         self.held: dict[SessionKey, tuple[int, ...]] = {}
         self.wanted: dict[SessionKey, int] = {}
         self.newcomers: set[SessionKey] = set()
-        self.trails = 0
+        self.launched = 0
 
     def open(self, key: SessionKey) -> None:
         length = self.rng.randint(1, 20)
@@ -100,8 +103,8 @@ class Drafting:
         if behind:
             random.Random(1).shuffle(rows)
             self.proposer.launch_after_verify(rows, verify_output)
-            assert self.proposer._trails is not None
-            self.trails += self.proposer._trails.launched
+            assert self.proposer._async_drafts is not None
+            self.launched += self.proposer._async_drafts.in_flight
         for i, key in enumerate(keys):
             output = verify_output[i, 1 : 2 + int(verify_output[i, 0])].tolist()
             if i == ended:  # its text is cut at a stop
@@ -133,16 +136,16 @@ def texts(seed: int, *, behind: bool) -> tuple[list[dict[SessionKey, tuple[int, 
             world.end(chances.choice(sorted(world.lengths)))
         if chances.random() < 0.2 and len(world.lengths) < 4:
             world.open(10 + round_)
-    return said, world.trails
+    return said, world.launched
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32))
 def test_async_drafts_launched_after_verify_equal_later_drafts(seed: int) -> None:
     after, _ = texts(seed, behind=False)
-    behind, trails = texts(seed, behind=True)
+    behind, launched = texts(seed, behind=True)
     assert behind == after
-    assert trails > 0
+    assert launched > 0
 
 
 def test_async_drafts_once_launched_are_not_drafted_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +169,7 @@ def test_async_drafts_without_free_pages_wait_for_the_step() -> None:
     pool = world.proposer._pool
     taken = [pool.allocate() for _ in range(pool.num_free)]
     world.verify(behind=True)
-    assert world.trails == 0
+    assert world.launched == 0
     pool.release(taken)
     assert len(world.draft()) > 0
 
@@ -175,20 +178,22 @@ def draft_model() -> DraftModelProposer:
     """Nearly the target."""
     model = recordable_llama(num_pages=96, noise=0.02)
     shapes = make_shapes(rows=(1, 2, 4), query_lens=(1, 2, 16), num_tokens=(1, 2, K))
-    loops = DraftModelLoops(model, Capture(shapes, rerun, TorchDraws()))
-    return DraftModelProposer(model, name="llama", chain_drafter=loops, max_branches=0)
+    loops = DraftModelLoops(model, LoopCapture(shapes, rerun, TORCH_SAMPLER))
+    return DraftModelProposer(
+        model, name="llama", limits=ProposerLimits(max_branches=0), chain_drafter=loops
+    )
 
 
-def recorded_runner(model: PagedModel) -> DecodeGraphs:
+def captured_runner(model: PagedModel) -> DecodeGraphs:
     buckets = make_buckets(4, (1, K + 1))
-    return DecodeGraphs(model, buckets, record=rerun, choose_and_verify=choose_and_verify)
+    return DecodeGraphs(model, buckets, capture=rerun, choose_and_verify=choose_and_verify)
 
 
 def run(
     requests: list[Request],
     *,
     drafts: bool,
-    runner: Callable[[PagedModel], StepRunner] = recorded_runner,
+    runner: Callable[[PagedModel], StepRunner] = captured_runner,
 ) -> tuple[int, dict[int, list[int]]]:
     model = recordable_llama(num_pages=96)
     config = EngineConfig(page_size=4, num_pages=96, max_num_seqs=4, max_model_len=100)
@@ -246,7 +251,7 @@ class Event:
 def test_async_drafts_behind_prompts_are_launched(
     samplings: tuple[SamplingParams, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a device, where steps that are not recorded are enqueued as well."""
+    """As on a device, where steps that are not captured are enqueued as well."""
     counts: Counter[str] = Counter()
     draft, take_device_drafts = DraftModelLoops.draft, DecodeInputs.take_device_drafts
 
@@ -274,15 +279,15 @@ def test_async_drafts_behind_prompts_are_launched(
 def test_engine_with_eager_step_waits_for_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is packed with them: what stands for them would be refused."""
     requests = draw_requests(97)
-    recorded = run(requests, drafts=True)
+    captured = run(requests, drafts=True)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Runner, "launch", lambda runner, step: _Enqueued(runner, step))
-    assert run(requests, drafts=True, runner=Runner) == recorded
+    assert run(requests, drafts=True, runner=Runner) == captured
 
 
 def test_runner_takes_device_drafts_only_if_captured() -> None:
     model = recordable_llama()
-    runner = recorded_runner(model)
+    runner = captured_runner(model)
     assert runner.takes_device_drafts(4, K)
     assert not runner.takes_device_drafts(4, K + 1)
     assert not runner.takes_device_drafts(5, K)
@@ -299,10 +304,10 @@ def test_device_drafts_that_are_never_posted_cost_no_token(monkeypatch: pytest.M
     def failing(*args: Any) -> AsyncLoop | None:
         nonlocal calls
         calls += 1
-        trailing = launch_after_verify(*args)
-        if trailing is None or calls % 3:
-            return trailing
-        return trailing._replace(wait=broken)
+        loop = launch_after_verify(*args)
+        if loop is None or calls % 3:
+            return loop
+        return loop._replace(wait=broken)
 
     def broken() -> list[list[int]]:
         raise RuntimeError("the device fell over")

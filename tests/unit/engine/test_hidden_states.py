@@ -161,7 +161,7 @@ def test_hidden_states_of_captured_step_equal_eager_ones() -> None:
     model = build_paged_model(
         source, ModelOptions(page_size=PAGE_SIZE, num_pages=NUM_PAGES, features=spec_of(source))
     )
-    graphs = DecodeGraphs(model, [Bucket(4, 4)], record=rerun, choose_and_verify=choose_and_verify)
+    graphs = DecodeGraphs(model, [Bucket(4, 4)], capture=rerun, choose_and_verify=choose_and_verify)
     step, rows = make_step(model.vocab_size), pool_of(model).rows
     owned = slice(0, NUM_PAGES * PAGE_SIZE)
     rows.fill_(0)
@@ -189,7 +189,7 @@ def test_engine_sends_the_hidden_states_of_the_model(recorded: bool) -> None:
     runner: StepRunner = Runner(model)
     if recorded:
         runner = DecodeGraphs(
-            model, [Bucket(1, 4), Bucket(4, 4)], record=rerun, choose_and_verify=choose_and_verify
+            model, [Bucket(1, 4), Bucket(4, 4)], capture=rerun, choose_and_verify=choose_and_verify
         )
     texts, rows = write(model, runner, prompts, asked, matrix)
     for text, got in zip(texts, rows, strict=True):

@@ -1,4 +1,4 @@
-"""Recorded steps say what eager steps say, whatever fills them up."""
+"""Captured steps say what eager steps say, whatever fills them up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from outrider.draft_tree import chain_parents
 from outrider.engine.batch import PackedBatch, RowSlice
 from outrider.engine.engine import Engine
 from outrider.engine.graphs.decode_graphs import DecodeGraphs
-from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, DecodeSizes, make_buckets
+from outrider.engine.graphs.decode_inputs import Bucket, DecodeInputs, make_buckets
+from outrider.engine.graphs.staging import PageLayout
 from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.policy.base import Policy
@@ -43,6 +44,7 @@ from tests.support.recordable import rerun
 
 PAGE_SIZE, NUM_PAGES, MAX_MODEL_LEN = 4, 64, 60
 MAX_PAGES = MAX_MODEL_LEN // PAGE_SIZE
+LAYOUT = PageLayout(MAX_MODEL_LEN, PAGE_SIZE, NUM_PAGES, torch.device("cpu"))
 K = 4
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
@@ -55,7 +57,7 @@ SAMPLINGS = (
 )
 
 SPECULATIONS = (
-    *(SpeculationParams(),) * 16,  # most steps are coupled throughout, and stay recorded
+    *(SpeculationParams(),) * 16,  # most steps are coupled throughout, and stay captured
     *(SpeculationParams(verification=Verification(rule)) for rule in VerificationRule),
 )
 
@@ -98,10 +100,10 @@ def make_row(
     pages: list[int],
     vocab: int,
     trees: bool = False,
-    recorded: bool = False,
+    captured: bool = False,
     sampling: SamplingParams | None = None,
 ) -> ScheduledRow:
-    """`trees`: it may hold one; `recorded`: its draw is, too; `sampling`: else any."""
+    """`trees`: it may hold one; `captured`: its draw is, too; `sampling`: else any."""
     start = rng.randint(0, MAX_MODEL_LEN - 1 - num_drafts)
     tokens = tuple(rng.randrange(vocab) for _ in range(1 + num_drafts))
     needed = min(-(-(start + len(tokens)) // PAGE_SIZE) + rng.randint(0, 2), MAX_PAGES)
@@ -109,9 +111,9 @@ def make_row(
         Request(
             0,
             (1,),
-            sampling=sampling or rng.choice(SAMPLINGS[:5] if recorded else SAMPLINGS),
-            speculation=rng.choice(SPECULATIONS[:1] if recorded else SPECULATIONS),
-            top_logprobs=None if recorded else rng.choice((None, None, 3)),
+            sampling=sampling or rng.choice(SAMPLINGS[:5] if captured else SAMPLINGS),
+            speculation=rng.choice(SPECULATIONS[:1] if captured else SPECULATIONS),
+            top_logprobs=None if captured else rng.choice((None, None, 3)),
         ),
         max_len=MAX_MODEL_LEN,
         stop_ids=frozenset(),
@@ -131,10 +133,10 @@ def make_row(
 
 def make_step(rng: random.Random, num_drafts: list[int], vocab: int, trees: bool = False) -> Step:
     pages = rng.sample(range(NUM_PAGES), NUM_PAGES)
-    rows, recorded = [], trees and rng.random() < 0.6
+    rows, captured = [], trees and rng.random() < 0.6
     for i, drafts in enumerate(num_drafts):
         share = [pages.pop() for _ in range(len(pages) // (len(num_drafts) - i))]
-        rows.append(make_row(rng, drafts, share, vocab, trees, recorded))
+        rows.append(make_row(rng, drafts, share, vocab, trees, captured))
     return Step(tuple(rows), sum(n + 1 for n in num_drafts))
 
 
@@ -162,7 +164,7 @@ steps = st.lists(st.integers(0, K), min_size=1, max_size=7)
 @pytest.fixture(scope="module")
 def graphs(model: PagedModel) -> DecodeGraphs:
     buckets = make_buckets(7, (1, 3, K + 1), (K + 1, 9))
-    return DecodeGraphs(model, buckets, record=rerun, choose_and_verify=choose_and_verify)
+    return DecodeGraphs(model, buckets, capture=rerun, choose_and_verify=choose_and_verify)
 
 
 @settings(
@@ -173,7 +175,7 @@ def graphs(model: PagedModel) -> DecodeGraphs:
     seed=st.integers(0, 2**32),
     trees=st.booleans(),
 )
-def test_recorded_steps_equal_eager_ones(
+def test_decode_graphs_on_any_step_equal_eager_runner(
     model: PagedModel, graphs: DecodeGraphs, num_drafts: list[int], seed: int, trees: bool
 ) -> None:
     rng = random.Random(seed)
@@ -208,8 +210,8 @@ def kept_keys(model: PagedModel, step: Step, result: StepResult) -> Tensor:
     return torch.cat(model.pools.layer(2).gather(torch.tensor(slots)))
 
 
-def test_what_fills_up_changes_no_real_logit(model: PagedModel) -> None:
-    graphs = DecodeGraphs(model, [Bucket(5, 8)], record=rerun, choose_and_verify=choose_and_verify)
+def test_decode_graphs_with_padding_keep_real_logits(model: PagedModel) -> None:
+    graphs = DecodeGraphs(model, [Bucket(5, 8)], capture=rerun, choose_and_verify=choose_and_verify)
     step = make_step(random.Random(4), [0, 4, 2], model.vocab_size)
     real = [0, *range(5, 10), *range(10, 13)]
     seen = []
@@ -225,8 +227,8 @@ def test_what_fills_up_changes_no_real_logit(model: PagedModel) -> None:
         torch.testing.assert_close(logits, eager)
 
 
-def test_no_page_but_the_scratch_page_and_the_rows_own_is_written(model: PagedModel) -> None:
-    graphs = DecodeGraphs(model, [Bucket(5, 8)], record=rerun, choose_and_verify=choose_and_verify)
+def test_decode_graphs_write_only_own_and_scratch_pages(model: PagedModel) -> None:
+    graphs = DecodeGraphs(model, [Bucket(5, 8)], capture=rerun, choose_and_verify=choose_and_verify)
     step = make_step(random.Random(5), [0, 4, 2], model.vocab_size)
     before = model.pools.layer(1).keys.clone()
     graphs.launch(step).wait()
@@ -239,9 +241,9 @@ def test_no_page_but_the_scratch_page_and_the_rows_own_is_written(model: PagedMo
     assert set(written.tolist()) <= allowed
 
 
-def test_every_bucket_is_timed(model: PagedModel) -> None:
+def test_trial_times_cover_every_bucket(model: PagedModel) -> None:
     buckets = make_buckets(3, (1, 2))
-    graphs = DecodeGraphs(model, buckets, record=rerun, choose_and_verify=choose_and_verify)
+    graphs = DecodeGraphs(model, buckets, capture=rerun, choose_and_verify=choose_and_verify)
     times = graphs.trial_times()
     assert sorted((rows, tokens) for rows, tokens, _ in times) == sorted(
         (bucket.rows, bucket.tokens) for bucket in buckets
@@ -249,9 +251,9 @@ def test_every_bucket_is_timed(model: PagedModel) -> None:
     assert all(seconds > 0 for _, _, seconds in times)
 
 
-def test_prompts_and_steps_that_are_too_large_run_eagerly(model: PagedModel) -> None:
+def test_decode_graphs_when_no_bucket_fits_run_eagerly(model: PagedModel) -> None:
     graphs = DecodeGraphs(
-        model, make_buckets(2, (1, 3)), record=rerun, choose_and_verify=choose_and_verify
+        model, make_buckets(2, (1, 3)), capture=rerun, choose_and_verify=choose_and_verify
     )
     rng = random.Random(1)
     long, wide = (make_step(rng, drafts, model.vocab_size) for drafts in ([3], [0, 0, 0]))
@@ -270,12 +272,12 @@ def one_row(seq: Sequence, start: int, draft: tuple[int, ...], *parents: int) ->
     return ScheduledRow(seq, piece, draft)
 
 
-def test_nodes_behind_the_longest_context_run_eagerly_and_do_no_harm(
+def test_decode_graphs_with_nodes_beyond_context_run_eagerly(
     model: PagedModel, graphs: DecodeGraphs
 ) -> None:
-    seq = make_row(random.Random(3), 0, list(range(NUM_PAGES)), 97, recorded=True, trees=True).seq
+    seq = make_row(random.Random(3), 0, list(range(NUM_PAGES)), 97, captured=True, trees=True).seq
     start = MAX_MODEL_LEN - 2
-    seq.block_table = list(range(MAX_PAGES + 4))  # more than a recorded step has places for
+    seq.block_table = list(range(MAX_PAGES + 4))  # more than a captured step has places for
     tree = Step((one_row(seq, start, (1, 2, 3, 4, 5), *(-1,) * 5),), 6)
     chain_step = Step((one_row(seq, start, (1,)),), 2)
     left_to_eager = count_launches(graphs)
@@ -287,10 +289,9 @@ def test_nodes_behind_the_longest_context_run_eagerly_and_do_no_harm(
     assert left_to_eager == [tree]
 
 
-def test_a_row_may_grow_move_and_leave() -> None:
+def test_decode_inputs_when_rows_move_equal_fresh_inputs() -> None:
     """The host's buffer says the same as one that never saw another step."""
-    sizes = DecodeSizes(8, 5, MAX_MODEL_LEN, PAGE_SIZE, NUM_PAGES)
-    inputs = DecodeInputs(sizes, torch.device("cpu"))
+    inputs = DecodeInputs([Bucket(5, 8)], LAYOUT)
     rng = random.Random(2)
     rows = list(make_step(rng, [4, 0, 2, 1, 3], 97).rows)
     spare = [63, 62, 61, 60]
@@ -308,20 +309,18 @@ def test_a_row_may_grow_move_and_leave() -> None:
         elif change < 0.6:
             rng.shuffle(rows)
         bucket = Bucket(5, rng.choice([n for n in (1, 2, 4, 8) if n >= len(present)]))
-        fresh = DecodeInputs(sizes, torch.device("cpu"))
+        fresh = DecodeInputs([Bucket(5, 8)], LAYOUT)
         assert inputs.fill(present, bucket) == fresh.fill(present, bucket)
         for used in (inputs, fresh):
-            used.copy(bucket)
+            used.send(bucket)
         for a, b in zip(tensors(inputs, bucket), tensors(fresh, bucket), strict=True):
             assert torch.equal(a, b)
 
 
-def test_a_row_that_stays_in_its_place_outlives_what_is_forgotten() -> None:
+def test_decode_inputs_when_rows_are_forgotten_keep_placed_rows() -> None:
     """Others come and go in a smaller bucket, of which its place is no part."""
     rng = random.Random(3)
-    inputs = DecodeInputs(
-        DecodeSizes(2, 5, MAX_MODEL_LEN, PAGE_SIZE, NUM_PAGES), torch.device("cpu")
-    )
+    inputs = DecodeInputs([Bucket(5, 2)], LAYOUT)
     first, second = (make_step(rng, [1], 97).rows[0] for _ in range(2))
     for _ in range(3):
         inputs.fill([first, second], Bucket(5, 2))
@@ -336,7 +335,7 @@ def tensors(inputs: DecodeInputs, bucket: Bucket) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def test_buckets_hold_any_number_of_rows() -> None:
+def test_make_buckets_for_any_limit_covers_all_rows() -> None:
     assert make_buckets(1, (1, 5)) == [Bucket(1, 1), Bucket(5, 1)]
     assert make_buckets(1, (1, 5), (5,)) == [Bucket(1, 1), Bucket(5, 1), Bucket(5, 1, trees=True)]
     assert [b.rows for b in make_buckets(20, (5,))] == [1, 2, 4, 8, 16, 20]
@@ -345,14 +344,13 @@ def test_buckets_hold_any_number_of_rows() -> None:
 
 
 @pytest.mark.parametrize("params", SAMPLINGS, ids=str)
-def test_only_edits_are_drawn_outside_the_recorded_step(params: SamplingParams) -> None:
+def test_decode_inputs_with_edited_logits_need_eager_sampling(params: SamplingParams) -> None:
     pages = list(range(NUM_PAGES))
-    row = make_row(random.Random(2), 2, pages, 50, recorded=True, sampling=params)
-    sizes = DecodeSizes(1, 3, MAX_MODEL_LEN, PAGE_SIZE, NUM_PAGES)
-    inputs = DecodeInputs(sizes, torch.device("cpu"))
+    row = make_row(random.Random(2), 2, pages, 50, captured=True, sampling=params)
+    inputs = DecodeInputs([Bucket(3, 1)], LAYOUT)
     assert inputs.fill([row], Bucket(3, 1)) == (params in SAMPLINGS[5:])
     drawn_by = inputs.verify_batch(Bucket(3, 1)).sampling
-    inputs.copy(Bucket(3, 1))
+    inputs.send(Bucket(3, 1))
     expected = SamplingBatch.build([params], [0])
     for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
         assert getattr(drawn_by, name).tolist() == getattr(expected, name).tolist()
@@ -378,7 +376,7 @@ class RecordableHashModel(HashModel):
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("the device fell over")
-        out.fill_(float("inf"))  # inert: anything
+        out.fill_(float("inf"))  # padding: anything
         for i in real.nonzero().flatten().tolist():
             state = context_hash(self._context(batch, i // query_len, i))
             out[i] = torch.from_numpy(self._logits(np.array([state], np.uint64)))[0]
@@ -396,10 +394,10 @@ class Zeros(RecordableHashModel):
         return out.zero_()
 
 
-def test_what_fills_up_beside_a_tree_is_never_accepted() -> None:
+def test_decode_graphs_with_padded_trees_accept_no_padding() -> None:
     model = Zeros(PAGE_SIZE, NUM_PAGES)
     graphs = DecodeGraphs(
-        model, make_buckets(4, (), (6,)), record=rerun, choose_and_verify=choose_and_verify
+        model, make_buckets(4, (), (6,)), capture=rerun, choose_and_verify=choose_and_verify
     )
     rows = []
     for draft, parents in (((0, 5, 0), (-1, -1, 0)), ((0,), ()), ((), ()), ((5, 0), (-1, 0))):
@@ -412,16 +410,16 @@ def test_what_fills_up_beside_a_tree_is_never_accepted() -> None:
 
 
 class GraphScenario(Scenario):
-    """The engine's property test, with recorded steps."""
+    """The engine's property test, with captured steps."""
 
     def __init__(self, rng: random.Random, config: EngineConfig, policy: Policy) -> None:
         super().__init__(rng, config, policy)
-        if rng.random() < 0.7:  # what is drawn in the recorded step itself
+        if rng.random() < 0.7:  # what is drawn in the captured step itself
             self.samplings, self.top_logprobs = SAMPLINGS[:3], (None,)
         self.model = model = RecordableHashModel(config.page_size, config.num_pages)
         buckets = make_buckets(config.max_num_seqs, (1, 3, 5), (5, 9))
         self.graphs = DecodeGraphs(
-            model, buckets, record=rerun, choose_and_verify=choose_and_verify
+            model, buckets, capture=rerun, choose_and_verify=choose_and_verify
         )
         self.engine = Engine(
             model, config, eos_token_ids=EOS, policy=policy, runner=self.graphs, clock=self.clock

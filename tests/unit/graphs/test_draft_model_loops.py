@@ -1,4 +1,4 @@
-"""Recorded draft loops say what the eager ones say, whatever fills up their rows."""
+"""Captured draft loops say what the eager ones say, whatever fills up their rows."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from outrider.drafting.building.loops import loop_shapes
-from outrider.drafting.draft_model.chains import ReadyRow, draft_chains, draft_forks
+from outrider.drafting.draft_model.loops import DraftModelLoops
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from outrider.drafting.graphs.draft_model import DraftModelLoops
-from outrider.drafting.graphs.draws import TorchDraws
-from outrider.drafting.graphs.loop_inputs import LoopShape
-from outrider.drafting.graphs.loops import Capture, make_shapes
-from outrider.drafting.proposer import SessionStart
+from outrider.drafting.drafters import DraftInput
+from outrider.drafting.graphs.chains import draft_chains, draft_forks
+from outrider.drafting.graphs.loop_inputs import LoopShape, make_shapes
+from outrider.drafting.graphs.loops import TORCH_SAMPLER, LoopCapture
+from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.batch import PackedBatch, RowSlice, pack
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.prefill_inputs import make_prefill_buckets
@@ -33,6 +33,8 @@ SAMPLINGS = (
     SamplingParams(temperature=1.2, seed=2**31, top_k=12, top_p=0.9, min_p=0.01),
 )
 Recordable = RecordableHashModel | PagedModel
+Ready = tuple[int, SamplingParams]
+"""Tokens wanted of a row, and how they are sampled."""
 
 
 def drafter_of(
@@ -50,7 +52,7 @@ def drafter_of(
             cut=cut,
         )
     ]
-    return DraftModelLoops(model, Capture(shapes, rerun, TorchDraws()), forwards)
+    return DraftModelLoops(model, LoopCapture(shapes, rerun, TORCH_SAMPLER), forwards)
 
 
 class Rows:
@@ -74,6 +76,11 @@ class Rows:
         self.texts.append(text)
         self.slices.append(RowSlice(text[start:], start, table, 1))
 
+    def inputs(self, ready: list[Ready]) -> list[DraftInput]:
+        """The rows, of which the first want drafts."""
+        wanted = [*ready, *[(0, SAMPLINGS[0])] * (len(self.slices) - len(ready))]
+        return [DraftInput(row, *each) for row, each in zip(self.slices, wanted, strict=True)]
+
     def whole(self, i: int, room: int) -> RowSlice:
         """The row from its first token on, on pages of its own."""
         size = self._model.page_size
@@ -81,15 +88,16 @@ class Rows:
         return RowSlice(self.texts[i], 0, pages, 1)
 
 
-def expected(model: Recordable, rows: Rows, ready: list[ReadyRow]) -> list[list[int]]:
+def expected(model: Recordable, rows: Rows, ready: list[Ready]) -> list[list[int]]:
     return [
-        draft_chains(model, [rows.whole(i, row.wanted)], [row])[0] for i, row in enumerate(ready)
+        draft_chains(model, [DraftInput(rows.whole(i, wanted), wanted, sampling)])[0]
+        for i, (wanted, sampling) in enumerate(ready)
     ]
 
 
 @pytest.mark.parametrize("make", [RecordableHashModel, recordable_llama])
-def test_chains_equal_the_eager_ones(make: Callable[..., Recordable]) -> None:
-    """Any number of rows, also more than a loop holds; any catch-up, also longer than recorded."""
+def test_captured_chains_for_any_rows_equal_eager_chains(make: Callable[..., Recordable]) -> None:
+    """Any number of rows, also more than a loop holds; any catch-up, also longer than captured."""
     model = make(num_pages=220)
     drafter = drafter_of(model)
     for seed in range(40):
@@ -100,21 +108,21 @@ def test_chains_equal_the_eager_ones(make: Callable[..., Recordable]) -> None:
         for wanted in sorted((rng.randint(1, 6) for _ in range(num_rows)), reverse=True):
             length = rng.randint(5, 40)
             rows.add(length, rng.choice((1, 1, 2, 2, 3, 5)), wanted - 1)
-            ready.append(ReadyRow(length, wanted, rng.choice(SAMPLINGS)))
-        assert drafter.draft(rows.slices, ready) == expected(model, rows, ready)
+            ready.append((wanted, rng.choice(SAMPLINGS)))
+        assert drafter.draft(rows.inputs(ready)) == expected(model, rows, ready)
 
 
-def test_rows_that_only_catch_up_go_along() -> None:
+def test_captured_chains_with_prompt_rows_feed_them() -> None:
     model = RecordableHashModel()
     rows = Rows(model, random.Random(1))
     rows.add(9, 1, 3)
     rows.add(30, 22, 0)
     rows.slices[1] = rows.slices[1]._replace(num_logits=0)
-    ready = [ReadyRow(9, 4, SAMPLINGS[1])]
-    assert drafter_of(model).draft(rows.slices, ready) == expected(model, rows, ready)
+    ready = [(4, SAMPLINGS[1])]
+    assert drafter_of(model).draft(rows.inputs(ready)) == expected(model, rows, ready)
 
 
-def test_of_prompts_all_but_the_last_tokens_are_fed_at_once_and_the_rest_is_recorded(
+def test_captured_chains_after_prompts_feed_all_but_last_token_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = RecordableHashModel()
@@ -122,8 +130,7 @@ def test_of_prompts_all_but_the_last_tokens_are_fed_at_once_and_the_rest_is_reco
     rows.add(30, 30, 3)
     rows.add(9, 1, 3)
     rows.add(20, 20, 2)
-    ready = [ReadyRow(30, 4, SAMPLINGS[1]), ReadyRow(9, 4, SAMPLINGS[0])]
-    ready.append(ReadyRow(20, 3, SAMPLINGS[2]))
+    ready = [(4, SAMPLINGS[1]), (4, SAMPLINGS[0]), (3, SAMPLINGS[2])]
     drafts = expected(model, rows, ready)
     drafter = drafter_of(model)
     launched: list[tuple[int, ...]] = []
@@ -134,42 +141,44 @@ def test_of_prompts_all_but_the_last_tokens_are_fed_at_once_and_the_rest_is_reco
         return forward(batch)
 
     monkeypatch.setattr(model, "forward", counted)
-    assert drafter.draft(rows.slices, ready) == drafts
+    assert drafter.draft(rows.inputs(ready)) == drafts
     assert launched == [(29, 19)]
 
 
-def test_prompts_are_fed_by_recorded_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_chains_with_prefill_graphs_launch_no_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = recordable_llama(num_pages=220)
     model._backend = by_tensors
     rows = Rows(model, random.Random(4))
     for length, missing in ((30, 30), (9, 1), (25, 25), (28, 28)):
         rows.add(length, missing, 3)
-    ready = [ReadyRow(len(text), 4, SAMPLINGS[i]) for i, text in enumerate(rows.texts)]
+    ready = [(4, sampling) for sampling in SAMPLINGS]
     drafts = expected(model, rows, ready)
     drafter = drafter_of(
-        model, forwards=PrefillGraphs(model, make_prefill_buckets(128, 4), record=rerun)
+        model, forwards=PrefillGraphs(model, make_prefill_buckets(128, 4), capture=rerun)
     )
     monkeypatch.setattr(model, "forward", None)  # nothing is launched forward by forward
-    assert drafter.draft(rows.slices, ready) == drafts
+    assert drafter.draft(rows.inputs(ready)) == drafts
     assert drafter.feed([rows.whole(i, 0) for i in (0, 1)])
     assert not drafter.feed([row._replace(token_ids=[1] * 99) for row in rows.slices[:2]])
 
 
-def test_a_row_at_the_end_of_the_model_is_drafted_for_within_it() -> None:
+def test_captured_chains_at_model_length_stay_within_it() -> None:
     """Loops are longer than what is left: what they draft beyond is cut, and harms no one."""
     for make in (RecordableHashModel, recordable_llama):
         model = make(num_pages=100)
         assert model.max_model_len == 128
         rows = Rows(model, random.Random(1))
-        rows.add(127, 1, 1)
         rows.add(20, 2, 4)
-        ready = [ReadyRow(127, 1, SAMPLINGS[0]), ReadyRow(20, 5, SAMPLINGS[1])]
+        rows.add(127, 1, 1)
+        ready = [(5, SAMPLINGS[1]), (1, SAMPLINGS[0])]
         drafter = drafter_of(model)
-        assert drafter.draft(rows.slices, ready) == expected(model, rows, ready)
+        assert drafter.draft(rows.inputs(ready)) == expected(model, rows, ready)
 
 
 @pytest.mark.parametrize("make", [RecordableHashModel, recordable_llama])
-def test_forks_equal_the_eager_ones(make: Callable[..., Recordable]) -> None:
+def test_captured_forks_for_any_rows_equal_eager_forks(make: Callable[..., Recordable]) -> None:
     model = make(num_pages=220)
     drafter = drafter_of(model)
     for seed in range(20):
@@ -188,12 +197,14 @@ def test_forks_equal_the_eager_ones(make: Callable[..., Recordable]) -> None:
             )
 
 
-def test_a_proposer_drafts_the_same_with_recorded_loops() -> None:
+def test_draft_model_proposer_with_captured_loops_drafts_the_same() -> None:
     drafts: list[list[tuple[int, ...]]] = []
-    for recorded in (False, True):
+    for captured in (False, True):
         model = RecordableHashModel(num_pages=100)
-        drafter = drafter_of(model) if recorded else None
-        proposer = DraftModelProposer(model, name="hash", chain_drafter=drafter, prefill_budget=30)
+        drafter = drafter_of(model) if captured else None
+        proposer = DraftModelProposer(
+            model, name="hash", limits=ProposerLimits(prefill_budget=30), chain_drafter=drafter
+        )
         rng = random.Random(3)
         said: list[tuple[int, ...]] = []
         for key, sampling in enumerate(SAMPLINGS):
@@ -215,26 +226,24 @@ def test_a_proposer_drafts_the_same_with_recorded_loops() -> None:
 
 
 @pytest.mark.parametrize(("max_sessions", "max_branches"), [(1, 0), (5, 3), (256, 8)])
-def test_a_proposer_records_a_loop_for_all_that_its_rounds_bring(
-    max_sessions: int, max_branches: int
-) -> None:
+def test_loop_shapes_for_any_limits_hold_all_rounds(max_sessions: int, max_branches: int) -> None:
     shapes = loop_shapes(max_sessions=max_sessions, max_draft_tokens=5, max_branches=max_branches)
     assert len(shapes) == len(set(shapes))
 
-    def recorded(rows: int, query_len: int, fanout: int) -> bool:
+    def captured(rows: int, query_len: int, fanout: int) -> bool:
         return any(
             shape.rows >= rows and shape.query_len >= query_len and shape.fanout == fanout
             for shape in shapes
             if shape.num_tokens == (4 if fanout else 5) and not shape.cut
         )
 
-    assert recorded(min(128, max_sessions), 16, 0)
-    assert recorded(max_sessions, 2, 0)
+    assert captured(min(128, max_sessions), 16, 0)
+    assert captured(max_sessions, 2, 0)
     assert LoopShape(1, 1, 5) in shapes
     if max_branches:
         fanout = max(shape.fanout for shape in shapes)
-        assert recorded(min(128, max_sessions), 16, fanout)
-        assert recorded(max_sessions, 2, fanout)
-        assert recorded(min(256, max_sessions * max_branches), 1, fanout)
+        assert captured(min(128, max_sessions), 16, fanout)
+        assert captured(max_sessions, 2, fanout)
+        assert captured(min(256, max_sessions * max_branches), 1, fanout)
         longer = [shape for shape in shapes if shape.fanout and not shape.num_tokens]
         assert longer, "branches are made longer by a token"

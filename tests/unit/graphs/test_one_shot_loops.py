@@ -1,4 +1,4 @@
-"""Recorded guesses of Medusa and MLP-speculator heads make the trees of those that are not."""
+"""Captured guesses of Medusa and MLP-speculator heads make the trees of those that are not."""
 
 from __future__ import annotations
 
@@ -6,36 +6,35 @@ import pytest
 import torch
 
 from outrider.drafting.building.loops import one_shot_shapes
-from outrider.drafting.graphs.draws import TorchDraws
-from outrider.drafting.graphs.loops import Capture
-from outrider.drafting.graphs.one_shot_heads import OneShotLoops
+from outrider.drafting.graphs.loops import TORCH_SAMPLER, LoopCapture
+from outrider.drafting.hidden_states.one_shot import OneShotLoops
 from tests.support.one_shot_drafts import DEPTH, HEADS, drafts
 from tests.support.recordable import Counted, rerun_strictly
 
 
 @pytest.mark.parametrize("tree_width", [1, 4])
 @pytest.mark.parametrize("name", HEADS)
-def test_trees_are_those_of_the_eager_way(name: str, tree_width: int) -> None:
+def test_captured_guesses_for_any_rows_equal_eager_guesses(name: str, tree_width: int) -> None:
     """Also of more rows than a loop holds."""
     head = HEADS[name](torch.float64, torch.device("cpu"))  # near ties are decided alike
     counted = Counted()
     shapes = one_shot_shapes(max_rows=4, max_depth=DEPTH)
-    recording = Capture(shapes, counted, TorchDraws())
+    capture = LoopCapture(shapes, counted, TORCH_SAMPLER)
     expected = drafts(head, tree_width, None)
-    assert drafts(head, tree_width, recording) == expected
+    assert drafts(head, tree_width, capture) == expected
     assert counted.repeated > 10
     assert any(len(tree.token_ids) > DEPTH for tree in expected) == (tree_width > 1)
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_nothing_that_is_recorded_waits_for_the_device(name: str) -> None:
+def test_one_shot_loop_under_capture_never_waits_for_device(name: str) -> None:
     head = HEADS[name](torch.float32, torch.device("meta"))
     shapes = one_shot_shapes(max_rows=2, max_depth=DEPTH)
-    OneShotLoops(head, Capture(shapes, rerun_strictly, TorchDraws()), 4)
+    OneShotLoops(head, LoopCapture(shapes, rerun_strictly, TORCH_SAMPLER), 4)
 
 
 @pytest.mark.parametrize("max_rows", [1, 5, 256])
-def test_a_proposer_records_a_loop_for_any_batch(max_rows: int) -> None:
+def test_one_shot_shapes_for_any_limit_hold_all_batches(max_rows: int) -> None:
     shapes = one_shot_shapes(max_rows=max_rows, max_depth=4)
     assert len(shapes) == len(set(shapes))
     for cut in (False, True):

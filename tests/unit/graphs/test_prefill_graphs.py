@@ -1,4 +1,4 @@
-"""Recorded forwards of rows of any lengths say what eager ones say, whatever fills them up."""
+"""Captured forwards of rows of any lengths say what eager ones say, whatever fills them up."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def model() -> PagedModel:
 
 @pytest.fixture(scope="module")
 def forwards(model: PagedModel) -> PrefillGraphs:
-    return PrefillGraphs(model, BUCKETS, record=rerun)
+    return PrefillGraphs(model, BUCKETS, capture=rerun)
 
 
 def make_rows(rng: random.Random, lengths: list[int]) -> list[RowSlice]:
@@ -85,7 +85,7 @@ def written(model: PagedModel, rows: list[RowSlice]) -> Tensor:
     long=st.integers(1, 45),
     seed=st.integers(0, 2**32),
 )
-def test_recorded_forwards_equal_eager_ones(
+def test_prefill_graphs_on_any_rows_equal_eager_forward(
     model: PagedModel, forwards: PrefillGraphs, lengths: list[int], long: int, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -103,7 +103,7 @@ def test_recorded_forwards_equal_eager_ones(
     torch.testing.assert_close(written(model, rows), kept)
 
 
-def test_nothing_but_the_rows_own_slots_and_the_scratch_page_is_written(
+def test_prefill_graphs_write_only_own_and_scratch_slots(
     model: PagedModel, forwards: PrefillGraphs
 ) -> None:
     rows = make_rows(random.Random(7), [3, 30, 1])
@@ -115,7 +115,9 @@ def test_nothing_but_the_rows_own_slots_and_the_scratch_page_is_written(
     assert own <= set(changed.tolist()) <= own | set(scratch)
 
 
-def test_what_no_bucket_holds_is_left_alone(model: PagedModel, forwards: PrefillGraphs) -> None:
+def test_prefill_graphs_when_no_bucket_fits_write_nothing(
+    model: PagedModel, forwards: PrefillGraphs
+) -> None:
     rng = random.Random(3)
     for rows in (
         make_rows(rng, [40, 31]),  # tokens
@@ -164,12 +166,14 @@ def texts(model: PagedModel, runner: DecodeGraphs | None) -> list[list[int]]:
     return said
 
 
-def test_texts_stay_the_same(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    forwards = PrefillGraphs(model, BUCKETS, record=rerun)
+def test_engine_with_prefill_graphs_keeps_texts(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forwards = PrefillGraphs(model, BUCKETS, capture=rerun)
     runner = DecodeGraphs(
         model,
         make_buckets(4, (1, 3)),
-        record=rerun,
+        capture=rerun,
         choose_and_verify=choose_and_verify,
         forwards=forwards,
     )
@@ -179,10 +183,10 @@ def test_texts_stay_the_same(model: PagedModel, monkeypatch: pytest.MonkeyPatch)
     assert texts(model, runner) == expected
 
 
-def test_a_size_that_takes_longer_than_a_larger_one_is_not_used(model: PagedModel) -> None:
+def test_prefill_graphs_when_bucket_is_slower_than_larger_drop_it(model: PagedModel) -> None:
     times = {(8, 2): 3.0, (8, 6): 1.0, (24, 2): 2.0, (24, 6): 5.0, (70, 2): 4.0, (70, 6): 4.0}
     seconds = iter([times[bucket.tokens, bucket.rows] for bucket in sorted(BUCKETS)[::-1]])
-    forwards = PrefillGraphs(model, BUCKETS, record=rerun, seconds=lambda _: next(seconds))
+    forwards = PrefillGraphs(model, BUCKETS, capture=rerun, seconds=lambda _: next(seconds))
     left = {(bucket.tokens, bucket.rows) for bucket in forwards._buckets}
     assert left == {(8, 6), (24, 2), (70, 2), (70, 6)}
     rows = make_rows(random.Random(3), [9, 1, 4])
@@ -191,13 +195,13 @@ def test_a_size_that_takes_longer_than_a_larger_one_is_not_used(model: PagedMode
     torch.testing.assert_close(logits, model.forward(pack(rows, PAGE_SIZE, torch.device("cpu"))))
 
 
-def test_only_models_whose_layers_run_apart_have_them(model: PagedModel) -> None:
+def test_paged_model_when_not_fused_is_not_layered(model: PagedModel) -> None:
     assert model.layered
     assert not make_model(fused=False).layered
     assert not make_model("mixtral").layered
 
 
-def test_sizes() -> None:
+def test_make_prefill_buckets_for_any_limit_covers_it() -> None:
     assert make_prefill_buckets(512, 8) == [PrefillBucket(n, 8) for n in range(64, 513, 64)]
     assert make_prefill_buckets(100, 300) == [PrefillBucket(64, 64), PrefillBucket(128, 128)]
     assert make_prefill_buckets(1100, 64)[-2:] == [PrefillBucket(1024, 64), PrefillBucket(1152, 64)]

@@ -1,4 +1,4 @@
-"""Recorded loops of draft modules say what the eager way says, whatever fills up their rows."""
+"""Captured loops of draft modules equal eager ones, whatever fills up their rows."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from torch import Tensor
 
 from outrider.draft_tree import DraftTree
 from outrider.drafting.building.loops import recurrent_shapes
-from outrider.drafting.graphs.draws import TorchDraws
 from outrider.drafting.graphs.loop_inputs import LoopShape
-from outrider.drafting.graphs.loops import Capture
-from outrider.drafting.graphs.recurrent_heads import RecurrentLoops
+from outrider.drafting.graphs.loops import TORCH_SAMPLER, LoopCapture
 from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
 from outrider.drafting.hidden_states.recurrent import RecurrentProposer
-from outrider.drafting.proposer import SessionStart
-from outrider.engine.graphs.capture import Record
+from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
+from outrider.drafting.proposer import ProposerLimits, SessionStart
+from outrider.engine.graphs.capture import Capture
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.layers.linear import Linear, PackedLinear
 from outrider.engine.model.attention_backends import choose_backend
@@ -72,7 +71,7 @@ HEADS: dict[str, Callable[[Path, torch.device], RecurrentHead]] = {
 }
 
 
-def proposer_of(head: RecurrentHead, tree_width: int, record: Record | None) -> RecurrentProposer:
+def proposer_of(head: RecurrentHead, tree_width: int, capture: Capture | None) -> RecurrentProposer:
     shapes = [
         LoopShape(rows, query_len, num_tokens, cut=cut, width=tree_width)
         for rows in (1, 3)
@@ -80,18 +79,19 @@ def proposer_of(head: RecurrentHead, tree_width: int, record: Record | None) -> 
         for num_tokens in (1, 5)
         for cut in (False, True)
     ]
-    return RecurrentProposer(
+    drafter = RecurrentDrafter(
         head,
-        KVPools(200 + (record is not None), PAGE_SIZE, head.dtype, CPU),
+        KVPools(200 + (capture is not None), PAGE_SIZE, head.dtype, CPU),
         choose_backend("sdpa", head.attention_traits(), CPU),
-        method="eagle",
-        name="tiny",
-        max_model_len=MAX_LEN,
-        max_draft_tokens=6,  # one more than loops have
-        prefill_budget=20,
-        tree_width=tree_width,
-        recording=None if record is None else Capture(shapes, record, TorchDraws()),
+        ProposerLimits(
+            max_model_len=MAX_LEN,
+            max_draft_tokens=6,  # one more than loops have
+            prefill_budget=20,
+            tree_width=tree_width,
+        ),
+        None if capture is None else LoopCapture(shapes, capture, TORCH_SAMPLER),
     )
+    return RecurrentProposer(drafter, method="eagle", name="tiny")
 
 
 class Said:
@@ -146,16 +146,18 @@ class Said:
 
 @pytest.mark.parametrize("tree_width", [1, 4])
 @pytest.mark.parametrize("kind", HEADS)
-def test_drafts_are_those_of_the_eager_way(kind: str, tree_width: int, tmp_path: Path) -> None:
+def test_captured_drafts_for_any_rows_equal_eager_drafts(
+    kind: str, tree_width: int, tmp_path: Path
+) -> None:
     """Prompts, catch-ups, numbers of rows and drafts that loops hold and that none holds."""
     for seed in range(2):
         counted = Counted()
-        eager, recorded = (
+        eager, captured = (
             Said(proposer_of(head, tree_width, record), head.features.width, seed)
             for record in (None, counted)
             for head in [HEADS[kind](tmp_path / "files", CPU)]
         )
-        assert recorded.drafts == eager.drafts
+        assert captured.drafts == eager.drafts
         assert sum(len(tree.token_ids) for _, tree in eager.drafts) > 60
         assert counted.repeated > 10
         branched = any(not tree.is_chain for key, tree in eager.drafts if key != 5)
@@ -164,28 +166,26 @@ def test_drafts_are_those_of_the_eager_way(kind: str, tree_width: int, tmp_path:
 
 @pytest.mark.parametrize("tree_width", [1, 4])
 @pytest.mark.parametrize("kind", HEADS)
-def test_nothing_that_is_recorded_waits_for_the_device(
+def test_recurrent_loop_under_capture_never_waits_for_device(
     kind: str, tree_width: int, tmp_path: Path
 ) -> None:
     device = torch.device("meta")
     head = HEADS[kind](tmp_path / "files", device)
     assert head.capturable
-    head.bind(KVPools(20, PAGE_SIZE, head.dtype, device))
     cuts = (False, True) if tree_width > 1 else (False,)  # cuts of chains are Triton's alone
     shapes = [LoopShape(2, 3, 4, cut=cut, width=tree_width) for cut in cuts]
-    RecurrentLoops(
+    RecurrentDrafter(
         head,
+        KVPools(20, PAGE_SIZE, head.dtype, device),
         MetaAttention,
-        Capture(shapes, rerun_strictly, TorchDraws()),
-        page_size=PAGE_SIZE,
-        scratch_page=19,
-        max_model_len=MAX_LEN,
+        ProposerLimits(max_model_len=MAX_LEN, max_draft_tokens=4, tree_width=tree_width),
+        LoopCapture(shapes, rerun_strictly, TORCH_SAMPLER),
     )
 
 
 @pytest.mark.parametrize("width", [1, 8])
 @pytest.mark.parametrize("max_rows", [1, 5, 256])
-def test_a_proposer_records_a_loop_for_what_its_rounds_bring(max_rows: int, width: int) -> None:
+def test_recurrent_shapes_for_any_limits_hold_all_rounds(max_rows: int, width: int) -> None:
     """After a draft of k tokens at most k + 1 rows are to be fed."""
     shapes = recurrent_shapes(max_rows=max_rows, max_draft_tokens=16, width=width)
     assert len(shapes) == len(set(shapes))
@@ -199,7 +199,7 @@ def test_a_proposer_records_a_loop_for_what_its_rounds_bring(max_rows: int, widt
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_a_head_names_its_products_in_the_order_of_a_round(
+def test_head_uses_name_its_products_in_order(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = HEADS[kind](tmp_path / "heads", CPU)

@@ -21,7 +21,8 @@ from outrider.drafting.hidden_states.heads.base import RecurrentHead
 from outrider.drafting.hidden_states.heads.eagle import load_eagle
 from outrider.drafting.hidden_states.heads.eagle3 import Eagle3Head, load_eagle3
 from outrider.drafting.hidden_states.recurrent import RecurrentProposer
-from outrider.drafting.proposer import SessionStart
+from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
+from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
@@ -473,14 +474,13 @@ def test_eagle3_tree_holds_the_likeliest_nodes(
         nodes.remove(best)
         found.append(best[1])
         expand(best[0], best[1])
-    proposer = RecurrentProposer(
+    drafter = RecurrentDrafter(
         head,
         KVPools(32, PAGE_SIZE, head.dtype, CPU),
         choose_backend(None, head.attention_traits(), CPU),
-        method="eagle3",
-        name="tiny",
-        tree_width=12,
+        ProposerLimits(tree_width=12),
     )
+    proposer = RecurrentProposer(drafter, method="eagle3", name="tiny")
     proposer.open(1, SessionStart(TOKENS, SamplingParams(temperature=0.0), num_nodes, 100))
     proposer.features(1, 0, made.as_bytes(rows))
     ((_, tree),) = proposer.draft([1]).drafts

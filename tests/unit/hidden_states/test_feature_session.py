@@ -6,9 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.drafting.ahead.outcomes import NO_PACE, Pace
 from outrider.drafting.hidden_states.session import FeatureMethod, FeatureSession
-from outrider.drafting.proposer import DraftRound, ProposerTraits, SessionKey, SessionStart
+from outrider.drafting.proposer import (
+    NO_PACE,
+    DraftRound,
+    Pace,
+    ProposerTraits,
+    SessionKey,
+    SessionStart,
+)
 from outrider.features import FeatureSpec
 from outrider.params import SamplingParams
 from tests.support.eagle_checkpoints import as_bytes
@@ -45,7 +51,7 @@ def _send(method: Keeping, session: SessionKey, start: int, end: int) -> None:
     method.features(session, start, as_bytes(ROWS[start:end]))
 
 
-def test_rows_come_in_parts_and_go_in_others() -> None:
+def test_feature_session_with_rows_in_parts_returns_any_range() -> None:
     method = _method()
     method.open(1, SessionStart(range(12), GREEDY, 4, 20))
     for start, end in ((0, 3), (1, 4), (2, 3), (4, 4), (4, 11)):  # with repeats, and with nothing
@@ -65,7 +71,7 @@ def test_rows_come_in_parts_and_go_in_others() -> None:
     assert torch.equal(state.rows(11, 13), ROWS[11:13])
 
 
-def test_it_is_ready_when_all_rows_but_the_last_tokens_are_there() -> None:
+def test_feature_session_with_all_rows_is_ready() -> None:
     method = _method()
     method.open(1, SessionStart([1], GREEDY, 4, 20))
     state = method.state(1)
@@ -81,7 +87,7 @@ def test_it_is_ready_when_all_rows_but_the_last_tokens_are_there() -> None:
     assert state.ready
 
 
-def test_a_gap_and_a_part_of_a_row_lose_the_session() -> None:
+def test_feature_method_with_gap_or_partial_row_loses_session() -> None:
     method = _method()
     for key in (1, 2, 3):
         method.open(key, SessionStart(range(5), GREEDY, 4, 20))
@@ -93,7 +99,7 @@ def test_a_gap_and_a_part_of_a_row_lose_the_session() -> None:
     assert done.unfinished == [3]
 
 
-def test_rows_are_bounded_at_the_cost_of_who_was_not_asked_for_the_longest() -> None:
+def test_feature_method_over_bound_loses_longest_unasked_session() -> None:
     method = _method(max_rows=20)
     for key in (1, 2, 3):
         method.open(key, SessionStart(range(15), GREEDY, 4, 20))
@@ -109,7 +115,7 @@ def test_rows_are_bounded_at_the_cost_of_who_was_not_asked_for_the_longest() -> 
     assert method.draft([]).lost == []
 
 
-def test_a_session_with_too_many_rows_does_not_cost_those_with_few() -> None:
+def test_feature_method_over_bound_keeps_sessions_with_few_rows() -> None:
     method = _method(max_rows=20)
     for key in (1, 2, 3):
         method.open(key, SessionStart(range(15), GREEDY, 4, 20))
@@ -125,7 +131,7 @@ def test_a_session_with_too_many_rows_does_not_cost_those_with_few() -> None:
     assert method.draft([]).lost == [4]
 
 
-def test_repeated_rows_take_no_memory() -> None:
+def test_feature_session_with_repeated_rows_takes_no_memory() -> None:
     method = _method()
     method.open(1, SessionStart(range(15), GREEDY, 4, 20))
     for end in range(1, 15):
@@ -135,7 +141,7 @@ def test_repeated_rows_take_no_memory() -> None:
     assert {row.untyped_storage().nbytes() for row in rows} == {WIDTH * 2}
 
 
-def test_a_session_that_is_too_long_holds_nothing() -> None:
+def test_feature_session_when_too_long_holds_nothing() -> None:
     method = _method(max_rows=20)
     method.open(1, SessionStart(range(18), GREEDY, 4, 40))
     _send(method, 1, 0, 17)
@@ -147,7 +153,7 @@ def test_a_session_that_is_too_long_holds_nothing() -> None:
     assert method.state(1).first == method.state(1).end
 
 
-def test_sessions_are_bounded() -> None:
+def test_feature_method_over_max_sessions_loses_newcomers() -> None:
     method = _method(max_sessions=2)
     for key in (1, 2, 3):
         method.open(key, SessionStart(range(5), GREEDY, 4, 20))

@@ -35,7 +35,7 @@ def paths(nodes: Nodes) -> list[tuple[int, ...]]:
     cut=st.integers(0, 3),
     num_nodes=st.integers(1, 20),
 )
-def test_products_are_the_best_of_all_paths(
+def test_best_products_are_the_best_of_all_paths(
     probs: list[list[float]], cut: int, num_nodes: int
 ) -> None:
     levels = [sorted(level, reverse=True) for level in probs]
@@ -55,12 +55,12 @@ def test_products_are_the_best_of_all_paths(
     assert found == pytest.approx(best[:num_nodes])
 
 
-def test_one_candidate_each_is_a_chain() -> None:
+def test_best_products_of_one_candidate_each_are_a_chain() -> None:
     assert best_products([[5], [6], [7]], [[-0.1], [-2.0], [0.0]], 9) == ([5, 6, 7], [-1, 0, 1])
 
 
 @given(seed=st.integers(0, 10_000), num_nodes=st.integers(1, 12))
-def test_best_nodes_of_an_explored_tree(seed: int, num_nodes: int) -> None:
+def test_best_nodes_of_explored_tree_have_highest_scores(seed: int, num_nodes: int) -> None:
     rng = np.random.default_rng(seed)
     parents = np.array([int(rng.integers(-1, i)) if i else -1 for i in range(10)])
     scores = np.zeros(10, np.float32)
@@ -85,7 +85,7 @@ PARAMS = (
 )
 
 
-def test_the_best_token_is_what_the_target_would_draw_from_the_guess() -> None:
+def test_target_draws_best_token_is_the_coupled_sample() -> None:
     torch.manual_seed(0)
     lengths = [11, 12, 13, 14, 15]
     draws = TargetDraws.of(PARAMS, lengths, CPU)
@@ -103,7 +103,7 @@ def test_the_best_token_is_what_the_target_would_draw_from_the_guess() -> None:
         assert torch.all((log_probs[2] > -torch.inf).sum(-1) == 5)  # top_k
 
 
-def test_rows_do_not_affect_each_other() -> None:
+def test_target_draws_of_several_rows_equal_each_alone() -> None:
     torch.manual_seed(1)
     logits = torch.randn(5, 1, 40)
     together = TargetDraws.of(PARAMS, [7] * 5, CPU).likeliest(logits, 2, 6)

@@ -14,7 +14,8 @@ from outrider.draft_tree import DraftTree
 from outrider.drafting.hidden_states.heads.mtp import MtpHead
 from outrider.drafting.hidden_states.heads.mtp_loader import load_mtp
 from outrider.drafting.hidden_states.recurrent import RecurrentProposer
-from outrider.drafting.proposer import SessionStart
+from outrider.drafting.hidden_states.recurrent_loops import RecurrentDrafter
+from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
 from outrider.params import SamplingParams
@@ -71,21 +72,18 @@ class Text:
 
 
 def proposer_of(head: MtpHead, tree_width: int, num_draft_tokens: int = 4) -> RecurrentProposer:
-    return RecurrentProposer(
+    drafter = RecurrentDrafter(
         head,
         KVPools(64, PAGE_SIZE, torch.float32, CPU),
         choose_backend(None, head.attention_traits(), CPU),
-        method="mtp",
-        name="tiny",
-        max_draft_tokens=num_draft_tokens,
-        prefill_budget=7,
-        tree_width=tree_width,
+        ProposerLimits(max_draft_tokens=num_draft_tokens, prefill_budget=7, tree_width=tree_width),
     )
+    return RecurrentProposer(drafter, method="mtp", name="tiny")
 
 
 @pytest.mark.parametrize("tree_width", [1, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_mtp_drafts_after_rejections_equal_the_formula(
+def test_mtp_drafts_after_any_rejection_equal_the_formula(
     case: str, tree_width: int, tmp_path: Path
 ) -> None:
     make, as_reference = CASES[case]

@@ -127,7 +127,7 @@ def test_mtp_logits_equal_the_formula(case: str, raw: bool, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("case", ["deepseek in its target", "qwen3_5_moe", "qwen3_5 dense"])
-def test_mtp_tree_node_sees_its_ancestors_only(case: str, tmp_path: Path) -> None:
+def test_mtp_tree_node_sees_ancestors_only(case: str, tmp_path: Path) -> None:
     make, as_reference = FORMATS[case]
     checkpoint = make()
     expected = as_reference(checkpoint)
@@ -169,7 +169,7 @@ def test_mtp_raw_and_normed_feedback_differ() -> None:
     assert not torch.allclose(normed[1], raw[1], atol=1e-2)
 
 
-def test_dequantise_multiplies_blocks_also_at_the_edges() -> None:
+def test_block_fp8_factors_multiply_blocks_and_edges() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(200, 300, generator=generator).to(torch.float8_e4m3fn)
     factors = torch.rand(2, 3, generator=generator)
@@ -291,7 +291,7 @@ REFUSED: list[tuple[Callable[[], MtpCheckpoint], Callable[[MtpCheckpoint], objec
 
 
 @pytest.mark.parametrize(("make", "break_it", "message"), REFUSED)
-def test_mtp_with_unfitting_tensors_is_refused_by_name(
+def test_load_mtp_with_missing_or_unknown_tensor_names_it(
     make: Callable[[], MtpCheckpoint],
     break_it: Callable[[MtpCheckpoint], object],
     message: str,

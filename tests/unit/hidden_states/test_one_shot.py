@@ -10,17 +10,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from outrider.engine.model.linear import Linear, PackedLinear
 from torch import Tensor
 
 from outrider.draft_tree import DraftTree
-from outrider.drafting.draft_model.masks import DraftMasks
 from outrider.drafting.hidden_states.heads.base import OneShotHead
 from outrider.drafting.hidden_states.heads.medusa import MedusaHead, MedusaWeights
 from outrider.drafting.hidden_states.heads.mlp_speculator import MlpSpeculatorHead, SpeculatorStage
 from outrider.drafting.hidden_states.one_shot import OneShotProposer
 from outrider.drafting.hidden_states.trees import TargetDraws
-from outrider.drafting.proposer import SessionStart
-from outrider.engine.layers.linear import Linear, PackedLinear
+from outrider.drafting.masks import DraftMasks
+from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.sampling.constraint import ConstraintCompiler
 from outrider.engine.sampling.coupled import Lane, SamplingBatch, gumbel_noise
 from outrider.errors import ConfigError
@@ -76,7 +76,7 @@ HEADS = {"medusa": medusa_head(), "shared": shared_head(), "mlp_speculator": mlp
 
 
 @pytest.mark.parametrize("method", HEADS)
-def test_a_head_names_its_products(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_shot_head_uses_name_its_products(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     head, made = HEADS[method], Counter[Linear]()
     forward = PackedLinear.forward
 
@@ -95,10 +95,9 @@ def proposer(method: str, *, tree_width: int = 8, max_sessions: int = 256) -> On
         HEADS[method],
         method=method,
         name="test",
-        max_model_len=64,
-        max_sessions=max_sessions,
-        max_draft_tokens=32,
-        tree_width=tree_width,
+        limits=ProposerLimits(
+            max_model_len=64, max_sessions=max_sessions, max_draft_tokens=32, tree_width=tree_width
+        ),
     )
 
 
@@ -137,7 +136,9 @@ def drafted(method: OneShotProposer, *sessions: int) -> dict[int, DraftTree]:
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.8, seed=5)])
 @pytest.mark.parametrize("name", HEADS)
-def test_chain_takes_the_best_token_at_each_depth(name: str, sampling: SamplingParams) -> None:
+def test_one_shot_chain_has_the_best_token_at_each_depth(
+    name: str, sampling: SamplingParams
+) -> None:
     method = proposer(name, tree_width=1)
     assert method.traits.max_draft_tokens == DEPTH
     assert not method.traits.runs_ahead
@@ -154,7 +155,7 @@ def test_chain_takes_the_best_token_at_each_depth(name: str, sampling: SamplingP
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=1.0, seed=6)])
 @pytest.mark.parametrize("name", HEADS)
-def test_tree_holds_the_best_of_all_paths(name: str, sampling: SamplingParams) -> None:
+def test_one_shot_tree_has_the_best_of_all_paths(name: str, sampling: SamplingParams) -> None:
     method = proposer(name, tree_width=VOCAB)
     method.open(1, SessionStart([7, 8, 9], sampling, 12, 64))
     feed(method, 1, 0, 2)
@@ -187,7 +188,7 @@ def test_tree_holds_the_best_of_all_paths(name: str, sampling: SamplingParams) -
     ),
     width=st.sampled_from((1, 3, 8)),
 )
-def test_drafts_do_not_depend_on_the_batch(
+def test_one_shot_drafts_in_any_batch_are_the_same(
     name: str, rows: list[tuple[int, int, float]], width: int
 ) -> None:
     together, alone = proposer(name, tree_width=width), proposer(name, tree_width=width)
@@ -207,7 +208,7 @@ def test_drafts_do_not_depend_on_the_batch(
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_follows_a_session(name: str) -> None:
+def test_one_shot_proposer_follows_a_session(name: str) -> None:
     method = proposer(name)
     method.open(1, SessionStart([1, 2, 3, 4], GREEDY, 6, 20))
     assert method.draft([1, 99]).unfinished == [1], "no state yet; nobody knows session 99"
@@ -234,7 +235,7 @@ def test_follows_a_session(name: str) -> None:
     assert method.num_sessions == 0
 
 
-def test_a_gap_or_a_broken_row_loses_the_session() -> None:
+def test_one_shot_proposer_with_gap_or_broken_row_loses_session() -> None:
     method = proposer("medusa")
     for session in (1, 2, 3):
         method.open(session, SessionStart([1, 2, 3, 4], GREEDY, 4, 20))
@@ -247,7 +248,7 @@ def test_a_gap_or_a_broken_row_loses_the_session() -> None:
     assert [session for session, _ in round_.drafts] == [3]
 
 
-def test_holds_one_row_of_a_long_prompt() -> None:
+def test_one_shot_proposer_of_long_prompt_holds_one_row() -> None:
     method = proposer("medusa")
     method.open(1, SessionStart(list(range(40)), GREEDY, 4, 64))
     for start in range(0, 39, 13):
@@ -258,7 +259,7 @@ def test_holds_one_row_of_a_long_prompt() -> None:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_rejection_gets_a_chain_and_what_it_was_drawn_from(name: str) -> None:
+def test_one_shot_proposer_under_rejection_sends_distributions(name: str) -> None:
     method = proposer(name)
     sampling = SamplingParams(temperature=0.7, top_k=9, seed=4)
     method.open(1, SessionStart([1, 2], sampling, 2, 64, rule=VerificationRule.REJECTION))
@@ -284,7 +285,7 @@ def test_rejection_gets_a_chain_and_what_it_was_drawn_from(name: str) -> None:
 
 
 @pytest.mark.parametrize("rule", [VerificationRule.COUPLED, VerificationRule.REJECTION])
-def test_constrained_drafts_keep_to_the_constraint(rule: VerificationRule) -> None:
+def test_one_shot_proposer_with_constraint_keeps_to_it(rule: VerificationRule) -> None:
     tokenizer = byte_tokenizer()
     vocab_size = tokenizer.get_vocab_size()
     compiler = ConstraintCompiler(tokenizer.to_str(), vocab_size, frozenset({EOS}))
@@ -332,7 +333,7 @@ def test_constrained_drafts_keep_to_the_constraint(rule: VerificationRule) -> No
     assert mask.after([5, 6]) is None, "closed"
 
 
-def test_cut_tokens_are_not_drafted() -> None:
+def test_one_shot_proposer_with_cuts_drafts_no_cut_token() -> None:
     method = proposer("medusa")
     method.open(1, SessionStart([1, 2], SamplingParams(temperature=1.0, top_k=1), 9, 64))
     feed(method, 1, 0, 1)
@@ -341,7 +342,7 @@ def test_cut_tokens_are_not_drafted() -> None:
     assert tree == DraftTree.chain(2, expected)
 
 
-def test_a_newcomer_without_room_is_lost() -> None:
+def test_one_shot_proposer_without_room_loses_newcomer() -> None:
     method = proposer("medusa", max_sessions=2)
     for session in (1, 2, 3):
         method.open(session, SessionStart([1, 2], GREEDY, 4, 20))
@@ -351,12 +352,12 @@ def test_a_newcomer_without_room_is_lost() -> None:
     assert len(round_.drafts) == 2
 
 
-def test_refuses_sizes_that_draft_nothing() -> None:
+def test_proposer_limits_of_nothing_are_refused() -> None:
     with pytest.raises(ConfigError):
         proposer("medusa", tree_width=0)
 
 
-def test_the_heads_say_what_the_formulas_say() -> None:
+def test_one_shot_heads_equal_the_formulas() -> None:
     head, mlp = HEADS["medusa"], HEADS["mlp_speculator"]
     assert isinstance(head, MedusaHead)
     assert isinstance(mlp, MlpSpeculatorHead)
@@ -376,7 +377,9 @@ def test_the_heads_say_what_the_formulas_say() -> None:
         assert states.shape == (1, INNER)
 
 
-def test_a_failure_does_not_hide_who_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_shot_proposer_after_failure_reports_lost_sessions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     method = proposer("medusa")
     for session, start in ((1, 1), (2, 0)):
         method.open(session, SessionStart(range(6), GREEDY, 3, 64))

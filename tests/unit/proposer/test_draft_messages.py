@@ -8,9 +8,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from outrider.draft_tree import MAX_DRAFT_PROBS, DraftProbs, DraftTree
-from outrider.drafting.ahead.outcomes import NO_PACE, Pace
 from outrider.drafting.copying.ngram import NgramProposer
-from outrider.drafting.proposer import DraftRound, SessionKey
+from outrider.drafting.proposer import NO_PACE, DraftRound, Pace, SessionKey
 from outrider.params import MAX_SPECULATIVE_TOKENS
 from outrider.rpc.channel import MAX_MESSAGE_BYTES
 from outrider.rpc.telemetry import configure

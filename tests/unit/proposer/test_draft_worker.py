@@ -11,11 +11,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from outrider import watchdog
-from outrider.drafting.ahead.outcomes import Pace
 from outrider.drafting.copying.ngram import NgramProposer
 from outrider.drafting.copying.suffix import SuffixProposer
 from outrider.drafting.hybrid import HybridProposer
-from outrider.drafting.proposer import DraftRound, Proposer, SessionKey
+from outrider.drafting.proposer import DraftRound, Pace, Proposer, SessionKey
 from outrider.errors import DeadlineError
 from outrider.rpc.telemetry import configure
 from outrider.v1 import draft_pb2

@@ -16,7 +16,7 @@ from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.likeliest import draw_of_likeliest
-from outrider.drafting.proposer import SessionStart
+from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.engine import Engine
 from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.sampling.constraint import ConstraintCompiler
@@ -72,7 +72,9 @@ class ByDraftModel(Drafts):
 
     def __init__(self, k: int) -> None:
         model = OtherModel(VOCAB, **PAGES, peak=1.5)
-        self.method = DraftModelProposer(model, name="other", max_sessions=NUM_REQUESTS)
+        self.method = DraftModelProposer(
+            model, name="other", limits=ProposerLimits(max_sessions=NUM_REQUESTS)
+        )
         self.k = k
         self.wanting: list[int] = []
 

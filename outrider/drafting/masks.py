@@ -1,7 +1,7 @@
-"""Constraints for drafts: what the scorer will mask, masked while drafting.
+"""Mask drafts by what the scorer's constraints forbid.
 
-A draft model that does not know the grammar drafts in vain wherever the grammar decides. The mask
-is a hint as every draft is: where it cannot be made, drafts go without it.
+A draft model that does not know the grammar drafts in vain wherever the grammar decides. A mask is
+a hint as every draft is: where it cannot be made, drafts go without it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class DraftMask:
-    """One session's mask: compiled beside the drafting thread, moved by committed tokens."""
+    """A session's mask, compiled beside the drafting thread and moved by committed tokens."""
 
     def __init__(self, editor: Future[ConstraintEditor], length: int) -> None:
         self._future = editor
@@ -26,7 +26,7 @@ class DraftMask:
         self._broken = False
 
     def after(self, tokens: Sequence[int]) -> ConstraintEditor | None:
-        """For one draft: an editor of its own that stands after these committed tokens.
+        """Return an editor for one draft that stands after these committed tokens.
 
         None before it is compiled, and if that failed or the tokens break the constraint.
         """
@@ -43,27 +43,27 @@ class DraftMask:
         return None if self._broken else editor.copy()
 
     def close(self) -> None:
-        """Its session is over: what was not begun to be compiled need not be."""
+        """Give up the mask of a session that is over, and its compilation if it has not begun."""
         self._future.cancel()
         self._broken = True
 
 
 class DraftMasks:
-    """Makes masks with one thread of its own, so that no other session's draft waits."""
+    """Compiles masks on a thread of its own, so that no other session's draft waits."""
 
     def __init__(self, compiler: ConstraintCompiler) -> None:
         self._compiler = compiler
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="constraints")
 
     def open(self, constraint: Constraint, tokens: TokenIds, num_output: int) -> DraftMask:
-        """For a session whose last `num_output` committed tokens are output."""
+        """Open a session whose last `num_output` committed tokens are output."""
         output = tokens[len(tokens) - num_output :]
         compiling = self._pool.submit(self._compiler.editor, constraint, StopParams(), output)
         return DraftMask(compiling, len(tokens))
 
 
 def open_mask(masks: DraftMasks | None, start: SessionStart) -> DraftMask | None:
-    """The mask of a session; None if it has no constraint, or no masks can be made."""
+    """Return a session's mask; None without a constraint, or if no masks can be made."""
     if masks is None or start.constraint is None:
         return None
     return masks.open(start.constraint, tuple(start.prefix), start.num_output_tokens)

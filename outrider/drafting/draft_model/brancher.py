@@ -1,4 +1,4 @@
-"""Drafts with candidates, and branches for the outcomes of their verification, in joint batches."""
+"""Draft chains with candidates, and branches for the outcomes of their verification."""
 
 from __future__ import annotations
 
@@ -6,29 +6,23 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from outrider.drafting.ahead.branches import (
-    Branch,
-    DraftedBranch,
-    ForkDrafter,
-    Trunk,
-    draft_branches,
-    lengthen,
-)
+from outrider.drafting.ahead.branches import Branch, DraftedBranch, Trunk, draft_branches, lengthen
 from outrider.drafting.ahead.budget import choose_budget, plan_branches
-from outrider.drafting.ahead.outcomes import NUM_RANKS, Outcomes, Pace
-from outrider.drafting.draft_model.chains import Forks
-from outrider.drafting.draft_model.session import DraftRow, DraftState
+from outrider.drafting.ahead.outcomes import NUM_RANKS, Outcomes
+from outrider.drafting.draft_model.session import DraftState
+from outrider.drafting.drafters import ForkDrafter, Forks
+from outrider.drafting.proposer import Pace
 from outrider.engine.batch import RowSlice
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.policy.timing import Average, StepTimes
 from outrider.params import SamplingParams
 
 _FREE = 1.25
-"""Rows that make a batch this much slower at the most may join drafts that are waited for."""
+"""Branches join drafts that are waited for if they make the batch this much slower at most."""
 
 
 class Brancher:
-    """Chooses branches by what was measured, drafts them, and measures what that took."""
+    """Chooses branches by measured chances and times, and drafts them."""
 
     def __init__(
         self,
@@ -50,39 +44,43 @@ class Brancher:
         self._rows_s = StepTimes()  # seconds of a forward by its rows
 
     def draft(
-        self, rows: Sequence[DraftRow], others: Sequence[DraftState], pace: Pace
+        self,
+        rows: Sequence[tuple[DraftState, RowSlice]],
+        num_tokens: int,
+        others: Sequence[DraftState],
+        pace: Pace,
     ) -> list[DraftState]:
-        """Drafts for `rows`, all to one length, which are left with lines and candidates.
+        """Draft `num_tokens` after `rows`, which are left with lines and candidates.
 
-        `others` have their drafts: those of them that got branches along with it are returned.
+        `others` have their drafts. Those of them that got branches in the same batch are returned.
         """
-        num_tokens = rows[0].num_forked
         longest = max([state.follower.wanted for state in others], default=0)
         states = self._branching(others, num_tokens) if longest <= num_tokens else []
         branches, _ = self._choose(states, pace)
         alone = self._rows_s.estimate(len(rows))
         if self._rows_s.estimate(len(rows) + len(branches)) > _FREE * alone:
             branches = []
-        joint = _Joint(self._drafter, rows)
         started = self._clock()
-        drafted = self._run(joint, states, branches, num_tokens)
-        if joint.drafted is None:
-            joint.forks((), (), num_tokens - 1, NUM_RANKS)
+        joined = [(row, state.follower.sampling) for state, row in rows]
+        drafted, forks = self._run(states, branches, num_tokens, joined)
         seconds = self._clock() - started
         self._rows_s.observe(len(rows) + len(drafted), seconds / num_tokens)
         self._draft_s.add(seconds)
-        joint.hand_out()
+        chains: list[list[int]] = forks.chains.tolist()
+        for i, ((state, _), chain) in enumerate(zip(rows, chains, strict=True)):
+            ahead = state.ahead
+            ahead.line, ahead.candidates, ahead.gaps = chain, forks.candidates[i], forks.gaps[i]
         return [state for state in states if state.ahead.branches]
 
     def branch(self, states: Sequence[DraftState], pace: Pace) -> list[DraftState]:
-        """Drafts branches for the sessions of `states` that want some; returns those."""
+        """Draft branches for those of `states` that they are worth it for; return these."""
         num_tokens = max([state.follower.wanted for state in states], default=0)
         branching = self._branching(states, num_tokens)
         branches, num_tokens = self._choose(branching, pace)
         if not branches:
             return []
         started = self._clock()
-        drafted = self._run(self._drafter, branching, branches, num_tokens)
+        drafted, _ = self._run(branching, branches, num_tokens)
         if drafted:
             self._rows_s.observe(len(drafted), (self._clock() - started) / num_tokens)
         return branching
@@ -90,8 +88,7 @@ class Brancher:
     def lengthen(self, states: Sequence[DraftState]) -> None:
         """Find the candidates at the ends of the branches of `states`, which were pushed.
 
-        Without it nothing is known of what follows a draft that is accepted as a whole, but how
-        the likeliest text goes on.
+        Without them only the likeliest continuation of a fully accepted draft is known.
         """
         states = [s for s in states if s.ahead.branches and s.ahead.beyond is None]
         branches: list[tuple[Trunk, DraftedBranch]] = []
@@ -114,14 +111,16 @@ class Brancher:
         return [state for state in states if state.can_branch(room)]
 
     def _choose(self, states: Sequence[DraftState], pace: Pace) -> tuple[list[Branch], int]:
-        """Of all the sessions' outcomes those worth a branch, the likeliest first; their tokens."""
+        """Return the outcomes that are worth a branch, likeliest first, and their tokens."""
         if not states:
             return [], 0
         outcomes = self._outcomes
+        gaps = [s.ahead.gaps for s in states if s.ahead.gaps is not None]
+        candidates = [s.ahead.candidates for s in states if s.ahead.candidates is not None]
         undrafted = {hit: outcomes.undrafted(hit=hit) for hit in (False, True)}
-        sizes = np.array([len(state.gaps) for state in states])
+        sizes = np.array([len(each) for each in gaps])
         plans = plan_branches(
-            outcomes.chances(np.concatenate([state.gaps for state in states])),
+            outcomes.chances(np.concatenate(gaps)),
             sizes,
             np.array([len(state.held) for state in states]),
             self._max_branches,
@@ -136,66 +135,28 @@ class Brancher:
             acceptance=outcomes.acceptance,
         )
         trunks, chosen = plans.best(count)
-        candidates = np.concatenate([state.candidates for state in states])
         firsts = (sizes.cumsum() - sizes) * NUM_RANKS  # of the sessions' candidates
-        tokens = candidates.take(firsts[trunks] + chosen)
+        tokens = np.concatenate(candidates).take(firsts[trunks] + chosen)
         accepted = chosen // NUM_RANKS
         branches = map(Branch, trunks.tolist(), accepted.tolist(), tokens.tolist())
         return list(branches), num_tokens
 
     def _run(
         self,
-        drafter: ForkDrafter,
         states: Sequence[DraftState],
         branches: Sequence[Branch],
         num_tokens: int,
-    ) -> list[DraftedBranch]:
-        drafted = draft_branches(
-            drafter,
+        joined: Sequence[tuple[RowSlice, SamplingParams]] = (),
+    ) -> tuple[list[DraftedBranch], Forks]:
+        drafted, forks = draft_branches(
+            self._drafter,
             self._pool,
             [state.trunk() for state in states],
             branches,
+            joined,
             num_tokens=num_tokens - 1,
             fanout=NUM_RANKS,
         )
         for branch in drafted:
             states[branch.branch.trunk].ahead.branches.append(branch)
-        return drafted
-
-
-class _Joint:
-    """A `ForkDrafter` that drafts for `rows`, too, in the batch that it is asked for."""
-
-    def __init__(self, drafter: ForkDrafter, rows: Sequence[DraftRow]) -> None:
-        self.page_size = drafter.page_size
-        self.drafted: Forks | None = None
-        self._drafter = drafter
-        self._rows = rows
-
-    def forks(
-        self,
-        slices: Sequence[RowSlice],
-        sampling: Sequence[SamplingParams],
-        num_tokens: int,
-        fanout: int,
-        copies: Sequence[tuple[int, int]] = (),
-    ) -> Forks:
-        forks = self._drafter.forks(
-            [*(row.slice() for row in self._rows), *slices],
-            [*(row.state.follower.sampling for row in self._rows), *sampling],
-            num_tokens,
-            fanout,
-            copies,
-        )
-        n = len(self._rows)
-        self.drafted = Forks(forks.candidates[:n], forks.gaps[:n])
-        return Forks(forks.candidates[n:], forks.gaps[n:])
-
-    def hand_out(self) -> None:
-        """Give the rows what was drafted for them: a guess more than is fed."""
-        assert self.drafted is not None
-        chains: list[list[int]] = self.drafted.chains.tolist()
-        for i, (row, chain) in enumerate(zip(self._rows, chains, strict=True)):
-            ahead = row.state.ahead
-            ahead.line = chain
-            ahead.candidates, ahead.gaps = self.drafted.candidates[i], self.drafted.gaps[i]
+        return drafted, forks

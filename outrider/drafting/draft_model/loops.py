@@ -1,0 +1,188 @@
+"""A draft model's loops: catch-up, K draws and the forwards between them in one launch.
+
+Rows that no captured loop holds (masked rows, very long drafts) are drafted for eagerly.
+
+Where candidates are wanted, too, rows with top_k, top_p or min_p run in loops of their own, which
+cost a partial sort per token: the target refuses any token beyond its cuts. These cuts look at the
+likeliest tokens only, without a wait for the device. A cut that they do not decide is left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.drafting.drafters import AsyncLine, AsyncLoop, DraftInput, Forks
+from outrider.drafting.graphs.chains import draft_chains, draft_forks, run_loop
+from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
+from outrider.drafting.graphs.loops import CapturedLoops, LoopCapture, read_chains
+from outrider.engine.batch import Model, PackedBatch, RowSlice
+from outrider.engine.graphs.prefill_graphs import PrefillGraphs
+from outrider.engine.graphs.staging import PageLayout
+from outrider.engine.sampling.coupled import SamplingBatch
+from outrider.params import SamplingParams
+
+
+class BranchingModel(Model, Protocol):
+    """A model whose pages can be copied."""
+
+    def copy_pages(self, source: Tensor, target: Tensor) -> None:
+        """Copy the keys and values of pages `source` int64 [n] to `target` [n]."""
+        ...
+
+
+class CapturableModel(BranchingModel, Protocol):
+    """A model whose forward can be captured."""
+
+    @property
+    def scratch_page(self) -> int:
+        """A page that belongs to no sequence."""
+        ...
+
+    def logits(self, batch: PackedBatch) -> Tensor:
+        """Return what `forward` returns, in the model's dtype."""
+        ...
+
+
+class EagerForks:
+    """A `ForkDrafter` with any model on any device."""
+
+    def __init__(self, model: BranchingModel) -> None:
+        self._model = model
+        self.page_size = model.page_size
+
+    def forks(
+        self,
+        slices: Sequence[RowSlice],
+        sampling: Sequence[SamplingParams],
+        num_tokens: int,
+        fanout: int,
+        copies: Sequence[tuple[int, int]] = (),
+    ) -> Forks:
+        """Implement `ForkDrafter`."""
+        self.copy(copies)
+        return draft_forks(self._model, slices, sampling, num_tokens, fanout)
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy pages (source, target)."""
+        if copies:
+            pages = torch.tensor(copies).to(self._model.device, non_blocking=True)
+            self._model.copy_pages(pages[:, 0], pages[:, 1])
+
+
+class DraftModelLoops:
+    """A `ChainDrafter`, `ForkDrafter` and `AsyncDrafter` with captured loops.
+
+    `forwards` feed what no loop catches up. Used from one thread.
+    """
+
+    max_tokens = sys.maxsize
+
+    def __init__(
+        self, model: CapturableModel, capture: LoopCapture, forwards: PrefillGraphs | None = None
+    ) -> None:
+        self._model = model
+        self._forwards = forwards
+        self._sampler = capture.sampler
+        self._eager = EagerForks(model)
+        self.page_size = model.page_size
+        layout = PageLayout(model.max_model_len, model.page_size, model.scratch_page, model.device)
+        self._inputs = LoopInputs(capture.shapes, layout)
+        self._loops = CapturedLoops(capture, self._inputs, self._loop, _output_shape)
+
+    def draft(self, rows: Sequence[DraftInput]) -> list[list[int]]:
+        """Return what `draft_chains` returns, by captured loops where they hold the rows."""
+        return self._loops.drafts(rows, read_chains, self._draft_eagerly)
+
+    def _draft_eagerly(self, rows: Sequence[DraftInput]) -> list[list[int]]:
+        if not rows[0].wanted and self.feed([row.slice for row in rows]):
+            return []
+        return draft_chains(self._model, rows)
+
+    def launch_after_verify(
+        self,
+        lines: Sequence[AsyncLine],
+        sampling: Sequence[SamplingParams],
+        num_tokens: int,
+        verify_output: Tensor,
+    ) -> AsyncLoop | None:
+        """Implement `AsyncDrafter`."""
+        slices = [
+            RowSlice((line.num_guesses, 0), line.length + line.num_guesses, line.block_table, 1)
+            for line in lines
+        ]
+        shape = self._loops.find(slices, sampling, num_tokens, 0)
+        if shape is None:
+            return None
+        tokens, read = self._loops.launch_after_verify(shape, slices, sampling, verify_output)
+        return AsyncLoop(
+            tokens[:, :num_tokens, 0], lambda: read_chains(read(), [num_tokens] * len(lines))
+        )
+
+    def forks(
+        self,
+        slices: Sequence[RowSlice],
+        sampling: Sequence[SamplingParams],
+        num_tokens: int,
+        fanout: int,
+        copies: Sequence[tuple[int, int]] = (),
+    ) -> Forks:
+        """Implement `ForkDrafter`."""
+        shape = self._loops.find(slices, sampling, num_tokens, fanout)
+        if shape is not None:
+            drafted = self._loops.run(shape, slices, sampling, copies)
+            return _to_forks(drafted, num_tokens, fanout)
+        self._eager.copy(copies)
+        candidates = np.empty((len(slices), num_tokens + 1, fanout), np.int32)
+        gaps = np.empty(candidates.shape, np.float32)
+        pieces, eager = self._loops.divide(slices, [num_tokens] * len(slices), fanout)
+        for rows in (*pieces, eager):
+            if not rows:
+                continue
+            part = (self._eager if rows is eager else self).forks(
+                [slices[i] for i in rows], [sampling[i] for i in rows], num_tokens, fanout
+            )
+            candidates[rows], gaps[rows] = part.candidates, part.gaps
+        return Forks(candidates, gaps)
+
+    def feed(self, slices: Sequence[RowSlice]) -> bool:
+        """Feed rows that no draft is wanted for; False if no captured forward holds them."""
+        return self._forwards is not None and self._forwards.feed(slices)
+
+    def _loop(self, shape: LoopShape) -> Tensor:
+        """Run the loop: int32 [rows, places, numbers per place]."""
+        rows = self._inputs.rows(shape)
+        batches = self._inputs.batches(shape, rows)
+        if shape.fanout:
+            self._model.copy_pages(rows.source, rows.target)
+
+        def draw(logits: Tensor, batch: SamplingBatch | None) -> tuple[Tensor, ...]:
+            assert batch is not None
+            if not shape.fanout:
+                return (self._sampler.choose(logits, batch),)
+            top, gaps = self._sampler.candidates(logits, batch, shape.fanout)
+            return top[:, 0], top, gaps
+
+        drawn = run_loop(self._model.logits, batches, shape.num_steps + 1, draw)
+        if not shape.fanout:
+            return torch.stack([tokens for (tokens,) in drawn], dim=1).to(torch.int32)[:, :, None]
+        tops, gaps = (torch.stack(parts, dim=1) for parts in [*zip(*drawn, strict=True)][1:])
+        return torch.cat((tops.to(torch.int32), gaps.view(torch.int32)), dim=2)
+
+
+def _to_forks(drafted: NDArray[np.int32], num_tokens: int, fanout: int) -> Forks:
+    """Read a loop's output, perhaps of more tokens and candidates: int32 [rows, K + 1, 2 * F]."""
+    places = drafted[:, : num_tokens + 1]
+    captured = drafted.shape[2] // 2
+    gaps = places[:, :, captured : captured + fanout].copy().view(np.float32)
+    return Forks(places[:, :, :fanout], gaps)
+
+
+def _output_shape(shape: LoopShape) -> tuple[int, ...]:
+    return shape.rows, shape.num_steps + 1, max(1, 2 * shape.fanout)

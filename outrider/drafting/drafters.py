@@ -1,0 +1,132 @@
+"""Interfaces of what drafts chains: on demand, ahead of a verification, or behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.batch import RowSlice
+from outrider.engine.sampling.constraint import ConstraintEditor
+from outrider.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInput:
+    """A row of a round: tokens to feed, which end the text if a draft is wanted after them."""
+
+    slice: RowSlice
+    wanted: int  # draft tokens; 0: none
+    sampling: SamplingParams
+    mask: ConstraintEditor | None = None  # stands after the committed text; used up
+    features: Tensor | None = None  # of the tokens: bfloat16 [tokens, width] on the host
+
+    @property
+    def end(self) -> int:
+        return self.slice.start + len(self.slice.token_ids)
+
+    def split(self) -> tuple[DraftInput, DraftInput]:
+        """Return all tokens but the last, without a draft, and the last with the draft."""
+        tokens, start, features = self.slice.token_ids, self.slice.start, self.features
+        begin = self.slice._replace(token_ids=tokens[:-1])
+        last = self.slice._replace(token_ids=tokens[-1:], start=start + len(tokens) - 1)
+        if features is None:
+            return replace(self, slice=begin, wanted=0), replace(self, slice=last)
+        return (
+            replace(self, slice=begin, wanted=0, features=features[:-1]),
+            replace(self, slice=last, features=features[-1:]),
+        )
+
+
+class ChainDrafter(Protocol):
+    """A faster way to draft chains after few tokens, over the model's own cache."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens to catch up, of all rows together, for which it is faster."""
+        ...
+
+    def draft(self, rows: Sequence[DraftInput]) -> list[list[int]]:
+        """Feed rows and draft a chain for each; most tokens wanted first."""
+        ...
+
+    def feed(self, slices: Sequence[RowSlice]) -> bool:
+        """Feed rows that no draft is wanted for; False if there is no faster way."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Forks:
+    """Chains of K tokens, and the likeliest tokens by which the texts may leave them.
+
+    `candidates[r, i]` are the F likeliest tokens, best first, after row r's text and the first i
+    tokens of its chain: K + 1 places. The best of each of the first K places is the chain itself.
+    """
+
+    candidates: NDArray[np.int32]  # [rows, K + 1, F]
+    gaps: NDArray[np.float32]  # [rows, K + 1, F]: distance of a score from its place's best
+
+    @property
+    def chains(self) -> NDArray[np.int32]:
+        """The chains of all rows: [rows, K]."""
+        return self.candidates[:, :-1, 0]
+
+
+class ForkDrafter(Protocol):
+    """Drafts chains of one length with candidates at each of their places."""
+
+    @property
+    def page_size(self) -> int: ...
+
+    def forks(
+        self,
+        slices: Sequence[RowSlice],
+        sampling: Sequence[SamplingParams],
+        num_tokens: int,
+        fanout: int,
+        copies: Sequence[tuple[int, int]] = (),
+    ) -> Forks:
+        """Copy pages (source, target), feed `slices`, draft `num_tokens` after each.
+
+        Page tables cover `num_tokens` more than the slices. Sources are read before any target is
+        written. Raises what the model raises.
+        """
+        ...
+
+
+class AsyncLine(NamedTuple):
+    """The part of a session in the cache when its async draft is enqueued."""
+
+    length: int  # of its text, all in the cache
+    num_guesses: int  # after the text
+    block_table: Sequence[int]  # covers two tokens more than the guesses, and the draft's
+
+
+class AsyncLoop(NamedTuple):
+    """Chains in progress."""
+
+    tokens: Tensor  # int32 [at least lines, num_tokens]: on the device, for work enqueued behind
+    wait: Callable[[], list[list[int]]]  # returns them on the host; once
+
+
+@runtime_checkable
+class AsyncDrafter(Protocol):
+    """Drafts chains behind a step."""
+
+    def launch_after_verify(
+        self,
+        lines: Sequence[AsyncLine],
+        sampling: Sequence[SamplingParams],
+        num_tokens: int,
+        verify_output: Tensor,
+    ) -> AsyncLoop | None:
+        """Enqueue drafts of `num_tokens` each, by the lines' own `verify_output`; None if unable.
+
+        A step verifies as many guesses of a line as there are, or one more. The loop must be waited
+        for before the next call of the drafter.
+        """
+        ...

@@ -1,0 +1,142 @@
+"""A recurrent module's loops: true rows with the target's states, K draws, K - 1 forwards.
+
+Rows that no captured loop holds (masked rows, very long drafts) are drafted for eagerly. A captured
+loop of trees feeds `tree_width` nodes at every level, also those that cannot lead into the draft.
+The K best of all are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.draft_tree import DraftProbs
+from outrider.drafting.drafters import DraftInput
+from outrider.drafting.graphs.chains import draft_chains, run_loop, sample_chains
+from outrider.drafting.graphs.loop_inputs import LoopInputs, LoopShape
+from outrider.drafting.graphs.loops import CapturedLoops, Draft, LoopCapture, read_chains
+from outrider.drafting.hidden_states.forward import LEAD, FeatureRows, HeadForward
+from outrider.drafting.hidden_states.grow_trees import (
+    draft_trees,
+    grow_trees,
+    max_fed_nodes,
+    read_trees,
+)
+from outrider.drafting.hidden_states.heads.base import RecurrentHead
+from outrider.drafting.hidden_states.trees import Nodes, TargetDraws
+from outrider.drafting.proposer import ProposerLimits
+from outrider.engine.attention.base import AttentionBackend
+from outrider.engine.graphs.staging import PageLayout
+from outrider.engine.kv_cache.pools import KVPools
+from outrider.engine.sampling.coupled import SamplingBatch
+from outrider.errors import ConfigError
+
+
+class RecurrentDrafter:
+    """Drafts with `head` over `pools`, which are its own. Raises `ConfigError` for too small ones.
+
+    All methods take rows with features, most tokens wanted first. With `capture` loops are captured
+    now, of the limits' tree width. They take the pools' last page as their scratch page. Used from
+    one thread.
+    """
+
+    def __init__(
+        self,
+        head: RecurrentHead,
+        pools: KVPools,
+        backend: AttentionBackend,
+        limits: ProposerLimits,
+        capture: LoopCapture | None = None,
+    ) -> None:
+        self.head = head
+        self.limits = limits
+        self.page_size = pools.page_size
+        self.captured = capture is not None
+        self.num_pages = pools.num_pages - self.captured
+        longest = min(head.max_model_len, limits.max_model_len or head.max_model_len)
+        room = self.num_pages * pools.page_size - self.max_fed_nodes(limits.max_draft_tokens)
+        if room < min(longest, 64):
+            raise ConfigError(
+                f"{pools.num_pages} pages of {pools.page_size} tokens hold no session of use: "
+                "give the draft module more KV-cache memory."
+            )
+        self.max_model_len = min(longest, room)
+        self._backend = backend
+        head.bind(pools)
+        if capture is not None:
+            layout = PageLayout(self.max_model_len, self.page_size, self.num_pages, head.device)
+            self._sampler = capture.sampler
+            self._inputs = LoopInputs(capture.shapes, layout, LEAD)
+            most = max(shape.rows * shape.query_len for shape in capture.shapes)
+            self._features = FeatureRows(most, head.features.width, head.device)
+            self._loops = CapturedLoops(capture, self._inputs, self._loop, _output_shape)
+
+    def max_fed_nodes(self, num_tokens: int) -> int:
+        """Return the most slots that a tree of so many nodes takes."""
+        return max_fed_nodes(num_tokens, self.limits.tree_width, captured=self.captured)
+
+    def chains(self, rows: Sequence[DraftInput]) -> list[list[int]]:
+        """Draft as `draft_chains`."""
+        return self._drafts(rows, read_chains, self._eager_chains)
+
+    def trees(self, rows: Sequence[DraftInput]) -> list[Nodes]:
+        """Draft as `draft_trees`."""
+        return self._drafts(rows, read_trees, self._eager_trees)
+
+    def sampled_chains(
+        self, rows: Sequence[DraftInput]
+    ) -> list[tuple[list[int], list[DraftProbs | None]]]:
+        """Draft as `sample_chains`."""
+        return sample_chains(self._forward(rows), rows, LEAD)
+
+    def _drafts(
+        self,
+        rows: Sequence[DraftInput],
+        read: Callable[[NDArray[np.int32], Sequence[int]], list[Draft]],
+        eager: Callable[[Sequence[DraftInput]], list[Draft]],
+    ) -> list[Draft]:
+        if not self.captured:
+            return eager(rows)
+        return self._loops.drafts(
+            rows, read, eager, lambda some: self._features.fill(_states(some))
+        )
+
+    def _eager_chains(self, rows: Sequence[DraftInput]) -> list[list[int]]:
+        return draft_chains(self._forward(rows), rows, LEAD)
+
+    def _eager_trees(self, rows: Sequence[DraftInput]) -> list[Nodes]:
+        return draft_trees(self._forward(rows), rows, self.limits.tree_width)
+
+    def _forward(self, rows: Sequence[DraftInput]) -> HeadForward:
+        with torch.inference_mode():
+            states = torch.cat(_states(rows)).to(self.head.device, non_blocking=True)
+            return HeadForward(self.head, self._backend, self.page_size, states)
+
+    def _loop(self, shape: LoopShape) -> Tensor:
+        """Run the loop: int32 [rows, tokens, 1] of chains, as `grow_trees` of trees."""
+        rows = self._inputs.rows(shape)
+        batches = self._inputs.batches(shape, rows)
+        states = self._features.spread(batches.catch_up)
+        forward = HeadForward(self.head, self._backend, self.page_size, states)
+        if shape.width > 1:
+            draws = TargetDraws(rows.sampling, self._sampler.noised)
+            return grow_trees(forward, batches, draws, shape.width, shape.num_tokens)
+
+        def draw(logits: Tensor, batch: SamplingBatch | None) -> tuple[Tensor, ...]:
+            assert batch is not None
+            return (self._sampler.choose(logits, batch),)
+
+        drawn = run_loop(forward.forward, batches, shape.num_tokens, draw)
+        return torch.stack([tokens for (tokens,) in drawn], dim=1).to(torch.int32)[:, :, None]
+
+
+def _states(rows: Sequence[DraftInput]) -> list[Tensor]:
+    return [row.features for row in rows if row.features is not None]
+
+
+def _output_shape(shape: LoopShape) -> tuple[int, ...]:
+    return shape.rows, shape.num_tokens, 1 if shape.width == 1 else 3
