@@ -44,7 +44,7 @@ def stack(
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-async def test_same_text_for_every_k(stack: Up, sampling: str) -> None:
+async def test_text_for_every_number_of_draft_tokens_is_the_same(stack: Up, sampling: str) -> None:
     def request(**changes: object) -> GenerateOptions:
         return GenerateOptions(
             prompt=PROMPT,

@@ -25,7 +25,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-async def test_text_is_the_targets_and_drafts_come_true(stack: Up, sampling: str) -> None:
+async def test_mtp_module_when_drafting_keeps_text_and_is_accepted(
+    stack: Up, sampling: str
+) -> None:
     options = GenerateOptions(
         prompt="def fibonacci(n):\n    return",
         max_tokens=40,
