@@ -47,7 +47,7 @@ def render(*sets: str, values: Path | None = None) -> list[Manifest]:
 
 
 def parse(text: str) -> list[Manifest]:
-    return [manifest for manifest in yaml.safe_load_all(text) if manifest]
+    return [manifest for manifest in yaml.load_all(text, yaml.CSafeLoader) if manifest]
 
 
 def only(manifests: list[Manifest], kind: str, name: str) -> Manifest:
