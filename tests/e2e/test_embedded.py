@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import resources
+from typing import Any
 
 import httpx
 import pytest
@@ -33,10 +34,16 @@ def stack() -> Iterator[Up]:
         yield up
 
 
-async def test_greedy_text_equals_transformers(stack: Up) -> None:
+@pytest.fixture(scope="module")
+def reference() -> tuple[Any, Any]:
+    """The embedded target's tokenizer and model, by transformers."""
     folder = resolve_model(None, "target")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return tokenizer, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+async def test_greedy_text_equals_transformers(stack: Up, reference: tuple[Any, Any]) -> None:
+    tokenizer, model = reference
     for prompt in heldout_prompts(4):
         options = GenerateOptions(
             prompt=prompt, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, aux_info=True
@@ -54,10 +61,8 @@ async def test_greedy_text_equals_transformers(stack: Up) -> None:
         assert done.aux.accepted > 0
 
 
-def test_penalties_and_logprobs_equal_transformers(stack: Up) -> None:
-    folder = resolve_model(None, "target")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def test_penalties_and_logprobs_equal_transformers(stack: Up, reference: tuple[Any, Any]) -> None:
+    tokenizer, model = reference
     (prompt,) = heldout_prompts(1)
     body = {
         **{"model": "default", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0},
