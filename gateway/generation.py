@@ -79,8 +79,13 @@ class Generator:
         begun = time.perf_counter()
         first_token: float | None = None
         account = Account(request.speculation.verification.rule)
+        spelled = tuple(filter(self.tokenizer.names_special, request.stop_strings))
         output = OutputAssembler(
-            self.tokenizer.detokenizer(), request.stop_strings, request.stop.min_tokens
+            self.tokenizer.detokenizer(),
+            tuple(stop for stop in request.stop_strings if stop not in spelled),
+            request.stop.min_tokens,
+            spelled_stops=spelled,
+            spell_special=self.tokenizer.spell_special,
         )
         model = self.config.served_model_name
         with (

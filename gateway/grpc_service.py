@@ -103,6 +103,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 ignore_eos=stop.ignore_eos,
                 min_tokens=stop.min_tokens,
                 stop_strings=tuple(request.stop_strings),
+                stop_strings_param="stop_strings",
             ),
             Settings(
                 operation=operation,

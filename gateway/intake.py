@@ -42,6 +42,7 @@ class Limits:
     ignore_eos: bool = False
     min_tokens: int = 0
     stop_strings: tuple[str, ...] = ()
+    stop_strings_param: str = "stop"  # the client's name of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +144,7 @@ class Intake:
             raise InvalidRequestError(f"{param} must not be empty.", param=param)
         self._check_tokens(prompt_token_ids, param)
         self._check_tokens([token for token, _ in settings.sampling.logit_bias], "logit_bias")
-        _check_stop_strings(limits.stop_strings)
+        _check_stop_strings(limits.stop_strings, limits.stop_strings_param)
         request_id, top_logprobs = settings.request_id, settings.top_logprobs
         require(  # logs, traces and every message of the answer hold it
             len(request_id) <= MAX_REQUEST_ID_CHARS and request_id.isprintable(),
@@ -207,14 +208,11 @@ class Intake:
         )
 
 
-def _check_stop_strings(stop_strings: tuple[str, ...]) -> None:
-    if len(stop_strings) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(
-            f"stop must hold at most {MAX_STOP_STRINGS} strings.", param="stop"
-        )
-    if not all(stop_strings):
-        raise InvalidRequestError("stop must not hold an empty string.", param="stop")
-    if max(map(len, stop_strings), default=0) > MAX_STOP_STRING_CHARS:
-        raise InvalidRequestError(
-            f"stop must hold strings of at most {MAX_STOP_STRING_CHARS} characters.", param="stop"
-        )
+def _check_stop_strings(stop_strings: tuple[str, ...], param: str) -> None:
+    require(len(stop_strings) <= MAX_STOP_STRINGS, param, f"at most {MAX_STOP_STRINGS} strings")
+    require(all(stop_strings), param, "strings of at least one character")
+    require(
+        max(map(len, stop_strings), default=0) <= MAX_STOP_STRING_CHARS,
+        param,
+        f"strings of at most {MAX_STOP_STRING_CHARS} characters",
+    )

@@ -53,7 +53,7 @@ class ScorerPool:
         try:
             async with asyncio.timeout(timeout_s):
                 while not self.serving and not self._misfits:
-                    await self._wait_change()
+                    await self._changed.wait()
         except TimeoutError as error:
             targets = ", ".join(scorer.target for scorer in self.scorers)
             raise ConfigError(
@@ -101,7 +101,7 @@ class ScorerPool:
         try:
             async with asyncio.timeout(timeout_s):
                 while not (candidates := set(self.serving) - excluded):
-                    await self._wait_change()
+                    await self._changed.wait()
         except TimeoutError as error:
             raise UnavailableError("No scorer can be reached. Try again soon.") from error
         page = array("I", prompt_token_ids[:_AFFINITY_TOKENS]).tobytes()
@@ -187,8 +187,10 @@ class ScorerPool:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _wait_change(self) -> None:
-        await self._changed.wait()
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set at the next change of who serves; then another event takes its place."""
+        return self._changed
 
 
 def _rendezvous(target: str, page: bytes) -> bytes:

@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -76,7 +77,10 @@ class _OpenAI:
                 Route("/metrics", self._metrics),
             ],
             exception_handlers={HTTPException: _http_error},
-            middleware=[Middleware(_CloseWhileDraining, generator.admission)],
+            middleware=[
+                Middleware(_CloseWhileDraining, generator.admission),
+                *_cors(generator.config.cors_origins),
+            ],
         )
 
     def _guarded(
@@ -261,6 +265,14 @@ class _OpenAI:
         if too_large:
             raise BodyTooLargeError(f"The body is larger than {limit} bytes.")
         return bytes(body)
+
+
+def _cors(origins: Sequence[str]) -> list[Middleware]:
+    if not origins:
+        return []
+    return [
+        Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    ]
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

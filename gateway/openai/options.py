@@ -78,10 +78,11 @@ class StreamOptions(Strict):
 
 
 class TextPart(Strict):
-    """A part of a message's content."""
+    """A part of a message's content; hints for other servers' caches have no effect."""
 
     type: Literal["text"]
     text: str
+    cache_control: dict[str, Any] | None = None
 
 
 class Verification(Strict):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from outrider.draft_tree import DraftProbs
-from outrider.engine.attention.tree_mask import MAX_TREE_NODES
 from outrider.engine.sampling.verification_rules import is_coupled
 from outrider.engine.sequence import Sequence
+from outrider.engine.tree_mask import MAX_TREE_NODES
 from outrider.params import TokenIds
 
 ChosenDraft = tuple[TokenIds, tuple[int, ...], tuple[DraftProbs | None, ...]]

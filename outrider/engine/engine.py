@@ -9,8 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from outrider.config import EngineConfig
+from outrider.draft_port import (
+    DeviceDrafts,
+    DraftOffer,
+    NewTokens,
+    PostedBlock,
+    VerifyingRow,
+    VerifyOutput,
+)
 from outrider.draft_tree import DraftTree
-from outrider.engine.accounting import Arrived, Committed, Emitted, count_block, settle
+from outrider.engine.accounting import Arrived, Committed, count_block, settle
 from outrider.engine.batch import Model
 from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.engine.kv_cache.block_pool import BlockPool
@@ -21,9 +29,8 @@ from outrider.engine.rounds import USEFUL, BlockFate
 from outrider.engine.runner import Pending, Runner, StepRunner
 from outrider.engine.sampling.constraint import ConstraintEditor
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.step import DeviceDrafts, Step, StepResult, VerifyOutput
+from outrider.engine.step import Step, StepResult
 from outrider.errors import ConfigError, InternalError
-from outrider.features import FeatureOrder
 from outrider.params import TokenIds
 from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEvents, StepTimings
 
@@ -215,13 +222,29 @@ class Engine:
         flight = self._in_flight
         if flight is None or flight.pending.verified is None:
             return None
-        rows = [row for row in flight.step.rows if row.slice.num_logits]
+        rows: list[VerifyingRow] = []
+        with_logits = (row for row in flight.step.rows if row.slice.num_logits)
+        for place, (seq, piece, draft, _) in enumerate(with_logits):
+            wanted = seq.drafting.num_draft_tokens
+            # A constraint may cut what is accepted.
+            if wanted and not piece.parents and seq.constraint is None:
+                rows.append(VerifyingRow(seq.session_id, place, len(draft), wanted))
         return VerifyOutput(rows, flight.pending.verified)
 
     @property
-    def emitted(self) -> tuple[Emitted, ...]:
-        """What the last `collect` made true, until `launch` or `take_events` counts it."""
-        return () if self._unsettled is None else self._unsettled[0].emitted
+    def new_tokens(self) -> list[NewTokens]:
+        """Return what the last `collect` committed, until `launch` or `take_events` counts it."""
+        emitted = () if self._unsettled is None else self._unsettled[0].emitted
+        return [
+            NewTokens(
+                seq.session_id,
+                base_len,
+                output,
+                seq.drafting.num_draft_tokens,
+                finish_reason is not None,
+            )
+            for seq, base_len, output, *_, finish_reason, _ in emitted
+        ]
 
     def committed(self, session_id: int) -> TokenIds | None:
         """A session's text as of the last `collect`; None if it is unknown."""
@@ -234,86 +257,60 @@ class Engine:
         if session_id in self._scheduler.by_session:
             self._scheduler.remove(session_id)
 
-    def set_drafting(
-        self,
-        session_id: int,
-        proposer_id: str | None,
-        max_draft_tokens: int,
-        *,
-        runs_ahead: bool = False,
-        own_device: bool = False,
-        colocated: bool = False,
-        asked: bool = True,
-        features: FeatureOrder | None = None,
-    ) -> None:
-        """A proposer drafts for the session from now on; None: nobody does.
-
-        `own_device`: another than the engine's, so neither slows the other down.
-        `colocated`: it is this engine's `ColocatedProposer`.
-        `asked`: it knows that a draft is wanted. Otherwise the next commit says so.
-        `features`: it is to be sent these of the target's states, from the first position on.
-        """
+    def set_drafting(self, session_id: int, offer: DraftOffer) -> None:
+        """Replace the proposer of a session."""
         seq = self._scheduler.by_session.get(session_id)
-        if seq is not None:
-            self._note_blocks()  # of the proposer before
-            if self.features is not None:
-                self.features.follow(seq, features)
-            seq.drafting.can_run_ahead, seq.drafting.own_device = runs_ahead, own_device
-            seq.drafting.colocated = colocated
-            self._policy.attach(seq, proposer_id, max_draft_tokens, self._clock(), asked=asked)
+        if seq is None:
+            return
+        self._note_blocks()  # of the proposer before
+        if self.features is not None:
+            self.features.follow(seq, offer.features)
+        seq.drafting.can_run_ahead = offer.runs_ahead
+        seq.drafting.own_device = offer.own_device
+        seq.drafting.colocated = offer.colocated
+        self._policy.attach(
+            seq, offer.proposer_id, offer.max_draft_tokens, self._clock(), asked=offer.requested
+        )
 
-    def post_block(
-        self,
-        session_id: int,
-        block: DraftTree,
-        proposer_id: str,
-        draft_us: int,
-        arrived_at: float | None = None,
-        *,
-        method: str = "",
-    ) -> BlockFate | None:
-        """Take a validated block; None if the session is unknown or drafted for by another.
-
-        `arrived_at`, on the engine's clock: when it came, if not now. What it then waited for a
-        step to end is no delay of the proposer's. `method` made it, for `RequestStats.by_method`.
-        """
-        seq = self._scheduler.by_session.get(session_id)
-        if seq is None or seq.drafting.proposer_id != proposer_id:
+    def post_block(self, block: PostedBlock) -> BlockFate | None:
+        """Take a block; None if the session is unknown or another proposer drafts for it."""
+        seq = self._scheduler.by_session.get(block.session_id)
+        if seq is None or seq.drafting.proposer_id != block.proposer_id:
             return None
-        fate = seq.take_block(block, method)
-        at = self._clock() if arrived_at is None else arrived_at
-        arrived = seq, block, fate, proposer_id, method, draft_us * 1e-6, at
+        fate = seq.take_block(block.tree, block.method)
+        at = self._clock() if block.arrived_at is None else block.arrived_at
+        arrived = seq, block.tree, fate, block.proposer_id, block.method, block.draft_us * 1e-6, at
         if fate is USEFUL:  # the row has what it needs
             self._arrived.append(arrived)
         elif fate is not BlockFate.INVALID:
             count_block(self._policy, *arrived)
         return fate
 
-    def expect(self, late: DeviceDrafts) -> bool:
-        """The next step is to verify drafts that the device will have by then.
+    def schedule_with_device_drafts(self, drafts: DeviceDrafts) -> bool:
+        """Let the next step verify drafts that the device will have by then.
 
-        When it has been launched they are to be posted, and `drafted` says so. False, and nothing
-        is expected, unless all that the engine has are rows that only lack these drafts: a
-        prompt's tokens are no recorded step's, and whoever joins would wait for one more round.
+        After its launch the drafts are to be posted. False, with nothing changed, unless the
+        engine holds only rows that lack just these drafts: the tokens of a prompt fit no captured
+        step, and a newcomer would wait for one more round.
         """
         sequences = self._scheduler.by_session
-        ready = late.lengths.keys() == sequences.keys() and all(
+        ready = drafts.lengths.keys() == sequences.keys() and all(
             seq.admitted
             and seq.num_computed == len(seq.token_ids) - 1
             and not seq.needs_eager_sampling  # by drafts that the host has
             for seq in sequences.values()
         )
         if not ready or not self._runner.takes_device_drafts(
-            len(sequences), max(late.lengths.values())
+            len(sequences), max(drafts.lengths.values())
         ):
             return False
-        for session, num_tokens in late.lengths.items():
+        for session, num_tokens in drafts.lengths.items():
             seq = sequences[session]
             seq.take_block(DraftTree.chain(len(seq.token_ids), (0,) * num_tokens))
-        self._late = late
+        self._late = drafts
         return True
 
-    def drafted(self, seconds: float) -> None:
+    def device_drafts_posted(self, seconds: float) -> None:
         """The late drafts of the step in flight were posted. They took so much longer than
         `launch` was told.
         """

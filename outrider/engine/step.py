@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import Tensor
-
+from outrider.draft_port import DeviceDrafts
 from outrider.draft_tree import DraftProbs, DraftTree
-from outrider.engine.attention.tree_mask import depths
 from outrider.engine.batch import RowSlice
 from outrider.engine.rounds import Round, chain_round
 from outrider.engine.sequence import Sequence
+from outrider.engine.tree_mask import depths
 from outrider.params import TokenIds
 from outrider.types import TokenLogprobs
 
@@ -40,14 +38,6 @@ class ScheduledRow(NamedTuple):  # made in a third of a frozen dataclass's time
         return Round(drafted, max(depths(parents)) + 1, accepted, not tree.is_leaf(node))
 
 
-class DeviceDrafts(NamedTuple):
-    """Draft tokens that the device has when a step begins, and the host only later."""
-
-    tokens: Tensor  # int32 [at least sessions, at least draft tokens]
-    places: Mapping[int, int]  # by session: which of the rows
-    lengths: Mapping[int, int]  # by session: how many of its tokens
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """The frozen input of one forward."""
@@ -58,14 +48,6 @@ class Step:
     late: DeviceDrafts | None = None
     """The drafts of all rows, for which the rows' own stand in. Who ignores it verifies these: some
     tokens, so most are refused."""
-
-
-class VerifyOutput(NamedTuple):
-    """Where the device will have what comes of a step that is in flight."""
-
-    rows: Rows[ScheduledRow]  # that have some: not in the middle of a prompt
-    tokens: Tensor
-    """int [at least rows, 1 + width]: per row, drafts accepted, then what the target chose."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from outrider.draft_tree import DraftTree
+from outrider.draft_port import (
+    MAX_BLOCKS_AT_ONCE,
+    ColocatedProposer,
+    DraftOffer,
+    PostedBlock,
+)
 from outrider.engine.engine import Engine
 from outrider.engine.hidden_states.commands import HiddenStateCommands
 from outrider.engine.sampling.constraint import ConstraintEditor
@@ -23,49 +28,14 @@ from outrider.errors import (
     OutriderError,
     UnavailableError,
 )
-from outrider.features import FeatureBatch, FeatureOrder
+from outrider.features import FeatureBatch
 from outrider.types import EngineInfo, EngineSnapshot, Failure, Request, StepEvents
 from outrider.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
-MAX_BLOCKS_AT_ONCE = 4  # per session between two steps; the oldest is dropped beyond
 MAX_SLEEP_S = 60.0
 _Work = Callable[[Engine], None]
-
-
-Block = tuple[int, DraftTree, str, int, float, str]
-"""A validated draft: session, tree, proposer, microseconds that it took, when it came (on
-`perf_counter`'s clock), method. Named tuples take five times as long."""
-
-
-class DraftedBetweenSteps(NamedTuple):
-    """What came of a companion's turn."""
-
-    drafted_s: float  # seconds
-    left: FeatureBatch | None  # hidden states that others asked for
-
-
-class ColocatedProposer(Protocol):
-    """Drafts on the engine's thread, in turns with its steps."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether it has something to do, though no step has ended."""
-        ...
-
-    def draft_between_steps(self, engine: Engine) -> DraftedBetweenSteps:
-        """A step has ended, or nothing has happened: drafts before the next one begins.
-
-        Takes what is there of hidden states.
-        """
-        ...
-
-    def rest(self, engine: Engine) -> None:
-        """The next step is on its way: there is time for what nobody waits for, and to post the
-        drafts that it was launched without.
-        """
-        ...
 
 
 class _Command(NamedTuple):
@@ -85,18 +55,18 @@ class EngineWorker:
         self,
         build: Callable[[], Engine],
         on_events: Callable[[StepEvents], None],
-        companion: ColocatedProposer | None = None,
+        colocated: ColocatedProposer | None = None,
     ) -> None:
         self._build = build
         self._on_events = on_events
-        self._companion = companion
+        self._colocated = colocated
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._watchdog = Watchdog(self._thread)
         self._wakeup = threading.Condition()
         self.features = HiddenStateCommands(self._wakeup, self._push)
         # Under the condition's lock:
         self._commands: deque[_Command] = deque()
-        self._blocks: dict[int, list[Block]] = {}
+        self._blocks: dict[int, list[PostedBlock]] = {}
         self._sessions: set[int] = set()  # submitted and not yet ended
         self._submitted = 0  # submissions among the commands
         self._stopping = False
@@ -139,13 +109,14 @@ class EngineWorker:
             self._submitted += 1
             self._push(lambda engine: engine.submit(request, constraint), request.session_id)
 
-    def together(self) -> AbstractContextManager[object]:
-        """What is asked for within it is carried out between the same two steps."""
+    def between_same_steps(self) -> AbstractContextManager[object]:
+        """Carry out all calls within this context between the same two steps."""
         return self._wakeup  # its lock may be taken again
 
-    def carry_out(self, work: _Work, session_id: int | None = None) -> None:
-        """Has it done on the engine's thread, in order with all else; `session_id`: only while
-        that session has not ended.
+    def run_between_steps(self, work: _Work, session_id: int | None = None) -> None:
+        """Run `work` on the engine's thread, in order with all other calls.
+
+        With a `session_id`, `work` is dropped if that session has ended.
         """
         with self._wakeup:
             if session_id is None or session_id in self._sessions:
@@ -159,40 +130,9 @@ class EngineWorker:
                 self._blocks.pop(session_id, None)
                 self._push(lambda engine: engine.abort(session_id), session_id)
 
-    def set_drafting(
-        self,
-        session_id: int,
-        proposer_id: str | None,
-        max_draft_tokens: int,
-        *,
-        runs_ahead: bool = False,
-        own_device: bool = False,
-        colocated: bool = False,
-        asked: bool = True,
-        features: FeatureOrder | None = None,
-    ) -> None:
-        """Says who drafts for a session; None: nobody, so its row never waits.
-
-        `own_device`: whether it computes on another device than the engine.
-        `colocated`: whether it is the engine's companion.
-        `asked`: whether its first draft was asked for already, or waits for a commit to do so.
-        `features`: what it is to be sent of the target's states, from the first position on.
-        """
-        with self._wakeup:
-            if session_id in self._sessions:
-                self._push(
-                    lambda engine: engine.set_drafting(
-                        session_id,
-                        proposer_id,
-                        max_draft_tokens,
-                        runs_ahead=runs_ahead,
-                        own_device=own_device,
-                        colocated=colocated,
-                        asked=asked,
-                        features=features,
-                    ),
-                    session_id,
-                )
+    def set_drafting(self, session_id: int, offer: DraftOffer) -> None:
+        """Replace the proposer of a session."""
+        self.run_between_steps(lambda engine: engine.set_drafting(session_id, offer), session_id)
 
     @property
     def drafting(self) -> bool:
@@ -201,12 +141,12 @@ class EngineWorker:
         rows = min(len(self._sessions), self._info.max_num_seqs)
         return rows.bit_length() not in self._snapshot.undrafted_sizes
 
-    def post_blocks(self, blocks: Iterable[Block]) -> None:
+    def post_blocks(self, blocks: Iterable[PostedBlock]) -> None:
         """Hands over what came together; wakes a step that waits for it, which takes all of it."""
         with self._wakeup:
             waiting = self._blocks
             for block in blocks:
-                session_id = block[0]
+                session_id = block.session_id
                 if session_id not in self._sessions:
                     continue
                 if (queue := waiting.get(session_id)) is None:
@@ -268,21 +208,21 @@ class EngineWorker:
 
     def _serve(self, engine: Engine) -> None:
         """Until it is stopped. What a step raises ends its sessions, and not this."""
-        stop, companion = False, self._companion
+        stop, colocated = False, self._colocated
         drafted_s = 0.0  # since the last step began
         while not stop:
             failure: OutriderError | None = None
             left: FeatureBatch | None = None
             try:
                 # States that are sent without a step must not wait for one.
-                may_sleep = not (engine.collect() or (companion is not None and companion.busy))
+                may_sleep = not (engine.collect() or (colocated is not None and colocated.busy))
                 stop = self._carry_out_commands(engine, may_sleep=may_sleep)
                 if stop:
                     failure = UnavailableError("The engine stops.")
                 else:
-                    if companion is not None:
-                        turn = companion.draft_between_steps(engine)
-                        drafted_s, left = drafted_s + turn.drafted_s, turn.left
+                    if colocated is not None:
+                        turn = colocated.draft_between_steps(engine)
+                        drafted_s, left = drafted_s + turn.seconds, turn.features
                     if engine.launch(drafted_s):
                         drafted_s = 0.0
             except Exception as error:
@@ -298,8 +238,8 @@ class EngineWorker:
                 self._publish(engine, events)
             if failure is not None:
                 self._publish(engine, self._fail_all(engine, failure))
-            elif companion is not None:
-                companion.rest(engine)
+            elif colocated is not None:
+                colocated.after_launch(engine)
 
     def _carry_out_commands(self, engine: Engine, *, may_sleep: bool) -> bool:
         """Carries out what was queued, sleeping first if nothing was and no step could run.
@@ -319,10 +259,8 @@ class EngineWorker:
         for command in commands:
             command.carry_out(engine)
         for queue in blocks.values():
-            for session_id, tree, proposer_id, draft_us, arrived_at, method in queue:
-                engine.post_block(
-                    session_id, tree, proposer_id, draft_us, arrived_at, method=method
-                )
+            for block in queue:
+                engine.post_block(block)
         if commands:
             with self._wakeup:
                 self._submitted -= submitted

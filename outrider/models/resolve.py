@@ -1,4 +1,4 @@
-"""Where a model's files are. Knows nothing of torch."""
+"""Finds a model's files. Knows nothing of torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRAINING_STATE: Final = (
     *("optimizer*.bin", "optimizer*.pt", "scheduler*.bin", "scheduler*.pt"),
     *("sampler*.bin", "*scaler.pt", "rng_state*.pt"),
 )
-"""What trainers leave beside weights, under the endings of weights."""
+"""Files of trainers beside weights, with the endings of weights."""
 
 
 def resolve_model(

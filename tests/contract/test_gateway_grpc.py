@@ -181,8 +181,8 @@ async def test_generate_with_every_field_passes_them_to_scorer() -> None:
             ),
             "temperature",
         ),
-        (generation_pb2.GenerateRequest(text="x", stop_strings=[""]), "stop"),
-        (generation_pb2.GenerateRequest(text="x", stop_strings=["x" * 1025]), "stop"),
+        (generation_pb2.GenerateRequest(text="x", stop_strings=[""]), "stop_strings"),
+        (generation_pb2.GenerateRequest(text="x", stop_strings=["x" * 1025]), "stop_strings"),
         (
             generation_pb2.GenerateRequest(
                 text="x", stop=common_pb2.StopParams(stop_token_ids=range(1025))

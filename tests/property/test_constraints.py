@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.config import EngineConfig
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.engine.engine import Engine
 from outrider.engine.policy.base import Policy
@@ -108,7 +109,7 @@ def run(
             len(request.prompt_token_ids) - request.num_resumed_tokens :
         ]
         engine.submit(request, COMPILER.editor(request.constraint, request.stop, done))
-        engine.set_drafting(request.session_id, "p", k)
+        engine.set_drafting(request.session_id, DraftOffer("p", k))
         outputs[request.session_id] = []
     while len(reasons) < len(requests):
         for request, true in zip(requests, truths, strict=True):
@@ -120,7 +121,7 @@ def run(
                 path = [t if rng.random() < 0.9 else rng.randrange(VOCAB) for t in path]
                 parents = list(range(-1, len(path) - 1))
                 tree = DraftTree.validated(base, path, parents, vocab_size=VOCAB, max_nodes=64)
-                engine.post_block(session, tree, "p", 1)
+                engine.post_block(PostedBlock(session, tree, "p", 1))
         events = engine.step()
         engine.check_invariants()
         assert events is not None
@@ -230,7 +231,7 @@ def test_every_rule_stays_in_the_language(rule: VerificationRule) -> None:
             constraint=constraint,
         )
         engine.submit(request, COMPILER.editor(constraint, request.stop))
-        engine.set_drafting(session, "p", 4)
+        engine.set_drafting(session, DraftOffer("p", 4))
         outputs[session] = []
     running, accepted = set(outputs), 0
     likely = (EOS, *TOKENIZER.encode("a-b").ids, *TOKENIZER.encode("true").ids)
@@ -239,7 +240,7 @@ def test_every_rule_stays_in_the_language(rule: VerificationRule) -> None:
             path = rng.choices(likely, k=4)
             probs = [DraftProbs(likely, (1 / len(likely),) * len(likely))] * 4
             tree = DraftTree.chain(1 + len(outputs[session]), path, probs)
-            engine.post_block(session, tree, "p", 1)
+            engine.post_block(PostedBlock(session, tree, "p", 1))
         events = engine.step()
         engine.check_invariants()
         assert events is not None
@@ -372,12 +373,12 @@ def test_drafts_that_break_the_grammar_are_not_verified() -> None:
         session_id=1, prompt_token_ids=(4,), running_stats=True, constraint=constraint
     )
     engine.submit(request, COMPILER.editor(constraint, request.stop))
-    engine.set_drafting(1, "p", 4)
+    engine.set_drafting(1, DraftOffer("p", 4))
     drafted, length = [], 1
     for text in ("", "01x1", "x", "", "0101"):
         path = TOKENIZER.encode(text).ids
         if path:
-            engine.post_block(1, DraftTree.chain(length, path), "p", 1)
+            engine.post_block(PostedBlock(1, DraftTree.chain(length, path), "p", 1))
         events = engine.step()
         assert events is not None
         (commit,) = events.commits

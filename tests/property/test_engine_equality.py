@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider.config import EngineConfig
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
 from outrider.engine.policy.adaptive import AdaptivePolicy
@@ -106,7 +107,7 @@ class Scenario:
         self.open.add(request.session_id)
         if rng.random() < 0.9:
             ahead, k = rng.random() < 0.3, rng.choice((1, 4, 8, 20))
-            self.engine.set_drafting(request.session_id, "a", k, runs_ahead=ahead)
+            self.engine.set_drafting(request.session_id, DraftOffer("a", k, runs_ahead=ahead))
 
     def draft(self) -> None:
         """Posts a block that is right, partly right, wrong, late, from the future, or garbage."""
@@ -127,7 +128,9 @@ class Scenario:
         if rng.random() < 0.3:
             tokens, parents = scattered(path, rng)
         tree = DraftTree.validated(base, tokens, parents, vocab_size=VOCAB, max_nodes=64)
-        self.engine.post_block(client.request.session_id, tree, rng.choice("aaaab"), 100)
+        self.engine.post_block(
+            PostedBlock(client.request.session_id, tree, rng.choice("aaaab"), 100)
+        )
 
     def abort(self) -> None:
         session = self.rng.choice(sorted(self.open))
@@ -135,7 +138,7 @@ class Scenario:
         self.open.discard(session)
 
     def attach(self, proposer_id: str | None) -> None:
-        self.engine.set_drafting(self.rng.choice(sorted(self.open)), proposer_id, 4)
+        self.engine.set_drafting(self.rng.choice(sorted(self.open)), DraftOffer(proposer_id, 4))
 
     def fail_a_forward(self) -> None:
         """The model raises after it wrote; the step's requests end, and nothing it wrote stays."""

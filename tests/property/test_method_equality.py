@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.config import EngineConfig
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.drafting.ahead.outcomes import NO_PACE
 from outrider.drafting.copying.deterministic import DeterministicProposer
 from outrider.drafting.copying.ngram import NgramProposer
@@ -57,7 +58,7 @@ class Pair:
         for i, request in requests.items():
             self.engine.submit(request)
             ahead = self.proposer.traits.runs_ahead
-            self.engine.set_drafting(i, "p", K, runs_ahead=ahead)
+            self.engine.set_drafting(i, DraftOffer("p", K, runs_ahead=ahead))
             prompt = request.prompt_token_ids
             start = SessionStart(
                 prompt, request.sampling, K, len(prompt) + OUTPUT, advice=request.speculation.advice
@@ -89,7 +90,7 @@ class Pair:
         names = self.proposer.traits.methods or (self.proposer.traits.method,)
         for key, tree in (*round_.drafts, *round_.trees):
             name = names[round_.methods.get(key, 0)]
-            self.engine.post_block(key, tree, "p", 10, method=name)
+            self.engine.post_block(PostedBlock(key, tree, "p", 10, method=name))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from itertools import islice
 
+from outrider.draft_port import DraftOffer
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.proposer import SessionStart
 from outrider.engine.engine import Engine
@@ -38,31 +39,31 @@ class DraftingScorer:
     def __init__(self, engine: Engine, method: DraftModelProposer | None) -> None:
         self.engine = engine
         self.texts: dict[int, list[int]] = {}
-        self._companion: InProcessProposer | None = None
+        self._colocated: InProcessProposer | None = None
         if method is not None:
-            self._companion = InProcessProposer(lambda: (method, "hash"), "here")
-            self._companion.build()
-            self._companion.tell(DraftListener())
+            self._colocated = InProcessProposer(lambda: (method, "hash"), "here")
+            self._colocated.build()
+            self._colocated.tell(DraftListener())
 
     def begin(self, request: Request) -> None:
         session, prompt = request.session_id, request.prompt_token_ids
         self.texts[session] = []
         self.engine.submit(request)
-        if self._companion is not None:
-            self.engine.set_drafting(session, "here", K, colocated=True)
+        if self._colocated is not None:
+            self.engine.set_drafting(session, DraftOffer("here", K, colocated=True))
             start = SessionStart((), request.sampling, K, len(prompt) + request.stop.max_tokens)
-            self._companion.open(self.engine, session, 1, start, len(prompt))
+            self._colocated.open(self.engine, session, 1, start, len(prompt))
 
     def step(self) -> bool:
         """As the engine's thread does it; False if nothing runs any more."""
-        if self._companion is not None:
-            self._companion.draft_between_steps(self.engine)
+        if self._colocated is not None:
+            self._colocated.draft_between_steps(self.engine)
         going = self.engine.launch()
         events = self.engine.take_events()
         for commit in () if events is None else events.commits:
             self.texts[commit.session_id] += commit.token_ids
-        if self._companion is not None:
-            self._companion.rest(self.engine)
+        if self._colocated is not None:
+            self._colocated.after_launch(self.engine)
         self.engine.collect()
         self.engine.check_invariants()
         return going

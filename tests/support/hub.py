@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
-from outrider.engine.worker import Block
 from outrider.features import FeatureBatch, FeatureOrder, FeatureRows, FeatureSpec, FeatureWindow
 from outrider.params import SamplingParams, SpeculationParams
 from outrider.rpc.feature_codec import SessionMessage, response_to_bytes
@@ -69,31 +69,20 @@ class RecordingWorker:
     def abort(self, session_id: int) -> None:
         self.aborted.append(session_id)
 
-    def together(self) -> contextlib.AbstractContextManager[None]:
+    def between_same_steps(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def set_drafting(
-        self,
-        session_id: int,
-        proposer_id: str | None,
-        k: int,
-        *,
-        runs_ahead: bool = False,  # noqa: ARG002
-        own_device: bool = False,
-        colocated: bool = False,
-        asked: bool = True,
-        features: FeatureOrder | None = None,
-    ) -> None:
-        assert not colocated, "nobody here is the engine's companion"
-        self.set[session_id] = (proposer_id, k)
-        self.asked[session_id] = asked
-        self.own_device[session_id] = own_device
-        self.orders[session_id] = features
+    def set_drafting(self, session_id: int, offer: DraftOffer) -> None:
+        assert not offer.colocated, "nobody here drafts on the engine's thread"
+        self.set[session_id] = (offer.proposer_id, offer.max_draft_tokens)
+        self.asked[session_id] = offer.requested
+        self.own_device[session_id] = offer.own_device
+        self.orders[session_id] = offer.features
 
-    def post_blocks(self, blocks: Iterable[Block]) -> None:
-        for session_id, tree, proposer_id, _, _, method in blocks:
-            self.blocks.append((session_id, tree, proposer_id))
-            self.methods.append(method)
+    def post_blocks(self, blocks: Iterable[PostedBlock]) -> None:
+        for block in blocks:
+            self.blocks.append((block.session_id, block.tree, block.proposer_id))
+            self.methods.append(block.method)
 
 
 class Bench:
@@ -111,7 +100,7 @@ class Bench:
         self.hub = Hub(self.worker, served, limits or DraftLimits(), metrics, clock=clock)  # type: ignore[arg-type]
 
     def attach(self, proposer_id: str, **fields: object) -> AttachedProposer:
-        return self.hub.roster.attach(hello(proposer_id=proposer_id, **fields))
+        return self.hub.registry.attach(hello(proposer_id=proposer_id, **fields))
 
     def submit(
         self,
@@ -130,7 +119,7 @@ class Bench:
         """What is being sent to the proposer now."""
         async with asyncio.timeout(5):
             message = await proposer.outbox.take()
-        self.hub.on_taken(proposer.outbox)
+        self.hub.registry.on_taken(proposer.outbox)
         return message
 
     def step(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.config import EngineConfig
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
 from outrider.engine.hidden_states.streams import MAX_AHEAD_BYTES, HiddenStateStreams
@@ -60,7 +61,7 @@ def write(
             sampling = SamplingParams(temperature=0.0)
             engine.submit(Request(i, tuple(prompts[i % count]), sampling=sampling, stop=stop))
             if speculate:
-                engine.set_drafting(i, "p", K, features=order)
+                engine.set_drafting(i, DraftOffer("p", K, features=order))
         while left:
             for i in left if speculate else ():
                 base = len(texts[i])
@@ -69,7 +70,7 @@ def write(
                     draft[-1] ^= 1
                 if base % 3 == 2:
                     draft[0] ^= 1
-                engine.post_block(i, DraftTree.chain(base, draft), "p", 1)
+                engine.post_block(PostedBlock(i, DraftTree.chain(base, draft), "p", 1))
             events = engine.step()
             assert events is not None
             assert not events.failures

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from outrider.config import EngineConfig
+from outrider.draft_port import NO_DRAFTS, DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.drafting.ahead.branches import EagerForks
 from outrider.drafting.copying.deterministic import DeterministicProposer
@@ -231,7 +232,7 @@ class World:
             session = player.sessions.get(key)
             current = incarnation == player.incarnation and session is not None
             if current and player.keys.get(session) == key:
-                self.engine.post_block(session, tree, player.id, draft_us, came_at)
+                self.engine.post_block(PostedBlock(session, tree, player.id, draft_us, came_at))
         self._blocks.clear()
         if self.engine.launch():
             flight = self.engine._in_flight
@@ -294,12 +295,14 @@ class World:
         self._command(
             lambda: self.engine.set_drafting(
                 session,
-                player.id,
-                k,
-                runs_ahead=ahead,
-                own_device=player.own_device,
-                asked=asked,
-                features=order,
+                DraftOffer(
+                    player.id,
+                    k,
+                    runs_ahead=ahead,
+                    own_device=player.own_device,
+                    requested=asked,
+                    features=order,
+                ),
             )
         )
         prompt_len = len(request.prompt_token_ids)
@@ -368,7 +371,7 @@ class World:
 
         self.at(self.now + player.net.redial_s, redialled)
         for session in sessions:
-            self._command(lambda s=session: self.engine.set_drafting(s, None, 0))
+            self._command(lambda s=session: self.engine.set_drafting(s, NO_DRAFTS))
 
     # The proposer.
 

@@ -19,12 +19,12 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from outrider.draft_port import DeviceDrafts
 from outrider.draft_tree import DraftTree
 from outrider.drafting.draft_model.session import DraftState
 from outrider.drafting.proposer import SessionKey
 from outrider.engine.graphs.staging import picked
 from outrider.engine.kv_cache.block_pool import BlockPool
-from outrider.engine.step import DeviceDrafts
 from outrider.params import SamplingParams
 
 

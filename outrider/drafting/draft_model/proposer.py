@@ -26,6 +26,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from outrider.draft_port import DeviceDrafts
 from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.drafting.ahead.brancher import Brancher
 from outrider.drafting.ahead.branches import ForkDrafter
@@ -49,7 +50,6 @@ from outrider.drafting.proposer import (
 from outrider.drafting.sessions import SessionMethod
 from outrider.engine.batch import Model
 from outrider.engine.kv_cache.block_pool import BlockPool
-from outrider.engine.step import DeviceDrafts
 from outrider.errors import ConfigError
 
 _SHORT = 16

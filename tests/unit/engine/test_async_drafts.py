@@ -221,7 +221,7 @@ def test_a_scorer_that_drafts_behind_its_steps_says_what_the_target_says(
     assert counts["take_device_drafts"] > 3 * counts["draft"] > 0, "all but those beside prompts"
     # Without it the steps are the same: what is late is what is verified.
     counts.clear()
-    monkeypatch.setattr(Engine, "expect", lambda *_: False)
+    monkeypatch.setattr(Engine, "schedule_with_device_drafts", lambda *_: False)
     assert run(requests, drafts=True) == (num_late, plain)
     assert counts["take_device_drafts"] == 0 < counts["draft"]
     monkeypatch.setattr(Engine, "verdicts", None)

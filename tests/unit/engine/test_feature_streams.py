@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from outrider.config import EngineConfig
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
 from outrider.engine.hidden_states import streams
@@ -44,7 +45,7 @@ def request(session_id: int, max_tokens: int = 6) -> Request:
 
 def follow(engine: Engine, session_id: int, window: FeatureWindow) -> None:
     engine.submit(request(session_id))
-    engine.set_drafting(session_id, "p", 3, features=FeatureOrder(1, CAPTURED, window))
+    engine.set_drafting(session_id, DraftOffer("p", 3, features=FeatureOrder(1, CAPTURED, window)))
 
 
 @contextmanager
@@ -89,7 +90,7 @@ def test_a_copy_that_fails_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(streams, "FeatureRows", _broken)
         window = FeatureWindow()
         worker.submit(request(1))
-        worker.set_drafting(1, "p", 3, features=FeatureOrder(1, CAPTURED, window))
+        worker.set_drafting(1, DraftOffer("p", 3, features=FeatureOrder(1, CAPTURED, window)))
         tokens = 0
         while tokens < 6:
             for commit in events.get(timeout=20).commits:
@@ -106,7 +107,7 @@ def test_one_step_reads_a_bounded_number_of_rows(
     order = FeatureOrder(1, CAPTURED, FeatureWindow())
     for session in (1, 2):
         engine.submit(request(session, max_tokens=60))
-        engine.set_drafting(session, "p", 3, features=order)
+        engine.set_drafting(session, DraftOffer("p", 3, features=order))
     sent = {1: 0, 2: 0}
     while sent[1] + sent[2] < 2 * len(PROMPT):
         if (events := engine.step()) is None:
@@ -133,7 +134,7 @@ def test_rows_wait_in_the_pool_until_a_draft_is_asked_for() -> None:
     engine, window = make(policy=policy), FeatureWindow()
     prompt = tuple(i % 30 for i in range(80))
     engine.submit(replace(request(1, max_tokens=40), prompt_token_ids=prompt))
-    engine.set_drafting(1, "p", 3, features=FeatureOrder(1, CAPTURED, window))
+    engine.set_drafting(1, DraftOffer("p", 3, features=FeatureOrder(1, CAPTURED, window)))
 
     def sent(num_steps: int) -> list[tuple[int, int]]:
         """The first row of every part, and how many there are."""
@@ -159,7 +160,7 @@ def test_rows_are_sent_without_another_step_to_a_proposer_that_comes_later() -> 
     engine, window = make(), FeatureWindow()
     engine.submit(request(1))
     assert engine.step() is not None
-    engine.set_drafting(1, "p", 3, features=FeatureOrder(1, CAPTURED, window))
+    engine.set_drafting(1, DraftOffer("p", 3, features=FeatureOrder(1, CAPTURED, window)))
     assert engine.collect()
     events = engine.take_events()
     assert events is not None
@@ -174,7 +175,7 @@ def test_rows_that_wait_for_room_wake_a_thread_that_sleeps(monkeypatch: pytest.M
     with running(max_wait_s=60.0) as (worker, events, _):
         window = FeatureWindow()
         worker.submit(request(1))
-        worker.set_drafting(1, "p", 3, features=FeatureOrder(1, CAPTURED, window))
+        worker.set_drafting(1, DraftOffer("p", 3, features=FeatureOrder(1, CAPTURED, window)))
         num_rows = 0
         while num_rows < len(PROMPT):
             if (batch := events.get(timeout=20).features) is not None:
@@ -218,13 +219,13 @@ def test_a_prompt_leaves_rows_of_rounds_their_room(monkeypatch: pytest.MonkeyPat
     engine = make()
     order = FeatureOrder(1, CAPTURED, FeatureWindow(), FeatureWindow())
     engine.submit(request(1, max_tokens=30))
-    engine.set_drafting(1, "p", 3, features=order)
+    engine.set_drafting(1, DraftOffer("p", 3, features=order))
     engine.step()
     assert order.prompts.on_the_way == 9 * CAPTURED.row_bytes  # and 11 rows wait for room
     assert (order.prompts.short, order.window.on_the_way) == (True, 0)
     short = Request(2, PROMPT[:4], SamplingParams(temperature=0.0), StopParams(max_tokens=9))
     engine.submit(short)
-    engine.set_drafting(2, "p", 3, features=order)
+    engine.set_drafting(2, DraftOffer("p", 3, features=order))
     events = engine.step()
     assert events is not None
     assert events.features is not None
@@ -240,7 +241,7 @@ def test_rows_of_a_round_are_read_before_its_verdict(right: bool) -> None:
         model, CONFIG, policy=Policy(3, max_wait_s=0.0), runner=Eager(model), features=streams
     )
     engine.submit(request(1, max_tokens=20))
-    engine.set_drafting(1, "p", 3, features=FeatureOrder(1, CAPTURED, FeatureWindow()))
+    engine.set_drafting(1, DraftOffer("p", 3, features=FeatureOrder(1, CAPTURED, FeatureWindow())))
     events = engine.step()
     text, sent = list(PROMPT), len(PROMPT)
     done: list[str] = []
@@ -252,7 +253,7 @@ def test_rows_of_a_round_are_read_before_its_verdict(right: bool) -> None:
             text += events.commits[0].token_ids
             draft = [int(model.logits_of(text).argmax())]
             draft.append(int(model.logits_of([*text, *draft]).argmax()) if right else 31)
-            engine.post_block(1, DraftTree.chain(len(text), draft), "p", 1)
+            engine.post_block(PostedBlock(1, DraftTree.chain(len(text), draft), "p", 1))
             events = engine.step()
             assert events is not None
             assert events.features is not None

@@ -12,6 +12,7 @@ import pytest
 from torch import Tensor
 
 from outrider.config import EngineConfig
+from outrider.draft_port import NO_DRAFTS, DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
 from outrider.engine.policy.base import Policy
@@ -104,13 +105,13 @@ def test_prompts_go_on_while_a_row_waits_for_its_draft(monkeypatch: pytest.Monke
     monkeypatch.setattr(e._policy, "max_wait_s", 1.0)
     truth, _ = submit(e, 1, prompt_len=3)
     step(e)
-    e.set_drafting(1, "a", 4)
+    e.set_drafting(1, DraftOffer("a", 4))
     for session in (2, 3):
         submit(e, session, prompt_len=10, start=session)
     steps = [step(e) for _ in range(2)]
     assert [size(events) for events in steps] == [(2, 16), (2, 4 + 1)], "its row waits"
     assert [[c.session_id for c in events.commits] for events in steps] == [[2], [2, 3]]
-    e.post_block(1, DraftTree.chain(4, truth[1:3]), "a", 0)
+    e.post_block(PostedBlock(1, DraftTree.chain(4, truth[1:3]), "a", 0))
     both = step(e)
     assert size(both) == (3, 3 + 1 + 1), "the row with its draft, and the next tokens"
     assert [c.session_id for c in both.commits] == [1, 2, 3]
@@ -121,8 +122,8 @@ def test_drafts_leave_a_share_of_the_budget_to_prompts() -> None:
     truths = {i: submit(e, i, prompt_len=1, max_tokens=30, start=i)[0] for i in (1, 2, 3)}
     step(e)
     for i, truth in truths.items():
-        e.set_drafting(i, "a", 8)
-        e.post_block(i, DraftTree.chain(1, truth), "a", 0)
+        e.set_drafting(i, DraftOffer("a", 8))
+        e.post_block(PostedBlock(i, DraftTree.chain(1, truth), "a", 0))
     submit(e, 4, prompt_len=40, start=9)
     events = step(e)
     assert size(events) == (4, 16)
@@ -161,8 +162,8 @@ def test_what_a_constraint_cuts_off_is_computed_again() -> None:
     request = Request(1, prompt, GREEDY, StopParams(max_tokens=8), constraint=language)
     e.submit(request, cast(ConstraintEditor, constraint))
     step(e)
-    e.set_drafting(1, "a", 4)
-    e.post_block(1, DraftTree.chain(4, truth[1:5]), "a", 0)
+    e.set_drafting(1, DraftOffer("a", 4))
+    e.post_block(PostedBlock(1, DraftTree.chain(4, truth[1:5]), "a", 0))
     [cut] = step(e).commits
     assert cut.token_ids == tuple(truth[1:2]), "of five that the draft brought"
     assert [t for c in run(e)[1] for t in c.token_ids] == truth[2:]
@@ -248,7 +249,7 @@ def test_computing_a_preempted_row_again_is_no_round() -> None:
     e = engine(num_pages=16, max_num_batched_tokens=8)
     for i in (0, 1):
         submit(e, i, prompt_len=20, max_tokens=40, start=9 * i)
-        e.set_drafting(i, "silent", 4)
+        e.set_drafting(i, DraftOffer("silent", 4))
     commits = run(e)
     for i in (0, 1):
         stats = commits[i][-1].stats
@@ -291,7 +292,7 @@ def test_time_without_work_is_no_steps() -> None:
     config = EngineConfig(page_size=4, num_pages=64, max_model_len=64)
     e = Engine(HashModel(32, 4, 64, 64), config, policy=Witness(4))
     submit(e, 1, prompt_len=2, max_tokens=3)
-    e.set_drafting(1, "a", 0)
+    e.set_drafting(1, DraftOffer("a", 0))
     run(e)
     assert seen == [False, True, True]
 
@@ -306,8 +307,8 @@ def test_drafts_that_do_not_pay_are_not_verified() -> None:
     truths = {i: submit(e, i, prompt_len=4, start=i)[0] for i in (1, 2)}
     step(e)
     for i, truth in truths.items():
-        e.set_drafting(i, "a", 4)
-        e.post_block(i, DraftTree.chain(4, truth), "a", 0)
+        e.set_drafting(i, DraftOffer("a", 4))
+        e.post_block(PostedBlock(i, DraftTree.chain(4, truth), "a", 0))
     assert size(step(e)) == (2, 2), "a token each"
     e.abort(2)
     assert size(step(e)) == (1, 1 + 4)
@@ -343,8 +344,8 @@ def test_drafts_stop_short_of_the_last_token() -> None:
     e = engine()
     truth, _ = submit(e, 1, prompt_len=4, max_tokens=4)
     step(e)
-    e.set_drafting(1, "a", 8)
-    e.post_block(1, DraftTree.chain(4, truth), "a", 0)
+    e.set_drafting(1, DraftOffer("a", 8))
+    e.post_block(PostedBlock(1, DraftTree.chain(4, truth), "a", 0))
     (commit,) = step(e).commits
     assert commit.token_ids == tuple(truth[1:])
     assert commit.kinds == (TokenKind.ACCEPTED, TokenKind.ACCEPTED, TokenKind.BONUS)
@@ -354,12 +355,12 @@ def test_drafts_stop_short_of_the_last_token() -> None:
 def test_what_becomes_of_blocks() -> None:
     e = engine()
     truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
-    e.set_drafting(1, "a", 4)
+    e.set_drafting(1, DraftOffer("a", 4))
     step(e)
     wrong = (truth[0] + 1) % 32
 
     def post(base: int, tokens: list[int], who: str = "a") -> BlockFate | None:
-        return e.post_block(1, DraftTree.chain(base, tokens), who, 10)
+        return e.post_block(PostedBlock(1, DraftTree.chain(base, tokens), who, 10))
 
     assert post(4, [truth[0]]) is BlockFate.LATE, "true, but nothing is left of it"
     assert post(4, [wrong, 5]) is BlockFate.WRONG
@@ -372,14 +373,14 @@ def test_what_becomes_of_blocks() -> None:
     assert post(5, truth[1:5]) is BlockFate.USEFUL, "a newer base replaces an older"
     assert post(4, [truth[0], 9]) is BlockFate.USEFUL, "but not the other way round"
     assert step(e).commits[0].token_ids == tuple(truth[1:6])
-    assert e.post_block(77, DraftTree.chain(1, (1,)), "a", 10) is None
+    assert e.post_block(PostedBlock(77, DraftTree.chain(1, (1,)), "a", 10)) is None
 
 
 def test_a_lookahead_tree_serves_several_rounds() -> None:
     e = engine()
     truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
-    e.set_drafting(1, "a", 3)
-    e.post_block(1, DraftTree.chain(4, truth[:9]), "a", 10)
+    e.set_drafting(1, DraftOffer("a", 3))
+    e.post_block(PostedBlock(1, DraftTree.chain(4, truth[:9]), "a", 10))
     rounds = [step(e).commits[0] for _ in range(3)]
     assert [len(c.token_ids) for c in rounds] == [4, 4, 2]
     assert [c.num_draft_tokens for c in rounds] == [3, 3, 3]
@@ -409,14 +410,14 @@ def test_a_request_for_which_nobody_drafts_counts_nothing_but_its_tokens() -> No
 def test_rounds_count_for_the_method_that_drafted() -> None:
     e = engine()
     truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
-    e.set_drafting(1, "a", 4)
+    e.set_drafting(1, DraftOffer("a", 4))
     step(e)
     length = 4 + 1
     for method, accepted, num_tokens in (("ngram", 1, 3), ("suffix", 2, 2), ("ngram", 0, 2)):
         done = length - 4
         wrong = [(token + 1) % 32 for token in truth[done + accepted : done + num_tokens]]
         draft = truth[done : done + accepted] + wrong
-        e.post_block(1, DraftTree.chain(length, draft), "a", 10, method=method)
+        e.post_block(PostedBlock(1, DraftTree.chain(length, draft), "a", 10, method=method))
         (commit,) = step(e).commits
         last = TokenKind.BONUS if accepted == num_tokens else TokenKind.RECOVERED
         assert commit.kinds == (TokenKind.ACCEPTED,) * accepted + (last,)
@@ -434,10 +435,10 @@ def test_what_is_left_of_a_draft_is_a_hit_only_for_who_runs_ahead(
     e = engine()
     truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
     step(e)
-    e.set_drafting(1, "a", 3, runs_ahead=runs_ahead)
-    e.post_block(1, DraftTree.chain(5, truth[1:12]), "a", 10)
+    e.set_drafting(1, DraftOffer("a", 3, runs_ahead=runs_ahead))
+    e.post_block(PostedBlock(1, DraftTree.chain(5, truth[1:12]), "a", 10))
     assert [len(step(e).commits[0].token_ids) for _ in range(3)] == [4, 4, 4]
-    e.set_drafting(1, None, 0)
+    e.set_drafting(1, NO_DRAFTS)
     stats = run(e)[1][-1].stats
     assert stats is not None
     assert (stats.hits_after_hit, stats.hits_after_miss) == (hits_after_hit, 0)
@@ -453,8 +454,8 @@ def bushy(truth: list[int]) -> DraftTree:
 def test_a_tree_is_verified_as_a_whole() -> None:
     e = engine()
     truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
-    e.set_drafting(1, "a", 8)
-    e.post_block(1, bushy(truth), "a", 10)
+    e.set_drafting(1, DraftOffer("a", 8))
+    e.post_block(PostedBlock(1, bushy(truth), "a", 10))
     events = step(e)
     commit = events.commits[0]
     assert size(events) == (1, 4 + 6)
@@ -466,9 +467,13 @@ def test_a_tree_is_verified_as_a_whole() -> None:
 def test_what_is_accepted_of_a_tree_counts_as_a_path() -> None:
     e = engine()
     truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
-    e.set_drafting(1, "a", 8)
+    e.set_drafting(1, DraftOffer("a", 8))
     tree = bushy(truth)
-    e.post_block(1, DraftTree(4, (*tree.token_ids[:5], tree.token_ids[0]), tree.parents), "a", 10)
+    e.post_block(
+        PostedBlock(
+            1, DraftTree(4, (*tree.token_ids[:5], tree.token_ids[0]), tree.parents), "a", 10
+        )
+    )
     commit = step(e).commits[0]
     assert commit.kinds == (TokenKind.ACCEPTED,) * 2 + (TokenKind.RECOVERED,)
     stats = run(e)[1][-1].stats
@@ -483,8 +488,8 @@ def test_a_tree_is_pruned_to_what_is_wanted_and_what_can_be_committed() -> None:
         truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
         e.abort(1)
         submit(e, 2, prompt_len=4, max_tokens=max_tokens)
-        e.set_drafting(2, "a", k)
-        e.post_block(2, bushy(truth), "a", 10)
+        e.set_drafting(2, DraftOffer("a", k))
+        e.post_block(PostedBlock(2, bushy(truth), "a", 10))
         events = step(e)
         assert size(events) == (1, 4 + tokens)
         assert events.commits[0].token_ids == tuple(truth[:said])
@@ -493,8 +498,8 @@ def test_a_tree_is_pruned_to_what_is_wanted_and_what_can_be_committed() -> None:
 def test_of_a_tree_that_runs_ahead_the_preferred_path_is_verified() -> None:
     e = engine()
     truth, _ = submit(e, 1, prompt_len=4, max_tokens=20)
-    e.set_drafting(1, "a", 8, runs_ahead=True)
-    e.post_block(1, bushy(truth), "a", 10)
+    e.set_drafting(1, DraftOffer("a", 8, runs_ahead=True))
+    e.post_block(PostedBlock(1, bushy(truth), "a", 10))
     events = step(e)
     assert size(events) == (1, 4 + 2)
     assert events.commits[0].token_ids == (truth[0],)
@@ -508,8 +513,8 @@ def test_a_penalised_row_verifies_one_path() -> None:
     sampling = SamplingParams(temperature=0.0, frequency_penalty=0.5)
     truth = Sequential(HashModel(32)).tokens(prompt, sampling, 8)
     e.submit(Request(1, prompt, sampling, StopParams(max_tokens=8)))
-    e.set_drafting(1, "a", 8)
-    e.post_block(1, bushy(truth), "a", 10)
+    e.set_drafting(1, DraftOffer("a", 8))
+    e.post_block(PostedBlock(1, bushy(truth), "a", 10))
     events = step(e)
     assert size(events) == (1, 4 + 2)
     assert [t for c in (*events.commits, *run(e)[1]) for t in c.token_ids] == truth
@@ -518,12 +523,12 @@ def test_a_penalised_row_verifies_one_path() -> None:
 def test_a_tree_for_which_there_are_no_pages_is_left_out() -> None:
     e = engine(num_pages=16)
     truth, _ = submit(e, 1, prompt_len=4, max_tokens=60)
-    e.set_drafting(1, "a", 60)
+    e.set_drafting(1, DraftOffer("a", 60))
     for _ in range(54):
         step(e)
     length = 4 + 54
     tree = DraftTree(length, (truth[54], 31, 30, 29, 28, 27, truth[55]), (-1,) * 6 + (0,))
-    e.post_block(1, tree, "a", 10)
+    e.post_block(PostedBlock(1, tree, "a", 10))
     assert size(step(e)) == (1, 1), "58 tokens fill 15 pages of 16, and the tree needs 2"
     assert [t for c in run(e)[1] for t in c.token_ids] == truth[55:]
 
@@ -536,8 +541,8 @@ def test_a_stop_token_ends_the_text_before_itself_even_inside_a_draft() -> None:
     at = next(i for i in range(2, 6) if truth[i] not in truth[:i])
     stop = StopParams(max_tokens=20, stop_token_ids=frozenset({truth[at]}))
     e.submit(Request(1, prompt, GREEDY, stop))
-    e.set_drafting(1, "a", 8)
-    e.post_block(1, DraftTree.chain(4, truth[:4]), "a", 10)
+    e.set_drafting(1, DraftOffer("a", 8))
+    e.post_block(PostedBlock(1, DraftTree.chain(4, truth[:4]), "a", 10))
     commits = run(e)[1]
     assert [t for c in commits for t in c.token_ids] == truth[:at]
     stats = commits[-1].stats

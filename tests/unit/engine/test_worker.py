@@ -16,6 +16,14 @@ import torch
 
 from outrider import watchdog
 from outrider.config import EngineConfig
+from outrider.draft_port import (
+    NO_DRAFTS,
+    ColocatedEngine,
+    ColocatingEngine,
+    DraftingEngine,
+    DraftOffer,
+    PostedBlock,
+)
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import PackedBatch
 from outrider.engine.engine import Engine
@@ -25,7 +33,7 @@ from outrider.engine.rounds import Drafting
 from outrider.engine.runner import Pending, Runner
 from outrider.engine.sequence import Sequence
 from outrider.engine.step import Step, StepResult
-from outrider.engine.worker import Block, EngineWorker
+from outrider.engine.worker import EngineWorker
 from outrider.errors import (
     CapacityError,
     ConfigError,
@@ -377,7 +385,7 @@ def test_a_build_that_takes_too_long() -> None:
 def test_stop_while_a_row_waits_for_its_draft() -> None:
     with running(Gate(), policy=Policy(4, max_wait_s=3600)) as (worker, inbox, _):
         worker.submit(request(1))
-        worker.set_drafting(1, "a", 4)
+        worker.set_drafting(1, DraftOffer("a", 4))
         inbox.wait(lambda box: len(box.tokens[1]) == 1)
         began = time.monotonic()
         worker.stop(BOUND_S)
@@ -453,10 +461,20 @@ def test_an_engine_without_work_does_not_hang(monkeypatch: pytest.MonkeyPatch) -
         assert worker.running
 
 
-def draft(session_id: int, base_len: int, token_ids: TokenIds) -> Block:
+def test_an_engine_worker_is_a_drafting_engine() -> None:
+    with running(Gate()) as (worker, _, engine):
+        outside: DraftingEngine = worker  # mypy checks these assignments
+        colocating: ColocatingEngine = worker
+        inside: ColocatedEngine = engine
+        assert outside.drafting
+        assert colocating.features is outside.features
+        assert inside.new_tokens == []
+
+
+def draft(session_id: int, base_len: int, token_ids: TokenIds) -> PostedBlock:
     """A chain of proposer "a" that has just come."""
     tree = DraftTree.chain(base_len, token_ids)
-    return session_id, tree, "a", 100, time.perf_counter(), "ngram"
+    return PostedBlock(session_id, tree, "a", 100, time.perf_counter(), "ngram")
 
 
 def test_a_block_wakes_the_row_that_waits_for_it() -> None:
@@ -465,7 +483,7 @@ def test_a_block_wakes_the_row_that_waits_for_it() -> None:
         r = request(5, max_tokens=4)
         truth = Sequential(model).output(r, 64, frozenset())[0]
         worker.submit(r)
-        worker.set_drafting(5, "a", 4)
+        worker.set_drafting(5, DraftOffer("a", 4))
         inbox.wait(lambda box: len(box.tokens[5]) == 1)
         base = len(r.prompt_token_ids)
         worker.post_blocks([draft(5, base, truth)])
@@ -487,7 +505,7 @@ def test_blocks_that_come_together_are_used_by_one_step() -> None:
             truth = Sequential(model).output(r, 64, frozenset())[0]
             blocks.append(draft(i, len(r.prompt_token_ids), truth))
             worker.submit(r)
-            worker.set_drafting(i, "a", 4)
+            worker.set_drafting(i, DraftOffer("a", 4))
         inbox.wait(lambda box: all(len(box.tokens[i]) == 1 for i in range(8)))
         worker.post_blocks(blocks)
         inbox.wait(lambda box: len(box.ended) == 8)
@@ -497,9 +515,9 @@ def test_blocks_that_come_together_are_used_by_one_step() -> None:
 def test_a_proposer_that_leaves_releases_the_row() -> None:
     with running(Gate(), policy=Policy(4, max_wait_s=3600)) as (worker, inbox, _):
         worker.submit(request(5))
-        worker.set_drafting(5, "a", 4)
+        worker.set_drafting(5, DraftOffer("a", 4))
         inbox.wait(lambda box: len(box.tokens[5]) == 1)
-        worker.set_drafting(5, None, 0)
+        worker.set_drafting(5, NO_DRAFTS)
         inbox.wait(lambda box: 5 in box.ended)
         assert inbox.ended[5] is FinishReason.LENGTH
 
@@ -525,7 +543,7 @@ def test_an_abort_storm_leaves_nothing_behind() -> None:
     with running(Gate()) as (worker, inbox, _):
         for i in range(300):
             worker.submit(request(i, max_tokens=40))
-            worker.set_drafting(i, "a", 4)
+            worker.set_drafting(i, DraftOffer("a", 4))
             worker.post_blocks([draft(i, 1, (1, 2, 3))])
             worker.abort(i - i % 3)
             worker.abort(10_000 + i)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.config import EngineConfig
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.engine import Engine
@@ -18,7 +19,7 @@ from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import make_buckets
 from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.prefill_inputs import PrefillBucket, make_prefill_buckets
-from outrider.engine.model.loader import build_paged_model
+from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.model.paged_model import PagedModel
 from outrider.engine.policy.base import Policy
 from outrider.engine.sampling.verify import choose_and_verify
@@ -35,10 +36,9 @@ BUCKETS = [PrefillBucket(n, rows) for n in (8, 24, 70) for rows in (2, 6)]
 def make_model(architecture: str = "llama", fused: bool = True) -> PagedModel:
     model = build_paged_model(
         random_model(ARCHITECTURES[architecture], torch.float64),
-        page_size=PAGE_SIZE,
-        num_pages=NUM_PAGES,
-        max_model_len=MAX_MODEL_LEN,
-        fused=fused,
+        ModelOptions(
+            page_size=PAGE_SIZE, num_pages=NUM_PAGES, max_model_len=MAX_MODEL_LEN, fused=fused
+        ),
     )
     model._backend = by_tensors
     return model
@@ -149,10 +149,10 @@ def texts(model: PagedModel, runner: DecodeGraphs | None) -> list[list[int]]:
             sampling = SamplingParams(temperature=float(i % 2), seed=i)
             stop = StopParams(max_tokens=9 + i, ignore_eos=True)
             engine.submit(Request(i, tuple(prompts[i]), sampling=sampling, stop=stop))
-            engine.set_drafting(i, "a", 2)
+            engine.set_drafting(i, DraftOffer("a", 2))
         for i in left.difference(waiting):
             guess = DraftTree.chain(len(prompts[i]) + len(said[i]), [rng.randrange(97), 5])
-            engine.post_block(i, guess, "a", 1)
+            engine.post_block(PostedBlock(i, guess, "a", 1))
         events = engine.step()
         assert events is not None
         assert not events.failures

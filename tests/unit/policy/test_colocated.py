@@ -7,6 +7,7 @@ import time
 import pytest
 
 from outrider.config import EngineConfig
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
 from outrider.engine.policy.adaptive import AdaptivePolicy
@@ -34,7 +35,7 @@ def test_their_time_counts_though_they_are_hits(colocated: bool) -> None:
         Request(1, prompt, SamplingParams(temperature=0), StopParams(150), SpeculationParams())
     )
     text = [*prompt, *model.greedy_text(prompt, 150)]
-    engine.set_drafting(1, "here", 4, colocated=colocated, asked=False)
+    engine.set_drafting(1, DraftOffer("here", 4, colocated=colocated, requested=False))
     drafting = engine._scheduler.by_session[1].drafting
     for _ in range(ROUNDS):
         engine.launch()
@@ -43,7 +44,7 @@ def test_their_time_counts_though_they_are_hits(colocated: bool) -> None:
         if drafting.num_draft_tokens:
             time.sleep(DRAFT_S)
             draft = DraftTree.chain(length, text[length : length + 4])
-            engine.post_block(1, draft, "here", round(DRAFT_S * 1e6))
+            engine.post_block(PostedBlock(1, draft, "here", round(DRAFT_S * 1e6)))
         engine.take_events()
     assert drafting.hit, "it was there"
     assert (drafting.hit_share > 0.5) != colocated

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from outrider.config import EngineConfig
+from outrider.draft_port import NO_DRAFTS, DraftOffer, PostedBlock
 from outrider.draft_tree import DraftTree
 from outrider.engine.engine import Engine
 from outrider.engine.policy import mode_selector, timing
@@ -98,7 +99,9 @@ class Bench:
         self._asked_for: dict[int, tuple[int, int]] = {}  # while it is busy: base, count
         for i in range(self.requests):
             self.engine.submit(self._request(i))
-            self.engine.set_drafting(i, "a", 4, asked=self.asked, own_device=self.own_device)
+            self.engine.set_drafting(
+                i, DraftOffer("a", 4, requested=self.asked, own_device=self.own_device)
+            )
             if self.asked:
                 first = self.delay_s if self.first_delay_s is None else self.first_delay_s
                 self._answer(i, 2, 4, first * (1 + i % self.prompts_apart))
@@ -140,7 +143,7 @@ class Bench:
             self._due.sort(key=lambda item: item[0])
             while self._due and self._due[0][0] <= self.now:
                 arrived_at, session, tree = self._due.pop(0)
-                self.engine.post_block(session, tree, "a", 1000, arrived_at)
+                self.engine.post_block(PostedBlock(session, tree, "a", 1000, arrived_at))
             if self._asked_for and self.now >= self._drafting_until:
                 asked, self._asked_for = self._asked_for, {}
                 for session, (base, count) in asked.items():
@@ -600,7 +603,7 @@ def test_a_useful_block_brings_a_proposer_back_at_once() -> None:
     prompt = bench._request(0).prompt_token_ids
     truth = bench.truth.tokens(prompt, SamplingParams(temperature=0.0), 80)
     at = len(seq.token_ids)
-    bench.engine.post_block(0, DraftTree.chain(at, truth[at - 2 : at]), "a", 10)
+    bench.engine.post_block(PostedBlock(0, DraftTree.chain(at, truth[at - 2 : at]), "a", 10))
     events = bench.engine.step()
     assert events is not None
     assert len(events.commits[0].token_ids) == 3
@@ -630,7 +633,7 @@ def test_steps_for_which_nobody_could_draft_are_not_compared(enabled: bool) -> N
 
     bench = Bench(Watched(4), max_tokens=40)
     if not enabled:
-        bench.engine.set_drafting(0, None, 0)
+        bench.engine.set_drafting(0, NO_DRAFTS)
     bench.run()
     assert any(compared) == enabled
 
@@ -924,9 +927,11 @@ def test_proposers_of_ever_new_names_do_not_fill_the_memory(
     engine.submit(request)
     length = 3
     for i in range(20):
-        engine.set_drafting(0, f"p{i}", 4)
+        engine.set_drafting(0, DraftOffer(f"p{i}", 4))
         for _ in range(2):
-            engine.post_block(0, DraftTree.chain(length, text[length : length + 1]), f"p{i}", 1)
+            engine.post_block(
+                PostedBlock(0, DraftTree.chain(length, text[length : length + 1]), f"p{i}", 1)
+            )
             while (events := engine.step()) is None:
                 assert next(now) < 100.0
             length += sum(len(commit.token_ids) for commit in events.commits)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from outrider.config import EngineConfig
+from outrider.draft_port import DraftOffer, PostedBlock
 from outrider.draft_tree import DraftProbs, DraftTree
 from outrider.drafting.draft_model.proposer import DraftModelProposer
 from outrider.drafting.likeliest import draw_of_likeliest
@@ -171,12 +172,12 @@ def run(requests: Sequence[Request], drafts: Drafts, k: int) -> dict[int, list[i
     outputs: dict[int, list[int]] = {request.session_id: [] for request in requests}
     for request in requests:
         engine.submit(request)
-        engine.set_drafting(request.session_id, "p", k)
+        engine.set_drafting(request.session_id, DraftOffer("p", k))
         drafts.opened(request)
     running, accepted = set(outputs), 0
     while running:
         for session, tree in drafts.trees():
-            engine.post_block(session, tree, "p", 1)
+            engine.post_block(PostedBlock(session, tree, "p", 1))
         events = engine.step()
         if events is None:
             now = engine.wake_at
@@ -319,10 +320,12 @@ def test_a_constraint_rejects_what_was_drawn_and_does_not_leave_it_out() -> None
     ]
     for request, *picks in zip(requests, *draws, strict=True):
         engine.submit(request, compiler.editor(constraint, request.stop))
-        engine.set_drafting(request.session_id, "p", 2)
+        engine.set_drafting(request.session_id, DraftOffer("p", 2))
         chain = [zero if pick else other for pick in picks]
         engine.post_block(
-            request.session_id, DraftTree.chain(len(PROMPT), chain, [drawn_from] * 2), "p", 1
+            PostedBlock(
+                request.session_id, DraftTree.chain(len(PROMPT), chain, [drawn_from] * 2), "p", 1
+            )
         )
     outputs: dict[int, list[int]] = {request.session_id: [] for request in requests}
     running = set(outputs)

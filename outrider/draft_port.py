@@ -1,0 +1,229 @@
+"""The contract between an engine and the side of a scorer that drafts for it.
+
+`DraftingEngine` is an engine seen from other threads. `ColocatedEngine` is the same engine seen by
+a proposer that drafts on the engine's own thread. This module imports no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+from outrider.draft_tree import DraftTree
+from outrider.features import FeatureBatch, FeatureOrder, FeatureSpec, FeatureWindow
+from outrider.params import TokenIds
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_BLOCKS_AT_ONCE: Final = 4
+"""Blocks of one session that an engine takes between two steps; it drops the oldest beyond."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOffer:
+    """The proposer of a session, and what it can do for the session."""
+
+    proposer_id: str | None
+    """None: nobody drafts for the session, and its row never waits."""
+    max_draft_tokens: int
+    runs_ahead: bool = False
+    """The proposer can draft the next round before this one is verified."""
+    own_device: bool = False
+    """The proposer computes on another device than the engine: neither slows the other down."""
+    colocated: bool = False
+    """The proposer is the engine's `ColocatedProposer`."""
+    requested: bool = True
+    """The first draft was requested already; otherwise the next commit requests it."""
+    features: FeatureOrder | None = None
+    """Hidden states that the proposer is to be sent, from the first position on."""
+
+
+NO_DRAFTS: Final = DraftOffer(None, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PostedBlock:
+    """A validated draft for one session."""
+
+    session_id: int
+    tree: DraftTree
+    proposer_id: str
+    draft_us: int  # that the proposer spent on it
+    arrived_at: float | None = None
+    """Arrival on `time.perf_counter`'s clock; None: now. Time that the block then waits for a step
+    to end is no delay of the proposer."""
+    method: str = ""
+
+
+class HiddenStateControl(Protocol):
+    """Flow control and projections of an engine's hidden states. Thread-safe; never blocks."""
+
+    def give_back(self, window: FeatureWindow, size: int) -> None:
+        """Return `size` bytes to a window, since they were read or are of no use any more."""
+        ...
+
+    def put_projection(self, spec: FeatureSpec, matrix: bytearray) -> Future[None]:
+        """Keep a projection on the device; the future ends when it is there."""
+        ...
+
+    def drop_projection(self, sha256: bytes) -> None:
+        """Forget a projection that no proposer uses."""
+        ...
+
+
+class DraftingEngine(Protocol):
+    """An engine as the registry of proposers sees it. Thread-safe; never waits for a step.
+
+    Committed tokens reach the drafting side as `StepEvents`, once per step.
+    """
+
+    @property
+    def drafting(self) -> bool:
+        """Tell whether drafts are of use at present, with as many requests as there are now."""
+        ...
+
+    @property
+    def features(self) -> HiddenStateControl: ...
+
+    def set_drafting(self, session_id: int, offer: DraftOffer) -> None:
+        """Replace the proposer of a session. Unknown sessions are ignored."""
+        ...
+
+    def post_blocks(self, blocks: Iterable[PostedBlock]) -> None:
+        """Hand over drafts that arrived together; a step that waits for them takes all of them."""
+        ...
+
+    def between_same_steps(self) -> AbstractContextManager[object]:
+        """Carry out all calls within this context between the same two steps."""
+        ...
+
+
+class ColocatingEngine(Protocol):
+    """An engine that can run a proposer on its own thread. Thread-safe."""
+
+    @property
+    def features(self) -> HiddenStateControl: ...
+
+    def run_between_steps(
+        self, work: Callable[[ColocatedEngine], None], session_id: int | None = None
+    ) -> None:
+        """Run `work` on the engine's thread, in order with all other calls.
+
+        With a `session_id`, `work` is dropped if that session has ended.
+        """
+        ...
+
+
+class NewTokens(NamedTuple):
+    """Tokens that a step committed to one session."""
+
+    session_id: int
+    base_len: int  # committed tokens before them
+    token_ids: TokenIds
+    num_draft_tokens: int  # that the next round asks for
+    finished: bool
+
+
+class DeviceDrafts(NamedTuple):
+    """Draft tokens that the device has when a step begins, and the host only later."""
+
+    tokens: Tensor  # int32 [at least sessions, at least draft tokens]
+    places: Mapping[int, int]  # row of `tokens` by session
+    lengths: Mapping[int, int]  # draft tokens by session
+
+
+class VerifyingRow(NamedTuple):
+    """A row of the step in flight whose next draft may be launched behind the step."""
+
+    session_id: int
+    place: int  # row of `VerifyOutput.tokens`
+    num_drafted: int
+    num_draft_tokens: int  # that the next round asks for
+
+
+class VerifyOutput(NamedTuple):
+    """The place on the device where the result of the step in flight will be."""
+
+    rows: Sequence[VerifyingRow]
+    tokens: Tensor
+    """int [at least rows, 1 + width]: drafts accepted, then the target's choices."""
+
+
+class ThreadHiddenStates(Protocol):
+    """Hidden states of the engine, used on its thread."""
+
+    def take(self) -> FeatureBatch | None:
+        """Return the rows that the last step has for proposers."""
+        ...
+
+    def give_back(self, window: FeatureWindow, size: int) -> None:
+        """Return `size` bytes to a window."""
+        ...
+
+    def put_projection(self, spec: FeatureSpec, matrix: bytearray) -> None:
+        """Keep a projection on the device."""
+        ...
+
+
+class ColocatedEngine(Protocol):
+    """An engine as its `ColocatedProposer` sees it, on the engine's thread."""
+
+    @property
+    def features(self) -> ThreadHiddenStates | None: ...
+
+    @property
+    def new_tokens(self) -> Sequence[NewTokens]:
+        """Return what the step that ended last committed."""
+        ...
+
+    @property
+    def verify_output(self) -> VerifyOutput | None:
+        """Return where the step in flight leaves its result; None if only the host has it."""
+        ...
+
+    def committed(self, session_id: int) -> TokenIds | None:
+        """Return the prompt and output of a session; None if it is unknown."""
+        ...
+
+    def post_block(self, block: PostedBlock) -> object:
+        """Take a draft."""
+        ...
+
+    def schedule_with_device_drafts(self, drafts: DeviceDrafts) -> bool:
+        """Let the next step verify drafts that the host will have only after its launch.
+
+        False if the step cannot: then the drafts must be posted before it.
+        """
+        ...
+
+    def device_drafts_posted(self, seconds: float) -> None:
+        """Count device drafts that were posted, and the further seconds that they took."""
+        ...
+
+
+class DraftedBetweenSteps(NamedTuple):
+    """Result of drafting between two steps."""
+
+    seconds: float
+    features: FeatureBatch | None  # hidden states for other proposers
+
+
+class ColocatedProposer(Protocol):
+    """A proposer that drafts on the engine's thread, between its steps."""
+
+    @property
+    def busy(self) -> bool:
+        """Tell whether drafts are wanted though no step has ended."""
+        ...
+
+    def draft_between_steps(self, engine: ColocatedEngine) -> DraftedBetweenSteps:
+        """Draft for the step to come. Takes the hidden states that the last step has."""
+        ...
+
+    def after_launch(self, engine: ColocatedEngine) -> None:
+        """Do what no step waits for, and post the drafts that the step was launched without."""
+        ...
