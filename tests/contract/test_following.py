@@ -11,9 +11,9 @@ from outrider.drafting.proposer import SessionKey
 from outrider.engine.policy.base import Policy
 from outrider.engine.rounds import Drafting
 from outrider.engine.sequence import Sequence
-from tests.support.features import CAPTURED, RowReader
-from tests.support.reader_service import serving
-from tests.support.scorer import MAX_LEN, VOCAB, running_scorer
+from tests.support.models.features import CAPTURED, RowReader
+from tests.support.services.reader_service import serving
+from tests.support.services.scorer import MAX_LEN, VOCAB, running_scorer
 
 SPELL = 70  # tokens without drafts, and as many with them: more than are held back
 

@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from gateway.http_connection import PatientProtocol
-from tests.support.fake_scorer import Script
-from tests.support.gateway import Running, running_gateway, tokens
+from tests.support.services.fake_scorer import Script
+from tests.support.services.gateway import Running, running_gateway, tokens
 from tests.support.waiting import until
 
 PATIENCE_S = 0.2

@@ -11,8 +11,8 @@ import pytest
 
 from outrider.errors import InvalidRequestError
 from outrider.v1 import common_pb2, scorer_pb2
-from tests.support.fake_scorer import Script, logprobs_of
-from tests.support.gateway import Running, fake_scorer, running_gateway, tokenizer, tokens
+from tests.support.services.fake_scorer import Script, logprobs_of
+from tests.support.services.gateway import Running, fake_scorer, running_gateway, tokenizer, tokens
 from tests.support.waiting import until
 
 TEXT = "hello 🎉 world, naïve café 日本語"

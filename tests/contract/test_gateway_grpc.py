@@ -18,8 +18,8 @@ from outrider.models.chat_template import ChatTemplate
 from outrider.rpc.channel import open_channel
 from outrider.rpc.status import from_rpc_error
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
-from tests.support.fake_scorer import Script, logprobs_of
-from tests.support.gateway import (
+from tests.support.services.fake_scorer import Script, logprobs_of
+from tests.support.services.gateway import (
     MAX_MODEL_LEN,
     Running,
     running_gateway,

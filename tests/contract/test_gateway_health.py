@@ -12,8 +12,8 @@ from outrider.errors import InvalidRequestError
 from outrider.rpc.channel import open_channel
 from outrider.v1 import generation_pb2
 from tests.contract.test_gateway_grpc import refusal
-from tests.support.fake_scorer import Script
-from tests.support.gateway import Running, running_gateway, tokens
+from tests.support.services.fake_scorer import Script
+from tests.support.services.gateway import Running, running_gateway, tokens
 
 ORIGIN = "https://app.example.com"
 

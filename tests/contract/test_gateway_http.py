@@ -18,8 +18,8 @@ from outrider.errors import CapacityError, UnavailableError
 from outrider.models.tokenizer import Tokenizer
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
-from tests.support.fake_scorer import Script
-from tests.support.gateway import (
+from tests.support.services.fake_scorer import Script
+from tests.support.services.gateway import (
     MAX_MODEL_LEN,
     Running,
     running_gateway,

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from outrider.errors import InvalidRequestError
-from tests.support.fake_scorer import Script
-from tests.support.gateway import MAX_MODEL_LEN, Running, running_gateway, tokens
+from tests.support.services.fake_scorer import Script
+from tests.support.services.gateway import MAX_MODEL_LEN, Running, running_gateway, tokens
 
 Case = tuple[dict[str, Any], str]
 

@@ -17,8 +17,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.rpc.channel import open_channel
-from tests.support.fake_scorer import Script, serving
-from tests.support.gateway import fake_scorer, model_folder, tokens
+from tests.support.services.fake_scorer import Script, serving
+from tests.support.services.gateway import fake_scorer, model_folder, tokens
 from tests.support.waiting import until
 
 

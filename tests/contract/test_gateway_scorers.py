@@ -15,8 +15,8 @@ import pytest
 from outrider.cli.stack import free_port
 from outrider.errors import CapacityError, ConfigError, UnavailableError
 from outrider.v1 import generation_pb2, generation_pb2_grpc
-from tests.support.fake_scorer import FakeScorer, Script, serving
-from tests.support.gateway import Running, fake_scorer, running_gateway, tokens
+from tests.support.services.fake_scorer import FakeScorer, Script, serving
+from tests.support.services.gateway import Running, fake_scorer, running_gateway, tokens
 from tests.support.waiting import until
 
 TEXT = "hello world, the quick brown fox jumps over the lazy dog; naïve café 日本語 🎉"

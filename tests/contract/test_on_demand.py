@@ -14,9 +14,9 @@ from outrider.engine.policy.base import Policy
 from outrider.engine.policy.mode import DraftMode
 from outrider.engine.rounds import Round
 from outrider.engine.sequence import Sequence as Row
-from tests.support.hash_model import HashModel
-from tests.support.reader_service import serving
-from tests.support.scorer import MAX_LEN, VOCAB, running_scorer
+from tests.support.models.hash_model import HashModel
+from tests.support.services.reader_service import serving
+from tests.support.services.scorer import MAX_LEN, VOCAB, running_scorer
 
 SPELL = 40  # tokens
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.cli.client import GenerateOptions
 from outrider.models.resolve import resolve_model
-from tests.support.up import EVERY_ROUND, Up, complete, run_outrider, running
+from tests.support.services.up import EVERY_ROUND, Up, complete, run_outrider, running
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -10,7 +10,7 @@ from importlib import resources
 import pytest
 
 from outrider.cli.client import GenerateOptions
-from tests.support.up import EVERY_ROUND, Up, complete, running
+from tests.support.services.up import EVERY_ROUND, Up, complete, running
 
 pytestmark = pytest.mark.timeout(400)
 

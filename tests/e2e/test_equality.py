@@ -9,7 +9,7 @@ import pytest
 
 from outrider.cli.client import GenerateOptions
 from outrider.v1 import common_pb2
-from tests.support.up import Completion, Up, complete, until_idle
+from tests.support.services.up import Completion, Up, complete, until_idle
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -9,9 +9,9 @@ import pytest
 
 from outrider.cli.client import GenerateOptions
 from outrider.v1 import common_pb2
-from tests.support.tiny_heads import save_eagle, save_eagle3
-from tests.support.tiny_pair import save_pair
-from tests.support.up import EVERY_ROUND, Up, complete, running
+from tests.support.checkpoints.tiny_heads import save_eagle, save_eagle3
+from tests.support.checkpoints.tiny_pair import save_pair
+from tests.support.services.up import EVERY_ROUND, Up, complete, running
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -15,7 +15,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from outrider import errors
 from outrider.cli.client import GenerateOptions
-from tests.support.promql import (
+from tests.support.kubernetes.promql import (
     ROOT,
     Query,
     Selector,
@@ -25,7 +25,7 @@ from tests.support.promql import (
     rules,
     selectors,
 )
-from tests.support.up import Up, complete
+from tests.support.services.up import Up, complete
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from outrider.cli.client import GenerateOptions
-from tests.support.deepseek_target import save_deepseek
-from tests.support.up import EVERY_ROUND, Up, complete, running
+from tests.support.checkpoints.deepseek_target import save_deepseek
+from tests.support.services.up import EVERY_ROUND, Up, complete, running
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from outrider.cli.client import GenerateOptions
-from tests.support.up import Up, complete, until_idle
+from tests.support.services.up import Up, complete, until_idle
 
 pytestmark = pytest.mark.timeout(400)
 

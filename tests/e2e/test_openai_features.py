@@ -17,8 +17,8 @@ import pytest
 from pydantic import BaseModel
 
 from outrider.cli.client import GenerateOptions
-from tests.support.up import Up, service, until_attached
-from tests.support.up import complete as complete_over_grpc
+from tests.support.services.up import Up, service, until_attached
+from tests.support.services.up import complete as complete_over_grpc
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from outrider.cli.client import GenerateOptions
-from tests.support.up import (
+from tests.support.services.up import (
     OUTRIDER,
     Up,
     addresses,

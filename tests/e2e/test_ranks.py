@@ -17,7 +17,7 @@ from outrider.cli.stack import free_port
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from scorer_service.servicer import SERVICE_NAME
-from tests.support.up import addresses, service
+from tests.support.services.up import addresses, service
 
 pytestmark = pytest.mark.timeout(400)
 

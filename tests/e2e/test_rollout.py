@@ -13,8 +13,8 @@ import pytest
 
 from outrider.cli.client import GenerateOptions
 from outrider.v1 import scorer_pb2
-from tests.support.pods import Cluster, Pod, cluster
-from tests.support.up import Completion, complete
+from tests.support.kubernetes.pods import Cluster, Pod, cluster
+from tests.support.services.up import Completion, complete
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(900)

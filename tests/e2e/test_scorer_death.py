@@ -11,7 +11,7 @@ import pytest
 
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
-from tests.support.up import addresses, service
+from tests.support.services.up import addresses, service
 
 pytestmark = pytest.mark.timeout(400)
 

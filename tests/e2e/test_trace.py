@@ -17,7 +17,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 from outrider.cli.client import GenerateOptions
 from scorer_service.round_spans import MAX_ROUNDS, PARTS
-from tests.support.up import Completion, complete, running
+from tests.support.services.up import Completion, complete, running
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -10,7 +10,7 @@ import pytest
 from outrider.cli.client import GenerateOptions
 from outrider.rpc import codec
 from outrider.v1 import common_pb2, generation_pb2
-from tests.support.up import Completion, Up, complete
+from tests.support.services.up import Completion, Up, complete
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support import helm
-from tests.support.promql import selectors
+from tests.support.kubernetes import helm
+from tests.support.kubernetes.promql import selectors
 
 ALL = (
     "gateway.autoscaling.enabled=true",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import helm
+from tests.support.kubernetes import helm
 
 RENDERED = helm.EXAMPLES / "rendered"
 NAMES = sorted(path.stem for path in helm.EXAMPLES.glob("*.yaml"))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import helm
+from tests.support.kubernetes import helm
 
 DOCKERFILES = sorted((helm.ROOT / "k8s/images").glob("*.Dockerfile"))
 TIMEOUT_S = 100

@@ -15,7 +15,7 @@ from outrider.drafting.building.config import (
 )
 from outrider.methods import METHODS
 from scorer_service import __main__ as scorer_main
-from tests.support import helm
+from tests.support.kubernetes import helm
 
 ONE_GPU = helm.EXAMPLES / "one-gpu.yaml"
 EMBEDDED_EAGLE3 = "2,4,7"  # the layers that its config.json names

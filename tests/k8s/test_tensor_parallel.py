@@ -11,7 +11,7 @@ from torch.distributed.run import get_args_parser
 from transformers import AutoConfig
 
 from outrider.engine.model.supported_models import check_shardable
-from tests.support import helm
+from tests.support.kubernetes import helm
 
 POD = helm.EXAMPLES / "llama-70b-tp4.yaml"
 GROUP = helm.EXAMPLES / "two-nodes.yaml"

@@ -14,7 +14,7 @@ from outrider.drafting.building.config import HeadConfig, SuffixConfig
 from outrider.rpc.codec import METHODS
 from proposer_service import __main__ as proposer_main
 from scorer_service import __main__ as scorer_main
-from tests.support import helm
+from tests.support.kubernetes import helm
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import helm
+from tests.support.kubernetes import helm
 
 EVERYTHING = (
     "model.name=org/target",

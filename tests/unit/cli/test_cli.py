@@ -24,7 +24,7 @@ from outrider.cli.specs import StackConfig, proposer_spec, scorer_spec
 from outrider.cli.up import stack_config
 from outrider.errors import ConfigError
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
-from tests.support.up import OUTRIDER
+from tests.support.services.up import OUTRIDER
 
 
 class FakeGateway(generation_pb2_grpc.GenerationServiceServicer):

@@ -13,7 +13,7 @@ from outrider.engine.policy.mode_trials import MOST_LOST, SETTLING_DRAFTS, STRET
 from outrider.engine.policy.timing import Delay, StepDone
 from outrider.params import SamplingParams
 from outrider.types import Request
-from tests.support.two_devices import TwoDevices
+from tests.support.simulators.two_devices import TwoDevices
 
 NONE, ON_DEMAND, AHEAD = WAYS_AHEAD
 STEP_S = {NONE: 0.010, ON_DEMAND: 0.025, AHEAD: 0.020}  # of 1 and 3 tokens

@@ -11,7 +11,7 @@ from outrider.engine.policy.timing import Delay
 from outrider.engine.sequence import Sequence
 from outrider.params import SamplingParams
 from outrider.types import Request
-from tests.support.two_devices import TwoDevices
+from tests.support.simulators.two_devices import TwoDevices
 
 
 def row(policy: AdaptivePolicy, session: int) -> Sequence:

@@ -33,7 +33,7 @@ from outrider.train.processes import Processes
 from outrider.train.run import BYTES_PER_LOGIT, build_head, tokens_per_forward
 from outrider.train.target import Target, TargetBatch, load_target
 from outrider.train.trainer import Progress, TrainConfig, Trainer
-from tests.support.train import (
+from tests.support.checkpoints.train import (
     OTHERS,
     process_environment,
     save_other_target,

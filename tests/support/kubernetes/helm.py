@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CHART = ROOT / "k8s" / "chart" / "outrider"
 EXAMPLES = ROOT / "k8s" / "examples"
 TOOLS = ROOT / ".venv" / "k8s" / "bin"
