@@ -418,7 +418,9 @@ def test_flag_with_an_impossible_number_is_refused(
     assert f"argument {name}: {value!r} is not" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("method", [*{case.split()[0] for case in METHODS}, "responses"])
+@pytest.mark.parametrize(
+    "method", [*dict.fromkeys(case.split()[0] for case in METHODS), "responses"]
+)
 def test_flags_in_help_state_their_defaults(method: str) -> None:
     (methods,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
     for action in methods.choices[method]._actions:
