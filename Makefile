@@ -5,16 +5,19 @@ STAMP := .venv/.installed
 K8S_STAMP := .venv/k8s/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check k8s dashboards bench proto
+.PHONY: help demo test test-fast check k8s dashboards bench proto
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## three services answer one prompt, with and without speculation
 	$(BIN)/outrider demo
 
 test: check $(K8S_STAMP) ## every check, then every test
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2
+
+test-fast: $(STAMP) ## unit and contract tests, under 3 minutes
+	$(BIN)/pytest -n 2 tests/contract tests/unit
 
 check: $(STAMP) ## lint, format, types, imports, protos
 	$(BIN)/ruff check .

@@ -1,7 +1,34 @@
 """Settings for every test."""
 
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
 from hypothesis import settings
 
 # A deadline per example would measure the machine's load: pytest-timeout bounds each test.
 settings.register_profile("outrider", deadline=None)
 settings.load_profile("outrider")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Torch reads it when it is imported. More threads would take each other's cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Return a scheduler that keeps a file on one worker, and likewise all of tests/e2e.
+
+    Fixtures are then made once, and no two stacks of processes run at the same time.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "tests/e2e" if file.startswith("tests/e2e/") else file
+
+    config.option.loadscopereorder = False  # the order of `testpaths`
+    return ByFile(config, log)

@@ -16,9 +16,15 @@ from outrider import errors
 from outrider.engine.sampling.constraint import ConstraintCompiler, ConstraintEditor
 from outrider.rpc import status
 from outrider.v1 import common_pb2, scorer_pb2
-from tests.support.byte_tokenizer import EOS, byte_tokenizer
-from tests.support.scorer import RunningScorer, generate_request, running_scorer
-from tests.support.scripted_proposer import ScriptedProposer, block, follow, hello, proposing
+from tests.support.models.byte_tokenizer import EOS, byte_tokenizer
+from tests.support.services.scorer import RunningScorer, generate_request, running_scorer
+from tests.support.services.scripted_proposer import (
+    ScriptedProposer,
+    block,
+    follow,
+    hello,
+    proposing,
+)
 
 TOKENIZER = byte_tokenizer()
 VOCAB = TOKENIZER.get_vocab_size()

@@ -21,11 +21,11 @@ from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.frames import FrameSocket
 from proposer_service import conversation, link
 from scorer_service.config import DraftLimits
-from tests.support.certificates import Issuer
-from tests.support.guessing import draft_model
-from tests.support.reader_service import serving
-from tests.support.scorer import RunningScorer, running_scorer
-from tests.support.scripted_proposer import ScriptedProposer, hello
+from tests.support.services.certificates import Issuer
+from tests.support.services.guessing import draft_model
+from tests.support.services.reader_service import serving
+from tests.support.services.scorer import RunningScorer, running_scorer
+from tests.support.services.scripted_proposer import ScriptedProposer, hello
 from tests.support.waiting import wait_until
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

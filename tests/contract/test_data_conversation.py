@@ -17,10 +17,10 @@ from outrider.rpc.frames import Frames
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits
 from scorer_service.drafting.transport import through_frames
-from tests.support.data_wire import DataWire, framed
-from tests.support.guessing import guessing
-from tests.support.scorer import Output, RunningScorer, running_scorer
-from tests.support.scripted_proposer import ScriptedProposer, hello, proposing
+from tests.support.services.data_wire import DataWire, framed
+from tests.support.services.guessing import guessing
+from tests.support.services.scorer import Output, RunningScorer, running_scorer
+from tests.support.services.scripted_proposer import ScriptedProposer, hello, proposing
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 LENGTH = 140

@@ -18,11 +18,11 @@ from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.tls import server_context
 from outrider.v1 import draft_pb2, scorer_pb2_grpc
 from scorer_service.config import DraftLimits
-from tests.support.certificates import Issuer
-from tests.support.data_wire import DataWire
-from tests.support.guessing import guessing
-from tests.support.scorer import RunningScorer, running_scorer
-from tests.support.scripted_proposer import ScriptedProposer, hello, proposing
+from tests.support.services.certificates import Issuer
+from tests.support.services.data_wire import DataWire
+from tests.support.services.guessing import guessing
+from tests.support.services.scorer import RunningScorer, running_scorer
+from tests.support.services.scripted_proposer import ScriptedProposer, hello, proposing
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 MAX_STRANGERS = 64

@@ -21,11 +21,11 @@ from outrider.drafting.proposer import Proposer
 from outrider.features import FeatureSpec
 from outrider.rpc.channel import open_channel
 from outrider.v1 import draft_pb2, proposer_pb2, proposer_pb2_grpc
-from tests.support.draft_scorer import DraftScorer, commit, open_
-from tests.support.features import CAPTURED, NUM_LAYERS, SIZE, RowReader, row, selection
-from tests.support.reader_service import serving
-from tests.support.scorer import VOCAB, RunningScorer, running_scorer
-from tests.support.scripted_proposer import ScriptedProposer, hello
+from tests.support.models.features import CAPTURED, NUM_LAYERS, SIZE, RowReader, row, selection
+from tests.support.services.draft_scorer import DraftScorer, commit, open_
+from tests.support.services.reader_service import serving
+from tests.support.services.scorer import VOCAB, RunningScorer, running_scorer
+from tests.support.services.scripted_proposer import ScriptedProposer, hello
 
 FINAL = FeatureSpec(SIZE, (), final_norm=True)
 

@@ -12,9 +12,9 @@ from outrider.engine.policy.base import Ready
 from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.policy.row import Drafting
 from outrider.engine.sequence import Sequence
-from tests.support.features import CAPTURED, RowReader
-from tests.support.reader_service import serving
-from tests.support.scorer import MAX_LEN, VOCAB, running_scorer
+from tests.support.models.features import CAPTURED, RowReader
+from tests.support.services.reader_service import serving
+from tests.support.services.scorer import MAX_LEN, VOCAB, running_scorer
 
 SPELL = 70  # tokens without drafts, and as many with them: more than are held back
 

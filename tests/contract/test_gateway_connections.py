@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from gateway.http_connection import PatientProtocol
-from tests.support.fake_scorer import Script
-from tests.support.gateway import Running, running_gateway, tokens
+from tests.support.services.fake_scorer import Script
+from tests.support.services.gateway import Running, running_gateway, tokens
 from tests.support.waiting import until
 
 PATIENCE_S = 0.2
@@ -61,7 +61,7 @@ async def read_to_end(reader: asyncio.StreamReader) -> bytes:
 
 
 @pytest.mark.parametrize("sent", [b"", HEALTH[:20]])
-async def test_a_request_that_does_not_come_is_not_waited_for(sent: bytes) -> None:
+async def test_connection_without_request_is_closed(sent: bytes) -> None:
     async with (
         running_gateway(Script(tokens("abc"))) as gateway,
         connected(gateway) as (reader, writer),
@@ -70,7 +70,7 @@ async def test_a_request_that_does_not_come_is_not_waited_for(sent: bytes) -> No
         assert await read_to_end(reader) == b""
 
 
-async def test_a_head_without_end_is_not_read_for_ever() -> None:
+async def test_connection_with_endless_head_is_closed() -> None:
     async def drip(writer: asyncio.StreamWriter) -> None:
         while True:
             writer.write(b"x: y\r\n")
@@ -87,7 +87,7 @@ async def test_a_head_without_end_is_not_read_for_ever() -> None:
     assert received.count(b"200 OK") == 1
 
 
-async def test_an_answer_may_take_longer() -> None:
+async def test_connection_with_slow_answer_stays_open() -> None:
     async with (
         running_gateway(Script(tokens("abcdef"), delay_s=2 * PATIENCE_S)) as gateway,
         connected(gateway) as (reader, writer),
@@ -98,7 +98,7 @@ async def test_an_answer_may_take_longer() -> None:
     assert head.startswith(b"HTTP/1.1 200 OK")
 
 
-async def test_an_answer_that_nobody_reads_is_given_up() -> None:
+async def test_connection_with_unread_answer_is_cancelled() -> None:
     script = Script(tokens("abcdefgh" * 24), per_round=1)
     cancelled = {"operation": "text_completion", "outcome": "cancelled"}
     async with (
@@ -109,7 +109,7 @@ async def test_an_answer_that_nobody_reads_is_given_up() -> None:
         await until(lambda: gateway.metric("gateway_requests_total", **cancelled) > 0, DEADLINE_S)
 
 
-async def test_a_client_that_leaves_within_its_body_is_no_error(
+async def test_connection_closed_within_body_logs_no_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with running_gateway(Script(tokens("abc"))) as gateway:

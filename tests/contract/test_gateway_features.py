@@ -11,8 +11,8 @@ import pytest
 
 from outrider.errors import InvalidRequestError
 from outrider.v1 import common_pb2, scorer_pb2
-from tests.support.fake_scorer import Script, logprobs_of
-from tests.support.gateway import Running, fake_scorer, running_gateway, tokenizer, tokens
+from tests.support.services.fake_scorer import Script, logprobs_of
+from tests.support.services.gateway import Running, fake_scorer, running_gateway, tokenizer, tokens
 from tests.support.waiting import until
 
 TEXT = "hello 🎉 world, naïve café 日本語"
@@ -39,7 +39,7 @@ async def complete(gateway: Running, **parameters: Any) -> Any:
 # Choices
 
 
-async def test_choices_have_seeds_of_their_own_and_the_first_has_the_requests() -> None:
+async def test_choices_with_n_have_own_seeds_and_first_has_the_requests() -> None:
     async with running_gateway(Script(by_seed)) as gateway:
         one = await complete(gateway, seed=5)
         three = await complete(gateway, seed=5, n=3, prompt=["x", "hello world"])
@@ -64,7 +64,7 @@ async def test_choices_have_seeds_of_their_own_and_the_first_has_the_requests() 
     assert three.usage.prompt_tokens_details.cached_tokens == 2
 
 
-async def test_chat_choices_stream_side_by_side() -> None:
+async def test_chat_with_n_streams_choices_side_by_side() -> None:
     async with running_gateway(Script(by_seed)) as gateway:
         stream = await gateway.client.chat.completions.create(
             **{"model": "default", "messages": MESSAGES, "seed": 5, "n": 2, "stream": True},
@@ -85,7 +85,7 @@ async def test_chat_choices_stream_side_by_side() -> None:
     assert usage == whole.usage
 
 
-async def test_a_prompts_first_choice_goes_ahead_of_the_others() -> None:
+async def test_choices_of_a_prompt_start_after_the_first() -> None:
     async with running_gateway(Script(tokens(TEXT), together=2)) as gateway:
         answer = await complete(gateway, prompt=["one", "two"], n=3)
         prompts = [tuple(request.prompt_token_ids) for request in gateway.scorer.requests]
@@ -94,7 +94,7 @@ async def test_a_prompts_first_choice_goes_ahead_of_the_others() -> None:
     assert sorted(prompts) == sorted(prompts[:2] * 3)
 
 
-async def test_best_of_returns_the_likeliest_and_counts_all() -> None:
+async def test_best_of_above_n_returns_likeliest_and_counts_all() -> None:
     async with running_gateway(Script(by_seed)) as gateway:
         answer = await complete(gateway, seed=5, n=2, best_of=4, extra_body={"aux_info": True})
         sent = gateway.scorer.requests
@@ -132,7 +132,7 @@ async def chat_entries(gateway: Running, stream: bool, **parameters: Any) -> lis
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_chat_logprobs(gateway: Running, stream: bool) -> None:
+async def test_chat_with_logprobs_returns_entry_per_token(gateway: Running, stream: bool) -> None:
     entries = await chat_entries(gateway, stream, top_logprobs=2)
     ids = tokens(TEXT)
     assert [entry.logprob for entry in entries] == [logprobs_of(token, 0).logprob for token in ids]
@@ -147,7 +147,7 @@ async def test_chat_logprobs(gateway: Running, stream: bool) -> None:
     assert gateway.scorer.requests[-1].top_logprobs == 2
 
 
-async def test_logprobs_alone_need_no_alternatives(gateway: Running) -> None:
+async def test_chat_logprobs_without_top_logprobs_has_no_alternatives(gateway: Running) -> None:
     entries = await chat_entries(gateway, stream=False)
     assert all(entry.top_logprobs == [] for entry in entries)
     assert gateway.scorer.requests[-1].HasField("top_logprobs")
@@ -155,7 +155,9 @@ async def test_logprobs_alone_need_no_alternatives(gateway: Running) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_completion_logprobs(gateway: Running, stream: bool) -> None:
+async def test_completion_with_logprobs_returns_aligned_columns(
+    gateway: Running, stream: bool
+) -> None:
     answer = await complete(gateway, logprobs=2, stream=stream)
     pieces = [chunk.choices[0] async for chunk in answer] if stream else [answer.choices[0]]
     shaped = [piece.logprobs for piece in pieces if piece.logprobs is not None]
@@ -176,7 +178,7 @@ async def test_completion_logprobs(gateway: Running, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_stop_string_leaves_no_logprobs_behind(stream: bool) -> None:
+async def test_logprobs_with_stop_string_end_with_text(stream: bool) -> None:
     async with running_gateway(Script(tokens("hello world STOP and more"))) as gateway:
         entries = await chat_entries(gateway, stream, stop=" world STOP")
         plain = await gateway.client.chat.completions.create(
@@ -187,7 +189,7 @@ async def test_a_stop_string_leaves_no_logprobs_behind(stream: bool) -> None:
     assert plain.usage.completion_tokens == len(entries)
 
 
-async def test_logprobs_stay_aligned_when_another_scorer_continues() -> None:
+async def test_logprobs_when_another_scorer_continues_stay_aligned() -> None:
     def dying() -> Script:  # whichever is asked first
         return Script(tokens(TEXT), prompt_len=3, die_after=5, delay_s=0.05)
 
@@ -205,7 +207,7 @@ async def test_logprobs_stay_aligned_when_another_scorer_continues() -> None:
     assert sorted(resumed) == [0, 5]
 
 
-async def test_a_scorer_that_sends_no_logprobs_is_an_error_not_a_gap() -> None:
+async def test_logprobs_missing_from_scorer_fail_the_request() -> None:
     async with running_gateway(Script(tokens(TEXT))) as gateway:
         scorer = gateway.scorer
         original = scorer._rounds
@@ -224,7 +226,7 @@ async def test_a_scorer_that_sends_no_logprobs_is_an_error_not_a_gap() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_echo(gateway: Running, stream: bool) -> None:
+async def test_completion_with_echo_returns_prompt_first(gateway: Running, stream: bool) -> None:
     for prompt, shown in (("def f(", "def f("), (tokens("hello"), "hello")):
         answer = await complete(gateway, prompt=prompt, echo=True, stream=stream)
         if stream:
@@ -262,7 +264,7 @@ async def test_echo(gateway: Running, stream: bool) -> None:
         ({"structured_outputs": {"grammar": 'start: "a"'}}, "grammar", 'start: "a"'),
     ],
 )
-async def test_output_formats_become_constraints(
+async def test_output_format_when_given_becomes_constraint(
     gateway: Running, change: Any, kind: str, source: Any
 ) -> None:
     await complete(gateway, extra_body=change)
@@ -274,7 +276,7 @@ async def test_output_formats_become_constraints(
         assert getattr(sent.constraint, kind) == source
 
 
-async def test_a_format_that_a_scorer_refuses_is_called_what_the_client_called_it() -> None:
+async def test_output_format_refused_by_scorer_has_the_clients_name() -> None:
     refusal = InvalidRequestError("json_schema cannot be used: why.", param="json_schema")
     async with running_gateway(Script(tokens(TEXT), refuse=refusal)) as gateway:
         with pytest.raises(openai.BadRequestError) as caught:
@@ -297,7 +299,7 @@ async def test_a_format_that_a_scorer_refuses_is_called_what_the_client_called_i
         ),
     ],
 )
-async def test_verification_and_methods(
+async def test_speculation_with_verification_and_methods_reaches_scorer(
     gateway: Running, verification: Any, rule: int, settings: Any
 ) -> None:
     speculation = {"methods": ["suffix", "draft_model"], "verification": verification}
@@ -309,7 +311,7 @@ async def test_verification_and_methods(
         assert getattr(sent.verification, name) == value
 
 
-async def test_prediction_becomes_advice_and_its_tokens_are_counted() -> None:
+async def test_prediction_when_given_becomes_advice_and_is_counted() -> None:
     async with running_gateway(Script(tokens(TEXT), method="deterministic")) as gateway:
         contents: list[Any] = [
             TEXT,
@@ -333,7 +335,7 @@ async def test_prediction_becomes_advice_and_its_tokens_are_counted() -> None:
             assert details.rejected_prediction_tokens == 0
 
 
-async def test_prediction_tokens_behind_a_stop_string_are_not_accepted() -> None:
+async def test_prediction_behind_stop_string_is_not_accepted() -> None:
     script = Script(tokens("hello world STOP and more"), per_round=6, method="deterministic")
     async with running_gateway(script) as gateway:
         answer = await complete(
@@ -347,12 +349,12 @@ async def test_prediction_tokens_behind_a_stop_string_are_not_accepted() -> None
     assert details.rejected_prediction_tokens > 0
 
 
-async def test_no_prediction_no_details(gateway: Running) -> None:
+async def test_usage_without_prediction_has_no_details(gateway: Running) -> None:
     answer = await complete(gateway)
     assert answer.usage.completion_tokens_details is None
 
 
-async def test_advice_under_rtp_llms_names(gateway: Running) -> None:
+async def test_advice_under_rtp_llm_names_reaches_scorer(gateway: Running) -> None:
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"sp_advice_prompt": "hello"}, {"token_ids": tokens("hello"), "edit": False}),
         ({"sp_advice_prompt_token_ids": [5, 6], "sp_edit": 1}, {"token_ids": [5, 6], "edit": True}),
@@ -371,7 +373,7 @@ async def test_advice_under_rtp_llms_names(gateway: Running) -> None:
         assert {name: _plain(getattr(advice, name)) for name in wanted} == wanted
 
 
-async def test_references(gateway: Running) -> None:
+async def test_references_when_given_reach_scorer(gateway: Running) -> None:
     await complete(gateway, extra_body={"speculation": {"references": ["hello", [5, 6], ""]}})
     references = gateway.scorer.requests[-1].speculation.advice.references
     assert [list(one.token_ids) for one in references] == [tokens("hello"), [5, 6], []]

@@ -18,8 +18,8 @@ from outrider.models.chat_template import ChatTemplate
 from outrider.rpc.channel import open_channel
 from outrider.rpc.status import from_rpc_error
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
-from tests.support.fake_scorer import Script, logprobs_of
-from tests.support.gateway import (
+from tests.support.services.fake_scorer import Script, logprobs_of
+from tests.support.services.gateway import (
     MAX_MODEL_LEN,
     Running,
     running_gateway,
@@ -53,7 +53,7 @@ async def refusal(
     return caught.value.code(), from_rpc_error(caught.value)
 
 
-async def test_text_in_text_out() -> None:
+async def test_generate_with_text_returns_whole_text() -> None:
     async with running_gateway(Script(tokens(TEXT))) as gateway:
         responses = await generate(
             gateway, generation_pb2.GenerateRequest(text="x", aux_info=True, request_id="mine")
@@ -72,7 +72,7 @@ async def test_text_in_text_out() -> None:
     assert last.usage.completion_tokens == last.aux_info.output_len == len(tokens(TEXT))
 
 
-async def test_tokens_and_chat_prompts() -> None:
+async def test_generate_with_tokens_or_chat_sends_their_ids() -> None:
     async with running_gateway(Script(tokens(TEXT))) as gateway:
         prompt = generation_pb2.TokenPrompt(token_ids=[5, 6])
         await generate(gateway, generation_pb2.GenerateRequest(tokens=prompt))
@@ -85,7 +85,7 @@ async def test_tokens_and_chat_prompts() -> None:
         assert list(gateway.scorer.requests[-1].prompt_token_ids) == expected
 
 
-async def test_a_chat_messages_name_reaches_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_chat_message_with_name_reaches_template(monkeypatch: pytest.MonkeyPatch) -> None:
     rendered: list[dict[str, str]] = []
 
     def render(_: ChatTemplate, messages: Sequence[dict[str, str]]) -> str:
@@ -102,7 +102,7 @@ async def test_a_chat_messages_name_reaches_the_template(monkeypatch: pytest.Mon
     assert rendered == turns
 
 
-async def test_stop_strings_cut_tokens_with_their_text() -> None:
+async def test_stop_strings_in_text_cut_tokens_and_text() -> None:
     async with running_gateway(Script(tokens("hello world STOP more"))) as gateway:
         responses = await generate(
             gateway,
@@ -117,7 +117,7 @@ async def test_stop_strings_cut_tokens_with_their_text() -> None:
     assert list(responses[-1].aux_info.accepted_per_pos) == [accepted]
 
 
-async def test_sampling_defaults_are_resolved_and_a_seed_drawn() -> None:
+async def test_sampling_when_unset_has_defaults_and_drawn_seed() -> None:
     async with running_gateway(Script(tokens(TEXT))) as gateway:
         await generate(gateway, generation_pb2.GenerateRequest(text="x"))
         sent = gateway.scorer.requests[-1]
@@ -126,7 +126,7 @@ async def test_sampling_defaults_are_resolved_and_a_seed_drawn() -> None:
     assert sent.stop.max_tokens == min(256, MAX_MODEL_LEN - len(sent.prompt_token_ids))
 
 
-async def test_logprobs_come_with_their_tokens() -> None:
+async def test_logprobs_when_asked_for_come_with_their_tokens() -> None:
     async with running_gateway(Script(tokens(TEXT))) as gateway:
         responses = await generate(
             gateway, generation_pb2.GenerateRequest(text="x", top_logprobs=2, stop_strings=["caf"])
@@ -138,7 +138,7 @@ async def test_logprobs_come_with_their_tokens() -> None:
     assert not any(token.HasField("logprobs") for response in plain for token in response.tokens)
 
 
-async def test_everything_else_reaches_the_scorer() -> None:
+async def test_generate_with_every_field_passes_them_to_scorer() -> None:
     request = generation_pb2.GenerateRequest(
         text="x",
         sampling=common_pb2.SamplingParams(
@@ -222,14 +222,16 @@ async def test_everything_else_reaches_the_scorer() -> None:
         ),
     ],
 )
-async def test_bad_fields_are_named(request_: generation_pb2.GenerateRequest, param: str) -> None:
+async def test_generate_with_bad_field_names_it(
+    request_: generation_pb2.GenerateRequest, param: str
+) -> None:
     async with running_gateway(Script(tokens(TEXT))) as gateway:
         code, error = await refusal(gateway, request_)
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert getattr(error, "param", None) == param
 
 
-async def test_refusals_have_their_status() -> None:
+async def test_generate_when_refused_has_matching_status() -> None:
     full = Script(tokens(TEXT), refuse=CapacityError("full", retry_after_s=2.5))
     async with running_gateway(full) as gateway:
         code, error = await refusal(gateway, generation_pb2.GenerateRequest(text="x"))
@@ -245,7 +247,7 @@ async def test_refusals_have_their_status() -> None:
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_api_keys(tmp_path: Path) -> None:
+async def test_generate_without_valid_api_key_is_unauthenticated(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
     async with running_gateway(Script(tokens(TEXT)), api_key_file=str(keys)) as gateway:
@@ -266,7 +268,7 @@ async def test_api_keys(tmp_path: Path) -> None:
     assert "secret" not in tenant
 
 
-async def test_cancelling_the_rpc_cancels_the_scorer() -> None:
+async def test_generate_when_cancelled_cancels_scorer() -> None:
     async with (
         running_gateway(Script(tokens(TEXT), hang_after=2)) as gateway,
         stub_of(gateway) as stub,
@@ -279,7 +281,7 @@ async def test_cancelling_the_rpc_cancels_the_scorer() -> None:
         assert gateway.scorer.cancelled == 1
 
 
-async def test_a_client_that_does_not_read_is_ended_by_the_deadline() -> None:
+async def test_generate_with_idle_reader_ends_at_deadline() -> None:
     text = "hello world " * 8
     async with (
         running_gateway(
@@ -296,7 +298,7 @@ async def test_a_client_that_does_not_read_is_ended_by_the_deadline() -> None:
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_a_request_is_as_large_as_a_body_may_be() -> None:
+async def test_generate_with_largest_body_is_accepted() -> None:
     async with running_gateway(Script(tokens(TEXT)), max_body_bytes=4000) as gateway:
         small, large = (generation_pb2.GenerateRequest(text="x" * n) for n in (3900, 4100))
         code, error = await refusal(gateway, small)
@@ -305,7 +307,7 @@ async def test_a_request_is_as_large_as_a_body_may_be() -> None:
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_a_prompt_that_waits_to_be_encoded_has_the_same_deadline() -> None:
+async def test_generate_when_encoding_hangs_ends_at_deadline() -> None:
     async with (
         running_gateway(Script(tokens(TEXT)), request_timeout_s=0.2) as gateway,
         asyncio.timeout(10),
@@ -315,7 +317,7 @@ async def test_a_prompt_that_waits_to_be_encoded_has_the_same_deadline() -> None
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_list_models_and_health() -> None:
+async def test_services_when_ready_list_models_and_serve_health() -> None:
     async with running_gateway(Script(tokens(TEXT))) as gateway, stub_of(gateway) as stub:
         models = (await stub.ListModels(generation_pb2.ListModelsRequest())).models
         assert [(model.id, model.max_model_len) for model in models] == [("default", MAX_MODEL_LEN)]
@@ -325,7 +327,7 @@ async def test_list_models_and_health() -> None:
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_64_streams_at_once() -> None:
+async def test_generate_with_64_streams_keeps_texts_apart() -> None:
     async with (
         running_gateway(Script(tokens(TEXT), delay_s=0.01)) as gateway,
         stub_of(gateway) as stub,

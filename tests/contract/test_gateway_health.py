@@ -14,8 +14,8 @@ from outrider.rpc.channel import open_channel
 from outrider.rpc.status import from_rpc_error
 from outrider.v1 import generation_pb2
 from tests.contract.test_gateway_grpc import refusal
-from tests.support.fake_scorer import Script
-from tests.support.gateway import Running, running_gateway, tokens
+from tests.support.services.fake_scorer import Script
+from tests.support.services.gateway import Running, running_gateway, tokens
 
 ORIGIN = "https://app.example.com"
 

@@ -18,8 +18,8 @@ from outrider.errors import CapacityError, UnavailableError
 from outrider.models.tokenizer import Tokenizer
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
-from tests.support.fake_scorer import Script
-from tests.support.gateway import (
+from tests.support.services.fake_scorer import Script
+from tests.support.services.gateway import (
     MAX_MODEL_LEN,
     Running,
     running_gateway,
@@ -47,7 +47,7 @@ async def post(running: Running, path: str, body: Any, **kwargs: Any) -> httpx.R
 # Answers
 
 
-async def test_completion(gateway: Running) -> None:
+async def test_completion_with_text_returns_text_and_usage(gateway: Running) -> None:
     answer = await gateway.client.completions.create(model="default", prompt="def f(")
     assert answer.choices[0].text == TEXT
     assert answer.choices[0].finish_reason == "stop"
@@ -61,7 +61,7 @@ async def test_completion(gateway: Running) -> None:
     assert answer.usage.prompt_tokens_details.cached_tokens == 1
 
 
-async def test_completion_streams_whole_characters(gateway: Running) -> None:
+async def test_completion_when_streamed_has_whole_characters(gateway: Running) -> None:
     stream = await gateway.client.completions.create(
         model="default", prompt="def f(", stream=True, stream_options={"include_usage": True}
     )
@@ -79,7 +79,7 @@ async def test_completion_streams_whole_characters(gateway: Running) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-async def test_chat(gateway: Running) -> None:
+async def test_chat_with_message_returns_text_and_usage(gateway: Running) -> None:
     answer = await gateway.client.chat.completions.create(
         model="default",
         messages=[
@@ -93,7 +93,7 @@ async def test_chat(gateway: Running) -> None:
     assert sent == [0, *tokens("<|system|>be brief\n<|user|>hello\n<|assistant|>")]
 
 
-async def test_chat_streams(gateway: Running) -> None:
+async def test_chat_when_streamed_returns_same_text(gateway: Running) -> None:
     stream = await gateway.client.chat.completions.create(
         model="default", messages=[{"role": "user", "content": "hello"}], stream=True
     )
@@ -104,7 +104,7 @@ async def test_chat_streams(gateway: Running) -> None:
     assert all(chunk.usage is None for chunk in chunks)
 
 
-async def test_an_assistants_answer_can_be_sent_back_as_it_came(gateway: Running) -> None:
+async def test_chat_with_returned_assistant_message_is_accepted(gateway: Running) -> None:
     ask: Any = [{"role": "user", "content": "hello"}]
     answer = await gateway.client.chat.completions.create(model="default", messages=ask)
     ask += [answer.choices[0].message.model_dump(), {"role": "user", "content": "go on"}]
@@ -112,7 +112,7 @@ async def test_an_assistants_answer_can_be_sent_back_as_it_came(gateway: Running
     assert again.choices[0].message.content == TEXT
 
 
-async def test_prompts_as_lists_and_tokens(gateway: Running) -> None:
+async def test_completion_with_lists_or_tokens_answers_each_prompt(gateway: Running) -> None:
     prompts: list[Any] = [["one", "two", "three"], [5, 6, 7], [[5, 6], [7, 8]], ["one"]]
     for prompt in prompts:
         wanted = 1 if isinstance(prompt[0], int) else len(prompt)
@@ -125,7 +125,7 @@ async def test_prompts_as_lists_and_tokens(gateway: Running) -> None:
     assert len({request.request_id for request in gateway.scorer.requests}) == 7
 
 
-async def test_several_prompts_stream_side_by_side(gateway: Running) -> None:
+async def test_completion_with_several_prompts_streams_side_by_side(gateway: Running) -> None:
     stream = await gateway.client.completions.create(
         model="default",
         prompt=["one", "two", "three"],
@@ -142,7 +142,7 @@ async def test_several_prompts_stream_side_by_side(gateway: Running) -> None:
     assert len(chunk.aux_info) == 3  # type: ignore[attr-defined]
 
 
-async def test_every_parameter_reaches_the_scorer(gateway: Running) -> None:
+async def test_completion_with_every_parameter_passes_them_to_scorer(gateway: Running) -> None:
     await gateway.client.completions.create(
         model="default",
         prompt="x",
@@ -188,7 +188,7 @@ async def test_every_parameter_reaches_the_scorer(gateway: Running) -> None:
     assert sent.tenant == ""
 
 
-async def test_only_who_shows_tokens_as_they_come_costs_a_message_per_round(
+async def test_stream_interval_without_shown_tokens_is_long(
     gateway: Running,
 ) -> None:
     async def sent(**options: Any) -> int:
@@ -203,7 +203,7 @@ async def test_only_who_shows_tokens_as_they_come_costs_a_message_per_round(
     assert await sent(stop="never there") == 0
 
 
-async def test_max_completion_tokens_and_length(gateway: Running) -> None:
+async def test_chat_with_max_completion_tokens_finishes_with_length(gateway: Running) -> None:
     answer = await gateway.client.chat.completions.create(
         model="default", messages=[{"role": "user", "content": "x"}], max_completion_tokens=3
     )
@@ -212,12 +212,12 @@ async def test_max_completion_tokens_and_length(gateway: Running) -> None:
     assert answer.usage.completion_tokens == 3
 
 
-async def test_unset_max_tokens_stays_within_the_context(gateway: Running) -> None:
+async def test_chat_without_max_tokens_stays_within_context(gateway: Running) -> None:
     await gateway.client.completions.create(model="default", prompt=[5] * (MAX_MODEL_LEN - 10))
     assert gateway.scorer.requests[-1].stop.max_tokens == 10
 
 
-async def test_a_seed_is_drawn_if_none_is_given(gateway: Running) -> None:
+async def test_completion_without_seed_draws_one(gateway: Running) -> None:
     for _ in range(2):
         await gateway.client.completions.create(model="default", prompt="x")
     await gateway.client.completions.create(model="default", prompt=["x", "x"])
@@ -228,7 +228,7 @@ async def test_a_seed_is_drawn_if_none_is_given(gateway: Running) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_stop_string_ends_before_itself_and_cancels_the_scorer(stream: bool) -> None:
+async def test_stop_string_in_text_ends_before_it_and_cancels_scorer(stream: bool) -> None:
     script = Script(tokens("hello world STOP and much more" * 3), delay_s=0.01)
     async with running_gateway(script) as gateway:
         parameters: dict[str, Any] = {
@@ -265,7 +265,7 @@ async def test_stop_string_ends_before_itself_and_cancels_the_scorer(stream: boo
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
-async def test_aux_info_has_every_field_and_comes_with_the_last_chunk(include_usage: bool) -> None:
+async def test_aux_info_when_asked_for_comes_whole_with_last_chunk(include_usage: bool) -> None:
     async with running_gateway(Script(tokens(TEXT))) as gateway:
         plain = await gateway.client.completions.create(model="default", prompt="x")
         assert "aux_info" not in plain.model_dump()
@@ -306,13 +306,13 @@ async def test_aux_info_has_every_field_and_comes_with_the_last_chunk(include_us
         b'{"prompt": "x", "temperature": NaN}',
     ],
 )
-async def test_broken_bodies(gateway: Running, body: bytes) -> None:
+async def test_completion_with_broken_body_is_400(gateway: Running, body: bytes) -> None:
     response = await post(gateway, "/v1/completions", body)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["message"]
 
 
-async def test_body_limit() -> None:
+async def test_completion_with_body_over_limit_is_413() -> None:
     async def trickle() -> AsyncIterator[bytes]:
         for _ in range(10):
             yield b"x" * 1000
@@ -326,7 +326,7 @@ async def test_body_limit() -> None:
             assert response.json()["error"]["code"] == "request_too_large"
 
 
-async def test_unknown_models_and_paths(gateway: Running) -> None:
+async def test_request_for_unknown_model_or_path_is_404(gateway: Running) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         await gateway.client.completions.create(model="gpt-99", prompt="x")
     assert caught.value.code == "model_not_found"
@@ -348,13 +348,13 @@ async def test_unknown_models_and_paths(gateway: Running) -> None:
         }
 
 
-async def test_models(gateway: Running) -> None:
+async def test_models_when_listed_include_the_served_name(gateway: Running) -> None:
     models = [model async for model in gateway.client.models.list()]
     assert [model.id for model in models] == ["default"]
     assert (await gateway.client.models.retrieve("default")).owned_by == "outrider"
 
 
-async def test_api_keys(tmp_path: Any) -> None:
+async def test_request_without_valid_api_key_is_401(tmp_path: Any) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# comment\n\nsecret-1\nsecret-2\n")
     async with running_gateway(
@@ -379,7 +379,7 @@ async def test_api_keys(tmp_path: Any) -> None:
             assert (await client.get("/health")).status_code == 200
 
 
-async def test_a_full_scorer_is_429_with_retry_after() -> None:
+async def test_completion_when_scorer_is_full_is_429_with_retry_after() -> None:
     script = Script(tokens(TEXT), refuse=CapacityError("full", retry_after_s=2.5))
     async with running_gateway(script) as gateway:
         for stream in (False, True):
@@ -388,7 +388,7 @@ async def test_a_full_scorer_is_429_with_retry_after() -> None:
             assert caught.value.response.headers["retry-after"] == "3"
 
 
-async def test_too_many_requests_in_flight_are_429() -> None:
+async def test_completion_when_gateway_is_full_is_429() -> None:
     script = Script(tokens(TEXT), hang_after=2)
     async with running_gateway(script, max_in_flight=2) as gateway:
         tasks = [
@@ -403,7 +403,7 @@ async def test_too_many_requests_in_flight_are_429() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_the_deadline_gives_504_or_an_error_event() -> None:
+async def test_completion_past_deadline_is_504_or_error_event() -> None:
     script = Script(tokens(TEXT), hang_after=4)
     async with running_gateway(script, request_timeout_s=0.5) as gateway:
         with pytest.raises(openai.InternalServerError) as caught:
@@ -423,7 +423,7 @@ async def test_the_deadline_gives_504_or_an_error_event() -> None:
         assert f"outrider:gateway_requests_total{{{late}}} 2.0\n" in metrics
 
 
-async def test_a_full_gateway_refuses_before_it_encodes_a_prompt() -> None:
+async def test_admission_when_full_refuses_before_encoding() -> None:
     """Or refusing would cost as much as serving, just when there is too much of it."""
     chat = {"messages": [{"role": "user", "content": "x"}]}
     async with running_gateway(Script(tokens(TEXT), hang_after=2), max_in_flight=1) as gateway:
@@ -443,7 +443,7 @@ async def test_a_full_gateway_refuses_before_it_encodes_a_prompt() -> None:
         running.cancel()
 
 
-async def test_requests_that_come_together_take_their_places_before_they_are_encoded(
+async def test_admission_of_simultaneous_requests_happens_before_encoding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     encoded: list[str] = []
@@ -467,7 +467,7 @@ async def test_requests_that_come_together_take_their_places_before_they_are_enc
         assert gateway.metric("gateway_requests_in_flight") == 0
 
 
-async def test_what_a_drain_cuts_off_is_no_clients_doing() -> None:
+async def test_request_cut_off_by_drain_counts_as_unavailable() -> None:
     async with httpx.AsyncClient() as client:
         async with running_gateway(Script(tokens(TEXT), hang_after=2)) as gateway:
             url = f"{gateway.http}/v1/completions"
@@ -478,7 +478,7 @@ async def test_what_a_drain_cuts_off_is_no_clients_doing() -> None:
     assert gateway.metric("gateway_requests_total", **outcome) == 1
 
 
-async def test_a_prompt_that_waits_to_be_encoded_has_the_same_deadline() -> None:
+async def test_completion_when_encoding_hangs_is_504() -> None:
     async with running_gateway(Script(tokens(TEXT)), request_timeout_s=0.2) as gateway:
         with tokenizers_that_hang():
             with pytest.raises(openai.InternalServerError) as caught:
@@ -486,7 +486,7 @@ async def test_a_prompt_that_waits_to_be_encoded_has_the_same_deadline() -> None
             assert caught.value.status_code == 504
 
 
-async def test_no_scorer_is_503_and_unhealthy() -> None:
+async def test_completion_when_scorer_drains_is_503() -> None:
     script = Script(tokens(TEXT), refuse=UnavailableError("draining"))
     async with running_gateway(script, resume_timeout_s=0.3) as gateway:
         with pytest.raises(openai.InternalServerError) as caught:
@@ -497,7 +497,7 @@ async def test_no_scorer_is_503_and_unhealthy() -> None:
 # Life
 
 
-async def test_health_and_metrics(gateway: Running) -> None:
+async def test_gateway_when_ready_serves_health_and_metrics(gateway: Running) -> None:
     await gateway.client.completions.create(model="default", prompt="x")
     async with httpx.AsyncClient(base_url=gateway.http) as client:
         health = await client.get("/health")
@@ -515,7 +515,7 @@ async def test_health_and_metrics(gateway: Running) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_disconnect_cancels_the_scorer_at_once(stream: bool) -> None:
+async def test_stream_when_client_disconnects_cancels_scorer(stream: bool) -> None:
     async with running_gateway(Script(tokens(TEXT), hang_after=2)) as gateway:
         body = json.dumps({"prompt": "x", "stream": stream}).encode()
         host, port = gateway.http.removeprefix("http://").split(":")
@@ -531,7 +531,7 @@ async def test_a_disconnect_cancels_the_scorer_at_once(stream: bool) -> None:
         assert gateway.scorer.cancelled == 1
 
 
-async def test_64_streams_at_once() -> None:
+async def test_completion_with_64_streams_keeps_texts_apart() -> None:
     async with running_gateway(Script(tokens(TEXT), together=64)) as gateway:
 
         async def one() -> str:
@@ -545,7 +545,7 @@ async def test_64_streams_at_once() -> None:
         assert gateway.scorer.most_running == 64
 
 
-async def test_one_trace_per_request() -> None:
+async def test_request_when_traced_has_one_trace() -> None:
     exporter = InMemorySpanExporter()
     async with running_gateway(Script(tokens(TEXT)), exporter=exporter) as gateway:
         trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

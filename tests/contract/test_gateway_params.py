@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from outrider.errors import InvalidRequestError
-from tests.support.fake_scorer import Script
-from tests.support.gateway import MAX_MODEL_LEN, Running, running_gateway, tokens
+from tests.support.services.fake_scorer import Script
+from tests.support.services.gateway import MAX_MODEL_LEN, Running, running_gateway, tokens
 
 Case = tuple[dict[str, Any], str]
 
@@ -182,7 +182,7 @@ async def post(gateway: Running, path: str, change: dict[str, Any]) -> httpx.Res
 @pytest.mark.parametrize(
     ("path", "cases"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)]
 )
-async def test_bad_parameters_are_named(
+async def test_request_with_bad_parameter_names_it(
     gateway: Running, path: str, cases: list[Case], subtests: pytest.Subtests
 ) -> None:
     for change, param in cases:
@@ -198,7 +198,9 @@ async def test_bad_parameters_are_named(
 
 
 @pytest.mark.parametrize("change", TOO_LONG)
-async def test_what_does_not_fit_has_openais_code(gateway: Running, change: dict[str, Any]) -> None:
+async def test_request_over_context_has_openai_code(
+    gateway: Running, change: dict[str, Any]
+) -> None:
     response = await post(gateway, "/v1/completions", change)
     assert response.status_code == 400
     error = response.json()["error"]
@@ -209,7 +211,7 @@ async def test_what_does_not_fit_has_openais_code(gateway: Running, change: dict
 @pytest.mark.parametrize(
     "part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, "x"]
 )
-async def test_only_text_parts(gateway: Running, part: Any) -> None:
+async def test_chat_with_other_than_text_parts_is_refused(gateway: Running, part: Any) -> None:
     change = {"messages": [{"role": "user", "content": [part]}]}
     response = await post(gateway, "/v1/chat/completions", change)
     assert response.status_code == 400
@@ -219,7 +221,7 @@ async def test_only_text_parts(gateway: Running, part: Any) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_values_that_ask_for_nothing_are_taken(gateway: Running, path: str) -> None:
+async def test_request_with_neutral_values_is_accepted(gateway: Running, path: str) -> None:
     nothing = (
         *("n", "stop", "logprobs", "seed", "tools", "response_format", "prediction", "logit_bias"),
         *("structured_outputs", "extra_config", "speculation", "top_k", "stop_token_ids"),
@@ -243,7 +245,7 @@ async def test_values_that_ask_for_nothing_are_taken(gateway: Running, path: str
         ({"structured_outputs": {"choice": ["a"]}}, "regex", "structured_outputs.choice"),
     ],
 )
-async def test_a_scorers_refusal_has_the_clients_name(
+async def test_request_refused_by_scorer_has_the_clients_name(
     gateway: Running, stream: bool, change: dict[str, Any], kind: str, param: str
 ) -> None:
     gateway.scorer.script.refuse = InvalidRequestError("cannot be compiled", param=kind)

@@ -17,8 +17,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.rpc.channel import open_channel
-from tests.support.fake_scorer import Script, serving
-from tests.support.gateway import fake_scorer, model_folder, tokens
+from tests.support.services.fake_scorer import Script, serving
+from tests.support.services.gateway import fake_scorer, model_folder, tokens
 from tests.support.waiting import until
 
 
@@ -44,7 +44,7 @@ async def ready_line(process: Process) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-async def test_ready_then_a_quick_stop_with_a_stream_under_way(signum: signal.Signals) -> None:
+async def test_process_with_open_stream_stops_quickly(signum: signal.Signals) -> None:
     async with serving(fake_scorer(Script(tokens("hello world"), hang_after=2))) as scorer:
         flags = ("--scorer", scorer.target, "--model", str(model_folder()))
         async with gateway_process(*flags, "--drain-grace-seconds", "0.5") as process:
@@ -66,7 +66,7 @@ async def test_ready_then_a_quick_stop_with_a_stream_under_way(signum: signal.Si
         await until(lambda: scorer.running == 0)
 
 
-async def test_a_stream_under_way_ends_within_the_grace() -> None:
+async def test_process_when_draining_lets_open_stream_end() -> None:
     script = Script(tokens("hello world, the quick brown fox"), per_round=1, delay_s=0.3)
     async with serving(fake_scorer(script)) as scorer:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -109,7 +109,7 @@ async def takes_connections(url: str) -> bool:
     return True
 
 
-async def test_metrics_on_their_own_port_outlive_the_drain() -> None:
+async def test_metrics_port_when_draining_still_serves() -> None:
     script = Script(tokens("hello world"), hang_after=2)
     async with serving(fake_scorer(script)) as scorer:
         flags = ("--scorer", scorer.target, "--model", str(model_folder()))
@@ -144,7 +144,7 @@ async def refused(*flags: str) -> str:
     return lines[0]
 
 
-async def test_start_up_errors_are_one_readable_line(tmp_path: object) -> None:
+async def test_process_with_start_error_prints_one_line(tmp_path: object) -> None:
     model = ("--model", str(model_folder()))
     async with serving(fake_scorer(Script([]))) as scorer:
         flags = ("--scorer", scorer.target)

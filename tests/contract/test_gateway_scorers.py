@@ -15,8 +15,8 @@ import pytest
 from outrider.cli.stack import free_port
 from outrider.errors import CapacityError, ConfigError, UnavailableError
 from outrider.v1 import generation_pb2, generation_pb2_grpc
-from tests.support.fake_scorer import FakeScorer, Script, serving
-from tests.support.gateway import Running, fake_scorer, running_gateway, tokens
+from tests.support.services.fake_scorer import FakeScorer, Script, serving
+from tests.support.services.gateway import Running, fake_scorer, running_gateway, tokens
 from tests.support.waiting import until
 
 TEXT = "hello world, the quick brown fox jumps over the lazy dog; naïve café 日本語 🎉"
@@ -45,7 +45,9 @@ def requests_of(scorers: list[FakeScorer]) -> list[Any]:
         (grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2"),  # from Envoy
     ],
 )
-async def test_another_scorer_continues_the_same_text(dies_as: tuple[grpc.StatusCode, str]) -> None:
+async def test_request_when_scorer_dies_continues_on_another(
+    dies_as: tuple[grpc.StatusCode, str],
+) -> None:
     # Whichever is asked first dies after 6 tokens; each dies only once.
     dying = scripted(die_after=6, dies_as=dies_as, delay_s=0.05)
     scorers = [fake_scorer(replace(dying), name) for name in ("a", "b")]
@@ -74,7 +76,7 @@ async def test_another_scorer_continues_the_same_text(dies_as: tuple[grpc.Status
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_only_scorer_comes_back(stream: bool) -> None:
+async def test_request_when_only_scorer_returns_continues(stream: bool) -> None:
     scorer, port = fake_scorer(scripted(delay_s=0.02)), free_port()
     async with AsyncExitStack() as life:
         await life.enter_async_context(serving(scorer, port))
@@ -99,7 +101,7 @@ async def test_the_only_scorer_comes_back(stream: bool) -> None:
             assert len(scorer.requests[1].prompt_token_ids) > len(PROMPT)
 
 
-async def test_a_scorer_that_does_not_come_back_ends_the_stream_with_an_error() -> None:
+async def test_request_when_only_scorer_stays_away_ends_with_error() -> None:
     scorer = fake_scorer(scripted(die_after=4))
     async with running_gateway(scorer, resume_timeout_s=0.5) as gateway:
         stream = await complete(gateway, stream=True)
@@ -112,7 +114,7 @@ async def test_a_scorer_that_does_not_come_back_ends_the_stream_with_an_error() 
         assert TEXT.startswith(text)
 
 
-async def test_a_request_that_kills_every_scorer_is_given_up() -> None:
+async def test_request_that_kills_every_scorer_is_given_up() -> None:
     """Else the request that is the cause would end the whole fleet."""
     gone = UnavailableError("gone")
     scorers = [fake_scorer(scripted(refuse=gone), name) for name in "abcdef"]
@@ -125,7 +127,7 @@ async def test_a_request_that_kills_every_scorer_is_given_up() -> None:
         assert gateway.metric("gateway_retries_total") == 3, "told though the request failed"
 
 
-async def test_a_request_that_gets_on_may_outlive_any_number_of_scorers() -> None:
+async def test_request_that_progresses_outlives_any_number_of_scorers() -> None:
     scorers = [fake_scorer(scripted(die_after=2), name) for name in "abcdef"]
     async with running_gateway(*scorers) as gateway:
         await until_serving(gateway.http, len(scorers))
@@ -135,7 +137,7 @@ async def test_a_request_that_gets_on_may_outlive_any_number_of_scorers() -> Non
         assert answer.aux_info["retries"] == len(requests_of(scorers)) - 1 == 5
 
 
-async def test_a_request_under_way_waits_for_a_full_scorer() -> None:
+async def test_request_resumed_at_full_scorer_waits() -> None:
     scorer = fake_scorer(scripted(die_after=6))
     async with running_gateway(scorer) as gateway:
         stream = await complete(gateway, stream=True)
@@ -147,7 +149,7 @@ async def test_a_request_under_way_waits_for_a_full_scorer() -> None:
         assert first.choices[0].text + "".join(rest) == TEXT
 
 
-async def test_a_request_under_way_does_not_wait_for_ever() -> None:
+async def test_request_resumed_at_scorer_that_stays_full_ends_with_error() -> None:
     scorer = fake_scorer(scripted(die_after=6))
     async with running_gateway(scorer, resume_timeout_s=0.5) as gateway:
         stream = await complete(gateway, stream=True)
@@ -164,7 +166,7 @@ async def until_serving(http: str, count: int) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_full_scorer_is_passed_over() -> None:
+async def test_routing_when_scorer_is_full_takes_another() -> None:
     scorers = [fake_scorer(scripted(), name) for name in ("a", "b")]
     async with running_gateway(*scorers) as gateway:
         await until_serving(gateway.http, 2)
@@ -178,7 +180,7 @@ async def test_a_full_scorer_is_passed_over() -> None:
             await complete(gateway)
 
 
-async def test_the_same_first_page_goes_to_the_same_scorer_until_it_is_busy() -> None:
+async def test_routing_of_same_first_page_keeps_scorer_until_busy() -> None:
     scorers = [fake_scorer(scripted(), name) for name in ("a", "b", "c")]
     async with running_gateway(*scorers) as gateway:
         await until_serving(gateway.http, 3)
@@ -191,7 +193,7 @@ async def test_the_same_first_page_goes_to_the_same_scorer_until_it_is_busy() ->
         assert sorted(len(scorer.requests) for scorer in scorers)[1] >= 4
 
 
-async def test_prompts_that_begin_alike_are_shared_out_over_all_scorers() -> None:
+async def test_routing_of_prompts_that_begin_alike_uses_all_scorers() -> None:
     """As with one system prompt for all: no scorer is left idle while others are busy."""
     scorers = [fake_scorer(scripted(delay_s=0.1), name) for name in ("a", "b", "c", "d")]
     async with running_gateway(*scorers) as gateway:
@@ -206,7 +208,7 @@ async def test_prompts_that_begin_alike_are_shared_out_over_all_scorers() -> Non
     ("info", "message"),
     [({"tokenizer_hash": "other"}, "another tokenizer"), ({"vocab_size": 5}, "knows 5 tokens")],
 )
-async def test_a_scorer_that_does_not_fit_fails_the_start(info: Any, message: str) -> None:
+async def test_start_with_unfit_scorer_fails(info: Any, message: str) -> None:
     scorer = fake_scorer(scripted(), **info)
     with pytest.raises(ConfigError, match=message):
         async with running_gateway(scorer):
@@ -214,7 +216,7 @@ async def test_a_scorer_that_does_not_fit_fails_the_start(info: Any, message: st
 
 
 @pytest.mark.parametrize("fits_first", [False, True])
-async def test_a_scorer_that_does_not_fit_decides_nothing(
+async def test_start_with_fit_and_unfit_scorers_ignores_unfit(
     fits_first: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither one that turns up nor one that comes back as another model."""
@@ -247,7 +249,7 @@ async def limits(gateway: Running) -> tuple[int, int]:
     return model.max_model_len, model.vocab_size
 
 
-async def test_no_scorer_fails_the_start_in_time() -> None:
+async def test_start_without_scorer_fails_in_time() -> None:
     scorer = fake_scorer(scripted())
     scorer.target = "127.0.0.1:1"
     with pytest.raises(ConfigError, match=r"no scorer served within 0\.3 s at 127"):

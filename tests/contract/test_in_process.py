@@ -24,11 +24,11 @@ from outrider.drafting.proposer import (
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
 from outrider.features import FeatureSpec
-from tests.support.features import CAPTURED, SIZE, RowReader, selection
-from tests.support.guessing import guessing
-from tests.support.hash_model import HashModel
-from tests.support.reader_service import serving
-from tests.support.scorer import (
+from tests.support.models.features import CAPTURED, SIZE, RowReader, selection
+from tests.support.models.hash_model import HashModel
+from tests.support.services.guessing import guessing
+from tests.support.services.reader_service import serving
+from tests.support.services.scorer import (
     MAX_LEN,
     VOCAB,
     Output,
@@ -37,7 +37,7 @@ from tests.support.scorer import (
     generate_request,
     running_scorer,
 )
-from tests.support.scripted_proposer import proposing
+from tests.support.services.scripted_proposer import proposing
 
 FINAL = FeatureSpec(SIZE, (), final_norm=True)
 PROMPTS = [[(7 * i + j) % VOCAB for j in range(3 + 14 * i)] for i in range(6)]

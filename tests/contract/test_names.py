@@ -16,11 +16,11 @@ from outrider.rpc.deployment import Deployment
 from outrider.rpc.telemetry import configure
 from proposer_service.config import LinkConfig, ProposerConfig
 from proposer_service.service import ProposerService
-from tests.support.certificates import Issuer
-from tests.support.draft_scorer import Context, DraftScorer, Requests, close, open_
-from tests.support.fake_scorer import Script, serving
-from tests.support.gateway import fake_scorer, running_gateway, tokens
-from tests.support.names import Names
+from tests.support.services.certificates import Issuer
+from tests.support.services.draft_scorer import Context, DraftScorer, Requests, close, open_
+from tests.support.services.fake_scorer import Script, serving
+from tests.support.services.gateway import fake_scorer, running_gateway, tokens
+from tests.support.services.names import Names
 from tests.support.waiting import until
 
 A, B = "127.0.0.1", "127.0.0.2"  # the addresses of two pods

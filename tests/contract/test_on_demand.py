@@ -13,9 +13,9 @@ from outrider.engine.policy.base import Ready
 from outrider.engine.policy.draft_mode import DraftMode
 from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.sequence import Sequence as Row
-from tests.support.hash_model import HashModel
-from tests.support.reader_service import serving
-from tests.support.scorer import MAX_LEN, VOCAB, running_scorer
+from tests.support.models.hash_model import HashModel
+from tests.support.services.reader_service import serving
+from tests.support.services.scorer import MAX_LEN, VOCAB, running_scorer
 
 SPELL = 40  # tokens
 

@@ -15,11 +15,11 @@ from outrider.engine.hidden_states.streams import HiddenStateStreams
 from outrider.features import FeatureSpec
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits
-from tests.support.draft_scorer import DraftScorer
-from tests.support.features import CAPTURED, RowReader, selection
-from tests.support.reader_service import serving
-from tests.support.scorer import VOCAB, RunningScorer, running_scorer
-from tests.support.scripted_proposer import ScriptedProposer, hello
+from tests.support.models.features import CAPTURED, RowReader, selection
+from tests.support.services.draft_scorer import DraftScorer
+from tests.support.services.reader_service import serving
+from tests.support.services.scorer import VOCAB, RunningScorer, running_scorer
+from tests.support.services.scripted_proposer import ScriptedProposer, hello
 
 SPEC, MATRIX = selection(CAPTURED, 6)
 PACKED = MATRIX.view(torch.uint8).numpy().tobytes()

@@ -38,9 +38,9 @@ from outrider.v1 import common_pb2, draft_pb2, proposer_pb2, proposer_pb2_grpc
 from proposer_service.config import LinkConfig, ProposerConfig
 from proposer_service.service import ProposerService
 from proposer_service.worker import DraftWorker
-from tests.support.draft_scorer import Conversation, DraftScorer, close, commit, open_
-from tests.support.hash_model import HashModel
-from tests.support.simulation import Clock
+from tests.support.models.hash_model import HashModel
+from tests.support.services.draft_scorer import Conversation, DraftScorer, close, commit, open_
+from tests.support.simulators.simulation import Clock
 from tests.support.waiting import until
 
 PERIOD = [5, 6, 7, 5, 6, 7, 5, 6]  # prompt lookup goes on with 7, 5, 6, 7

@@ -18,7 +18,7 @@ from outrider.rpc import status
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, draft_pb2, scorer_pb2, scorer_pb2_grpc
 from scorer_service.config import DraftLimits
-from tests.support.scorer import (
+from tests.support.services.scorer import (
     MAX_LEN,
     VOCAB,
     PacedModel,
@@ -26,7 +26,7 @@ from tests.support.scorer import (
     generate_request,
     running_scorer,
 )
-from tests.support.scripted_proposer import (
+from tests.support.services.scripted_proposer import (
     Drafted,
     Script,
     ScriptedProposer,

@@ -19,8 +19,8 @@ from outrider.v1 import scorer_pb2_grpc
 from scorer_service import app
 from scorer_service.__main__ import resolve
 from scorer_service.config import ScorerOptions
-from tests.support.hash_model import HashModel
-from tests.support.scorer import generate_request
+from tests.support.models.hash_model import HashModel
+from tests.support.services.scorer import generate_request
 
 
 class HangingModel(HashModel):

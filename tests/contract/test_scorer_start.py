@@ -12,7 +12,7 @@ from outrider.errors import ConfigError
 from scorer_service.__main__ import resolve
 from scorer_service.config import ScorerOptions
 from scorer_service.loading import load
-from tests.support.scorer import running_scorer
+from tests.support.services.scorer import running_scorer
 
 
 def _refused(flag: str) -> str:

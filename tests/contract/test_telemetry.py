@@ -19,8 +19,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from outrider.errors import ConfigError
 from outrider.rpc.telemetry import METRIC_PREFIX, PastSpan, Telemetry, configure, extract, inject
 from tests.contract.test_scorer import PROMPT, greedy_truth
-from tests.support.scorer import running_scorer
-from tests.support.scripted_proposer import ScriptedProposer, follow, proposing
+from tests.support.services.scorer import running_scorer
+from tests.support.services.scripted_proposer import ScriptedProposer, follow, proposing
 
 
 async def test_trace_leads_from_the_client_through_the_scorer_to_the_proposer() -> None:

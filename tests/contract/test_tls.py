@@ -18,10 +18,10 @@ from outrider.rpc.channel import open_channel
 from outrider.rpc.deployment import TlsFiles
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.targets import Target
-from tests.support.certificates import Issuer
-from tests.support.fake_scorer import Script, serving
-from tests.support.gateway import fake_scorer
-from tests.support.scorer import generate_request
+from tests.support.services.certificates import Issuer
+from tests.support.services.fake_scorer import Script, serving
+from tests.support.services.gateway import fake_scorer
+from tests.support.services.scorer import generate_request
 
 NAME = "outrider.v1.ScorerService"
 

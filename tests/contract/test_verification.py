@@ -12,9 +12,9 @@ from outrider.draft_tree import DraftTree
 from outrider.rpc import codec
 from outrider.v1 import common_pb2, draft_pb2, scorer_pb2
 from tests.contract.test_proposer_stream import hash_model_proposer, ngram_config, running
-from tests.support.draft_scorer import DraftScorer, open_
-from tests.support.scorer import RunningScorer, generate_request, running_scorer
-from tests.support.scripted_proposer import Drafted, ScriptedProposer, block, proposing
+from tests.support.services.draft_scorer import DraftScorer, open_
+from tests.support.services.scorer import RunningScorer, generate_request, running_scorer
+from tests.support.services.scripted_proposer import Drafted, ScriptedProposer, block, proposing
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 RULES = {rule.value: number for rule, number in codec.RULE_TO_PROTO.items()}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiny_pair import save_pair
-from tests.support.up import EVERY_ROUND, Up, running
+from tests.support.checkpoints.tiny_pair import save_pair
+from tests.support.services.up import EVERY_ROUND, Up, running
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import resources
+from typing import Any
 
 import httpx
 import pytest
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.cli.client import GenerateOptions
 from outrider.models.resolve import resolve_model
-from tests.support.up import EVERY_ROUND, Up, complete, run_outrider, running
+from tests.support.services.up import EVERY_ROUND, Up, complete, run_outrider, running
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -33,10 +34,16 @@ def stack() -> Iterator[Up]:
         yield up
 
 
-async def test_greedy_is_what_transformers_writes(stack: Up) -> None:
+@pytest.fixture(scope="module")
+def reference() -> tuple[Any, Any]:
+    """The embedded target's tokenizer and model, by transformers."""
     folder = resolve_model(None, "target")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return tokenizer, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+async def test_greedy_text_equals_transformers(stack: Up, reference: tuple[Any, Any]) -> None:
+    tokenizer, model = reference
     for prompt in heldout_prompts(4):
         options = GenerateOptions(
             prompt=prompt, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, aux_info=True
@@ -54,10 +61,8 @@ async def test_greedy_is_what_transformers_writes(stack: Up) -> None:
         assert done.aux.accepted > 0
 
 
-def test_penalties_and_log_probabilities_are_what_transformers_computes(stack: Up) -> None:
-    folder = resolve_model(None, "target")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def test_penalties_and_logprobs_equal_transformers(stack: Up, reference: tuple[Any, Any]) -> None:
+    tokenizer, model = reference
     (prompt,) = heldout_prompts(1)
     body = {
         **{"model": "default", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0},
@@ -84,7 +89,7 @@ def test_penalties_and_log_probabilities_are_what_transformers_computes(stack: U
     assert answer.json()["aux_info"]["drafted"] > 0
 
 
-async def test_drafts_are_mostly_right(stack: Up) -> None:
+async def test_drafts_of_embedded_pair_are_mostly_accepted(stack: Up) -> None:
     """Far below what the model card says: it notices a broken draft, not a slow machine."""
     rounds = accepted = 0
     for prompt in heldout_prompts(8):
@@ -97,7 +102,7 @@ async def test_drafts_are_mostly_right(stack: Up) -> None:
     assert 1 + accepted / rounds > 2.0
 
 
-async def test_a_seed_is_a_text(stack: Up) -> None:
+async def test_seed_when_repeated_gives_same_text(stack: Up) -> None:
     (prompt,) = heldout_prompts(1)
     options = GenerateOptions(
         prompt=prompt, max_tokens=NUM_TOKENS, temperature=1.0, top_p=0.95, seed=7, aux_info=True
@@ -112,7 +117,7 @@ async def test_a_seed_is_a_text(stack: Up) -> None:
         assert done.token_ids == plain.token_ids
 
 
-def test_json_is_drafted_within_its_schema(stack: Up) -> None:
+def test_json_schema_with_drafts_is_kept(stack: Up) -> None:
     """The scorer masks, and the draft model alike: most drafts hold, and none changes the text."""
     schema = {
         "type": "object",
@@ -152,7 +157,7 @@ def test_json_is_drafted_within_its_schema(stack: Up) -> None:
     assert accepted > rounds > 0, "far below what masks give: about 2 a round"
 
 
-def test_the_demo() -> None:
+def test_demo_of_embedded_pair_shows_both_runs() -> None:
     done = run_outrider("demo", "--max-tokens", 64, timeout_s=300)
     assert done.returncode == 0, done.stderr
     assert "The text is identical" in done.stdout

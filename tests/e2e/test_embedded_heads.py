@@ -10,7 +10,7 @@ from importlib import resources
 import pytest
 
 from outrider.cli.client import GenerateOptions
-from tests.support.up import EVERY_ROUND, Up, complete, running
+from tests.support.services.up import EVERY_ROUND, Up, complete, running
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -26,7 +26,9 @@ def stack(request: pytest.FixtureRequest) -> Iterator[tuple[str, Up]]:
         yield method, up
 
 
-async def test_text_is_the_targets_and_drafts_come_true(stack: tuple[str, Up]) -> None:
+async def test_embedded_head_when_drafting_keeps_text_and_is_accepted(
+    stack: tuple[str, Up],
+) -> None:
     method, up = stack
     file = resources.files("outrider.models") / "data" / "heldout_prompts.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines()

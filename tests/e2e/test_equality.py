@@ -9,7 +9,7 @@ import pytest
 
 from outrider.cli.client import GenerateOptions
 from outrider.v1 import common_pb2
-from tests.support.up import Completion, Up, complete, until_idle
+from tests.support.services.up import Completion, Up, complete, until_idle
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -47,7 +47,7 @@ def check_account(done: Completion, k: int) -> None:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("method", ["draft_model", "ngram"])
-async def test_same_text_for_every_k(
+async def test_text_for_every_number_of_draft_tokens_is_the_same(
     method: str, sampling: str, request: pytest.FixtureRequest
 ) -> None:
     stack: Up = request.getfixturevalue(f"{method}_stack")
@@ -68,7 +68,7 @@ async def test_same_text_for_every_k(
                 assert (done.aux.drafted > 0) == (k > 0)
 
 
-async def test_every_kind_of_token_occurs(draft_model_stack: Up) -> None:
+async def test_tokens_of_many_prompts_have_every_kind(draft_model_stack: Up) -> None:
     """Else the test above would compare nothing with nothing."""
     done = await complete(draft_model_stack.grpc, _request(PROMPT, "greedy", max_tokens=120))
     assert {
@@ -80,13 +80,13 @@ async def test_every_kind_of_token_occurs(draft_model_stack: Up) -> None:
     assert done.aux.rounds < 120
 
 
-async def test_prompt_lookup_finds_repetitions(ngram_stack: Up) -> None:
+async def test_prompt_lookup_with_repetitions_is_accepted(ngram_stack: Up) -> None:
     done = await complete(ngram_stack.grpc, _request(REPETITIVE * 4, "greedy", max_tokens=120))
     assert done.aux.drafted > 0
     assert list(done.aux.proposer_ids) == ["proposer-ngram"]
 
 
-async def test_sixteen_at_once_say_what_each_says_alone(draft_model_stack: Up) -> None:
+async def test_sixteen_requests_at_once_equal_each_alone(draft_model_stack: Up) -> None:
     requests = [
         _request(
             prompt[: len(prompt) - 3 * i],
@@ -111,7 +111,7 @@ async def test_sixteen_at_once_say_what_each_says_alone(draft_model_stack: Up) -
     assert info.free_pages == info.total_pages
 
 
-async def test_the_default_seed_is_the_flag(draft_model_stack: Up, ngram_stack: Up) -> None:
+async def test_request_without_seed_uses_the_flag(draft_model_stack: Up, ngram_stack: Up) -> None:
     unseeded = _request(PROMPT, "seed-1", seed=None)
     seeded = _request(PROMPT, "seed-1", seed=11)
     texts = [(await complete(draft_model_stack.grpc, r)).text for r in (unseeded, seeded)]

@@ -9,9 +9,9 @@ import pytest
 
 from outrider.cli.client import GenerateOptions
 from outrider.v1 import common_pb2
-from tests.support.tiny_heads import save_eagle, save_eagle3
-from tests.support.tiny_pair import save_pair
-from tests.support.up import EVERY_ROUND, Up, complete, running
+from tests.support.checkpoints.tiny_heads import save_eagle, save_eagle3
+from tests.support.checkpoints.tiny_pair import save_pair
+from tests.support.services.up import EVERY_ROUND, Up, complete, running
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -44,7 +44,7 @@ def stack(
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-async def test_same_text_for_every_k(stack: Up, sampling: str) -> None:
+async def test_text_for_every_number_of_draft_tokens_is_the_same(stack: Up, sampling: str) -> None:
     def request(**changes: object) -> GenerateOptions:
         return GenerateOptions(
             prompt=PROMPT,

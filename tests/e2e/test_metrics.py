@@ -15,7 +15,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from outrider import errors
 from outrider.cli.client import GenerateOptions
-from tests.support.promql import (
+from tests.support.kubernetes.promql import (
     ROOT,
     Query,
     Selector,
@@ -25,7 +25,7 @@ from tests.support.promql import (
     rules,
     selectors,
 )
-from tests.support.up import Up, complete
+from tests.support.services.up import Up, complete
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -72,7 +72,7 @@ def scrape(draft_model_stack: Up) -> Scrape:
     return Scrape(families, labels)
 
 
-def test_every_metric_is_described_and_documented(scrape: Scrape) -> None:
+def test_metrics_of_every_service_are_described_and_documented(scrape: Scrape) -> None:
     documented = set(
         re.findall(r"`((?:outrider:|gen_ai_)\w+)`", (ROOT / "docs/operations.md").read_text())
     )
@@ -80,7 +80,7 @@ def test_every_metric_is_described_and_documented(scrape: Scrape) -> None:
     assert set(scrape.families) == documented
 
 
-def test_every_query_finds_its_series(scrape: Scrape) -> None:
+def test_queries_of_dashboards_find_their_series(scrape: Scrape) -> None:
     problems = [
         f"{query.where}: {problem}"
         for query in dashboard_queries() + rule_queries()
@@ -89,7 +89,7 @@ def test_every_query_finds_its_series(scrape: Scrape) -> None:
     assert problems == []
 
 
-def test_whatever_the_chart_names_is_exported(scrape: Scrape) -> None:
+def test_metrics_named_by_chart_are_exported(scrape: Scrape) -> None:
     """Autoscalers' queries, too, which are templates and no PromQL yet."""
     named: dict[str, Path] = {}
     for path in (ROOT / "k8s").rglob("*.yaml"):

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from outrider.cli.client import GenerateOptions
-from tests.support.deepseek_target import save_deepseek
-from tests.support.up import EVERY_ROUND, Up, complete, running
+from tests.support.checkpoints.deepseek_target import save_deepseek
+from tests.support.services.up import EVERY_ROUND, Up, complete, running
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -25,7 +25,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-async def test_text_is_the_targets_and_drafts_come_true(stack: Up, sampling: str) -> None:
+async def test_mtp_module_when_drafting_keeps_text_and_is_accepted(
+    stack: Up, sampling: str
+) -> None:
     options = GenerateOptions(
         prompt="def fibonacci(n):\n    return",
         max_tokens=40,

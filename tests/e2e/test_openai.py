@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from outrider.cli.client import GenerateOptions
-from tests.support.up import Up, complete, until_idle
+from tests.support.services.up import Up, complete, until_idle
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -24,7 +24,7 @@ def client(draft_model_stack: Up) -> Iterator[openai.OpenAI]:
         yield client
 
 
-async def test_http_and_grpc_say_the_same(client: openai.OpenAI, draft_model_stack: Up) -> None:
+async def test_text_over_http_equals_grpc(client: openai.OpenAI, draft_model_stack: Up) -> None:
     answer = client.completions.create(
         model="default",
         prompt=PROMPT,
@@ -52,7 +52,7 @@ async def test_http_and_grpc_say_the_same(client: openai.OpenAI, draft_model_sta
     assert aux["cost_time"] > 0
 
 
-def test_streams(client: openai.OpenAI) -> None:
+def test_stream_of_request_equals_whole_answer(client: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": "hello"}]
     settings = {"model": "default", "max_tokens": 24, "temperature": 0}
     whole = client.chat.completions.create(messages=messages, **settings)
@@ -69,7 +69,7 @@ def test_streams(client: openai.OpenAI) -> None:
     assert usage.total_tokens == whole.usage.total_tokens
 
 
-def test_speculation_can_be_switched_off(client: openai.OpenAI) -> None:
+def test_request_without_speculation_returns_same_text(client: openai.OpenAI) -> None:
     texts = [
         client.completions.create(
             model="default",
@@ -85,7 +85,9 @@ def test_speculation_can_be_switched_off(client: openai.OpenAI) -> None:
     assert len(set(texts)) == 1
 
 
-def test_models_health_metrics(client: openai.OpenAI, draft_model_stack: Up) -> None:
+def test_gateway_when_ready_serves_models_health_and_metrics(
+    client: openai.OpenAI, draft_model_stack: Up
+) -> None:
     assert [model.id for model in client.models.list()] == ["default"]
     assert httpx.get(f"{draft_model_stack.http}/health").status_code == 200
     metrics = httpx.get(f"{draft_model_stack.http}/metrics")
@@ -93,7 +95,7 @@ def test_models_health_metrics(client: openai.OpenAI, draft_model_stack: Up) -> 
     assert "gen_ai_server_request_duration" in metrics.text
 
 
-def test_an_unknown_model(client: openai.OpenAI) -> None:
+def test_request_for_unknown_model_is_404(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="gpt-99"):
         client.completions.create(model="gpt-99", prompt="hello")
 
@@ -113,7 +115,7 @@ def test_an_unknown_model(client: openai.OpenAI) -> None:
         ({"extra_body": {"speculation": {"method": "magic"}}}, None),
     ],
 )
-def test_bad_requests_name_the_field(
+def test_bad_request_names_the_field(
     client: openai.OpenAI, body: dict[str, object], param: str | None
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
@@ -123,6 +125,6 @@ def test_bad_requests_name_the_field(
         assert caught.value.param == param
 
 
-async def test_nothing_is_left_behind(draft_model_stack: Up) -> None:
+async def test_scorer_after_requests_holds_nothing(draft_model_stack: Up) -> None:
     info = await until_idle(draft_model_stack.scorer)
     assert info.free_pages == info.total_pages

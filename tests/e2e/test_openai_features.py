@@ -17,8 +17,8 @@ import pytest
 from pydantic import BaseModel
 
 from outrider.cli.client import GenerateOptions
-from tests.support.up import Up, service, until_attached
-from tests.support.up import complete as complete_over_grpc
+from tests.support.services.up import Up, service, until_attached
+from tests.support.services.up import complete as complete_over_grpc
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -61,7 +61,9 @@ SAMPLING: list[dict[str, Any]] = [
 ]
 
 
-def test_speculation_changes_nothing(client: openai.OpenAI, subtests: pytest.Subtests) -> None:
+def test_request_with_speculation_equals_request_without(
+    client: openai.OpenAI, subtests: pytest.Subtests
+) -> None:
     num_drafted = 0
     for parameters in SAMPLING:
         body = parameters.get("body", {})
@@ -80,7 +82,7 @@ def test_speculation_changes_nothing(client: openai.OpenAI, subtests: pytest.Sub
     assert num_drafted > 0
 
 
-def test_penalties_and_biases_do_what_they_say(client: openai.OpenAI) -> None:
+def test_penalties_and_biases_when_set_change_text(client: openai.OpenAI) -> None:
     plain = text(client, temperature=0)
     assert text(client, temperature=0, body={"repetition_penalty": 10}) != plain
     biased = complete(client, temperature=0, logit_bias={"42": 100}, logprobs=0)
@@ -95,7 +97,7 @@ def test_penalties_and_biases_do_what_they_say(client: openai.OpenAI) -> None:
 # Choices
 
 
-def test_a_choice_can_be_had_alone(client: openai.OpenAI) -> None:
+def test_choice_when_asked_alone_is_the_same(client: openai.OpenAI) -> None:
     both = complete(client, temperature=0.9, n=2)
     second = (3 + 0x9E3779B97F4A7C15) % 2**64
     assert both.choices[0].text == text(client, temperature=0.9)
@@ -105,14 +107,14 @@ def test_a_choice_can_be_had_alone(client: openai.OpenAI) -> None:
     assert both.usage.prompt_tokens == complete(client).usage.prompt_tokens
 
 
-def test_choices_share_their_prompt(client: openai.OpenAI) -> None:
+def test_choices_of_one_prompt_share_its_pages(client: openai.OpenAI) -> None:
     answer = complete(client, prompt=PROMPT * 20, n=3, max_tokens=4)
     cached = [aux["cached_prompt_tokens"] for aux in answer.aux_info]
     assert min(cached[1:]) > answer.usage.prompt_tokens // 2
     assert answer.usage.prompt_tokens_details.cached_tokens == cached[0] == 0
 
 
-def test_best_of(client: openai.OpenAI) -> None:
+def test_best_of_above_n_returns_likeliest(client: openai.OpenAI) -> None:
     every = complete(client, temperature=1.2, n=3, logprobs=0)
     best = complete(client, temperature=1.2, n=1, best_of=3)
     means = {c.text: sum(c.logprobs.token_logprobs) / 24 for c in every.choices}
@@ -120,14 +122,14 @@ def test_best_of(client: openai.OpenAI) -> None:
     assert best.usage.completion_tokens == 3 * 24
 
 
-def test_echo(client: openai.OpenAI) -> None:
+def test_completion_with_echo_returns_prompt_first(client: openai.OpenAI) -> None:
     assert text(client, temperature=0, echo=True) == PROMPT + text(client, temperature=0)
 
 
 # Logprobs
 
 
-def test_logprobs_are_the_models_with_and_without_speculation(client: openai.OpenAI) -> None:
+def test_logprobs_with_and_without_speculation_are_the_models(client: openai.OpenAI) -> None:
     shaped: list[Any] = []
     for body in ({}, {"speculation": {"enabled": False}}):
         stream = client.chat.completions.create(
@@ -156,7 +158,7 @@ def test_logprobs_are_the_models_with_and_without_speculation(client: openai.Ope
         assert sum(map(math.exp, tops)) <= 1 + 1e-6
 
 
-def test_a_stop_string_cuts_logprobs_too(client: openai.OpenAI) -> None:
+def test_logprobs_with_stop_string_end_with_text(client: openai.OpenAI) -> None:
     whole = complete(client, temperature=0, logprobs=1)
     shown = whole.choices[0].text
     stop = shown[len(shown) // 2 :][:3]
@@ -177,7 +179,7 @@ class Verdict(BaseModel):
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_formats(client: openai.OpenAI, temperature: float) -> None:
+def test_output_format_when_given_is_kept(client: openai.OpenAI, temperature: float) -> None:
     schema = {
         "type": "object",
         "properties": {"sure": {"type": "boolean"}, "kind": {"enum": ["a", "b"]}},
@@ -225,7 +227,9 @@ def test_formats(client: openai.OpenAI, temperature: float) -> None:
         ({"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs.grammar"),
     ],
 )
-def test_formats_that_cannot_be_compiled(client: openai.OpenAI, body: Any, param: str) -> None:
+def test_output_format_that_cannot_be_compiled_is_refused(
+    client: openai.OpenAI, body: Any, param: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         complete(client, body=body)
     assert caught.value.param == param
@@ -243,7 +247,9 @@ def test_formats_that_cannot_be_compiled(client: openai.OpenAI, body: Any, param
         ({"rule": "top_p_window", "max_candidate_len": 3, "verify_window": 1}, False),
     ],
 )
-def test_verification_rules(client: openai.OpenAI, verification: Any, exact: bool) -> None:
+def test_verification_rule_when_named_is_used(
+    client: openai.OpenAI, verification: Any, exact: bool
+) -> None:
     body = {"speculation": {"verification": verification}}
     answer = complete(client, temperature=0.8, body=body)
     rule = verification if isinstance(verification, str) else verification["rule"]
@@ -253,7 +259,7 @@ def test_verification_rules(client: openai.OpenAI, verification: Any, exact: boo
         assert text(client, temperature=0, body=body) == text(client, temperature=0)
 
 
-def test_methods_may_be_named_in_order(client: openai.OpenAI) -> None:
+def test_methods_when_named_are_tried_in_order(client: openai.OpenAI) -> None:
     body = {"speculation": {"methods": ["deterministic", "suffix", "draft_model"]}}
     assert text(client, temperature=0, body=body) == text(client, temperature=0)
 
@@ -279,13 +285,13 @@ def predict(client: openai.OpenAI, **prediction: Any) -> Any:
     )
 
 
-def test_a_prediction_that_nobody_drafts_from_is_harmless(client: openai.OpenAI) -> None:
+def test_prediction_without_drafter_is_harmless(client: openai.OpenAI) -> None:
     answer = predict(client, prediction={"type": "content", "content": "hello"})
     assert answer.choices[0].message.content == predict(client).choices[0].message.content
     assert check_prediction(answer) == 0
 
 
-def test_references_change_nothing(client: openai.OpenAI) -> None:
+def test_references_when_given_keep_text(client: openai.OpenAI) -> None:
     shown = text(client, temperature=0)
     body = {"speculation": {"references": [shown, [5, 6]]}}
     assert text(client, temperature=0, body=body) == shown
@@ -302,7 +308,9 @@ def copying(draft_model_stack: Up) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("copying")
-async def test_what_is_expected_is_copied(client: openai.OpenAI, draft_model_stack: Up) -> None:
+async def test_prediction_that_comes_true_is_copied(
+    client: openai.OpenAI, draft_model_stack: Up
+) -> None:
     options = GenerateOptions(prompt=PROMPT, max_tokens=60, temperature=0, ignore_eos=True)
     plain = await complete_over_grpc(draft_model_stack.grpc, options)
     ids = plain.token_ids  # what a random model says does not survive tokenising its text again
@@ -314,7 +322,7 @@ async def test_what_is_expected_is_copied(client: openai.OpenAI, draft_model_sta
 
 
 @pytest.mark.usefixtures("copying")
-def test_a_prediction_changes_nothing_but_usage(client: openai.OpenAI) -> None:
+def test_prediction_when_given_changes_only_usage(client: openai.OpenAI) -> None:
     plain = predict(client)
     assert plain.usage.completion_tokens_details is None
     shown = plain.choices[0].message.content

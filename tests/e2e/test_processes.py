@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from outrider.cli.client import GenerateOptions
-from tests.support.up import (
+from tests.support.services.up import (
     OUTRIDER,
     Up,
     addresses,
@@ -44,7 +44,7 @@ def long_request(**changes: object) -> GenerateOptions:
     )
 
 
-async def test_a_proposer_killed_mid_stream(draft_model_stack: Up) -> None:
+async def test_proposer_killed_mid_stream_changes_no_text(draft_model_stack: Up) -> None:
     stack = draft_model_stack
     plain = await complete(stack.grpc, long_request(speculation=False), timeout_s=120)
     victim = stack.services["proposer_service"]
@@ -70,7 +70,7 @@ async def test_a_proposer_killed_mid_stream(draft_model_stack: Up) -> None:
     assert info.free_pages == info.total_pages
 
 
-async def test_a_client_that_goes_away_leaves_nothing_behind(draft_model_stack: Up) -> None:
+async def test_client_that_leaves_frees_its_request(draft_model_stack: Up) -> None:
     first_tokens = asyncio.Event()
     call = asyncio.create_task(
         complete(
@@ -84,7 +84,7 @@ async def test_a_client_that_goes_away_leaves_nothing_behind(draft_model_stack: 
     assert info.free_pages == info.total_pages
 
 
-async def test_ctrl_c_stops_everything_in_two_seconds(pair: tuple[Path, Path]) -> None:
+async def test_up_on_ctrl_c_stops_everything_in_two_seconds(pair: tuple[Path, Path]) -> None:
     with running("--model", pair[0], "--draft-model", pair[1]) as up:
         assert set(up.services) == {"scorer_service", "proposer_service", "gateway"}
         call = asyncio.create_task(complete(up.grpc, long_request()))  # not idle either
@@ -98,7 +98,7 @@ async def test_ctrl_c_stops_everything_in_two_seconds(pair: tuple[Path, Path]) -
 
 
 @pytest.mark.parametrize("stage", ["starting", "loading", "warming up"])
-def test_ctrl_c_while_the_model_loads(pair: tuple[Path, Path], stage: str) -> None:
+def test_up_on_ctrl_c_while_loading_stops_everything(pair: tuple[Path, Path], stage: str) -> None:
     argv = [*OUTRIDER, "up", "--model", str(pair[0]), "--method", "none"]
     with subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -116,7 +116,7 @@ def test_ctrl_c_while_the_model_loads(pair: tuple[Path, Path], stage: str) -> No
     assert not any(map(alive, pids))
 
 
-def test_services_end_with_a_killed_parent(pair: tuple[Path, Path]) -> None:
+def test_services_when_parent_is_killed_end(pair: tuple[Path, Path]) -> None:
     with running("--model", pair[0], "--method", "none") as up:
         pids = list(up.services.values())
         assert len(pids) == 2
@@ -125,7 +125,7 @@ def test_services_end_with_a_killed_parent(pair: tuple[Path, Path]) -> None:
         wait_until(lambda: not any(map(alive, pids)), 10, "orphans to end")
 
 
-def test_services_end_with_a_parent_killed_while_they_load(pair: tuple[Path, Path]) -> None:
+def test_services_when_parent_is_killed_while_loading_end(pair: tuple[Path, Path]) -> None:
     argv = [*OUTRIDER, "up", "--model", str(pair[0]), "--method", "none", "--http-port", "0"]
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
@@ -137,7 +137,7 @@ def test_services_end_with_a_parent_killed_while_they_load(pair: tuple[Path, Pat
 
 
 @pytest.mark.parametrize("flag", ["--http-port", "--grpc-port"])
-def test_a_taken_port_is_named_at_once(flag: str) -> None:
+def test_up_on_taken_port_names_it_at_once(flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         started = time.monotonic()
@@ -151,7 +151,7 @@ def test_a_taken_port_is_named_at_once(flag: str) -> None:
 
 
 @pytest.mark.parametrize("flags", [("--model", "/nowhere/model"), ("--model", "./nothing-here")])
-def test_a_missing_model_is_named(flags: tuple[str, ...]) -> None:
+def test_up_with_missing_model_names_it(flags: tuple[str, ...]) -> None:
     done = run_outrider("up", "--method", "none", "--http-port", 0, "--grpc-port", 0, *flags)
     assert done.returncode == 2
     assert flags[1] in done.stderr.splitlines()[-1]
@@ -159,7 +159,7 @@ def test_a_missing_model_is_named(flags: tuple[str, ...]) -> None:
     assert done.stdout == ""
 
 
-def test_a_missing_draft_model_is_named(pair: tuple[Path, Path]) -> None:
+def test_up_with_missing_draft_model_names_it(pair: tuple[Path, Path]) -> None:
     done = run_outrider(
         *("up", "--http-port", 0, "--grpc-port", 0),
         *("--model", pair[0], "--draft-model", "/nowhere/draft"),
@@ -170,7 +170,7 @@ def test_a_missing_draft_model_is_named(pair: tuple[Path, Path]) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_draft_with_another_tokenizer_is_refused_at_once(pair: tuple[Path, Path]) -> None:
+def test_up_with_draft_of_other_tokenizer_is_refused_at_once(pair: tuple[Path, Path]) -> None:
     started = time.monotonic()
     done = run_outrider("demo", "--draft-model", pair[1])
     assert time.monotonic() - started < 10, "before any model is loaded"
@@ -179,7 +179,7 @@ def test_a_draft_with_another_tokenizer_is_refused_at_once(pair: tuple[Path, Pat
     assert "--method ngram" in done.stderr.splitlines()[-1]
 
 
-def test_a_draft_that_the_scorer_refuses_ends_everything(
+def test_up_with_draft_refused_by_scorer_ends_everything(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     draft = shutil.copytree(pair[1], tmp_path / "draft")
@@ -200,7 +200,7 @@ def test_a_draft_that_the_scorer_refuses_ends_everything(
     assert not any(map(alive, pids))
 
 
-def test_help_does_not_load_the_engine() -> None:
+def test_help_of_every_command_loads_no_engine() -> None:
     code = (
         "import sys, outrider.cli.command_line as command_line; command_line.build_parser(); "
         "print(bool({'torch', 'grpc'} & set(sys.modules)))"
@@ -215,7 +215,7 @@ def test_help_does_not_load_the_engine() -> None:
         assert "--host" in done.stdout
 
 
-def test_demo(pair: tuple[Path, Path]) -> None:
+def test_demo_on_tiny_pair_shows_both_runs(pair: tuple[Path, Path]) -> None:
     done = run_outrider(
         *("demo", "--model", pair[0], "--draft-model", pair[1]),
         *("--prompt", "hello world ", "--max-tokens", 32),
@@ -227,7 +227,7 @@ def test_demo(pair: tuple[Path, Path]) -> None:
         assert word in done.stdout
 
 
-def test_generate(draft_model_stack: Up) -> None:
+def test_generate_against_stack_prints_text(draft_model_stack: Up) -> None:
     flags = ("--address", draft_model_stack.grpc, "--max-tokens", 16, "--temperature", 0)
     plain = run_outrider("generate", "hello world", *flags, "--speculation", "off")
     drafted = run_outrider("generate", "hello world", *flags, "--aux-info")
@@ -252,7 +252,7 @@ def has_ipv6() -> bool:
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
-async def test_services_meet_over_ipv6(pair: tuple[Path, Path]) -> None:
+async def test_services_on_ipv6_meet(pair: tuple[Path, Path]) -> None:
     here = ("--host", "::1", "--health-port", 0)
     model = ("--model", pair[0])
     with service("scorer_service", *here, *model, "--speculation-policy", "fixed") as scorer:

@@ -17,7 +17,7 @@ from outrider.cli.stack import free_port
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from scorer_service.servicer import SERVICE_NAME
-from tests.support.up import addresses, service
+from tests.support.services.up import addresses, service
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -62,7 +62,7 @@ async def is_serving(address: str) -> bool:
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-async def test_one_dead_rank_ends_the_scorer_and_the_request_goes_on_elsewhere(
+async def test_scorer_with_dead_rank_ends_and_request_goes_on_elsewhere(
     pair: tuple[Path, Path],
 ) -> None:
     health_port = free_port()
@@ -103,7 +103,7 @@ async def test_one_dead_rank_ends_the_scorer_and_the_request_goes_on_elsewhere(
         assert "this replica cannot go on: " in ranks[0].stderr.read()
 
 
-def test_ranks_end_together_when_the_leader_is_told_to(pair: tuple[Path, Path]) -> None:
+def test_ranks_when_leader_is_stopped_end_together(pair: tuple[Path, Path]) -> None:
     with two_ranks(pair[0]) as ranks:
         addresses(ranks[0])
         ranks[1].terminate()  # as on a machine that is drained: that is for the leader to do

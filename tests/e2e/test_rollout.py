@@ -13,8 +13,8 @@ import pytest
 
 from outrider.cli.client import GenerateOptions
 from outrider.v1 import scorer_pb2
-from tests.support.pods import Cluster, Pod, cluster
-from tests.support.up import Completion, complete
+from tests.support.kubernetes.pods import Cluster, Pod, cluster
+from tests.support.services.up import Completion, complete
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(900)
@@ -157,7 +157,7 @@ async def release(pair: tuple[Path, Path], folder: Path, *pools: str) -> AsyncIt
         yield started
 
 
-async def test_pods_that_leave_under_load_take_no_request_with_them(
+async def test_pods_that_leave_under_load_lose_no_request(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """The half of the long tests below that costs no further starts."""
@@ -173,7 +173,7 @@ async def test_pods_that_leave_under_load_take_no_request_with_them(
 
 
 @pytest.mark.slow
-async def test_rolling_restarts_lose_no_request_and_change_no_text(
+async def test_rolling_restart_under_load_loses_no_request_and_keeps_text(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     async with release(pair, tmp_path, "draft", "lookup") as running:
@@ -191,9 +191,7 @@ async def test_rolling_restarts_lose_no_request_and_change_no_text(
 
 
 @pytest.mark.slow
-async def test_scaling_a_draft_pool_changes_speed_only(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+async def test_draft_pool_when_scaled_keeps_text(pair: tuple[Path, Path], tmp_path: Path) -> None:
     async with release(pair, tmp_path, "lookup") as running:
         load = Load(running.gateways)
         async with load.running(clients=2):

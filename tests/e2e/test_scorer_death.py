@@ -11,7 +11,7 @@ import pytest
 
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
-from tests.support.up import addresses, service
+from tests.support.services.up import addresses, service
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -40,7 +40,7 @@ async def answer(
     return responses
 
 
-async def test_a_scorer_killed_mid_stream(pair: tuple[Path, Path]) -> None:
+async def test_scorer_killed_mid_stream_changes_no_text(pair: tuple[Path, Path]) -> None:
     flags = ("--model", pair[0], "--threads", 1, "--kv-cache-memory", 16)
     with ExitStack() as stack:
         scorers = [stack.enter_context(service("scorer_service", *flags)) for _ in range(2)]

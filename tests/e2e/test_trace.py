@@ -17,7 +17,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 from outrider.cli.client import GenerateOptions
 from scorer_service.round_spans import MAX_ROUNDS, PARTS
-from tests.support.up import Completion, complete, running
+from tests.support.services.up import Completion, complete, running
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -105,7 +105,7 @@ def seconds(span: Span) -> float:
     return (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
 
 
-async def test_requests_at_once_are_one_whole_trace_each(
+async def test_requests_at_once_have_one_whole_trace_each(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = 6

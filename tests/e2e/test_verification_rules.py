@@ -10,7 +10,7 @@ import pytest
 from outrider.cli.client import GenerateOptions
 from outrider.rpc import codec
 from outrider.v1 import common_pb2, generation_pb2
-from tests.support.up import Completion, Up, complete
+from tests.support.services.up import Completion, Up, complete
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -45,7 +45,9 @@ async def say(stack: Up, rule: str, temperature: float, seed: int = 3) -> Comple
 
 
 @pytest.mark.parametrize("rule", RULES)
-async def test_every_rule_drafts_and_says_what_it_is(draft_model_stack: Up, rule: str) -> None:
+async def test_verification_rule_when_used_drafts_and_is_reported(
+    draft_model_stack: Up, rule: str
+) -> None:
     # At 1.0 rejection accepts next to none of this random pair's drafts.
     done = await say(draft_model_stack, rule, temperature=0.3)
     aux = done.aux
@@ -56,7 +58,7 @@ async def test_every_rule_drafts_and_says_what_it_is(draft_model_stack: Up, rule
     assert list(aux.proposer_ids) == ["proposer-draft_model"]
 
 
-async def test_rules_side_by_side_leave_the_coupled_text_alone(draft_model_stack: Up) -> None:
+async def test_verification_rules_side_by_side_keep_coupled_text(draft_model_stack: Up) -> None:
     stack = draft_model_stack
     alone = await say(stack, "coupled", temperature=0.9)
     greedy = await say(stack, "coupled", temperature=0.0)

@@ -24,8 +24,8 @@ from outrider.engine.graphs.decode_graphs import DecodeGraphs
 from outrider.engine.graphs.decode_inputs import DecodeInputs, make_buckets
 from outrider.engine.policy.fixed import FixedPolicy
 from outrider.types import Request
-from tests.support.clear_llama import PAGE_SIZE, VOCAB_SIZE, clear_llama
-from tests.support.drafting_scorer import DraftingScorer, K, draw_requests
+from tests.support.models.clear_llama import PAGE_SIZE, VOCAB_SIZE, clear_llama
+from tests.support.services.drafting_scorer import DraftingScorer, K, draw_requests
 
 pytestmark = pytest.mark.gpu
 CUDA, PAGES = torch.device("cuda"), 60

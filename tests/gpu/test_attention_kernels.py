@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.kernels import DEVICE, DTYPES, ON_GPU, WIDTH, close, randn  # isort: skip - before what needs Triton
+from tests.support.models.kernels import DEVICE, DTYPES, ON_GPU, WIDTH, close, randn  # isort: skip - before what needs Triton
 from outrider.engine.attention.base import AttentionParams
 from outrider.engine.attention.sdpa import SdpaAttention
 from outrider.engine.batch import PackedBatch, RowSlice, pack

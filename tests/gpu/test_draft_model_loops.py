@@ -31,7 +31,7 @@ from outrider.engine.graphs.capture import CudaGraphs  # noqa: E402
 from outrider.engine.model.paged_model import PagedModel  # noqa: E402
 from outrider.engine.sampling.coupled import SamplingBatch  # noqa: E402
 from outrider.params import SamplingParams  # noqa: E402
-from tests.support.clear_llama import clear_llama  # noqa: E402
+from tests.support.models.clear_llama import clear_llama  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

@@ -19,8 +19,8 @@ from outrider.engine.graphs.decode_inputs import make_buckets
 from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.runner import Runner, StepRunner
 from outrider.features import FeatureSpec
-from tests.support.architectures import ARCHITECTURES, random_model
-from tests.support.sent_features import K, write
+from tests.support.models.architectures import ARCHITECTURES, random_model
+from tests.support.services.sent_features import K, write
 
 pytestmark = pytest.mark.gpu
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.kernels import ON_GPU, close, randn  # isort: skip - before what needs Triton
+from tests.support.models.kernels import ON_GPU, close, randn  # isort: skip - before what needs Triton
 from outrider.engine.cuda.gemm import hopper
 from outrider.engine.cuda.gemm.autotune import Chain, Kind, _compile, _variants, timed
 from outrider.engine.cuda.gemm.candidates import CANDIDATES, candidates

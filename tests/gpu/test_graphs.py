@@ -36,7 +36,7 @@ from outrider.models.resolve import resolve_model
 from outrider.params import SamplingParams, StopParams, TokenIds
 from outrider.types import Request, TokenLogprobs
 from scorer_service.device import StepLimits, capture_steps, size_cache
-from tests.support.architectures import ARCHITECTURES, random_model
+from tests.support.models.architectures import ARCHITECTURES, random_model
 
 pytestmark = pytest.mark.gpu
 

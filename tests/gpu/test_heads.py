@@ -23,8 +23,8 @@ from outrider.engine.graphs.capture import CudaGraphs, Work
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
 from outrider.params import SamplingParams
-from tests.support import eagle_checkpoints as made
-from tests.support import one_shot_drafts
+from tests.support.checkpoints import eagle_checkpoints as made
+from tests.support.checkpoints import one_shot_drafts
 
 pytestmark = pytest.mark.gpu
 

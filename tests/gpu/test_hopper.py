@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.kernels import ON_GPU, randn  # isort: skip - before what needs Triton
+from tests.support.models.kernels import ON_GPU, randn  # isort: skip - before what needs Triton
 from outrider.engine.cuda.gemm import hopper
 from outrider.engine.cuda.gemm.candidates import CANDIDATES
 from outrider.engine.cuda.gemm.linear import FewRowsLinear

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.kernels import DEVICE, DTYPES, ON_GPU, close, randn  # isort: skip - before what needs Triton
+from tests.support.models.kernels import DEVICE, DTYPES, ON_GPU, close, randn  # isort: skip - before what needs Triton
 from outrider.engine.cuda.llama_ops import TritonOps
 from outrider.engine.cuda.sampling import choose_and_verify
 from outrider.engine.cuda.sampling import sample as sample_on_device

@@ -23,7 +23,7 @@ from outrider.engine.graphs.capture import CudaGraphs
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
 from outrider.params import SamplingParams
-from tests.support import mtp_checkpoints as made
+from tests.support.checkpoints import mtp_checkpoints as made
 
 pytestmark = pytest.mark.gpu
 

@@ -13,9 +13,9 @@ import torch
 if torch.cuda.device_count() < 2:
     pytest.skip("needs two CUDA devices", allow_module_level=True)
 
-from tests.support import architectures
-from tests.support.architectures import ARCHITECTURES, random_model
-from tests.support.shards import load, say
+from tests.support.models import architectures
+from tests.support.models.architectures import ARCHITECTURES, random_model
+from tests.support.models.shards import load, say
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -30,7 +30,7 @@ def test_ranks_on_two_gpus_generate_the_texts_of_one(
     monkeypatch.setitem(architectures._COMMON, "vocab_size", 96)
     random_model(ARCHITECTURES[name], torch.float32).save_pretrained(tmp_path / name)  # type: ignore[operator]
     out = tmp_path / "said.json"
-    module = ("-m", "tests.support.shards", out, "float32", tmp_path / name)
+    module = ("-m", "tests.support.models.shards", out, "float32", tmp_path / name)
     subprocess.run([*TORCHRUN, "--nproc-per-node=2", *module], check=True, timeout=300)
     (said,) = json.loads(out.read_text()).values()
     whole = load(tmp_path / name, torch.float32, device=torch.device("cuda", 0))

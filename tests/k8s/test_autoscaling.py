@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support import helm
-from tests.support.promql import selectors
+from tests.support.kubernetes import helm
+from tests.support.kubernetes.promql import selectors
 
 ALL = (
     "gateway.autoscaling.enabled=true",
@@ -29,7 +29,7 @@ def adapter_rules() -> list[dict[str, Any]]:
     return [*rules["custom"], *rules["external"]]
 
 
-def test_keda_asks_for_metrics_that_are_exported_by_services_that_exist() -> None:
+def test_keda_queries_name_exported_metrics_of_rendered_services() -> None:
     manifests = helm.render(*ALL, "autoscaling.engine=keda")
     services = {m["metadata"]["name"] for m in manifests if m["kind"] == "Service"}
     scaled = [m for m in manifests if m["kind"] == "ScaledObject"]
@@ -44,7 +44,7 @@ def test_keda_asks_for_metrics_that_are_exported_by_services_that_exist() -> Non
         assert float(trigger["metadata"]["threshold"]) > 0
 
 
-def test_horizontal_autoscalers_ask_for_what_the_adapter_gives() -> None:
+def test_horizontal_autoscalers_name_metrics_of_the_adapter() -> None:
     given = {rule["name"]["as"] for rule in adapter_rules()}
     manifests = helm.render(*ALL)
     scaled = [m for m in manifests if m["kind"] == "HorizontalPodAutoscaler"]
@@ -66,7 +66,7 @@ def test_horizontal_autoscalers_ask_for_what_the_adapter_gives() -> None:
 
 
 @pytest.mark.parametrize("rule", adapter_rules(), ids=lambda rule: rule["name"]["as"])
-def test_the_adapter_asks_for_metrics_that_are_exported(rule: dict[str, Any]) -> None:
+def test_adapter_queries_name_exported_metrics(rule: dict[str, Any]) -> None:
     series = rule["seriesQuery"].partition("{")[0]
     query = (
         rule["metricsQuery"]
@@ -80,12 +80,12 @@ def test_the_adapter_asks_for_metrics_that_are_exported(rule: dict[str, Any]) ->
         assert is_exported(selector.metric)
 
 
-def test_what_is_scaled_leaves_its_replicas_alone() -> None:
+def test_workloads_when_autoscaled_set_no_replicas() -> None:
     for workload in helm.workloads(helm.render(*ALL)):
         assert "replicas" not in workload["spec"]
 
 
-def test_every_metrics_port_is_scraped() -> None:
+def test_metrics_ports_of_every_service_are_scraped() -> None:
     manifests = helm.render(
         "monitoring.serviceMonitor.enabled=true", "proposers.lookup.placement=sidecar"
     )
@@ -103,6 +103,6 @@ def test_every_metrics_port_is_scraped() -> None:
         assert metrics == scraped & ports
 
 
-def test_alerts_are_those_of_the_file() -> None:
+def test_alerts_when_rendered_equal_the_file() -> None:
     rules = helm.only(helm.render("monitoring.rules.enabled=true"), "PrometheusRule", "outrider")
     assert rules["spec"] == yaml.safe_load((helm.CHART / "files/alerts.yaml").read_text())

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 
-from tests.support import helm
+from tests.support.kubernetes import helm
 
 RENDERED = helm.EXAMPLES / "rendered"
 NAMES = sorted(path.stem for path in helm.EXAMPLES.glob("*.yaml"))
@@ -48,7 +48,7 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_lints_with_each_example() -> None:
+def test_chart_with_each_example_lints() -> None:
     for name in NAMES:
         done = helm.call(
             "helm", "lint", "--strict", helm.CHART, "--values", helm.EXAMPLES / f"{name}.yaml"
@@ -56,7 +56,7 @@ def test_lints_with_each_example() -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_renders_what_was_reviewed(rendered: Path) -> None:
+def test_chart_with_each_example_renders_what_was_reviewed(rendered: Path) -> None:
     assert sorted(path.stem for path in RENDERED.iterdir()) == NAMES
     for name in NAMES:
         now, reviewed = ((folder / f"{name}.yaml").read_text() for folder in (rendered, RENDERED))
@@ -66,7 +66,7 @@ def test_renders_what_was_reviewed(rendered: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["1.30", "1.37"])
-def test_manifests_are_valid(rendered: Path, version: str) -> None:
+def test_manifests_of_each_example_fit_their_schemas(rendered: Path, version: str) -> None:
     more = rendered / "more.txt"
     more.write_text(helm.template(*NOT_IN_EXAMPLES).stdout)
     files = [*(rendered / f"{name}.yaml" for name in NAMES), more]
@@ -81,11 +81,11 @@ def test_manifests_are_valid(rendered: Path, version: str) -> None:
 
 
 @pytest.mark.timeout(300)  # checkov needs 9 s of a core
-def test_policy_holds() -> None:
+def test_manifests_of_each_example_pass_policy() -> None:
     # One run for both: most of its time is its start.
     done = helm.call("checkov", "--config-file", "k8s/checkov.yaml", "-o", "json", "-d", "k8s")
     assert done.returncode == 0, done.stdout + done.stderr
-    reports = {report["check_type"]: report["summary"] for report in yaml.safe_load(done.stdout)}
+    reports = {report["check_type"]: report["summary"] for report in json.loads(done.stdout)}
     for kind in ("kubernetes", "dockerfile"):
         assert reports[kind]["passed"] > 100
         assert reports[kind]["failed"] == reports[kind]["parsing_errors"] == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import helm
+from tests.support.kubernetes import helm
 
 DOCKERFILES = sorted((helm.ROOT / "k8s/images").glob("*.Dockerfile"))
 TIMEOUT_S = 100
@@ -33,13 +33,13 @@ except ImportError:
 """
 
 
-def test_dockerfiles_are_clean() -> None:
+def test_dockerfile_when_linted_is_clean() -> None:
     done = helm.call("hadolint", *DOCKERFILES)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
-def test_images_are_pinned_and_unprivileged(path: Path) -> None:
+def test_dockerfile_of_every_image_is_pinned_and_unprivileged(path: Path) -> None:
     text = path.read_text()
     (base,) = re.findall(r"^ARG PYTHON=(.+)$", text, re.MULTILINE)
     assert re.fullmatch(r"python:3\.11\.\d+-slim-\w+", base)
@@ -47,7 +47,7 @@ def test_images_are_pinned_and_unprivileged(path: Path) -> None:
     assert re.search(r"uv==[\d.]+$", text, re.MULTILINE)
 
 
-def test_the_gateways_image_installs_what_the_project_needs_and_pins() -> None:
+def test_gateway_image_requirements_equal_the_projects() -> None:
     names = (helm.ROOT / "k8s/images/gateway.txt").read_text().split("constraints.txt.")[1].split()
     pinned = (helm.ROOT / "constraints.txt").read_text().lower().replace("_", "-")
     project = tomllib.loads((helm.ROOT / "pyproject.toml").read_text())["project"]
@@ -56,7 +56,7 @@ def test_the_gateways_image_installs_what_the_project_needs_and_pins() -> None:
     assert not [name for name in names if f"\n{name.replace('_', '-')}==" not in pinned]
 
 
-def test_a_cuda_image_installs_what_is_pinned() -> None:
+def test_cuda_image_requirements_equal_the_pins() -> None:
     lines = [
         line.split("==")
         for file in ("constraints.txt", "k8s/images/cuda.txt")
@@ -117,12 +117,12 @@ def run(image: Path, cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_gateways_image_holds_all_that_it_imports(gateway_image: Path, tmp_path: Path) -> None:
+def test_gateway_image_when_built_holds_its_imports(gateway_image: Path, tmp_path: Path) -> None:
     done = run(gateway_image, tmp_path, "-P", "-c", IMPORT_ALL)
     assert done.stdout.strip() == "complete, without torch", done.stderr
 
 
-def test_the_gateways_image_starts(gateway_image: Path, tmp_path: Path) -> None:
+def test_gateway_image_when_run_starts(gateway_image: Path, tmp_path: Path) -> None:
     text = (helm.ROOT / "k8s/images/gateway.Dockerfile").read_text()
     (entrypoint,) = re.findall(r"^ENTRYPOINT \[(.+)\]$", text, re.MULTILINE)
     python, *args = (word.strip('" ') for word in entrypoint.split(","))
@@ -135,7 +135,7 @@ def test_the_gateways_image_starts(gateway_image: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_engines_images_hold_their_services(tmp_path: Path) -> None:
+def test_engine_images_when_built_hold_their_services(tmp_path: Path) -> None:
     services = tmp_path / "opt"
     step = ["k8s/images/install.sh", "services", "cpu", services]
     subprocess.run(step, cwd=copy_context(tmp_path / "src"), env=ENVIRONMENT, check=True)

@@ -15,7 +15,7 @@ from outrider.drafting.building.config import (
 )
 from outrider.methods import METHODS
 from scorer_service import __main__ as scorer_main
-from tests.support import helm
+from tests.support.kubernetes import helm
 
 ONE_GPU = helm.EXAMPLES / "one-gpu.yaml"
 EMBEDDED_EAGLE3 = "2,4,7"  # the layers that its config.json names
@@ -38,7 +38,7 @@ def methods(*sets: str) -> tuple[MethodConfig, ...]:
     return found
 
 
-def test_scorers_draft_themselves_only_if_told() -> None:
+def test_scorer_drafts_in_process_only_if_set() -> None:
     assert methods() == methods("scorer.inProcess=null") == ()
     for method in METHODS:
         model = () if method in ("deterministic", "suffix", "ngram") else ("model=org/draft",)
@@ -47,7 +47,7 @@ def test_scorers_draft_themselves_only_if_told() -> None:
         assert config.name == method
 
 
-def test_one_gpu_holds_target_and_draft() -> None:
+def test_scorer_drafting_in_process_shares_one_gpu() -> None:
     rendered = helm.render(values=ONE_GPU)
     kinds = {w["metadata"]["name"]: w for w in helm.workloads(rendered)}
     assert set(kinds) == {"outrider-gateway", "outrider-scorer"}
@@ -64,7 +64,7 @@ def test_one_gpu_holds_target_and_draft() -> None:
     assert args["hidden_features"] == "eagle3"
 
 
-def test_how_a_scorer_drafts_reaches_it_word_for_word() -> None:
+def test_in_process_values_reach_scorer_flags_unchanged() -> None:
     own = "scorer.inProcess"
     odd = 'it\'s "two" words'
     copying, model = methods(
@@ -86,7 +86,7 @@ def test_how_a_scorer_drafts_reaches_it_word_for_word() -> None:
     )
 
 
-def test_what_a_scorer_drafts_with_is_fetched_before_it_starts() -> None:
+def test_in_process_draft_model_is_fetched_before_start() -> None:
     def fetched(*sets: str) -> list[list[str]]:
         sets = (*sets, "model.cache.tokenSecret=hub")
         pod = scorer_pod(*sets)
@@ -110,7 +110,7 @@ def test_what_a_scorer_drafts_with_is_fetched_before_it_starts() -> None:
     assert fetched(f"{own}.method=suffix", "model.name=org/target") == [["org/target"]]
 
 
-def test_states_of_all_that_read_some_are_kept() -> None:
+def test_hidden_states_for_every_reader_are_kept() -> None:
     def kept(*sets: str) -> str | None:
         found: str | None = resolved(*sets)["hidden_features"]
         return found
@@ -125,7 +125,7 @@ def test_states_of_all_that_read_some_are_kept() -> None:
     assert kept(f"{own}=eagle3", mtp, other) == "2,4,7,final"
 
 
-def test_pools_draft_beside_it() -> None:
+def test_pools_beside_in_process_drafter_are_rendered() -> None:
     sets = ("scorer.inProcess.method=ngram", "proposers.draft.placement=sidecar")
     scorer, sidecar = scorer_pod(*sets)["containers"]
     args = scorer_main.resolve(scorer["args"])
@@ -155,19 +155,19 @@ def test_pools_draft_beside_it() -> None:
         ("dtype=float16", "at '/scorer/inProcess/dtype'"),
     ],
 )
-def test_what_a_scorer_cannot_do_itself_is_refused(wrong: str, message: str) -> None:
+def test_in_process_values_that_cannot_work_are_refused(wrong: str, message: str) -> None:
     done = helm.template(f"scorer.inProcess.{wrong}")
     assert done.returncode != 0
     assert message in done.stderr
 
 
-def test_the_flag_is_the_charts() -> None:
+def test_in_process_flag_of_chart_is_known_to_scorer() -> None:
     done = helm.template("scorer.flags.in-process-proposer=--method=ngram")
     assert "in-process-proposer: the chart sets" in done.stderr
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_the_notes_say_who_drafts(inside: bool) -> None:
+def test_notes_with_in_process_drafter_name_it(inside: bool) -> None:
     own = ("--set", "scorer.inProcess.method=suffix") if inside else ()
     flags = ("--dry-run=client", "--set", "proposers.draft=null", *own)
     done = helm.call("helm", "install", "outrider", helm.CHART, *flags)

@@ -11,7 +11,7 @@ from torch.distributed.run import get_args_parser
 from transformers import AutoConfig
 
 from outrider.engine.model.supported_models import check_shardable
-from tests.support import helm
+from tests.support.kubernetes import helm
 
 POD = helm.EXAMPLES / "llama-70b-tp4.yaml"
 GROUP = helm.EXAMPLES / "two-nodes.yaml"
@@ -32,7 +32,7 @@ def scorer_pods(values: Path, *sets: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("values", "nodes"), [(POD, 1), (GROUP, 2)])
-def test_torchrun_starts_one_rank_per_gpu_and_lets_it_drain(values: Path, nodes: int) -> None:
+def test_torchrun_starts_rank_per_gpu_and_lets_it_drain(values: Path, nodes: int) -> None:
     templates = scorer_pods(values)
     assert list(templates) == WORKLOADS[values]
     for template in templates.values():
@@ -51,7 +51,7 @@ def test_torchrun_starts_one_rank_per_gpu_and_lets_it_drain(values: Path, nodes:
         assert "/dev/shm" in {mount["mountPath"] for mount in container["volumeMounts"]}
 
 
-def test_ranks_of_a_group_find_their_leader() -> None:
+def test_ranks_of_group_find_their_leader() -> None:
     for template in scorer_pods(GROUP).values():
         command = template["spec"]["containers"][0]["command"]
         # Variables that LeaderWorkerSet gives every container.
@@ -60,7 +60,7 @@ def test_ranks_of_a_group_find_their_leader() -> None:
         )
 
 
-def test_leaders_alone_are_served_and_have_the_sidecars() -> None:
+def test_leader_of_group_alone_is_served_and_has_sidecars() -> None:
     manifests = helm.render("proposers.draft.placement=sidecar", values=GROUP)
     service = helm.only(manifests, "Service", "outrider-scorer")["spec"]
     leader, follower = (
@@ -82,7 +82,7 @@ def test_leaders_alone_are_served_and_have_the_sidecars() -> None:
         assert budget["matchLabels"].items() <= pod["metadata"]["labels"].items()
 
 
-def test_a_target_that_brings_its_module_shares_its_folder_with_it() -> None:
+def test_target_with_module_shares_its_folder() -> None:
     leader, follower = scorer_pods(MTP).values()
     scorer, module = leader["spec"]["containers"]
     (other,) = follower["spec"]["containers"]
@@ -98,9 +98,7 @@ def test_a_target_that_brings_its_module_shares_its_folder_with_it() -> None:
 
 
 @pytest.mark.parametrize(("values", "open_to_ranks"), [(POD, False), (GROUP, True)])
-def test_ranks_reach_each_other_over_the_network_if_they_must(
-    values: Path, open_to_ranks: bool
-) -> None:
+def test_ranks_on_several_nodes_reach_each_other(values: Path, open_to_ranks: bool) -> None:
     policy = helm.only(helm.render(values=values), "NetworkPolicy", "outrider-scorer")["spec"]
     scorers = [{"podSelector": policy["podSelector"]}]
     for way, peers in (("ingress", "from"), ("egress", "to")):
@@ -113,7 +111,7 @@ def test_ranks_reach_each_other_over_the_network_if_they_must(
 
 
 @pytest.mark.parametrize("engine", ["hpa", "keda"])
-def test_groups_are_scaled_as_such(engine: str) -> None:
+def test_groups_when_autoscaled_are_scaled_whole(engine: str) -> None:
     manifests = helm.render(
         "scorer.autoscaling.enabled=true", f"autoscaling.engine={engine}", values=GROUP
     )
@@ -124,7 +122,7 @@ def test_groups_are_scaled_as_such(engine: str) -> None:
     assert "replicas" not in groups["spec"]
 
 
-def test_pods_of_a_group_are_valid(tmp_path: Path) -> None:
+def test_pods_of_group_fit_their_schema(tmp_path: Path) -> None:
     # kubernetes-validate has no schema of the set itself.
     file = tmp_path / "pods.yaml"
     claims = helm.render("model.cache.storage=1Gi", values=GROUP)

@@ -14,7 +14,7 @@ from outrider.drafting.building.config import HeadConfig, SuffixConfig
 from outrider.rpc.codec import METHODS
 from proposer_service import __main__ as proposer_main
 from scorer_service import __main__ as scorer_main
-from tests.support import helm
+from tests.support.kubernetes import helm
 
 
 @pytest.mark.parametrize(
@@ -61,13 +61,13 @@ from tests.support import helm
         ("scorer.tensorParallelSize=4", "additional properties 'tensorParallelSize' not allowed"),
     ],
 )
-def test_wrong_values_are_refused(wrong: str, message: str) -> None:
+def test_values_that_are_wrong_are_refused(wrong: str, message: str) -> None:
     done = helm.template(wrong)
     assert done.returncode != 0
     assert message in done.stderr
 
 
-def test_scaling_that_cannot_work_is_refused() -> None:
+def test_autoscaling_that_cannot_work_is_refused() -> None:
     on = "proposers.draft.autoscaling.enabled=true"
     sidecar = helm.template(on, "proposers.draft.placement=sidecar")
     assert "a sidecar is scaled with its scorer" in sidecar.stderr
@@ -81,7 +81,7 @@ def test_scaling_that_cannot_work_is_refused() -> None:
 
 
 @pytest.mark.parametrize("values", sorted(helm.EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_services_accept_their_flags(values: Path, tmp_path: Path) -> None:
+def test_flags_of_every_example_are_accepted_by_services(values: Path, tmp_path: Path) -> None:
     for name in ("tls.crt", "tls.key", "ca.crt"):
         (tmp_path / name).touch()
     parsers = {
@@ -101,7 +101,7 @@ def test_services_accept_their_flags(values: Path, tmp_path: Path) -> None:
     assert seen == set(parsers)
 
 
-def test_flags_take_the_form_of_the_command_line() -> None:
+def test_flags_from_values_have_command_line_form() -> None:
     flags = "max-num-seqs=64,gpu-memory-utilization=0.85,enable-prefix-caching=false"
     sets = ",".join(f"scorer.flags.{flag}" for flag in flags.split(","))
     scorer = helm.only(helm.render(sets), "StatefulSet", "outrider-scorer")
@@ -112,14 +112,14 @@ def test_flags_take_the_form_of_the_command_line() -> None:
 
 
 @pytest.mark.parametrize("name", ["Llama 3: 8B", "coder #2", 'the "fast" one'])
-def test_a_served_name_may_hold_what_yaml_reads_as_its_own(name: str) -> None:
+def test_served_name_with_yaml_syntax_is_kept(name: str) -> None:
     for workload in helm.workloads(helm.render(f"model.servedName={name}")):
         (container,) = helm.containers(workload)
         if container["name"] != "proposer":
             assert f"--served-model-name={name}" in container["args"]
 
 
-def test_a_switch_of_a_pool_can_be_off_by_name() -> None:
+def test_pool_switch_when_false_is_off_by_name() -> None:
     values = ("proposers.draft.method=suffix", "proposers.draft.flags.shared-memory-across-tenants")
     pool = helm.only(
         helm.render(values[0], f"{values[1]}=false"), "Deployment", "outrider-proposer-draft"
@@ -129,7 +129,7 @@ def test_a_switch_of_a_pool_can_be_off_by_name() -> None:
     assert not config.methods[0].settings.shared_across_tenants
 
 
-def test_a_pool_can_be_removed_and_inherits_the_defaults() -> None:
+def test_pool_when_null_is_removed_and_others_inherit_defaults() -> None:
     none = helm.render("proposers.draft=null")
     assert not [
         m for m in none if "proposer" in m["metadata"]["name"] and m["kind"] == "Deployment"
@@ -140,7 +140,7 @@ def test_a_pool_can_be_removed_and_inherits_the_defaults() -> None:
         assert pool["spec"]["replicas"] == 3
 
 
-def test_every_pod_drains_within_its_grace_period() -> None:
+def test_drain_of_every_pod_fits_its_grace_period() -> None:
     manifests = helm.render("gateway.preStopSeconds=7", "gateway.drainGraceSeconds=300")
     for workload in helm.workloads(manifests):
         spec = workload["spec"]["template"]["spec"]
@@ -154,7 +154,7 @@ def test_every_pod_drains_within_its_grace_period() -> None:
         assert spec["terminationGracePeriodSeconds"] > grace + sleep["seconds"]
 
 
-def test_a_start_that_takes_too_long_ends_itself_and_says_why() -> None:
+def test_start_that_takes_too_long_ends_and_says_why() -> None:
     for workload in helm.workloads(helm.render("startSeconds=95")):
         (container,) = helm.containers(workload)
         assert "--start-timeout=95" in container["args"]
@@ -164,7 +164,7 @@ def test_a_start_that_takes_too_long_ends_itself_and_says_why() -> None:
         assert killed_after_s >= 95 + 30
 
 
-def test_a_rollout_needs_no_gpu_beyond_those_that_its_pods_have() -> None:
+def test_rollout_of_gpu_pods_needs_no_further_gpu() -> None:
     seen = set()
     for manifest in helm.render(values=helm.EXAMPLES / "gpu-node.yaml"):
         if manifest["kind"] == "Deployment":
@@ -176,7 +176,7 @@ def test_a_rollout_needs_no_gpu_beyond_those_that_its_pods_have() -> None:
     assert "strategy" not in on_cpus["spec"]
 
 
-def test_a_sidecar_cannot_keep_its_scorer_from_serving() -> None:
+def test_sidecar_of_scorer_has_no_readiness_of_its_own() -> None:
     manifests = helm.render("proposers.draft.placement=sidecar", "proposers.draft.model=org/draft")
     scorer = helm.only(manifests, "StatefulSet", "outrider-scorer")
     main, sidecar = helm.containers(scorer)
@@ -188,7 +188,7 @@ def test_a_sidecar_cannot_keep_its_scorer_from_serving() -> None:
     assert service["spec"]["publishNotReadyAddresses"] is True
 
 
-def test_a_sidecar_drafts_until_its_scorer_has_ended(tmp_path: Path) -> None:
+def test_sidecar_drafts_until_its_scorer_ends(tmp_path: Path) -> None:
     scorer = helm.only(
         helm.render("proposers.draft.placement=sidecar"), "StatefulSet", "outrider-scorer"
     )
@@ -212,7 +212,7 @@ def test_a_sidecar_drafts_until_its_scorer_has_ended(tmp_path: Path) -> None:
     assert sidecar["livenessProbe"]["terminationGracePeriodSeconds"] < 20
 
 
-def test_certificates_name_what_is_dialled() -> None:
+def test_certificates_when_rendered_name_what_is_dialled() -> None:
     manifests = helm.render(
         "tls.enabled=true", "tls.certManager.enabled=true", "tls.certManager.issuerRef.name=ca"
     )
@@ -230,7 +230,7 @@ def test_certificates_name_what_is_dialled() -> None:
         assert tls in {m["spec"]["secretName"] for m in manifests if m["kind"] == "Certificate"}
 
 
-def test_only_what_downloads_sees_the_token() -> None:
+def test_hub_token_is_seen_only_by_what_downloads() -> None:
     manifests = helm.render("model.name=org/model", "model.cache.tokenSecret=hub")
     scorer = helm.only(manifests, "StatefulSet", "outrider-scorer")["spec"]["template"]["spec"]
     (fetch,), (serve,) = scorer["initContainers"], scorer["containers"]
@@ -241,7 +241,7 @@ def test_only_what_downloads_sees_the_token() -> None:
     assert "hub" not in str(draft)
 
 
-def test_the_chart_takes_the_methods_that_proposers_have() -> None:
+def test_pool_methods_of_chart_equal_the_proposers() -> None:
     for method in METHODS:
         helm.render(f"proposers.draft.method={method}", "proposers.draft.model=org/draft")
     several = helm.render("proposers.draft.method=suffix\\,draft_model")
@@ -249,7 +249,7 @@ def test_the_chart_takes_the_methods_that_proposers_have() -> None:
     assert {"--method=suffix,draft_model", "--model=embedded"} <= set(args)
 
 
-def test_scorers_keep_the_states_that_pools_read() -> None:
+def test_scorer_with_pools_keeps_the_states_they_read() -> None:
     def kept(*sets: str) -> list[str]:
         scorer = helm.only(helm.render(*sets), "StatefulSet", "outrider-scorer")
         args = helm.containers(scorer)[0]["args"]
@@ -263,7 +263,7 @@ def test_scorers_keep_the_states_that_pools_read() -> None:
     assert kept(*module, "scorer.hiddenFeatures=1\\,14") == ["--hidden-features=1,14"]
 
 
-def test_a_module_knows_its_target_and_comes_with_what_it_shares() -> None:
+def test_module_pool_has_target_and_what_it_shares() -> None:
     sets = ("model.name=org/target", "proposers.draft.method=mtp")
     ours = "proposers.draft.model=/models/module"
     rendered = helm.render(*sets, ours, "model.volume.emptyDir.medium=Memory")
@@ -290,6 +290,6 @@ def test_a_module_knows_its_target_and_comes_with_what_it_shares() -> None:
         "resources.claims[0].name=gpu",
     ],
 )
-def test_a_gpu_may_be_a_part_of_one_or_a_claim(gpu: str) -> None:
+def test_gpu_as_partition_or_claim_is_rendered(gpu: str) -> None:
     for owner in ("scorer", "proposers.draft"):
         helm.render(f"{owner}.device=cuda", f"{owner}.{gpu}")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import helm
+from tests.support.kubernetes import helm
 
 EVERYTHING = (
     "model.name=org/target",
@@ -70,7 +70,7 @@ def _is(manifests: list[helm.Manifest], peer: dict[str, Any], name: str) -> bool
     return True  # every namespace, or no restriction
 
 
-def test_services_and_budgets_choose_the_pods_of_their_name(manifests: list[helm.Manifest]) -> None:
+def test_selectors_of_services_and_budgets_match_their_pods(manifests: list[helm.Manifest]) -> None:
     found = 0
     for manifest in manifests:
         name, spec = manifest["metadata"]["name"], manifest["spec"]
@@ -84,7 +84,7 @@ def test_services_and_budgets_choose_the_pods_of_their_name(manifests: list[helm
     assert found == 2 * len(pods(manifests)) == 8
 
 
-def test_services_lead_to_ports_that_are_listened_on(manifests: list[helm.Manifest]) -> None:
+def test_service_ports_lead_to_container_ports(manifests: list[helm.Manifest]) -> None:
     for service in (m for m in manifests if m["kind"] == "Service"):
         containers = pods(manifests)[service["metadata"]["name"]]["spec"]["containers"]
         listening = {port["name"]: port for c in containers for port in c["ports"]}
@@ -94,7 +94,7 @@ def test_services_lead_to_ports_that_are_listened_on(manifests: list[helm.Manife
                 assert port["port"] == listening[port["targetPort"]]["containerPort"]
 
 
-def test_containers_of_a_pod_share_no_port(manifests: list[helm.Manifest]) -> None:
+def test_containers_of_one_pod_share_no_port(manifests: list[helm.Manifest]) -> None:
     for pod in pods(manifests).values():
         ports = [
             int(arg.rpartition("=")[2])
@@ -105,7 +105,7 @@ def test_containers_of_a_pod_share_no_port(manifests: list[helm.Manifest]) -> No
         assert len(ports) == len(set(ports)) >= 3
 
 
-def test_containers_name_ports_that_their_flags_open(manifests: list[helm.Manifest]) -> None:
+def test_container_ports_equal_those_that_flags_open(manifests: list[helm.Manifest]) -> None:
     for pod in pods(manifests).values():
         for container in pod["spec"]["containers"]:
             flags = dict(arg.removeprefix("--").split("=", 1) for arg in container["args"])
@@ -114,7 +114,7 @@ def test_containers_name_ports_that_their_flags_open(manifests: list[helm.Manife
             assert named == opened - {int(flags["health-port"])}  # the kubelet's alone
 
 
-def test_policies_let_pass_what_is_needed_and_no_more(manifests: list[helm.Manifest]) -> None:
+def test_network_policies_allow_only_what_is_needed(manifests: list[helm.Manifest]) -> None:
     gateway, scorer = "outrider-gateway", "outrider-scorer"
     draft, lookup = "outrider-proposer-draft", "outrider-proposer-lookup"
     for caller in (gateway, draft, lookup):
@@ -132,7 +132,9 @@ def test_policies_let_pass_what_is_needed_and_no_more(manifests: list[helm.Manif
             assert _rule(manifests, target, "prometheus", port, "ingress", "from")
 
 
-def test_policies_open_what_the_values_ask_for(manifests: list[helm.Manifest]) -> None:
+def test_network_policies_with_values_open_what_they_ask_for(
+    manifests: list[helm.Manifest],
+) -> None:
     def goes_out(rendered: list[helm.Manifest], name: str, port: int) -> bool:
         return _rule(rendered, name, "elsewhere", port, "egress", "to")
 
@@ -153,12 +155,12 @@ def test_policies_open_what_the_values_ask_for(manifests: list[helm.Manifest]) -
         ("http://[2001:db8::1]:4319", 4319),
     ],
 )
-def test_policies_open_the_port_that_traces_go_to(endpoint: str, port: int) -> None:
+def test_network_policies_with_traces_open_their_port(endpoint: str, port: int) -> None:
     rendered = helm.render(f"otel.endpoint={endpoint}")
     assert _rule(rendered, "outrider-gateway", "elsewhere", port, "egress", "to")
 
 
-def test_volumes_are_there_for_every_mount(manifests: list[helm.Manifest]) -> None:
+def test_volume_mounts_have_their_volumes(manifests: list[helm.Manifest]) -> None:
     for pod in pods(manifests).values():
         spec = pod["spec"]
         volumes = {volume["name"] for volume in spec["volumes"]}
@@ -170,7 +172,7 @@ def test_volumes_are_there_for_every_mount(manifests: list[helm.Manifest]) -> No
         assert used == volumes
 
 
-def test_names_stay_within_dns_labels() -> None:
+def test_names_of_long_releases_stay_within_dns_labels() -> None:
     long = helm.render(
         f"fullnameOverride={'x' * 60}", f"proposers.{'p' * 20}.method=ngram", "tls.enabled=true",
         "tls.certManager.enabled=true", "tls.certManager.issuerRef.name=ca",

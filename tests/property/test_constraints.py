@@ -34,8 +34,8 @@ from outrider.params import (
     VerificationRule,
 )
 from outrider.types import FinishReason, Request
-from tests.support.byte_tokenizer import EOS, byte_tokenizer
-from tests.support.hash_model import HashModel
+from tests.support.models.byte_tokenizer import EOS, byte_tokenizer
+from tests.support.models.hash_model import HashModel
 
 TOKENIZER = byte_tokenizer()
 VOCAB = TOKENIZER.get_vocab_size() + 5

@@ -21,8 +21,8 @@ from outrider.engine.policy.microbatches import next_half
 from outrider.engine.sequence import Sequence as Row
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
 from outrider.types import Request
-from tests.support.hash_model import HashModel, Sequential
-from tests.support.simulation import (
+from tests.support.models.hash_model import HashModel, Sequential
+from tests.support.simulators.simulation import (
     VOCAB,
     Net,
     World,

@@ -26,7 +26,7 @@ from outrider.engine.policy.fixed import FixedPolicy
 from outrider.errors import InternalError
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Commit, FinishReason, Request, StepEvents, TokenKind, TokenLogprobs
-from tests.support.hash_model import HashModel, Sequential
+from tests.support.models.hash_model import HashModel, Sequential
 
 VOCAB = 24
 EOS = frozenset({3})

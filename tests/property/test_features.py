@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 import outrider.engine.hidden_states.streams as feature_streams
 import outrider.features as features_module
 from outrider.draft_tree import DraftTree
-from tests.support.feature_world import feature_world, run_random_requests
-from tests.support.features import CAPTURED, RowReader
-from tests.support.hash_model import HashModel
-from tests.support.simulation import VOCAB, Clock, Net
+from tests.support.models.features import CAPTURED, RowReader
+from tests.support.models.hash_model import HashModel
+from tests.support.simulators.feature_world import feature_world, run_random_requests
+from tests.support.simulators.simulation import VOCAB, Clock, Net
 
 
 def bushy(model: HashModel, rng: random.Random, bushiness: float) -> Any:

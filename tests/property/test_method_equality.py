@@ -20,7 +20,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.policy.fixed import FixedPolicy
 from outrider.params import Advice, SamplingParams, SpeculationParams, StopParams
 from outrider.types import Commit, Request
-from tests.support.hash_model import HashModel, Sequential
+from tests.support.models.hash_model import HashModel, Sequential
 
 VOCAB, OUTPUT, K = 5, 24, 128
 TRUTH = Sequential(HashModel(VOCAB, num_pages=1))

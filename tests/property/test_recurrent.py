@@ -22,7 +22,7 @@ from outrider.drafting.proposer import NO_PACE, DraftRound, ProposerLimits, Sess
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
 from outrider.params import SamplingParams, VerificationRule
-from tests.support import eagle_checkpoints as made
+from tests.support.checkpoints import eagle_checkpoints as made
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4

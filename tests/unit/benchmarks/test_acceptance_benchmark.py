@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.acceptance import NONE, RULES, Pair, document, row
 from outrider.params import SamplingParams
-from tests.support.tiny_pair import save_pair
+from tests.support.checkpoints.tiny_pair import save_pair
 
 
 def test_pair_runs_every_rule_and_coupled_keeps_the_text(tmp_path: Path) -> None:

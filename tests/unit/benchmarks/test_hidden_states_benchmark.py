@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks.hidden_states import Bench, Contender, document, heads, row
 from benchmarks.lib.replay import replay
 from outrider.params import SamplingParams
-from tests.support import eagle_checkpoints
-from tests.support.one_shot_checkpoints import mlp_config, mlp_speculator, random, save
-from tests.support.tiny_pair import save_pair
+from tests.support.checkpoints import eagle_checkpoints
+from tests.support.checkpoints.one_shot_checkpoints import mlp_config, mlp_speculator, random, save
+from tests.support.checkpoints.tiny_pair import save_pair
 
 PROMPT, OUTPUT, K = tuple(range(2, 30)), 24, 3
 NONE = Contender("none", "", 0, None)

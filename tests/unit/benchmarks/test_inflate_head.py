@@ -17,7 +17,7 @@ from outrider.drafting.hidden_states.heads.eagle3 import load_eagle3
 from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
-from tests.support import eagle_checkpoints as made
+from tests.support.checkpoints import eagle_checkpoints as made
 
 CPU = torch.device("cpu")
 SHAPE = {

@@ -24,7 +24,7 @@ from outrider.cli.specs import StackConfig, proposer_spec, scorer_spec
 from outrider.cli.up import stack_config
 from outrider.errors import ConfigError
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
-from tests.support.up import OUTRIDER
+from tests.support.services.up import OUTRIDER
 
 
 class FakeGateway(generation_pb2_grpc.GenerationServiceServicer):
@@ -70,7 +70,7 @@ def token(text: str, kind: common_pb2.TokenKind.ValueType) -> generation_pb2.Out
     return generation_pb2.OutputToken(id=1, text=text, kind=kind)
 
 
-def test_kinds_have_their_own_colours() -> None:
+def test_token_kinds_have_own_colours() -> None:
     kinds = [
         common_pb2.TOKEN_KIND_ACCEPTED,
         common_pb2.TOKEN_KIND_BONUS,
@@ -85,7 +85,7 @@ def test_kinds_have_their_own_colours() -> None:
     assert len(styled) == len(kinds)
 
 
-def test_text_is_written_as_it_is_but_drives_no_terminal() -> None:
+def test_text_with_control_characters_drives_no_terminal() -> None:
     screen = console(terminal=False)
     write_tokens(
         screen,
@@ -97,7 +97,7 @@ def test_text_is_written_as_it_is_but_drives_no_terminal() -> None:
     assert written(screen) == "    if x:\n\t日本 �[2J[bold]"
 
 
-def test_the_table_leaves_out_what_is_empty_everywhere() -> None:
+def test_table_with_empty_rows_leaves_them_out() -> None:
     screen = console(terminal=False)
     drafted = common_pb2.AuxInfo(
         output_len=9, rounds=3, accepted_per_pos=[3, 2, 1], scorer_id="s", cost_time=12.345
@@ -114,7 +114,7 @@ def test_the_table_leaves_out_what_is_empty_everywhere() -> None:
     ]
 
 
-def test_the_legend_counts() -> None:
+def test_legend_of_tokens_counts_kinds() -> None:
     counts = Counter({common_pb2.TOKEN_KIND_ACCEPTED: 41, common_pb2.TOKEN_KIND_BONUS: 7})
     lines = legend(counts).plain.splitlines()
     assert [line.split()[:2] for line in lines] == [
@@ -125,7 +125,7 @@ def test_the_legend_counts() -> None:
     ]
 
 
-def test_a_method_is_chosen_when_none_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_method_when_unset_is_chosen_from_flags(capsys: pytest.CaptureFixture[str]) -> None:
     parse = build_parser().parse_args
     assert stack_config(parse(["up"])).methods == ("draft_model",)
     assert stack_config(parse(["up", "--model", "embedded"])).model is None
@@ -151,7 +151,7 @@ def test_a_method_is_chosen_when_none_is_given(capsys: pytest.CaptureFixture[str
         (None, "eagle3"),  # to be downloaded
     ],
 )
-def test_the_scorer_keeps_what_the_module_reads(
+def test_scorer_flags_for_module_keep_its_hidden_states(
     tmp_path: Path, config: dict[str, object] | None, features: str
 ) -> None:
     if config is not None:
@@ -169,14 +169,14 @@ def test_the_scorer_keeps_what_the_module_reads(
     assert scorer_spec(medusa, 1, "s").argv[-2:] == ("--hidden-features", "final")
 
 
-def test_a_module_must_be_named_where_none_is_embedded() -> None:
+def test_module_without_path_or_embedded_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="--method eagle needs --draft-model"):
         StackConfig(methods=("eagle",))
     with pytest.raises(ConfigError, match="--method mtp needs --draft-model"):
         StackConfig(model="target", methods=("mtp",))
 
 
-def test_embedded_modules_need_no_flags() -> None:
+def test_embedded_module_needs_no_flags() -> None:
     for method, features in (("eagle3", "2,4,7"), ("mtp", "final"), ("medusa", "final")):
         stack = StackConfig(methods=(method,))
         assert scorer_spec(stack, 1, "s").argv[-2:] == ("--hidden-features", features)
@@ -210,14 +210,16 @@ def test_embedded_modules_need_no_flags() -> None:
         [],
     ],
 )
-def test_wrong_flags_end_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_with_wrong_flags_exits_2(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         build_parser().parse_args(argv)
     assert caught.value.code == 2
     assert "usage: outrider" in capsys.readouterr().err
 
 
-def test_an_unknown_flag_is_blamed_on_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_with_unknown_flag_names_itself(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         command_line.main(["up", "--device", "cuda"])
     assert caught.value.code == 2
@@ -226,14 +228,14 @@ def test_an_unknown_flag_is_blamed_on_its_command(capsys: pytest.CaptureFixture[
     assert "outrider up: error: unrecognized arguments: --device cuda" in said
 
 
-def test_a_gateway_that_is_not_there_is_told_in_plain_words(
+def test_generate_without_gateway_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert command_line.main(["generate", "x", "--address", "unix:/nowhere.sock"]) == 1
     assert "no gateway answers there" in capsys.readouterr().err
 
 
-def test_a_demo_of_no_tokens_ends_in_words() -> None:
+def test_demo_of_no_tokens_says_so() -> None:
     aux = common_pb2.AuxInfo()
     nothing = Run(text="", num_tokens=0, kinds=Counter(), ttft_s=0.1, total_s=0.1, aux=aux)
     screen = console(terminal=False)
@@ -241,13 +243,13 @@ def test_a_demo_of_no_tokens_ends_in_words() -> None:
     assert "give another --prompt" in written(screen)
 
 
-def test_a_ready_lines_address_is_taken_as_it_is() -> None:
+def test_address_from_ready_line_is_accepted() -> None:
     args = build_parser().parse_args(["generate", "x", "--address", "grpc://127.0.0.1:50051"])
     assert args.address == "127.0.0.1:50051"
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # by the locale
-def test_a_prompt_on_stdin_that_is_no_text_is_told(
+def test_generate_with_binary_stdin_says_so(
     errors: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stdin = io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8", errors=errors)
@@ -256,15 +258,13 @@ def test_a_prompt_on_stdin_that_is_no_text_is_told(
     assert "the prompt on stdin is not UTF-8 text" in capsys.readouterr().err
 
 
-def test_a_time_that_was_too_short_is_told(
-    gateway: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_past_timeout_says_so(gateway: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["generate", "slow", "--address", gateway, "--timeout", "0.5"]
     assert command_line.main(argv) == 1
     assert "no complete answer within 0.5 s" in capsys.readouterr().err
 
 
-def test_a_reader_that_has_enough_is_no_error(gateway: str) -> None:
+def test_generate_with_closed_pipe_is_no_error(gateway: str) -> None:
     read, write = os.pipe()
     os.close(read)
     argv = [*OUTRIDER, "generate", "x", "--address", gateway]
@@ -275,13 +275,13 @@ def test_a_reader_that_has_enough_is_no_error(gateway: str) -> None:
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
-def test_a_service_gets_its_flags_untouched(tmp_path: Path) -> None:
+def test_service_command_passes_flags_unchanged(tmp_path: Path) -> None:
     args = build_parser().parse_args(["serve", "scorer", "--model", str(tmp_path), "--help"])
     assert args.service == "scorer"
     assert args.args == ["--model", str(tmp_path), "--help"]
 
 
-def test_training_gets_its_flags_untouched() -> None:
+def test_train_command_passes_flags_unchanged() -> None:
     args = build_parser().parse_args(["train", "--help"])
     assert (args.command, args.args) == ("train", ["--help"])
     args = build_parser().parse_args(["train", "mtp", "--steps", "3"])

@@ -53,7 +53,7 @@ def alive(pid: int) -> bool:
     return True
 
 
-async def test_ready_line_and_relay() -> None:
+async def test_service_when_ready_relays_its_lines() -> None:
     lines = Lines()
     process = ServiceProcess(spec(SERVE), lines)
     try:
@@ -65,13 +65,13 @@ async def test_ready_line_and_relay() -> None:
         assert await process.wait() == -signal.SIGKILL
 
 
-async def test_a_child_that_ends_at_start_says_why() -> None:
+async def test_service_that_ends_at_start_says_why() -> None:
     process = ServiceProcess(spec(FAIL), Lines())
     with pytest.raises(ConfigError, match=r"exit code 1\): there is no model folder"):
         await process.start(10)
 
 
-async def test_a_child_that_is_never_ready() -> None:
+async def test_service_that_is_never_ready_times_out() -> None:
     process = ServiceProcess(spec("import time\ntime.sleep(60)\n"), Lines())
     try:
         with pytest.raises(UnavailableError, match="not ready within"):
@@ -81,7 +81,7 @@ async def test_a_child_that_is_never_ready() -> None:
         await process.wait()
 
 
-async def test_a_broken_ready_line_is_an_error_at_once() -> None:
+async def test_service_with_broken_ready_line_fails_at_once() -> None:
     process = ServiceProcess(spec("print('ready soon')\nimport time\ntime.sleep(60)\n"), Lines())
     try:
         with pytest.raises(InternalError, match="ready soon"):
@@ -91,7 +91,7 @@ async def test_a_broken_ready_line_is_an_error_at_once() -> None:
         await process.wait()
 
 
-async def test_a_line_without_end_comes_in_pieces() -> None:
+async def test_service_with_endless_line_relays_pieces() -> None:
     lines = Lines()
     code = "import sys\nsys.stderr.write('x' * 100_000)\nsys.stderr.flush()\n" + READY
     process = ServiceProcess(spec(code), lines)
@@ -112,7 +112,7 @@ def services(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return scripts
 
 
-async def test_a_stack_starts_and_stops(services: dict[str, str]) -> None:
+async def test_stack_when_started_serves_and_stops(services: dict[str, str]) -> None:
     async with Stack(StackConfig(), Lines()) as stack:
         pids = stack.pids
         assert set(pids) == set(services)
@@ -122,7 +122,7 @@ async def test_a_stack_starts_and_stops(services: dict[str, str]) -> None:
     assert not any(map(alive, pids.values()))
 
 
-async def test_without_a_method_there_is_no_proposer(services: dict[str, str]) -> None:
+async def test_stack_without_method_has_no_proposer(services: dict[str, str]) -> None:
     del services["proposer"]
     async with Stack(StackConfig(methods=()), Lines()) as stack:
         assert set(stack.pids) == {"scorer", "gateway"}
@@ -156,7 +156,7 @@ async def alone(*, refused: bool) -> AsyncIterator[str]:
         await server.stop(None)
 
 
-async def test_a_proposer_that_does_not_attach_in_time_is_told_with_the_reason(
+async def test_stack_with_late_proposer_says_why(
     services: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stack_module, "_ATTACH_DEADLINE_S", 0.0)
@@ -167,7 +167,7 @@ async def test_a_proposer_that_does_not_attach_in_time_is_told_with_the_reason(
     assert ("outrider", said) in lines
 
 
-async def test_a_proposer_that_is_refused_ends_the_stack(services: dict[str, str]) -> None:
+async def test_stack_with_refused_proposer_ends(services: dict[str, str]) -> None:
     async with alone(refused=True) as services["proposer"], Stack(StackConfig(), Lines()) as stack:
         pids = stack.pids
         with pytest.raises(ConfigError, match=r"another vocabulary\. Name another --draft-model"):
@@ -177,7 +177,9 @@ async def test_a_proposer_that_is_refused_ends_the_stack(services: dict[str, str
 
 
 @pytest.mark.parametrize("name", ["scorer", "proposer", "gateway"])
-async def test_a_failing_start_stops_the_others(services: dict[str, str], name: str) -> None:
+async def test_stack_with_failing_start_stops_the_others(
+    services: dict[str, str], name: str
+) -> None:
     services[name] = FAIL
     stack = Stack(StackConfig(), Lines())
     with pytest.raises(ConfigError, match=f"the {name} could not start"):
@@ -186,7 +188,7 @@ async def test_a_failing_start_stops_the_others(services: dict[str, str], name: 
     assert stack.pids == {}
 
 
-async def test_a_port_that_another_stack_takes_meanwhile_gives_way(
+async def test_stack_on_port_taken_meanwhile_takes_another(
     services: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, int]] = []
@@ -209,7 +211,7 @@ async def test_a_port_that_another_stack_takes_meanwhile_gives_way(
     assert asked == [(http_port, grpc_port), (http_port, 0)]
 
 
-async def test_children_that_ignore_sigterm_are_killed_in_time(services: dict[str, str]) -> None:
+async def test_stop_of_children_that_ignore_sigterm_kills_in_time(services: dict[str, str]) -> None:
     services.update(dict.fromkeys(services, STUBBORN))
     async with Stack(StackConfig(), Lines()) as stack:
         pids = stack.pids
@@ -219,7 +221,7 @@ async def test_children_that_ignore_sigterm_are_killed_in_time(services: dict[st
     assert not any(map(alive, pids.values()))
 
 
-async def test_a_stop_that_is_cancelled_kills_at_once(services: dict[str, str]) -> None:
+async def test_stop_when_cancelled_kills_at_once(services: dict[str, str]) -> None:
     services.update(dict.fromkeys(services, STUBBORN))
     async with Stack(StackConfig(), Lines()) as stack:
         pids = stack.pids
@@ -231,7 +233,7 @@ async def test_a_stop_that_is_cancelled_kills_at_once(services: dict[str, str]) 
 
 
 @pytest.mark.usefixtures("services")
-async def test_a_dead_proposer_comes_back() -> None:
+async def test_supervisor_with_dead_proposer_restarts_it() -> None:
     lines = Lines()
     async with Stack(StackConfig(), lines) as stack:
         watch = asyncio.create_task(stack.supervise())
@@ -244,7 +246,7 @@ async def test_a_dead_proposer_comes_back() -> None:
         await asyncio.gather(watch, return_exceptions=True)
 
 
-async def test_a_proposer_that_cannot_come_back_ends_nothing(services: dict[str, str]) -> None:
+async def test_supervisor_with_proposer_beyond_restart_goes_on(services: dict[str, str]) -> None:
     lines = Lines()
     async with Stack(StackConfig(), lines) as stack:
         watch = asyncio.create_task(stack.supervise())
@@ -260,7 +262,7 @@ async def test_a_proposer_that_cannot_come_back_ends_nothing(services: dict[str,
 
 @pytest.mark.usefixtures("services")
 @pytest.mark.parametrize("name", ["scorer", "gateway"])
-async def test_the_end_of_an_essential_service_is_reported(name: str) -> None:
+async def test_supervisor_with_ended_essential_service_reports_it(name: str) -> None:
     async with Stack(StackConfig(), Lines()) as stack:
         watch = asyncio.create_task(stack.supervise())
         os.kill(stack.pids[name], signal.SIGKILL)
@@ -268,7 +270,7 @@ async def test_the_end_of_an_essential_service_is_reported(name: str) -> None:
             await asyncio.wait_for(watch, 10)
 
 
-def test_ports() -> None:
+def test_ports_of_services_are_as_asked() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port {taken} .* --http-port"):
@@ -282,7 +284,7 @@ def test_ports() -> None:
     assert with_free_ports(unasked) == unasked
 
 
-def test_a_target_without_a_draft_needs_another_method(tmp_path: Path) -> None:
+def test_target_without_draft_needs_another_method(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--draft-model"):
         StackConfig(model=str(tmp_path))
     with pytest.raises(ConfigError, match="of no use with --method ngram"):

@@ -12,12 +12,12 @@ from outrider.errors import ConfigError
 from scorer_service.__main__ import resolve
 
 
-def test_without_it_a_scorer_drafts_nothing() -> None:
+def test_scorer_without_in_process_flags_drafts_nothing() -> None:
     flags = resolve([])
     assert (flags["in_process_proposer"], flags["hidden_features"]) == ((), None)
 
 
-def test_a_draft_model_drafts_on_demand_where_the_target_is() -> None:
+def test_draft_model_in_process_drafts_on_demand_on_target_device() -> None:
     flags = resolve(
         ["--device=cuda:1", "--in-process-proposer=--method draft_model --model 'a folder'"]
     )
@@ -27,7 +27,7 @@ def test_a_draft_model_drafts_on_demand_where_the_target_is() -> None:
     assert flags["hidden_features"] is None
 
 
-def test_a_module_reads_the_scorers_own_model(tmp_path: Path) -> None:
+def test_module_in_process_reads_the_scorers_model(tmp_path: Path) -> None:
     names = {"eagle_aux_hidden_state_layer_ids": [2, 14, 25]}
     (tmp_path / "config.json").write_text(json.dumps(names))
     module = f"--in-process-proposer=--method ngram,eagle3 --model {tmp_path} --tree-width 1"
@@ -43,7 +43,7 @@ def test_a_module_reads_the_scorers_own_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "states"), [("eagle3", "2,4,7"), ("mtp", "final"), ("medusa", "final")]
 )
-def test_embedded_modules_say_what_they_read(method: str, states: str) -> None:
+def test_embedded_module_in_process_says_what_it_reads(method: str, states: str) -> None:
     flags = resolve([f"--in-process-proposer=--method {method}"])
     assert flags["hidden_features"] == states
 
@@ -61,11 +61,11 @@ def test_embedded_modules_say_what_they_read(method: str, states: str) -> None:
         ("--method eagle3 --target-model another", "--target-model another is not"),
     ],
 )
-def test_bad_flags_are_refused(flags: str, message: str) -> None:
+def test_in_process_flags_that_are_bad_are_refused(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^--in-process-proposer: .*{message}"):
         resolve([f"--in-process-proposer={flags}"])
 
 
-def test_a_module_of_the_embedded_target_serves_no_other() -> None:
+def test_embedded_module_with_other_target_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs --model"):
         resolve(["--model=another", "--in-process-proposer=--method eagle3"])

@@ -28,7 +28,7 @@ from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.sampling.coupled import SamplingBatch, gumbel_noise, process_logits, sample
 from outrider.params import SamplingParams
-from tests.support.hash_model import HashModel
+from tests.support.models.hash_model import HashModel
 
 SAMPLINGS = (
     SamplingParams(temperature=0.0),

@@ -23,8 +23,8 @@ from outrider.params import (
     StopParams,
     VerificationRule,
 )
-from tests.support.byte_tokenizer import EOS, byte_tokenizer
-from tests.support.hash_model import HashModel
+from tests.support.models.byte_tokenizer import EOS, byte_tokenizer
+from tests.support.models.hash_model import HashModel
 
 TOKENIZER = byte_tokenizer()
 VOCAB = TOKENIZER.get_vocab_size()

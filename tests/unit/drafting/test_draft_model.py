@@ -22,8 +22,8 @@ from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.sampling.coupled import Lane, SamplingBatch, process_logits, sample
 from outrider.errors import ConfigError
 from outrider.params import SamplingParams, VerificationRule
-from tests.support.hash_model import HashModel
-from tests.support.simulation import Clock
+from tests.support.models.hash_model import HashModel
+from tests.support.simulators.simulation import Clock
 
 GREEDY = SamplingParams(temperature=0.0)
 COUPLED, REJECTION = VerificationRule.COUPLED, VerificationRule.REJECTION

@@ -7,8 +7,8 @@ from outrider.drafting.copying.ngram import NgramProposer
 from outrider.drafting.draft_queue import DraftQueue
 from outrider.drafting.proposer import SessionStart
 from outrider.params import SamplingParams
-from tests.support.features import CAPTURED, RowReader
-from tests.support.scorer import VOCAB
+from tests.support.models.features import CAPTURED, RowReader
+from tests.support.services.scorer import VOCAB
 
 ROW = bytes(CAPTURED.row_bytes)
 

@@ -17,8 +17,8 @@ from outrider.drafting.hybrid import HybridProposer
 from outrider.drafting.proposer import NO_PACE, DraftRound, ProposerLimits, SessionStart
 from outrider.errors import ConfigError
 from outrider.params import Advice, SamplingParams
-from tests.support.hash_model import HashModel
-from tests.support.one_shot_drafts import medusa
+from tests.support.checkpoints.one_shot_drafts import medusa
+from tests.support.models.hash_model import HashModel
 
 GREEDY = SamplingParams(temperature=0.0)
 ADVICE = Advice(token_ids=(1, 2, 3, 4, 5, 6, 7, 8), edit=True)

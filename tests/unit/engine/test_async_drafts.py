@@ -29,7 +29,8 @@ from outrider.engine.runner import Runner, StepRunner, _Enqueued
 from outrider.engine.sampling.verify import choose_and_verify
 from outrider.params import SamplingParams
 from outrider.types import Request
-from tests.support.drafting_scorer import (
+from tests.support.models.recordable import RecordableHashModel, recordable_llama, rerun
+from tests.support.services.drafting_scorer import (
     EDITED,
     SAMPLINGS,
     DraftingScorer,
@@ -37,7 +38,6 @@ from tests.support.drafting_scorer import (
     K,
     draw_requests,
 )
-from tests.support.recordable import RecordableHashModel, recordable_llama, rerun
 
 WIDTH = 6  # what the target chooses per row at most
 

@@ -25,8 +25,8 @@ from outrider.engine.worker import EngineWorker
 from outrider.features import FeatureOrder, FeatureWindow
 from outrider.params import SamplingParams, StopParams
 from outrider.types import Request, StepEvents
-from tests.support.feature_world import Done, Eager, FeatureModel
-from tests.support.features import CAPTURED, row
+from tests.support.models.features import CAPTURED, row
+from tests.support.simulators.feature_world import Done, Eager, FeatureModel
 
 CONFIG = EngineConfig(page_size=4, num_pages=64, max_model_len=128, max_num_batched_tokens=64)
 PROMPT = tuple(range(20))

@@ -34,9 +34,9 @@ from outrider.engine.step import ScheduledRow, Step
 from outrider.errors import ConfigError, UnsupportedModelError
 from outrider.features import FeatureSpec, parse_features
 from outrider.types import Request
-from tests.support.architectures import ARCHITECTURES, random_model
-from tests.support.recordable import rerun
-from tests.support.sent_features import write
+from tests.support.models.architectures import ARCHITECTURES, random_model
+from tests.support.models.recordable import rerun
+from tests.support.services.sent_features import write
 
 PAGE_SIZE, NUM_PAGES, LENGTH = 4, 16, 22
 TABLE = [9, 3, 14, 1, 6, 11]

@@ -30,7 +30,7 @@ from outrider.params import (
     VerificationRule,
 )
 from outrider.types import Request
-from tests.support.hash_model import HashModel, edited
+from tests.support.models.hash_model import HashModel, edited
 
 VOCAB = 19
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=12).map(tuple)

@@ -25,8 +25,8 @@ from outrider.engine.model.parallel.leading_model import LeadingModel
 from outrider.engine.model.parallel.ranks import RankGroup, Ranks, _dumps, _loads
 from outrider.engine.model.supported_models import check_shardable
 from outrider.errors import ConfigError, UnsupportedModelError
-from tests.support.architectures import ARCHITECTURES, VOCAB_SIZE, random_model
-from tests.support.shards import load, say
+from tests.support.models.architectures import ARCHITECTURES, VOCAB_SIZE, random_model
+from tests.support.models.shards import load, say
 
 TORCHRUN = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
 LLAMA = AutoConfig.for_model("llama", num_attention_heads=64, num_key_value_heads=8)
@@ -89,7 +89,7 @@ def said_by_two(folder: Path, dtype: str, *names: str) -> dict[str, Any]:
     folders = [folder / name for name in names]
     for name, path in zip(names, folders, strict=True):
         random_model(BUILDS[name], torch.float64).save_pretrained(path)  # type: ignore[operator]
-    run_two("tests.support.shards", out, dtype, *folders)
+    run_two("tests.support.models.shards", out, dtype, *folders)
     said: dict[str, Any] = json.loads(out.read_text())
     return {Path(path).name: what for path, what in said.items()}
 
@@ -113,7 +113,7 @@ def test_two_ranks_say_what_one_process_says(tmp_path: Path) -> None:
 def test_a_leader_may_take_longer_to_load_than_a_call_takes(tmp_path: Path) -> None:
     """Ranks of one machine choose products one after another, whoever comes first."""
     random_model(ARCHITECTURES["llama"], torch.float64).save_pretrained(tmp_path)  # type: ignore[operator]
-    run_two("tests.support.slow_rank", tmp_path)
+    run_two("tests.support.models.slow_rank", tmp_path)
 
 
 @pytest.mark.slow

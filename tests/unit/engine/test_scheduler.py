@@ -36,7 +36,7 @@ from outrider.types import (
     StepEvents,
     TokenKind,
 )
-from tests.support.hash_model import HashModel, Sequential
+from tests.support.models.hash_model import HashModel, Sequential
 
 GREEDY = SamplingParams(temperature=0.0)
 

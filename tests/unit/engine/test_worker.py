@@ -47,7 +47,7 @@ from outrider.errors import (
 from outrider.features import FeatureWindow
 from outrider.params import SamplingParams, StopParams, TokenIds
 from outrider.types import Commit, FinishReason, Request, StepEvents
-from tests.support.hash_model import HashModel, Sequential
+from tests.support.models.hash_model import HashModel, Sequential
 
 CONFIG = EngineConfig(page_size=4, num_pages=512, max_model_len=64, max_num_batched_tokens=256)
 GREEDY = SamplingParams(temperature=0.0)

@@ -19,7 +19,7 @@ def admission() -> Admission:
     return Admission(4, GatewayMetrics(CollectorRegistry()))
 
 
-async def test_draining_shortens_what_runs_and_lets_end_what_is_late(admission: Admission) -> None:
+async def test_admission_when_draining_shortens_deadlines(admission: Admission) -> None:
     ending, may_end = asyncio.Event(), asyncio.Event()
 
     async def late() -> None:
@@ -43,7 +43,7 @@ async def test_draining_shortens_what_runs_and_lets_end_what_is_late(admission: 
     assert all(isinstance(outcome, UnavailableError) for outcome in outcomes)
 
 
-async def test_a_deadline_that_passes_is_one(admission: Admission) -> None:
+async def test_admission_past_deadline_raises_deadline_error(admission: Admission) -> None:
     with pytest.raises(DeadlineError):
         async with asyncio.timeout(BOUND_S), admission.until(deadline_after(0.0)):
             await asyncio.sleep(BOUND_S)

@@ -11,7 +11,7 @@ ACCEPTED, BONUS = TokenKind.ACCEPTED, TokenKind.BONUS
 RECOVERED, PLAIN = TokenKind.RECOVERED, TokenKind.PLAIN
 
 
-def test_the_scorers_account_counts() -> None:
+def test_account_of_one_scorer_equals_the_scorers() -> None:
     account = Account()
     account.observe([ACCEPTED, ACCEPTED, BONUS])
     reported = common_pb2.AuxInfo(
@@ -31,7 +31,7 @@ def test_the_scorers_account_counts() -> None:
     assert (result.cost_time, result.cached_prompt_tokens, result.scorer_id) == (10, 16, "s")
 
 
-def test_segments_add_up_and_a_dead_scorer_leaves_what_was_seen() -> None:
+def test_account_with_dead_scorer_adds_what_was_seen() -> None:
     account = Account()
     account.observe([ACCEPTED, RECOVERED, PLAIN])  # two rounds in one message
     account.observe([])
@@ -51,7 +51,7 @@ def test_segments_add_up_and_a_dead_scorer_leaves_what_was_seen() -> None:
     assert (list(result.proposer_ids), result.scorer_id) == (["a"], "second")
 
 
-def test_what_a_successor_finds_cached_is_not_the_clients() -> None:
+def test_cached_tokens_at_successor_are_not_counted() -> None:
     account = Account()
     account.observe([PLAIN])
     account.end_segment()  # it died without a report
@@ -61,7 +61,7 @@ def test_what_a_successor_finds_cached_is_not_the_clients() -> None:
     assert account.close(output_len=1, cost_time_ms=1).cached_prompt_tokens == 0
 
 
-def test_what_a_scorer_finds_cached_after_one_that_gave_nothing_is_the_clients() -> None:
+def test_cached_tokens_after_silent_scorer_are_counted() -> None:
     account = Account()
     account.end_segment()  # it was full
     account.report(common_pb2.Usage(cached_prompt_tokens=16), common_pb2.AuxInfo())
@@ -69,7 +69,7 @@ def test_what_a_scorer_finds_cached_after_one_that_gave_nothing_is_the_clients()
     assert account.cached_prompt_tokens == 16
 
 
-def test_accepted_tokens_behind_the_cut_do_not_count() -> None:
+def test_accepted_tokens_behind_cut_are_not_counted() -> None:
     account = Account()
     account.observe([ACCEPTED, ACCEPTED, BONUS])
     account.observe([ACCEPTED, ACCEPTED, RECOVERED])
@@ -80,7 +80,7 @@ def test_accepted_tokens_behind_the_cut_do_not_count() -> None:
     assert result.output_len == 4
 
 
-def test_nothing_returned() -> None:
+def test_account_without_tokens_is_empty() -> None:
     account = Account()
     account.end_segment()
     assert account.close(output_len=0, cost_time_ms=1).avg_tokens_per_iter == 0
@@ -100,7 +100,7 @@ def reported(verification: str, *, exact: bool, **by_method: tuple[int, int]) ->
     )
 
 
-def test_methods_add_up_over_segments() -> None:
+def test_methods_over_segments_add_up() -> None:
     account = Account()
     for segment in (
         reported("coupled", exact=True, ngram=(4, 2)),
@@ -114,7 +114,7 @@ def test_methods_add_up_over_segments() -> None:
     assert (result.verification, result.exact) == ("coupled", True)
 
 
-def test_methods_lose_what_was_cut_off() -> None:
+def test_methods_with_cut_text_lose_what_was_cut() -> None:
     account = Account()
     account.observe([ACCEPTED, BONUS] * 3)
     account.report(common_pb2.Usage(), reported("coupled", exact=True, suffix=(2, 2), ngram=(2, 1)))
@@ -127,7 +127,7 @@ def test_methods_lose_what_was_cut_off() -> None:
     assert result.accepted == 1
 
 
-def test_one_lossy_segment_makes_the_whole_lossy() -> None:
+def test_exactness_with_one_lossy_segment_is_lossy() -> None:
     account = Account(VerificationRule.TYPICAL)
     account.observe([ACCEPTED, BONUS])  # a scorer that died: what was asked for counts
     account.end_segment()
@@ -137,7 +137,7 @@ def test_one_lossy_segment_makes_the_whole_lossy() -> None:
     assert (result.verification, result.exact) == ("coupled", False)
 
 
-def test_a_scorer_that_gave_nothing_says_nothing_about_exactness() -> None:
+def test_exactness_of_silent_scorer_is_ignored() -> None:
     account = Account(VerificationRule.TYPICAL)
     account.end_segment()  # it was full
     account.report(common_pb2.Usage(), reported("coupled", exact=True))

@@ -74,7 +74,7 @@ def text_of(chunks: list[list[OutputToken]]) -> str:
 
 
 @given(text=TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 30), max_size=12))
-def test_any_segmentation_equals_a_search_on_the_whole_text(
+def test_stop_strings_in_any_segmentation_equal_whole_search(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
     chunks, _ = run(cut(text, cuts), stops)
@@ -82,9 +82,7 @@ def test_any_segmentation_equals_a_search_on_the_whole_text(
 
 
 @given(text=TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 30), max_size=12))
-def test_tokens_come_in_order_and_only_those_with_text_before_the_match(
-    text: str, stops: list[str], cuts: list[int]
-) -> None:
+def test_tokens_before_match_come_in_order(text: str, stops: list[str], cuts: list[int]) -> None:
     pieces = [piece for piece in cut(text, cuts) if piece]
     chunks, assembler = run(pieces, stops)
     tokens = [token for chunk in chunks for token in chunk]
@@ -99,7 +97,7 @@ def test_tokens_come_in_order_and_only_those_with_text_before_the_match(
 
 
 @given(text=TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 30), max_size=12))
-def test_what_is_shown_never_has_to_be_taken_back_and_is_not_held_longer_than_needed(
+def test_shown_text_is_never_taken_back_nor_held_too_long(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
     pieces = cut(text, cuts)
@@ -119,7 +117,7 @@ def test_what_is_shown_never_has_to_be_taken_back_and_is_not_held_longer_than_ne
 
 
 @given(text=TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 30), max_size=12), n=st.integers(0, 8))
-def test_stop_strings_count_after_min_tokens(
+def test_stop_strings_before_min_tokens_are_ignored(
     text: str, stops: list[str], cuts: list[int], n: int
 ) -> None:
     pieces = cut(text, cuts)
@@ -128,25 +126,25 @@ def test_stop_strings_count_after_min_tokens(
     assert assembler.released >= min(n, len(pieces))
 
 
-def test_an_incomplete_character_at_the_end_belongs_to_its_token() -> None:
+def test_incomplete_character_at_end_belongs_to_its_token() -> None:
     chunks, _ = run(["ab", "c~", "~"], ["x"])
     told = [[(token.id, token.text) for token in chunk] for chunk in chunks]
     assert told == [[(0, "ab")], [], [], [(1, "c"), (2, "~~")]]
 
 
-def test_the_flushed_end_may_complete_a_stop_string() -> None:
+def test_flushed_end_can_complete_stop_string() -> None:
     chunks, assembler = run(["ab", "c~"], ["c~"])
     assert text_of(chunks) == "ab"
     assert assembler.stopped
 
 
-def test_without_stop_strings_nothing_waits() -> None:
+def test_text_without_stop_strings_is_never_held() -> None:
     chunks, _ = run(["a", "b", "c"], [])
     assert [len(chunk) for chunk in chunks] == [1, 1, 1, 0]
 
 
 @given(text=TEXT, stop=STOP)
-def test_pending_is_the_longest_end_that_begins_the_stop_string(text: str, stop: str) -> None:
+def test_pending_is_longest_end_that_begins_stop_string(text: str, stop: str) -> None:
     matcher = StopStringMatcher([stop])
     if stop in text:
         return
@@ -155,14 +153,14 @@ def test_pending_is_the_longest_end_that_begins_the_stop_string(text: str, stop:
     assert matcher.pending == max(ends)
 
 
-def test_min_tokens_hold_for_what_the_end_releases() -> None:
+def test_flushed_end_before_min_tokens_does_not_stop() -> None:
     kept, assembler = run(["ab", "c~"], ["~"], min_tokens=2)
     assert (text_of(kept), assembler.stopped) == ("abc~", False)
     cut_off, assembler = run(["ab", "c~"], ["~"], min_tokens=1)
     assert (text_of(cut_off), assembler.stopped) == ("abc", True)
 
 
-def test_matchers_of_the_same_stop_string_share_what_is_built_from_it() -> None:
+def test_matchers_of_same_stop_string_share_their_table() -> None:
     """A request has up to 128 choices. Each has a place of its own in the text."""
     stops = ["ab" * 300 + "c", "aa"]
     one, other = StopStringMatcher(stops), StopStringMatcher(stops)

@@ -38,9 +38,9 @@ from outrider.params import (
 )
 from outrider.types import Request
 from tests.property.test_engine_equality import EOS, MAX_LEN, VOCAB, Scenario, configs
-from tests.support.architectures import ARCHITECTURES, random_model
-from tests.support.hash_model import HashModel, context_hash
-from tests.support.recordable import rerun
+from tests.support.models.architectures import ARCHITECTURES, random_model
+from tests.support.models.hash_model import HashModel, context_hash
+from tests.support.models.recordable import rerun
 
 PAGE_SIZE, NUM_PAGES, MAX_MODEL_LEN = 4, 64, 60
 MAX_PAGES = MAX_MODEL_LEN // PAGE_SIZE

@@ -23,8 +23,8 @@ from outrider.engine.graphs.prefill_graphs import PrefillGraphs
 from outrider.engine.graphs.prefill_inputs import make_prefill_buckets
 from outrider.engine.model.paged_model import PagedModel
 from outrider.params import SamplingParams
-from tests.support.by_tensors import by_tensors
-from tests.support.recordable import RecordableHashModel, recordable_llama, rerun
+from tests.support.models.by_tensors import by_tensors
+from tests.support.models.recordable import RecordableHashModel, recordable_llama, rerun
 
 SAMPLINGS = (
     SamplingParams(temperature=0.0),

@@ -25,8 +25,8 @@ from outrider.engine.policy.fixed import FixedPolicy
 from outrider.engine.sampling.verify import choose_and_verify
 from outrider.params import SamplingParams, StopParams
 from outrider.types import Request
-from tests.support.architectures import ARCHITECTURES, random_model
-from tests.support.by_tensors import by_tensors
+from tests.support.models.architectures import ARCHITECTURES, random_model
+from tests.support.models.by_tensors import by_tensors
 from tests.unit.graphs.test_decode_graphs import fill_pools, rerun
 
 PAGE_SIZE, NUM_PAGES, MAX_MODEL_LEN = 4, 96, 60

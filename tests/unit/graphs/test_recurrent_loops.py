@@ -29,8 +29,8 @@ from outrider.engine.layers.linear import Linear, PackedLinear
 from outrider.engine.model.attention_backends import choose_backend
 from outrider.engine.tree_mask import MAX_TREE_NODES
 from outrider.params import SamplingParams, VerificationRule
-from tests.support import eagle_checkpoints, mtp_checkpoints
-from tests.support.recordable import Counted, MetaAttention, rerun_strictly
+from tests.support.checkpoints import eagle_checkpoints, mtp_checkpoints
+from tests.support.models.recordable import Counted, MetaAttention, rerun_strictly
 
 CPU = torch.device("cpu")
 PAGE_SIZE, MAX_LEN, VOCAB_SIZE = 4, 64, 97

@@ -29,8 +29,8 @@ from outrider.engine.model.attention_backends import choose_backend
 from outrider.errors import ConfigError
 from outrider.models.modules import shared_files
 from outrider.params import SamplingParams
-from tests.support import eagle_checkpoints as made
-from tests.support import eagle_reference as reference
+from tests.support.checkpoints import eagle_checkpoints as made
+from tests.support.checkpoints import eagle_reference as reference
 
 CPU = torch.device("cpu")
 TOKENS = [5, 90, 17, 3, 88, 41, 2, 60, 33]

@@ -17,7 +17,7 @@ from outrider.drafting.proposer import (
 )
 from outrider.features import FeatureSpec
 from outrider.params import SamplingParams
-from tests.support.eagle_checkpoints import as_bytes
+from tests.support.checkpoints.eagle_checkpoints import as_bytes
 
 WIDTH = 4
 ROWS = torch.arange(30 * WIDTH, dtype=torch.bfloat16).view(30, WIDTH)

@@ -19,8 +19,8 @@ from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
 from outrider.params import SamplingParams
-from tests.support import mtp_reference as reference
-from tests.support.mtp_checkpoints import (
+from tests.support.checkpoints import mtp_reference as reference
+from tests.support.checkpoints.mtp_checkpoints import (
     HIDDEN_SIZE,
     VOCAB_SIZE,
     MtpCheckpoint,

@@ -16,8 +16,8 @@ from outrider.engine.batch import RowSlice, pack
 from outrider.engine.kv_cache.pools import KVPools
 from outrider.engine.model.attention_backends import choose_backend
 from outrider.errors import ConfigError
-from tests.support import mtp_reference as reference
-from tests.support.mtp_checkpoints import (
+from tests.support.checkpoints import mtp_reference as reference
+from tests.support.checkpoints.mtp_checkpoints import (
     HIDDEN_SIZE,
     VOCAB_SIZE,
     MtpCheckpoint,

@@ -25,8 +25,7 @@ from outrider.engine.sampling.constraint import ConstraintCompiler
 from outrider.engine.sampling.coupled import Lane, SamplingBatch, gumbel_noise
 from outrider.errors import ConfigError
 from outrider.params import Constraint, ConstraintKind, SamplingParams, VerificationRule
-from tests.support.byte_tokenizer import EOS, byte_tokenizer
-from tests.support.one_shot_checkpoints import (
+from tests.support.checkpoints.one_shot_checkpoints import (
     HIDDEN,
     INNER,
     VOCAB,
@@ -37,6 +36,7 @@ from tests.support.one_shot_checkpoints import (
     mlp_speculator,
     random,
 )
+from tests.support.models.byte_tokenizer import EOS, byte_tokenizer
 
 DEPTH = 3
 MEDUSA = medusa(heads=DEPTH)

@@ -17,7 +17,7 @@ from outrider.drafting.hidden_states.heads.mlp_speculator import (
     load_mlp_speculator,
 )
 from outrider.errors import ConfigError
-from tests.support.one_shot_checkpoints import (
+from tests.support.checkpoints.one_shot_checkpoints import (
     HIDDEN,
     VOCAB,
     Tensors,

@@ -13,7 +13,7 @@ from outrider.engine.batch import Model, RowSlice, pack
 from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.sampling.verify import verify_tree
 from outrider.errors import UnsupportedModelError
-from tests.support.architectures import ARCHITECTURES, REFUSED, VOCAB_SIZE, random_model
+from tests.support.models.architectures import ARCHITECTURES, REFUSED, VOCAB_SIZE, random_model
 
 PAGE_SIZE = 4
 NUM_PAGES = 64

@@ -15,7 +15,7 @@ from outrider.engine.model.attention_backends import (
 )
 from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.errors import ConfigError
-from tests.support.architectures import ARCHITECTURES
+from tests.support.models.architectures import ARCHITECTURES
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LLAMA_8B = AttentionTraits(

@@ -26,7 +26,7 @@ from outrider.engine.model.selftest import check_against, eager_reference
 from outrider.errors import ConfigError, UnsupportedModelError
 from outrider.models.eos import read_eos_token_ids
 from outrider.models.resolve import resolve_model
-from tests.support.architectures import ARCHITECTURES, build_model, random_model
+from tests.support.models.architectures import ARCHITECTURES, build_model, random_model
 
 PAGE_SIZE = 8
 NUM_PAGES = 16

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, models
 
 from outrider.models.tokenizer import Tokenizer
-from tests.support.tokenizers import byte_level_bpe, save, sentencepiece_bpe, word_piece
+from tests.support.models.tokenizers import byte_level_bpe, save, sentencepiece_bpe, word_piece
 
 KINDS: dict[str, Callable[[], BackendTokenizer]] = {
     "byte_level": byte_level_bpe,

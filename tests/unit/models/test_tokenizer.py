@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from outrider.errors import ConfigError, InvalidRequestError
 from outrider.models.chat_template import ChatTemplate
 from outrider.models.tokenizer import Tokenizer, tokenizer_hash
-from tests.support.tokenizers import byte_level_bpe, save
+from tests.support.models.tokenizers import byte_level_bpe, save
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from outrider.config import EngineConfig
 from outrider.engine.policy.adaptive import AdaptivePolicy
 from outrider.params import SamplingParams, StopParams
 from outrider.types import Request
-from tests.support.simulation import Net, World, draft_model
+from tests.support.simulators.simulation import Net, World, draft_model
 
 STEP_S, WAY_S = 0.0049, 0.00115  # benchmarks/results/gpu_versions.md
 CONFIG = EngineConfig(page_size=4, num_pages=4096, max_model_len=2048, num_speculative_tokens=4)

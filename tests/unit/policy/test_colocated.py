@@ -13,7 +13,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.policy.adaptive import AdaptivePolicy
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Request
-from tests.support.hash_model import HashModel
+from tests.support.models.hash_model import HashModel
 
 ROUNDS = 12
 DRAFT_S = 0.0005  # a forward takes 2 ms

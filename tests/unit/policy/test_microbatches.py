@@ -15,7 +15,7 @@ from outrider.engine.policy.waiting import Waiting
 from outrider.engine.sequence import Sequence
 from outrider.params import SamplingParams
 from outrider.types import Request
-from tests.support.two_devices import TwoDevices
+from tests.support.simulators.two_devices import TwoDevices
 
 
 def row(session: int) -> Sequence:

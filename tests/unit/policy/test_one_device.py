@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.one_device import OneDevice
-from tests.support.two_devices import TwoDevices
+from tests.support.simulators.one_device import OneDevice
+from tests.support.simulators.two_devices import TwoDevices
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ from outrider.engine.rounds import Round
 from outrider.engine.sequence import Sequence
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Commit, Request, RequestStats
-from tests.support.hash_model import HashModel, Sequential
-from tests.support.simulation import Net, World, draft_model
+from tests.support.models.hash_model import HashModel, Sequential
+from tests.support.simulators.simulation import Net, World, draft_model
 
 CONFIG = EngineConfig(page_size=4, num_pages=4096, max_model_len=2048)
 # Seconds of a 62 M model's step at 1, 4, 8, 16 tokens: engine-notes' measurements, fused.

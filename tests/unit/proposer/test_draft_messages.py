@@ -16,7 +16,7 @@ from outrider.rpc.telemetry import configure
 from outrider.v1 import draft_pb2
 from proposer_service.cycle import Attach, Batch, Cycle
 from proposer_service.metrics import ProposerMetrics
-from tests.support.draft_scorer import open_
+from tests.support.services.draft_scorer import open_
 
 TOKEN = 2**31 - 1
 DRAWN_FROM = DraftProbs(

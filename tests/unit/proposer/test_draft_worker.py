@@ -21,7 +21,7 @@ from outrider.v1 import draft_pb2
 from proposer_service.cycle import Attach, Batch, Cycle, Detach, Item, SendMessage
 from proposer_service.metrics import ProposerMetrics
 from proposer_service.worker import DraftWorker
-from tests.support.draft_scorer import close, commit, open_
+from tests.support.services.draft_scorer import close, commit, open_
 
 
 def test_draft_worker_that_outlives_its_loop_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:

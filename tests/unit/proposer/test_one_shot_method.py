@@ -15,8 +15,14 @@ from outrider.errors import ConfigError
 from outrider.models.tokenizer import tokenizer_hash
 from outrider.params import Constraint, ConstraintKind, SamplingParams
 from proposer_service.__main__ import parse
-from tests.support.one_shot_checkpoints import medusa, mlp_config, mlp_speculator, random, save
-from tests.support.tiny_pair import save_pair
+from tests.support.checkpoints.one_shot_checkpoints import (
+    medusa,
+    mlp_config,
+    mlp_speculator,
+    random,
+    save,
+)
+from tests.support.checkpoints.tiny_pair import save_pair
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.support.up import alive
+from tests.support.services.up import alive
 from tests.support.waiting import wait_until
 
 PROGRAM = """

@@ -8,7 +8,7 @@ import pytest
 
 from outrider.errors import ConfigError
 from outrider.rpc.targets import Target, Targets, join_address, parse_entries
-from tests.support.names import Names
+from tests.support.services.names import Names
 
 
 def test_parse_entries_accepts_known_forms() -> None:

@@ -37,8 +37,8 @@ from outrider.params import (
     VerificationRule,
 )
 from outrider.types import Commit, Request
-from tests.support.byte_tokenizer import byte_tokenizer
-from tests.support.hash_model import HashModel, Sequential
+from tests.support.models.byte_tokenizer import byte_tokenizer
+from tests.support.models.hash_model import HashModel, Sequential
 from tests.unit.sampling.test_sampling import chi_square_limit
 
 VOCAB, LENGTH, PROMPT = 3, 5, (1, 2)

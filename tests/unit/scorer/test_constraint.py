@@ -18,8 +18,8 @@ from outrider.params import Constraint, ConstraintKind, StopParams, TokenIds
 from outrider.types import FinishReason, Request
 from scorer_service import constraints
 from scorer_service.constraints import Constraints
-from tests.support.byte_tokenizer import EOS, byte_tokenizer
-from tests.support.tokenizers import sentencepiece_bpe, word_piece
+from tests.support.models.byte_tokenizer import EOS, byte_tokenizer
+from tests.support.models.tokenizers import sentencepiece_bpe, word_piece
 
 TOKENIZER = byte_tokenizer()
 PADDED = TOKENIZER.get_vocab_size() + 11

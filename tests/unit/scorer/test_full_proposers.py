@@ -8,10 +8,10 @@ from outrider.drafting.copying.ngram import NgramProposer
 from outrider.drafting.sessions import IDLE_S
 from outrider.v1 import draft_pb2
 from scorer_service.config import DraftLimits
-from tests.support.hub import Bench, commit
-from tests.support.scripted_proposer import hello
-from tests.support.shared_proposer import SharedProposer
-from tests.support.simulation import Clock
+from tests.support.services.hub import Bench, commit
+from tests.support.services.scripted_proposer import hello
+from tests.support.simulators.shared_proposer import SharedProposer
+from tests.support.simulators.simulation import Clock
 
 FULL_S = DraftLimits().full_s
 

@@ -27,9 +27,9 @@ from scorer_service.config import DraftLimits
 from scorer_service.drafting.attached import AttachedProposer
 from scorer_service.drafting.outbox import HELD_TOKENS
 from scorer_service.mailbox import Mailbox
-from tests.support.hub import FINAL, Bench, commit, sent
-from tests.support.scorer import VOCAB
-from tests.support.scripted_proposer import hello
+from tests.support.services.hub import FINAL, Bench, commit, sent
+from tests.support.services.scorer import VOCAB
+from tests.support.services.scripted_proposer import hello
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from outrider.engine.policy.adaptive import AdaptivePolicy
 from outrider.engine.policy.fixed import FixedPolicy
 from outrider.params import SamplingParams, StopParams
 from outrider.types import Request, StepEvents
-from tests.support.simulation import Net, World, draft_model
+from tests.support.simulators.simulation import Net, World, draft_model
 
 NUM_REQUESTS = 8
 

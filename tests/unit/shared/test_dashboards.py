@@ -9,7 +9,14 @@ from collections import Counter
 import pytest
 
 from k8s.dashboards.__main__ import rendered
-from tests.support.promql import DASHBOARDS, ROOT, dashboard_queries, rule_queries, rules, selectors
+from tests.support.kubernetes.promql import (
+    DASHBOARDS,
+    ROOT,
+    dashboard_queries,
+    rule_queries,
+    rules,
+    selectors,
+)
 
 ALERTS = [rule for rule in rules() if "alert" in rule]
 

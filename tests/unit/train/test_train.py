@@ -33,7 +33,7 @@ from outrider.train.processes import Processes
 from outrider.train.run import BYTES_PER_LOGIT, build_head, tokens_per_forward
 from outrider.train.target import Target, TargetBatch, load_target
 from outrider.train.trainer import Progress, TrainConfig, Trainer
-from tests.support.train import (
+from tests.support.checkpoints.train import (
     OTHERS,
     process_environment,
     save_other_target,
@@ -418,7 +418,9 @@ def test_flag_with_an_impossible_number_is_refused(
     assert f"argument {name}: {value!r} is not" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("method", [*{case.split()[0] for case in METHODS}, "responses"])
+@pytest.mark.parametrize(
+    "method", [*dict.fromkeys(case.split()[0] for case in METHODS), "responses"]
+)
 def test_flags_in_help_state_their_defaults(method: str) -> None:
     (methods,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
     for action in methods.choices[method]._actions:

@@ -20,8 +20,8 @@ from outrider.train.data import Source, draft_vocabulary, read_tokens
 from outrider.train.evaluate import acceptance
 from outrider.train.layers import chain_mask
 from outrider.train.target import Target, TargetBatch, load_target
-from tests.support.architectures import ARCHITECTURES, random_model
-from tests.support.train import process_environment, save_target, save_text
+from tests.support.checkpoints.train import process_environment, save_target, save_text
+from tests.support.models.architectures import ARCHITECTURES, random_model
 from training.evaluate import acceptance as coupled_acceptance
 
 CPU = torch.device("cpu")

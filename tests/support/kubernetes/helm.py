@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CHART = ROOT / "k8s" / "chart" / "outrider"
 EXAMPLES = ROOT / "k8s" / "examples"
 TOOLS = ROOT / ".venv" / "k8s" / "bin"
@@ -47,7 +47,7 @@ def render(*sets: str, values: Path | None = None) -> list[Manifest]:
 
 
 def parse(text: str) -> list[Manifest]:
-    return [manifest for manifest in yaml.safe_load_all(text) if manifest]
+    return [manifest for manifest in yaml.load_all(text, yaml.CSafeLoader) if manifest]
 
 
 def only(manifests: list[Manifest], kind: str, name: str) -> Manifest:

@@ -21,8 +21,8 @@ from outrider.models.tokenizer import Tokenizer
 from outrider.rpc.deployment import Deployment
 from outrider.rpc.telemetry import Telemetry, configure
 from outrider.v1 import scorer_pb2
-from tests.support.fake_scorer import FakeScorer, Script, serving
-from tests.support.tokenizers import byte_level_bpe, save
+from tests.support.models.tokenizers import byte_level_bpe, save
+from tests.support.services.fake_scorer import FakeScorer, Script, serving
 
 MAX_MODEL_LEN = 256
 

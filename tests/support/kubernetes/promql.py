@@ -11,7 +11,7 @@ from typing import Any
 import promql_parser
 import yaml
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DASHBOARDS = ROOT / "k8s/dashboards"
 ALERTS = ROOT / "k8s/chart/outrider/files/alerts.yaml"
 _VARIABLES = {"$__rate_interval": "5m", "$model": ".*", "$namespace": ".*"}

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-from tests.support.tokenizers import byte_level_bpe, save
+from tests.support.models.tokenizers import byte_level_bpe, save
 
 _NUM_LAYERS, _HIDDEN_SIZE = 10, 64  # a draft must be worth waiting for
 

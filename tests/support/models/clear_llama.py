@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.model.paged_model import PagedModel
-from tests.support.recordable import disturbed
+from tests.support.models.recordable import disturbed
 
 VOCAB_SIZE, PAGE_SIZE = 1000, 16
 

@@ -11,7 +11,7 @@ from outrider.rpc.deployment import Deployment, TlsFiles
 from outrider.rpc.telemetry import configure
 from proposer_service.config import LinkConfig, ProposerConfig
 from proposer_service.service import ProposerService
-from tests.support.scorer import TOKENIZER_HASH
+from tests.support.services.scorer import TOKENIZER_HASH
 
 
 @asynccontextmanager

@@ -11,8 +11,8 @@ from proposer_service.cycle import Attach, Batch, Cycle
 from proposer_service.metrics import ProposerMetrics
 from scorer_service.drafting.attached import AttachedProposer
 from scorer_service.sessions import Session
-from tests.support.hub import Bench, commit
-from tests.support.simulation import Clock
+from tests.support.services.hub import Bench, commit
+from tests.support.simulators.simulation import Clock
 
 
 class Scorer:

@@ -1,6 +1,7 @@
 """Generate texts with a whole model or, as a program, with shards of it.
 
-`torchrun ... -m tests.support.shards OUT DTYPE FOLDER...` writes the leader's texts to file OUT.
+`torchrun ... -m tests.support.models.shards OUT DTYPE FOLDER...`
+writes the leader's texts to file OUT.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from outrider.engine.runner import StepRunner
 from outrider.features import FeatureOrder, FeatureRows, FeatureWindow
 from outrider.types import Commit, Request, StepEvents
 from proposer_service.pace import PaceMeter
-from tests.support.hash_model import HashModel
+from tests.support.models.hash_model import HashModel
 
 VOCAB, MAX_LEN = 32, 4096
 

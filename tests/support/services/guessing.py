@@ -1,11 +1,11 @@
-"""Proposers that agree with the scorer of tests/support/scorer.py on most tokens."""
+"""Proposers that agree with the scorer of tests/support/services/scorer.py on most tokens."""
 
 from __future__ import annotations
 
 from outrider.drafting.draft_model.proposer import DraftModelProposer
-from tests.support.hash_model import HashModel
-from tests.support.scorer import MAX_LEN, VOCAB, RunningScorer
-from tests.support.scripted_proposer import ScriptedProposer, follow, hello
+from tests.support.models.hash_model import HashModel
+from tests.support.services.scorer import MAX_LEN, VOCAB, RunningScorer
+from tests.support.services.scripted_proposer import ScriptedProposer, follow, hello
 
 
 def guessing(scorer: RunningScorer, name: str = "proposer-0") -> ScriptedProposer:
@@ -16,6 +16,6 @@ def guessing(scorer: RunningScorer, name: str = "proposer-0") -> ScriptedPropose
 
 
 def draft_model() -> DraftModelProposer:
-    """A method with the scorer's own model, to be served by tests/support/reader_service.py."""
+    """A method with the scorer's own model, to be served by `reader_service`."""
     model = HashModel(VOCAB, num_pages=512, max_model_len=MAX_LEN)
     return DraftModelProposer(model, name="hash")

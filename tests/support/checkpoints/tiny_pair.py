@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.support.tokenizers import byte_level_bpe, save
+from tests.support.models.tokenizers import byte_level_bpe, save
 
 _VOCAB_SIZE = 512
 _DRAFT_LAYERS, _DIFFERING_LAYERS = 1, 2

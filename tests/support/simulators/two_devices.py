@@ -26,8 +26,8 @@ from outrider.engine.policy.draft_mode import DraftMode
 from outrider.engine.step import Step
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Request
-from tests.support.hash_model import HashModel
-from tests.support.simulation import VOCAB, Clock, Net, Player, World
+from tests.support.models.hash_model import HashModel
+from tests.support.simulators.simulation import VOCAB, Clock, Net, Player, World
 
 PROMPT, ANSWER, K = 270, 256, 4
 TEMPERATURES = (0.0, 1.0)  # of which a prompt's first token is the index

@@ -29,8 +29,8 @@ from scorer_service.drafting.attached import AttachedProposer
 from scorer_service.hub import Hub
 from scorer_service.metrics import ScorerMetrics
 from scorer_service.sessions import Session
-from tests.support.scorer import TOKENIZER_HASH, VOCAB
-from tests.support.scripted_proposer import hello
+from tests.support.services.scorer import TOKENIZER_HASH, VOCAB
+from tests.support.services.scripted_proposer import hello
 
 SERVED = ServedModel("s", "hash", "default", TOKENIZER_HASH, VOCAB, 1000, "float32", frozenset(), 4)
 FINAL = FeatureSpec(2, final_norm=True)

@@ -16,7 +16,7 @@ from outrider.engine.batch import PackedBatch
 from outrider.engine.kv_cache.hidden_states import HiddenStatePool
 from outrider.engine.kv_cache.memory import move
 from outrider.features import FeatureSpec
-from tests.support.hash_model import HashModel, context_hash
+from tests.support.models.hash_model import HashModel, context_hash
 
 SIZE, NUM_LAYERS = 4, 6
 CAPTURED = FeatureSpec(SIZE, (0, 2, NUM_LAYERS), final_norm=True)

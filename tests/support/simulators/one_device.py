@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from outrider.drafting.proposer import DraftRound
-from tests.support.simulation import Player
-from tests.support.two_devices import TwoDevices
+from tests.support.simulators.simulation import Player
+from tests.support.simulators.two_devices import TwoDevices
 
 
 class OneDevice(TwoDevices):

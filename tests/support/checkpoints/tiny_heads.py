@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.support import eagle_checkpoints as made
+from tests.support.checkpoints import eagle_checkpoints as made
 
 
 def save_eagle(folder: Path, draft: Path) -> Path:

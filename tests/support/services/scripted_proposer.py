@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import grpc
 
 from outrider.v1 import draft_pb2, scorer_pb2_grpc
-from tests.support.data_wire import DataWire
-from tests.support.scorer import TOKENIZER_HASH, VOCAB
+from tests.support.services.data_wire import DataWire
+from tests.support.services.scorer import TOKENIZER_HASH, VOCAB
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """A rank of two, of which the leader takes longer to load than a call may take: as a program.
 
-`torchrun ... -m tests.support.slow_rank FOLDER`
+`torchrun ... -m tests.support.models.slow_rank FOLDER`
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import outrider.engine.model.loader as loader
 from outrider.engine.layers.ops import LlamaOps, TorchOps
 from outrider.engine.model.parallel.ranks import RankGroup, Ranks
-from tests.support.shards import DEADLINE_S, load
+from tests.support.models.shards import DEADLINE_S, load
 
 CALL_S: Final = 2.5
 

@@ -35,8 +35,8 @@ from scorer_service.drafting.in_process_link import attach
 from scorer_service.hub import Hub
 from scorer_service.metrics import ScorerMetrics
 from scorer_service.servicer import SERVICE_NAME, ScorerServicer, Serving, add_to_server
-from tests.support.features import FeatureHash
-from tests.support.hash_model import HashModel
+from tests.support.models.features import FeatureHash
+from tests.support.models.hash_model import HashModel
 
 VOCAB, MAX_LEN = 32, 160
 TOKENIZER_HASH = "ab" * 32

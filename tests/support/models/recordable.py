@@ -16,7 +16,7 @@ from outrider.engine.graphs.capture import Work
 from outrider.engine.kv_cache.pools import LayerPool
 from outrider.engine.model.loader import ModelOptions, build_paged_model
 from outrider.engine.model.paged_model import PagedModel
-from tests.support.hash_model import HashModel, context_hash
+from tests.support.models.hash_model import HashModel, context_hash
 
 
 def rerun(work: Work) -> Work:

@@ -13,9 +13,9 @@ from outrider.engine.runner import Pending, Runner
 from outrider.engine.step import Step, StepResult
 from outrider.params import SamplingParams, StopParams
 from outrider.types import Request
-from tests.support.features import FeatureHash
-from tests.support.hash_model import HashModel, Sequential
-from tests.support.simulation import VOCAB, World
+from tests.support.models.features import FeatureHash
+from tests.support.models.hash_model import HashModel, Sequential
+from tests.support.simulators.simulation import VOCAB, World
 
 MAX_LEN, PAGE_SIZE, NUM_PAGES, NUM_REQUESTS = 48, 4, 26, 5
 TRUTH = Sequential(HashModel(VOCAB, max_model_len=MAX_LEN))

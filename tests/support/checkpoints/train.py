@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.support.tokenizers import byte_level_bpe, save
+from tests.support.models.tokenizers import byte_level_bpe, save
 
 HIDDEN_SIZE = 32
 

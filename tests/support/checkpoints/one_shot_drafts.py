@@ -14,7 +14,7 @@ from outrider.drafting.hidden_states.heads.mlp_speculator import MlpSpeculatorHe
 from outrider.drafting.hidden_states.one_shot import OneShotProposer
 from outrider.drafting.proposer import ProposerLimits, SessionStart
 from outrider.params import SamplingParams, VerificationRule
-from tests.support import one_shot_checkpoints as made
+from tests.support.checkpoints import one_shot_checkpoints as made
 
 DEPTH, MAX_LEN, NUM_SESSIONS = 3, 64, 6
 SAMPLINGS = (

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.mtp_checkpoints import MtpCheckpoint
+from tests.support.checkpoints.mtp_checkpoints import MtpCheckpoint
 
 Module = Callable[[Tensor, Tensor], Tensor]
 """Embeddings [n, H] and states [n, H] of rows 0..n-1 to m [n, H], before the last norm."""

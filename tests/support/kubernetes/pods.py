@@ -26,10 +26,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.rpc.channel import open_channel
 from outrider.v1 import scorer_pb2, scorer_pb2_grpc
-from tests.support.certificates import Issuer
-from tests.support.certificates import flags as tls_flags
+from tests.support.services.certificates import Issuer
+from tests.support.services.certificates import flags as tls_flags
 
-EXAMPLE = Path(__file__).parents[2] / "k8s/examples/rendered/cpu-demo.yaml"
+EXAMPLE = Path(__file__).parents[3] / "k8s/examples/rendered/cpu-demo.yaml"
 _MODULES = {"scorer": "scorer_service", "proposer": "proposer_service", "gateway": "gateway"}
 _READY_S = 240.0  # several start at the same time on two busy cores
 _GONE_S = 60.0

@@ -1,0 +1,1 @@
+"""Small random checkpoints on disk, and what their formulas say."""

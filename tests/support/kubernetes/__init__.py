@@ -1,0 +1,1 @@
+"""The Helm chart, its pods, and the queries of dashboards and alerts."""

@@ -1,0 +1,1 @@
+"""Services and their peers, in this process or as children of the tests."""

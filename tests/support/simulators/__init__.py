@@ -1,0 +1,1 @@
+"""Engines and proposers on a simulated clock."""
