@@ -14,10 +14,10 @@ from outrider.drafting.hidden_states.heads.medusa import MedusaHead, MedusaWeigh
 from outrider.drafting.hidden_states.heads.mlp_speculator import MlpSpeculatorHead, SpeculatorStage
 from outrider.drafting.hidden_states.one_shot import OneShotProposer
 from outrider.drafting.proposer import NO_PACE, DraftRound, Pace, ProposerLimits, SessionKey
-from tests.support.feature_world import feature_world, run_random_requests
-from tests.support.features import SIZE
-from tests.support.one_shot_checkpoints import random as weight
-from tests.support.simulation import VOCAB, Clock, Net
+from tests.support.checkpoints.one_shot_checkpoints import random as weight
+from tests.support.models.features import SIZE
+from tests.support.simulators.feature_world import feature_world, run_random_requests
+from tests.support.simulators.simulation import VOCAB, Clock, Net
 
 DEPTH, INNER = 3, 8
 

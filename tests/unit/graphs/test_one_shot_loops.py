@@ -8,8 +8,8 @@ import torch
 from outrider.drafting.building.loops import one_shot_shapes
 from outrider.drafting.graphs.loops import TORCH_SAMPLER, LoopCapture
 from outrider.drafting.hidden_states.one_shot import OneShotLoops
-from tests.support.one_shot_drafts import DEPTH, HEADS, drafts
-from tests.support.recordable import Counted, rerun_strictly
+from tests.support.checkpoints.one_shot_drafts import DEPTH, HEADS, drafts
+from tests.support.models.recordable import Counted, rerun_strictly
 
 
 @pytest.mark.parametrize("tree_width", [1, 4])

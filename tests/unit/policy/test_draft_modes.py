@@ -9,7 +9,7 @@ import pytest
 from outrider.engine.policy.draft_mode import DraftMode
 from outrider.engine.policy.mode_selector import MODES
 from outrider.engine.policy.mode_trials import INTERVAL, MOST_LOST, TRIAL_STEPS, ModeTrials
-from tests.support.two_devices import TwoDevices
+from tests.support.simulators.two_devices import TwoDevices
 
 OFF, ON_DEMAND, AHEAD = MODES
 STEP_S = {OFF: 0.010, ON_DEMAND: 0.025, AHEAD: 0.020}  # of 1 and 3 tokens

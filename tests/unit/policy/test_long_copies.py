@@ -19,8 +19,8 @@ from outrider.engine.batch import PackedBatch
 from outrider.engine.policy.adaptive import AdaptivePolicy
 from outrider.params import SamplingParams, SpeculationParams, StopParams
 from outrider.types import Request
-from tests.support.hash_model import HashModel
-from tests.support.simulation import Clock, Net, World
+from tests.support.models.hash_model import HashModel
+from tests.support.simulators.simulation import Clock, Net, World
 
 VOCAB, PROMPT, ANSWER, ROWS, K, PAGES = 2048, 400, 1000, 8, 24, 4096
 STEP_TOKENS = (1, 8, 40, 160, 320, 640)
